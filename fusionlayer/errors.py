@@ -1,0 +1,60 @@
+"""The one exception tree. Every message says what was given, what is expected and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "FusionLayerError", "PlanMismatch", "TransportError", "UsageError", "WireError"]
+
+
+class FusionLayerError(Exception):
+    """Base of everything that fusionlayer raises on purpose."""
+
+
+class ConfigError(FusionLayerError, ValueError):
+    """A name, option, file or environment variable has a value that cannot be used."""
+
+
+class UsageError(FusionLayerError, AssertionError):
+    """Calls came in an order that has no meaning, such as ``zero_grad`` between ``backward`` and ``step``."""
+
+
+class WireError(FusionLayerError):
+    """A payload is not what its receiver expects: length, header, index, width or checksum."""
+
+
+class PlanMismatch(FusionLayerError):
+    """Ranks disagree on what is sent; found by digest before any payload.
+
+    Attributes:
+        ranks: the ranks that differ from the lowest rank's view.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class TransportError(FusionLayerError, RuntimeError):
+    """A peer was lost, stopped or came too late; the group it was raised on is closed.
+
+    Attributes:
+        ranks: the ranks held responsible, as far as they are known.
+        bucket: index of the bucket in flight, or None outside an engine.
+        tensors: names of the tensors in that bucket.
+        sequence: number of the collective on its group, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: Iterable[int] = (),
+        bucket: int | None = None,
+        tensors: Iterable[str] = (),
+        sequence: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.bucket = bucket
+        self.tensors = tuple(tensors)
+        self.sequence = sequence

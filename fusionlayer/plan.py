@@ -1,0 +1,163 @@
+"""Fusion plans: which tensors travel together, in what order and how. Frozen data; knows nothing of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import ConfigError
+
+__all__ = ["Bucket", "FusionPlan", "Slot", "TensorInfo"]
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a planner knows of a gradient.
+
+    Attributes:
+        name: the parameter's.
+        numel: elements.
+        dtype: element type, as "float32".
+        itemsize: bytes of an element.
+        group: tensors with the same number travel in one bucket; None leaves it to the planner.
+    """
+
+    name: str
+    numel: int
+    dtype: str
+    itemsize: int
+    group: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one gradient in its bucket: ``numel`` elements from element ``offset`` on."""
+
+    name: str
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel in one message.
+
+    Attributes:
+        slots: places of the gradients, in order, without overlap.
+        numel: elements of the flat buffer, gaps for alignment included.
+        dtype: element type of all of them.
+        codec: registered name of the codec.
+        options: its options.
+        algorithm: registered name of the collective.
+    """
+
+    slots: tuple[Slot, ...]
+    numel: int
+    dtype: str
+    codec: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: str = "dense"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the gradients, in order."""
+        return tuple(slot.name for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """Every bucket of a step, in the order in which all ranks send them."""
+
+    buckets: tuple[Bucket, ...]
+    world_size: int
+
+    @classmethod
+    def build(
+        cls,
+        runs: Iterable[Sequence[TensorInfo]],
+        world_size: int,
+        codec: str,
+        options: Mapping[str, Any],
+        algorithm: str,
+        align: int,
+    ) -> FusionPlan:
+        """Return the plan that sends each run of tensors in one bucket.
+
+        Slots begin at multiples of ``align`` elements, so that tensors do not share a scale.
+        """
+        buckets = []
+        for run in runs:
+            slots, offset = [], 0
+            for tensor in run:
+                slots.append(Slot(tensor.name, tensor.numel, offset))
+                offset += -(-tensor.numel // align) * align
+            buckets.append(Bucket(tuple(slots), offset, run[0].dtype, codec, dict(options), algorithm))
+        return cls(tuple(buckets), world_size)
+
+    def check(self, tensors: Iterable[TensorInfo], world_size: int) -> None:
+        """Raise ``ConfigError`` unless this plan is for exactly these tensors and this number of ranks."""
+        if world_size != self.world_size:
+            raise ConfigError(f"plan is for {self.world_size} ranks, this job has {world_size}; make a plan for it")
+        expected = {tensor.name: (tensor.numel, tensor.dtype) for tensor in tensors}
+        planned = {slot.name: (slot.numel, bucket.dtype) for bucket in self.buckets for slot in bucket.slots}
+        count = sum(len(bucket.slots) for bucket in self.buckets)
+        if count != len(planned):
+            raise ConfigError("plan names a tensor more than once; every tensor belongs to one bucket")
+        differ = sorted(name for name in expected.keys() | planned.keys() if expected.get(name) != planned.get(name))
+        if differ:
+            name = differ[0]
+            raise ConfigError(
+                f"plan does not fit the model: {len(differ)} tensors differ, the first is {name!r}: plan has "
+                f"{planned.get(name, 'none')}, model has {expected.get(name, 'none')}; make a plan for this model"
+            )
+        for index, bucket in enumerate(self.buckets):
+            end = 0
+            for slot in bucket.slots:
+                if slot.offset < end:
+                    raise ConfigError(f"plan: slot {slot.name!r} of bucket {index} overlaps the one before it")
+                end = slot.offset + slot.numel
+            if end > bucket.numel:
+                raise ConfigError(f"plan: bucket {index} has {bucket.numel} elements, its slots need {end}")
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that are equal on two ranks only if their plans are."""
+        return hashlib.sha256(json.dumps(self._as_dict(), sort_keys=True).encode()).digest()
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(yaml.safe_dump(self._as_dict(), sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> FusionPlan:
+        """Read a plan from a file; ``ConfigError`` if it is not one."""
+        try:
+            data = yaml.safe_load(Path(path).read_text())
+            if data["version"] != PLAN_VERSION:
+                raise ConfigError(f"plan file {path} has version {data['version']}, expected {PLAN_VERSION}")
+            buckets = tuple(
+                Bucket(**{**bucket, "slots": tuple(Slot(**slot) for slot in bucket["slots"])})
+                for bucket in data["buckets"]
+            )
+            return cls(buckets, data["world_size"])
+        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(f"plan file {path} cannot be read as a fusion plan: {error!r}") from error
+
+    def _as_dict(self) -> dict[str, Any]:
+        buckets = [
+            {**asdict(bucket), "options": dict(bucket.options), "slots": [asdict(slot) for slot in bucket.slots]}
+            for bucket in self.buckets
+        ]
+        return {"version": PLAN_VERSION, "world_size": self.world_size, "buckets": buckets}

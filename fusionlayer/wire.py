@@ -1,0 +1,151 @@
+"""Byte layouts: planes inside a message, and the header that makes a message self-checking.
+
+``docs/wire_format.md`` is the normative description; this module is the one place that computes it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import native
+from .errors import WireError
+
+__all__ = ["ALIGN", "WIRE_VERSION", "Header", "Plane", "Section", "WireFormat", "aligned", "lay_out"]
+
+WIRE_VERSION = 1
+ALIGN = 128
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+def aligned(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to the alignment of planes and messages, 128 bytes."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One kind of value in a message: ``count`` elements of ``dtype``."""
+
+    name: str
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Section:
+    """A plane and where it starts, in bytes from the start of the message."""
+
+    plane: Plane
+    offset: int
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """Where everything lies in one message; a pure function of codec, numel and dtype.
+
+    Attributes:
+        sections: planes in their order, each at a multiple of 128 bytes.
+        body: offset of the first plane: 0, or 128 behind a header.
+        capacity: bytes of the message, a multiple of 128; an upper bound for codecs of variable size.
+    """
+
+    sections: tuple[Section, ...]
+    body: int
+    capacity: int
+
+    def views(self, payload: Tensor) -> tuple[Tensor, ...]:
+        """Return the planes of ``payload`` (capacity,) uint8 as typed tensors that share its memory."""
+        return tuple(
+            payload[section.offset : section.offset + section.plane.nbytes].view(section.plane.dtype)
+            for section in self.sections
+        )
+
+
+def lay_out(planes: Sequence[Plane], *, header: bool) -> WireFormat:
+    """Return the layout of ``planes`` one behind the other, after a header if asked."""
+    body = offset = ALIGN if header else 0
+    sections = []
+    for plane in planes:
+        sections.append(Section(plane, offset))
+        offset += aligned(plane.nbytes)
+    return WireFormat(tuple(sections), body, offset)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first 64 bytes of a checked message (64 zero bytes follow), little endian.
+
+    Attributes:
+        codec: name of the codec, at most 16 ASCII characters.
+        options: crc32c of the codec's canonical text, options included.
+        dtype: type of the elements that were encoded.
+        numel: number of elements.
+        used: bytes of the body that carry data, from the end of the header's 128 bytes.
+        sequence: number of the message for its sender; 0 where nobody counts.
+        body_crc: crc32c of the used bytes of the body.
+    """
+
+    codec: str
+    options: int
+    dtype: torch.dtype
+    numel: int
+    used: int
+    sequence: int
+    body_crc: int
+
+    _MAGIC = b"FLW1"
+    _STRUCT = struct.Struct("<4sBBBx16sQQQIII")
+    _CRC = struct.Struct("<I")
+
+    def pack(self) -> bytes:
+        """Return the header's 128 bytes."""
+        fields = self._STRUCT.pack(
+            self._MAGIC,
+            WIRE_VERSION,
+            DTYPE_CODES[self.dtype],
+            0,
+            self.codec.encode("ascii"),
+            self.numel,
+            self.used,
+            self.sequence,
+            self.options,
+            self.body_crc,
+            0,
+        )
+        return (fields + self._CRC.pack(native.crc32c(fields))).ljust(ALIGN, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Return the header that ``data`` starts with.
+
+        Raises:
+            WireError: too short, not a header, damaged, or of another wire version.
+        """
+        size = cls._STRUCT.size
+        if len(data) < ALIGN:
+            raise WireError(f"message of {len(data)} bytes; a header alone takes {ALIGN}: the message was cut short")
+        magic, version, dtype, _, codec, numel, used, sequence, options, body_crc, _ = cls._STRUCT.unpack(data[:size])
+        if magic != cls._MAGIC:
+            raise WireError(f"message starts with {magic!r}, expected {cls._MAGIC!r}: these bytes are not a message")
+        if cls._CRC.unpack(data[size : size + 4])[0] != native.crc32c(data[:size]):
+            raise WireError("checksum of the message header is wrong: the message was damaged on its way")
+        if version != WIRE_VERSION:
+            raise WireError(
+                f"message has wire version {version}, this is {WIRE_VERSION}: install the same fusionlayer everywhere"
+            )
+        if dtype not in _DTYPES:
+            raise WireError(f"message header names element type {dtype}, known: {sorted(_DTYPES)}")
+        name = codec.rstrip(b"\0").decode("ascii", "replace")
+        return cls(name, options, _DTYPES[dtype], numel, used, sequence, body_crc)
