@@ -1,0 +1,91 @@
+// What every implementation of the C ABI checks before it starts, and the sizes that follow from a spec. Host only.
+#pragma once
+
+#include "fusionlayer_codec.h"
+
+namespace fl {
+
+constexpr int64_t kMaxElements = int64_t(1) << 56;  // products of sizes below stay far from overflow
+constexpr int kPlaneAlignment = 16;
+
+inline int64_t element_size(uint32_t dtype) { return dtype == FL_F32 ? 4 : 2; }
+inline bool known_dtype(uint32_t dtype) { return dtype <= FL_F16; }
+
+inline int plane_count(const fl_spec &spec) { return spec.codec == FL_INT ? 2 : 1; }
+
+inline int64_t group_count(const fl_spec &spec) {
+  const int64_t group = spec.param[1];
+  return (spec.numel + group - 1) / group;
+}
+
+// Bytes of plane p of one message.
+inline int64_t plane_bytes(const fl_spec &spec, int p) {
+  if (spec.codec == FL_CAST) return spec.numel * element_size(spec.param[0]);
+  return p == 0 ? group_count(spec) * 4 : group_count(spec) * spec.param[1] * spec.param[0] / 8;
+}
+
+inline int check_spec(const fl_spec *spec) {
+  if (!spec) return FL_BAD_ARGUMENT;
+  if (spec->codec > FL_INT) return FL_UNSUPPORTED;
+  if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
+  const uint32_t *param = spec->param;
+  if (spec->codec == FL_CAST) return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
+  const uint32_t bits = param[0], group = param[1];
+  if (bits != 4 && bits != 8) return FL_BAD_ARGUMENT;
+  if (group < 32 || group > 4096 || (group & (group - 1)) || param[3]) return FL_BAD_ARGUMENT;
+  if (spec->offset < 0 || spec->offset % group) return FL_BAD_ARGUMENT;
+  return param[2] & ~uint32_t(FL_INT_HADAMARD | FL_INT_STOCHASTIC) ? FL_UNSUPPORTED : FL_OK;
+}
+
+inline bool aligned(const void *p, int64_t bytes) { return uintptr_t(p) % uintptr_t(bytes) == 0; }
+
+// A flat array argument: null only where it has no elements.
+inline int check_array(const void *p, int64_t numel, int64_t size) {
+  return numel == 0 || (p && aligned(p, size)) ? FL_OK : FL_BAD_ARGUMENT;
+}
+
+inline int check_optional(const void *p, int64_t numel, int64_t size) { return p ? check_array(p, numel, size) : FL_OK; }
+
+// Messages do not overlap: with more than one, each plane ends before the same plane of the next begins.
+inline int check_messages(const fl_spec &spec, const fl_messages *messages) {
+  if (!messages || messages->count < 0 || messages->count > kMaxElements) return FL_BAD_ARGUMENT;
+  if (messages->count == 0 || spec.numel == 0) return FL_OK;
+  if (spec.numel > kMaxElements / messages->count) return FL_BAD_ARGUMENT;
+  for (int p = 0; p < plane_count(spec); ++p) {
+    if (!messages->plane[p] || !aligned(messages->plane[p], kPlaneAlignment)) return FL_BAD_ARGUMENT;
+    if (messages->count > 1 && messages->stride < plane_bytes(spec, p)) return FL_BAD_ARGUMENT;
+  }
+  return messages->count > 1 && messages->stride % kPlaneAlignment ? FL_BAD_ARGUMENT : FL_OK;
+}
+
+inline int first_error(int a, int b) { return a ? a : b; }
+
+inline int check_encode(const fl_spec *spec, const void *x, const float *residual, const fl_messages *out) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (const int bad = check_messages(*spec, out)) return bad;
+  const int64_t numel = spec->numel * out->count;
+  return first_error(check_array(x, numel, element_size(spec->dtype)),
+                     check_optional(residual, numel, 4));
+}
+
+inline int check_decode(const fl_spec *spec, const fl_messages *in, const void *out) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (const int bad = check_messages(*spec, in)) return bad;
+  return check_array(out, spec->numel * in->count, element_size(spec->dtype));
+}
+
+inline int check_decode_sum(const fl_spec *spec, const fl_messages *in, const void *out) {
+  if (const int bad = check_spec(spec)) return bad;
+  return first_error(check_messages(*spec, in), check_array(out, spec->numel, element_size(spec->dtype)));
+}
+
+inline int check_recode(const fl_spec *spec, const fl_messages *in, const void *x, const float *residual,
+                        const fl_messages *out) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (const int bad = first_error(check_messages(*spec, in), check_messages(*spec, out))) return bad;
+  if (out->count != 1) return FL_BAD_ARGUMENT;
+  return first_error(check_optional(x, spec->numel, element_size(spec->dtype)),
+                     check_optional(residual, spec->numel, 4));
+}
+
+}  // namespace fl

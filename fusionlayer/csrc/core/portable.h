@@ -1,0 +1,35 @@
+// What host and device code share: the function qualifier and bit casts.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define FL_HD __host__ __device__ __forceinline__
+#else
+#define FL_HD inline __attribute__((always_inline))
+#endif
+
+namespace fl {
+
+FL_HD uint32_t float_bits(float f) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(f);
+#else
+  uint32_t u;
+  std::memcpy(&u, &f, sizeof u);
+  return u;
+#endif
+}
+
+FL_HD float bits_float(uint32_t u) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(u);
+#else
+  float f;
+  std::memcpy(&f, &u, sizeof f);
+  return f;
+#endif
+}
+
+}  // namespace fl

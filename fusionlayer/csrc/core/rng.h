@@ -1,0 +1,53 @@
+// Counter-based randomness: a value is a pure function of (seed, element number), whatever the launch shape, sharding or
+// device. Philox4x32-10 (Salmon et al., SC 2011) makes the key once per call; a two-multiply mixer with the key injected
+// twice turns the element number into 32 bits.
+#pragma once
+
+#include "portable.h"
+
+namespace fl {
+
+struct RngKey {
+  uint32_t a, b, c;
+};
+
+inline void philox4x32(uint32_t counter[4], uint32_t k0, uint32_t k1) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t(0xd2511f53u) * counter[0];
+    const uint64_t p1 = uint64_t(0xcd9e8d57u) * counter[2];
+    const uint32_t c0 = uint32_t(p1 >> 32) ^ counter[1] ^ k0, c2 = uint32_t(p0 >> 32) ^ counter[3] ^ k1;
+    counter[1] = uint32_t(p1);
+    counter[3] = uint32_t(p0);
+    counter[0] = c0;
+    counter[2] = c2;
+    k0 += 0x9e3779b9u;
+    k1 += 0xbb67ae85u;
+  }
+}
+
+inline RngKey make_key(uint64_t seed) {
+  uint32_t c[4] = {0, 0, 0, 0};
+  philox4x32(c, uint32_t(seed), uint32_t(seed >> 32));
+  return {c[0], c[1], c[2] | 1u};
+}
+
+// The key of a run of elements whose numbers share their upper 32 bits (a group never straddles one).
+FL_HD RngKey key_at(RngKey key, uint64_t element) {
+  const uint32_t high = uint32_t(element >> 32);
+  return {key.a ^ (high * 0x9e3779b9u), key.b + high * key.c, key.c};
+}
+
+// 32 random bits of element number `low` (lower 32 bits; the upper ones are in the key).
+FL_HD uint32_t random_bits(RngKey key, uint32_t low) {
+  uint32_t h = low ^ key.a;
+  h ^= h >> 16;
+  h *= 0x7feb352du;
+  h = (h ^ (h >> 15)) + key.b;
+  h *= 0x846ca68bu;
+  return h ^ (h >> 16);
+}
+
+// What stochastic rounding adds before rounding to nearest: uniform on the 2^23 multiples of 2^-23 in [-0.5, 0.5).
+FL_HD float rounding_noise(uint32_t bits) { return bits_float((bits >> 9) | 0x3f800000u) - 1.5f; }
+
+}  // namespace fl

@@ -1,0 +1,118 @@
+#include "crc32c.h"
+
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+namespace fl {
+namespace {
+
+constexpr uint32_t kPolynomial = 0x82f63b78;  // bit-reversed
+
+using Table = std::array<uint32_t, 256>;
+
+constexpr uint32_t shift_bit(uint32_t crc) { return crc & 1 ? (crc >> 1) ^ kPolynomial : crc >> 1; }
+
+// tables[k][b]: the register after byte b and k zero bytes.
+constexpr std::array<Table, 8> make_byte_tables() {
+  std::array<Table, 8> tables{};
+  for (uint32_t b = 0; b < 256; ++b) {
+    uint32_t crc = b;
+    for (int i = 0; i < 8; ++i) crc = shift_bit(crc);
+    tables[0][b] = crc;
+  }
+  for (int k = 1; k < 8; ++k)
+    for (int b = 0; b < 256; ++b) {
+      const uint32_t crc = tables[k - 1][b];
+      tables[k][b] = (crc >> 8) ^ tables[0][crc & 0xff];
+    }
+  return tables;
+}
+
+constexpr std::array<Table, 8> kByteTables = make_byte_tables();
+
+uint64_t load64(const uint8_t *p) {
+  uint64_t v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+uint32_t update_byte(uint32_t crc, uint8_t byte) { return (crc >> 8) ^ kByteTables[0][(crc ^ byte) & 0xff]; }
+
+uint32_t update_portable(uint32_t crc, const uint8_t *p, size_t n) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  for (; n >= 8; n -= 8, p += 8) {
+    const uint64_t v = load64(p) ^ crc;
+    crc = 0;
+    for (int i = 0; i < 8; ++i) crc ^= kByteTables[7 - i][v >> (8 * i) & 0xff];
+  }
+#endif
+  for (; n; --n) crc = update_byte(crc, *p++);
+  return crc;
+}
+
+#if defined(__x86_64__)
+
+// Three streams of kStream bytes hide the latency of the crc32 instruction; their registers are then joined.
+constexpr size_t kStream = 2048;
+
+// tables[k][b]: what byte k = b of the register becomes after kStream zero bytes.
+constexpr std::array<Table, 4> make_shift_tables() {
+  std::array<Table, 4> tables{};
+  std::array<uint32_t, 32> bits{};
+  for (int i = 0; i < 32; ++i) bits[i] = uint32_t(1) << i;
+  // Squaring the map "one zero bit" log2(8 * kStream) times.
+  for (int i = 0; i < 32; ++i) bits[i] = shift_bit(bits[i]);
+  for (size_t zeros = 1; zeros < 8 * kStream; zeros *= 2) {
+    std::array<uint32_t, 32> squared{};
+    for (int i = 0; i < 32; ++i)
+      for (int j = 0; j < 32; ++j)
+        if (bits[i] >> j & 1) squared[i] ^= bits[j];
+    bits = squared;
+  }
+  for (int k = 0; k < 4; ++k)
+    for (int b = 0; b < 256; ++b)
+      for (int j = 0; j < 8; ++j)
+        if (b >> j & 1) tables[k][b] ^= bits[8 * k + j];
+  return tables;
+}
+
+constexpr std::array<Table, 4> kShiftTables = make_shift_tables();
+
+uint32_t shift_stream(uint32_t crc) {
+  return kShiftTables[0][crc & 0xff] ^ kShiftTables[1][crc >> 8 & 0xff] ^ kShiftTables[2][crc >> 16 & 0xff] ^
+         kShiftTables[3][crc >> 24];
+}
+
+__attribute__((target("sse4.2"))) uint32_t update_sse42(uint32_t crc, const uint8_t *p, size_t n) {
+  for (; n >= 3 * kStream; n -= 3 * kStream, p += 3 * kStream) {
+    uint64_t a = crc, b = 0, c = 0;
+    for (size_t i = 0; i < kStream; i += 8) {
+      a = _mm_crc32_u64(a, load64(p + i));
+      b = _mm_crc32_u64(b, load64(p + kStream + i));
+      c = _mm_crc32_u64(c, load64(p + 2 * kStream + i));
+    }
+    crc = shift_stream(shift_stream(uint32_t(a)) ^ uint32_t(b)) ^ uint32_t(c);
+  }
+  for (; n >= 8; n -= 8, p += 8) crc = uint32_t(_mm_crc32_u64(crc, load64(p)));
+  for (; n; --n) crc = _mm_crc32_u8(crc, *p++);
+  return crc;
+}
+
+using Update = uint32_t (*)(uint32_t, const uint8_t *, size_t);
+const Update update = __builtin_cpu_supports("sse4.2") ? update_sse42 : update_portable;
+
+#else
+
+constexpr auto update = update_portable;
+
+#endif
+
+}  // namespace
+
+uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n) { return ~update(~crc, data, n); }
+
+}  // namespace fl

@@ -1,0 +1,192 @@
+// The C ABI of the CPU library: checks arguments, picks the instruction set, splits the work.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "arguments.h"
+#include "crc32c.h"
+#include "float_environment.h"
+#include "fusionlayer_codec.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace fl {
+namespace {
+
+constexpr int64_t kInlineElements = 64 * 1024;  // 256 KiB of f32: below, waking threads costs more than it gains
+constexpr int64_t kGrainElements = 16 * 1024;
+constexpr int kMaxThreads = 1024;
+
+struct Isa {
+  const Kernels *kernels;
+  bool (*usable)();
+};
+
+// Best first.
+const Isa kIsas[] = {
+#if defined(FL_HAVE_AVX512)
+    {&avx512::kernels,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
+     }},
+#endif
+#if defined(FL_HAVE_AVX2)
+    {&avx2::kernels,
+     [] {
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+              __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt");
+     }},
+#endif
+    {&baseline::kernels, [] { return true; }},
+};
+
+std::atomic<const Isa *> selected{nullptr};
+
+const Isa *best_isa() {
+  const Isa *isa = kIsas;
+  while (!isa->usable()) ++isa;
+  return isa;
+}
+
+const Kernels &kernels() {
+  static const Isa *const best = best_isa();
+  const Isa *isa = selected;
+  return *(isa ? isa : best)->kernels;
+}
+
+// Runs a verb over `messages` messages whose values each take `inputs` values to make.
+int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs) {
+  const fl_spec &spec = *job.spec;
+  const int64_t unit = spec.codec == FL_INT ? spec.param[1] : kCastUnit;
+  const int64_t units = messages * ((spec.numel + unit - 1) / unit);
+  const int64_t work = std::max<int64_t>(1, inputs) * unit;  // of one unit, in elements
+  if (units == 0) return FL_OK;
+  job.key = make_key(spec.seed);
+  const FloatEnvironment ieee;
+  const auto task = [&job, kernel = kernels().*verb](int64_t begin, int64_t end) { kernel(job, begin, end); };
+  const int64_t grain = units * work < kInlineElements ? units : std::max<int64_t>(1, kGrainElements / work);
+  parallel_for(units, grain, RangeTask(task));
+  return FL_OK;
+}
+
+bool copies(const fl_spec &spec) { return spec.codec == FL_CAST && spec.param[0] == spec.dtype; }
+
+int copy(uint8_t *to, int64_t to_stride, const uint8_t *from, int64_t from_stride, int64_t bytes, int64_t count) {
+  const auto task = [=](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t i = begin / bytes, offset = begin % bytes, n = std::min(end - begin, bytes - offset);
+      std::memcpy(to + i * to_stride + offset, from + i * from_stride + offset, size_t(n));
+      begin += n;
+    }
+  };
+  const int64_t total = bytes * count, grain = total < 4 * kInlineElements ? total : 4 * kGrainElements;
+  if (total > 0) parallel_for(total, grain, RangeTask(task));
+  return FL_OK;
+}
+
+}  // namespace
+}  // namespace fl
+
+#define FL_TEXT(x) #x
+#define FL_STRING(x) FL_TEXT(x)
+#if defined(__clang__)
+#define FL_COMPILER "clang " __clang_version__
+#else
+#define FL_COMPILER "gcc " __VERSION__
+#endif
+
+extern "C" {
+
+int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *) {
+  if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
+  if (fl::copies(*spec) && !residual) {
+    const int64_t bytes = fl::plane_bytes(*spec, 0);
+    return fl::copy(static_cast<uint8_t *>(out->plane[0]), out->stride, static_cast<const uint8_t *>(x), bytes, bytes,
+                    out->count);
+  }
+  fl::Job job{};
+  job.spec = spec;
+  job.x = x;
+  job.residual = residual;
+  job.out = out;
+  return fl::run(&fl::Kernels::encode, job, out->count, 1);
+}
+
+int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *) {
+  if (const int bad = fl::check_decode(spec, in, out)) return bad;
+  if (fl::copies(*spec)) {
+    const int64_t bytes = fl::plane_bytes(*spec, 0);
+    return fl::copy(static_cast<uint8_t *>(out), bytes, static_cast<const uint8_t *>(in->plane[0]), in->stride, bytes,
+                    in->count);
+  }
+  fl::Job job{};
+  job.spec = spec;
+  job.in = in;
+  job.y = out;
+  return fl::run(&fl::Kernels::decode, job, in->count, 1);
+}
+
+int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *) {
+  if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
+  fl::Job job{};
+  job.spec = spec;
+  job.in = in;
+  job.y = out;
+  job.add = add != 0;
+  return fl::run(&fl::Kernels::decode_sum, job, 1, in->count);
+}
+
+int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
+              void *) {
+  if (const int bad = fl::check_recode(spec, in, x, residual, out)) return bad;
+  fl::Job job{};
+  job.spec = spec;
+  job.in = in;
+  job.x = x;
+  job.residual = residual;
+  job.out = out;
+  return fl::run(&fl::Kernels::recode, job, 1, in->count);
+}
+
+const char *fl_build_info(void) {
+  return "abi=" FL_STRING(FL_ABI_VERSION) "\nkind=cpu\ncompiler=" FL_COMPILER "\nisas="
+#if defined(FL_HAVE_AVX512)
+         "avx512,"
+#endif
+#if defined(FL_HAVE_AVX2)
+         "avx2,"
+#endif
+         "baseline\n";
+}
+
+const char *fl_last_error(void) { return ""; }
+
+uint32_t fl_crc32c(uint32_t crc, const void *data, int64_t n) {
+  return n > 0 ? fl::crc32c(crc, static_cast<const uint8_t *>(data), size_t(n)) : crc;
+}
+
+int fl_select_isa(const char *name) {
+  if (!name) return FL_BAD_ARGUMENT;
+  if (std::strcmp(name, "auto") == 0) {
+    fl::selected = nullptr;
+    return FL_OK;
+  }
+  for (const fl::Isa &isa : fl::kIsas)
+    if (std::strcmp(name, isa.kernels->name) == 0 && isa.usable()) {
+      fl::selected = &isa;
+      return FL_OK;
+    }
+  return FL_UNSUPPORTED;
+}
+
+const char *fl_isa(void) { return fl::kernels().name; }
+
+int fl_set_threads(int n) {
+  if (n < 1) return FL_BAD_ARGUMENT;
+  fl::set_thread_count(std::min(n, fl::kMaxThreads));
+  return FL_OK;
+}
+
+}  // extern "C"

@@ -1,0 +1,63 @@
+// The table of kernels of one instruction set. Compiled once for each, with FL_ISA set to its name (see setup.py).
+#include "kernels.h"
+
+#include "cast_codec.h"
+#include "int_codec.h"
+#include "verbs.h"
+
+namespace fl::FL_ISA {
+namespace {
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+template <class Body>
+FL_INLINE void with_dtype(uint32_t dtype, const Body &body) {
+  if (dtype == FL_BF16) return body(Type<Bf16>{});
+  if (dtype == FL_F16) return body(Type<F16>{});
+  body(Type<float>{});
+}
+
+// Decoding does not depend on the rounding, so it is compiled once for both.
+template <bool kEncodes, int kBits, bool kHadamard, class Body>
+FL_INLINE void with_rounding(const Job &job, const Body &body) {
+  if constexpr (kEncodes)
+    if (job.spec->param[2] & FL_INT_STOCHASTIC) return body(IntCodec<kBits, kHadamard, true>(job));
+  body(IntCodec<kBits, kHadamard, false>(job));
+}
+
+template <bool kEncodes, class Body>
+FL_INLINE void with_codec(const Job &job, const Body &body) {
+  const uint32_t *param = job.spec->param;
+  if (job.spec->codec == FL_CAST)
+    return with_dtype(param[0], [&](auto wire) { body(CastCodec<typename decltype(wire)::type>(job)); });
+  const bool hadamard = param[2] & FL_INT_HADAMARD;
+  if (param[0] == 8)
+    hadamard ? with_rounding<kEncodes, 8, true>(job, body) : with_rounding<kEncodes, 8, false>(job, body);
+  else
+    hadamard ? with_rounding<kEncodes, 4, true>(job, body) : with_rounding<kEncodes, 4, false>(job, body);
+}
+
+#define FL_VERB(verb, encodes)                                                                                  \
+  void run_##verb(const Job &job, int64_t begin, int64_t end) {                                                 \
+    with_codec<encodes>(job, [&](const auto &codec) {                                                           \
+      with_dtype(job.spec->dtype,                                                                               \
+                 [&](auto type) { verb<typename decltype(type)::type>(codec, job, begin, end); });              \
+    });                                                                                                         \
+  }
+FL_VERB(encode, true)
+FL_VERB(decode, false)
+FL_VERB(decode_sum, false)
+FL_VERB(recode, true)
+#undef FL_VERB
+
+}  // namespace
+
+#define FL_TEXT(name) #name
+#define FL_NAME(name) FL_TEXT(name)
+
+const Kernels kernels = {FL_NAME(FL_ISA), run_encode, run_decode, run_decode_sum, run_recode};
+
+}  // namespace fl::FL_ISA

@@ -1,0 +1,364 @@
+// Vectors of the instruction set this file is compiled for, and the few primitives the kernels are made of: 16 lanes with
+// AVX-512, 8 with AVX2, 4 otherwise. Everything lives in a namespace named after the instruction set, so that the linker
+// never takes one variant's code for another's. A primitive has an intrinsic body where gcc makes poor code of the
+// portable one; both compute the same bits.
+#pragma once
+
+#if defined(__x86_64__)
+#pragma GCC diagnostic push  // gcc 12 warns of its own _mm512_undefined_epi32
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#include "floats.h"
+
+#define FL_INLINE inline __attribute__((always_inline))
+#define FL_LAMBDA __attribute__((always_inline))
+
+namespace fl::FL_ISA {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define FL_AVX512 1
+constexpr int kLanes = 16;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FL_AVX2 1
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+#if defined(__SSE2__)
+#define FL_SSE2 1
+#endif
+
+typedef float vf __attribute__((vector_size(4 * kLanes)));
+typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
+
+// 32 consecutive elements: what one Hadamard transform works on.
+constexpr int kBlock = 32;
+constexpr int kVectors = kBlock / kLanes;
+struct Block {
+  vf v[kVectors];
+};
+
+// 16 consecutive elements: what packing and unpacking bytes works on.
+constexpr int kQuad = 16 / kLanes;
+
+template <int... I>
+struct Lanes {};
+template <int N, int... I>
+struct MakeLanes : MakeLanes<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeLanes<0, I...> {
+  using type = Lanes<I...>;
+};
+using AllLanes = typename MakeLanes<kLanes>::type;
+
+template <int... I>
+FL_INLINE vu iota(Lanes<I...>) {
+  return vu{I...};
+}
+FL_INLINE vu iota() { return iota(AllLanes{}); }
+FL_INLINE vf broadcast(float f) { return f - vf{}; }
+FL_INLINE vi broadcast(int32_t i) { return i - vi{}; }
+
+FL_INLINE vf load(const float *p) {
+  typedef vf unaligned __attribute__((aligned(4), may_alias));
+  return *reinterpret_cast<const unaligned *>(p);
+}
+FL_INLINE void store(float *p, vf v) {
+  typedef vf unaligned __attribute__((aligned(4), may_alias));
+  *reinterpret_cast<unaligned *>(p) = v;
+}
+
+// Butterflies --------------------------------------------------------------------------------------------------------
+
+template <int H, int... I>
+FL_INLINE vf swap_lanes(vf v, Lanes<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(v, v, (I ^ H)...);
+#else
+  return __builtin_shuffle(v, vi{(I ^ H)...});
+#endif
+}
+
+// Lane i becomes v[i] + v[i + H] where i & H is 0, else v[i - H] - v[i], rounded once: multiplying by +-1 and flipping a
+// sign are both exact.
+template <int H, int... I>
+FL_INLINE vf butterfly(vf v, Lanes<I...> lanes) {
+  const vf other = swap_lanes<H>(v, lanes);
+#if defined(FL_AVX512)
+  return _mm512_fmadd_ps(v, vf{(I & H ? -1.0f : 1.0f)...}, other);
+#elif defined(FL_AVX2)
+  return _mm256_fmadd_ps(v, vf{(I & H ? -1.0f : 1.0f)...}, other);
+#else
+  return other + (vf)((vi)v ^ vi{(I & H ? INT32_MIN : 0)...});
+#endif
+}
+
+template <int H>
+FL_INLINE void hadamard_stage(Block &b) {
+  if constexpr (H < kLanes) {
+    for (int j = 0; j < kVectors; ++j) b.v[j] = butterfly<H>(b.v[j], AllLanes{});
+  } else {
+    for (int j = 0; j < kVectors; ++j)
+      if (!(j & (H / kLanes))) {
+        const vf x = b.v[j], y = b.v[j + H / kLanes];
+        b.v[j] = x + y;
+        b.v[j + H / kLanes] = x - y;
+      }
+  }
+}
+
+// hadamard32 of core/int_group.h.
+FL_INLINE void hadamard(Block &b) {
+  hadamard_stage<1>(b);
+  hadamard_stage<2>(b);
+  hadamard_stage<4>(b);
+  hadamard_stage<8>(b);
+  hadamard_stage<16>(b);
+}
+
+// Maximum of non-negative integers ------------------------------------------------------------------------------------
+
+FL_INLINE vi max(vi a, vi b) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+FL_INLINE uint32_t max_lane(vi v) {
+#if defined(FL_AVX512)
+  return uint32_t(_mm512_reduce_max_epi32((__m512i)v));
+#else
+  int32_t top = 0;
+#if defined(FL_AVX2)
+  const __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  const __m128i quarter = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  top = _mm_cvtsi128_si32(_mm_max_epi32(quarter, _mm_shuffle_epi32(quarter, 0xb1)));
+#else
+  for (int i = 0; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+#endif
+  return uint32_t(top);
+#endif
+}
+
+// 16 bytes <-> 16 lanes of 32 bits ------------------------------------------------------------------------------------
+
+// The low bytes of 16 lanes.
+FL_INLINE void store_low_bytes(uint8_t *p, const vi (&v)[kQuad]) {
+#if defined(FL_AVX512)
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8((__m512i)v[0]));
+#elif defined(FL_AVX2)
+  const vi low = broadcast(255);
+  const __m256i halves = _mm256_packus_epi32((__m256i)(v[0] & low), (__m256i)(v[1] & low));
+  const __m256i bytes = _mm256_packus_epi16(halves, halves);  // 32-bit units 0 2 0 2 | 1 3 1 3
+  const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_castsi256_si128(ordered));
+#elif defined(FL_SSE2)
+  const vi low = broadcast(255);
+  const __m128i a = _mm_packs_epi32((__m128i)(v[0] & low), (__m128i)(v[1] & low));
+  const __m128i b = _mm_packs_epi32((__m128i)(v[2] & low), (__m128i)(v[3] & low));
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm_packus_epi16(a, b));
+#else
+  for (int i = 0; i < 16; ++i) p[i] = uint8_t(v[i / kLanes][i % kLanes]);
+#endif
+}
+
+// 16 bytes as signed integers.
+FL_INLINE void load_bytes(const uint8_t *p, vi (&v)[kQuad]) {
+#if defined(FL_AVX512)
+  v[0] = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(FL_AVX2)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+  v[0] = (vi)_mm256_cvtepi8_epi32(bytes);
+  v[1] = (vi)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes));
+#elif defined(FL_SSE2)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+  const __m128i low = _mm_unpacklo_epi8(bytes, bytes), high = _mm_unpackhi_epi8(bytes, bytes);
+  v[0] = (vi)_mm_unpacklo_epi16(low, low) >> 24;
+  v[1] = (vi)_mm_unpackhi_epi16(low, low) >> 24;
+  v[2] = (vi)_mm_unpacklo_epi16(high, high) >> 24;
+  v[3] = (vi)_mm_unpackhi_epi16(high, high) >> 24;
+#else
+  for (int i = 0; i < 16; ++i) v[i / kLanes][i % kLanes] = int8_t(p[i]);
+#endif
+}
+
+// 16 half words <-> 16 lanes of 32 bits -------------------------------------------------------------------------------
+
+FL_INLINE void store_low_halves(uint16_t *p, const vi (&v)[kQuad]) {
+#if defined(FL_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16((__m512i)v[0]));
+#elif defined(FL_AVX2)
+  const vi low = broadcast(0xffff);
+  const __m256i halves = _mm256_packus_epi32((__m256i)(v[0] & low), (__m256i)(v[1] & low));  // 64-bit units 0 2 1 3
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm256_permute4x64_epi64(halves, 0xd8));
+#elif defined(FL_SSE2)
+  for (int j = 0; j < 2; ++j) {  // packing saturates signed: sign-extend the low halves first
+    const vi a = v[2 * j] << 16 >> 16, b = v[2 * j + 1] << 16 >> 16;
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j), _mm_packs_epi32((__m128i)a, (__m128i)b));
+  }
+#else
+  for (int i = 0; i < 16; ++i) p[i] = uint16_t(v[i / kLanes][i % kLanes]);
+#endif
+}
+
+// 16 half words as unsigned integers.
+FL_INLINE void load_halves(const uint16_t *p, vi (&v)[kQuad]) {
+#if defined(FL_AVX512)
+  v[0] = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(FL_AVX2)
+  for (int j = 0; j < 2; ++j)
+    v[j] = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j)));
+#elif defined(FL_SSE2)
+  for (int j = 0; j < 2; ++j) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j));
+    v[2 * j] = (vi)_mm_unpacklo_epi16(halves, _mm_setzero_si128());
+    v[2 * j + 1] = (vi)_mm_unpackhi_epi16(halves, _mm_setzero_si128());
+  }
+#else
+  for (int i = 0; i < 16; ++i) v[i / kLanes][i % kLanes] = p[i];
+#endif
+}
+
+// Element types -------------------------------------------------------------------------------------------------------
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+FL_INLINE vi magnitude_bits(vf v) { return (vi)v & 0x7fffffff; }
+
+FL_INLINE vf canonical(vf v) { return magnitude_bits(v) > int32_t(kF32Inf) ? (vf)broadcast(int32_t(kF32Nan)) : v; }
+
+// residual_after of core/residual.h.
+FL_INLINE vf residual_after(vf value, vf decoded, vf residual) {
+  const vf lost = value - decoded;
+  return magnitude_bits(lost) < int32_t(kF32Inf) ? lost : residual;
+}
+
+FL_INLINE vi f32_to_bf16(vf f) {
+  const vu u = (vu)f;
+  const vi rounded = (vi)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+  return magnitude_bits(f) > int32_t(kF32Inf) ? broadcast(int32_t(kBf16Nan)) : rounded;
+}
+
+#if !defined(FL_AVX512) && !defined(FL_AVX2)
+FL_INLINE vf f16_to_f32(vi h) {
+  const vi sign = (h & 0x8000) << 16, magnitude = (h & 0x7fff) << 13;
+  const vi finite = (vi)((vf)magnitude * 0x1p112f);
+  return (vf)(sign | (magnitude >= 0x0f800000 ? magnitude | 0x70000000 : finite));
+}
+
+FL_INLINE vi f32_to_f16(vf f) {
+  const vi a = magnitude_bits(f), sign = (vi)((vu)f >> 16 & 0x8000);
+  const vi subnormal = (vi)((vf)a + 0.5f) - 0x3f000000;
+  const vi normal = (a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13;
+  const vi finite = a < 0x38800000 ? subnormal : normal;
+  const vi any = sign | (a >= 0x477ff000 ? broadcast(0x7c00) : finite);
+  return a > int32_t(kF32Inf) ? broadcast(int32_t(kF16Nan)) : any;
+}
+#endif
+
+// 16 elements as f32.
+FL_INLINE void load16(const float *p, vf *v) {
+  for (int j = 0; j < kQuad; ++j) v[j] = load(p + j * kLanes);
+}
+FL_INLINE void load16(const Bf16 *p, vf *v) {
+  vi h[kQuad];
+  load_halves(&p->bits, h);
+  for (int j = 0; j < kQuad; ++j) v[j] = (vf)(h[j] << 16);
+}
+FL_INLINE void load16(const F16 *p, vf *v) {
+#if defined(FL_AVX512)
+  v[0] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(FL_AVX2)
+  for (int j = 0; j < 2; ++j)
+    v[j] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j)));
+#else
+  vi h[kQuad];
+  load_halves(&p->bits, h);
+  for (int j = 0; j < kQuad; ++j) v[j] = f16_to_f32(h[j]);
+#endif
+}
+
+// 16 results, rounded to the element type, NaN made canonical.
+FL_INLINE void store16(float *p, const vf *v) {
+  for (int j = 0; j < kQuad; ++j) store(p + j * kLanes, canonical(v[j]));
+}
+FL_INLINE void store16(Bf16 *p, const vf *v) {
+  vi h[kQuad];
+  for (int j = 0; j < kQuad; ++j) h[j] = f32_to_bf16(v[j]);
+  store_low_halves(&p->bits, h);
+}
+FL_INLINE void store16(F16 *p, const vf *v) {
+#if defined(FL_AVX512)
+  const __m512 nan = (vf)broadcast(int32_t(kF32Nan));  // becomes kF16Nan
+  const __m512 f = _mm512_mask_mov_ps(v[0], _mm512_cmp_ps_mask(v[0], v[0], _CMP_UNORD_Q), nan);
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(FL_AVX2)
+  for (int j = 0; j < 2; ++j)
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j),
+                     _mm256_cvtps_ph(canonical(v[j]), _MM_FROUND_TO_NEAREST_INT));
+#else
+  vi h[kQuad];
+  for (int j = 0; j < kQuad; ++j) h[j] = f32_to_f16(v[j]);
+  store_low_halves(&p->bits, h);
+#endif
+}
+
+template <class T>
+FL_INLINE Block load_block(const T *p) {
+  Block b;
+  load16(p, b.v);
+  load16(p + 16, b.v + kQuad);
+  return b;
+}
+
+template <class T>
+FL_INLINE void store_block(T *p, const Block &b) {
+  store16(p, b.v);
+  store16(p + 16, b.v + kQuad);
+}
+
+// The first n elements of a block, 0 <= n < 32, followed by zeros.
+template <class T>
+__attribute__((noinline)) Block load_partial(const T *p, int n) {
+  T whole[kBlock] = {};
+  if (n > 0) __builtin_memcpy(whole, p, n * sizeof(T));
+  return load_block(whole);
+}
+
+template <class T>
+__attribute__((noinline)) void store_partial(T *p, const Block &b, int n) {
+  T whole[kBlock];
+  store_block(whole, b);
+  if (n > 0) __builtin_memcpy(p, whole, n * sizeof(T));
+}
+
+// Block at element i of an array of n elements; zeros beyond its end.
+template <class T>
+FL_INLINE Block load_block(const T *p, int i, int n) {
+  return __builtin_expect(i + kBlock <= n, 1) ? load_block(p + i) : load_partial(p + i, n - i);
+}
+
+// The same, storing nothing beyond the end.
+template <class T>
+FL_INLINE void store_block(T *p, const Block &b, int i, int n) {
+  if (__builtin_expect(i + kBlock <= n, 1))
+    store_block(p + i, b);
+  else
+    store_partial(p + i, b, n - i);
+}
+
+}  // namespace fl::FL_ISA

@@ -1,0 +1,68 @@
+// The C ABI of libfusionlayer_cuda.so: checks, the choice of the codec, and errors.
+#include <cstdio>
+
+#include "arguments.h"
+#include "launch.cuh"
+
+#define FL_QUOTE(text) #text
+#define FL_STRING(macro) FL_QUOTE(macro)
+
+#ifdef __CUDACC__
+#define FL_COMPILER "nvcc " FL_STRING(__CUDACC_VER_MAJOR__) "." FL_STRING(__CUDACC_VER_MINOR__)
+#else
+#define FL_COMPILER __VERSION__
+#endif
+
+namespace {
+
+constexpr int kErrorBytes = 256;
+thread_local char last_error[kErrorBytes];
+
+int finish(cudaError_t error) {
+  if (error == cudaSuccess) return FL_OK;
+  std::snprintf(last_error, sizeof last_error, "%s: %s", cudaGetErrorName(error), cudaGetErrorString(error));
+  return FL_DEVICE_ERROR;
+}
+
+cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+extern "C" {
+
+int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *stream) {
+  if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
+  if (spec->numel == 0 || out->count == 0) return FL_OK;
+  const auto encode = spec->codec == FL_INT ? fl::int_encode : fl::cast_encode;
+  return finish(encode(*spec, x, residual, *out, as_stream(stream)));
+}
+
+int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream) {
+  if (const int bad = fl::check_decode(spec, in, out)) return bad;
+  if (spec->numel == 0 || in->count == 0) return FL_OK;
+  const auto decode = spec->codec == FL_INT ? fl::int_decode : fl::cast_decode;
+  return finish(decode(*spec, *in, out, as_stream(stream)));
+}
+
+int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream) {
+  if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
+  if (spec->numel == 0) return FL_OK;
+  const auto decode_sum = spec->codec == FL_INT ? fl::int_decode_sum : fl::cast_decode_sum;
+  return finish(decode_sum(*spec, *in, out, add != 0, as_stream(stream)));
+}
+
+int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
+              void *stream) {
+  if (const int bad = fl::check_recode(spec, in, x, residual, out)) return bad;
+  if (spec->numel == 0) return FL_OK;
+  const auto recode = spec->codec == FL_INT ? fl::int_recode : fl::cast_recode;
+  return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
+}
+
+const char *fl_build_info(void) {
+  return "abi=" FL_STRING(FL_ABI_VERSION) "\nkind=cuda\ncompiler=" FL_COMPILER "\narchs=" FL_CUDA_ARCHS "\n";
+}
+
+const char *fl_last_error(void) { return last_error; }
+
+}  // extern "C"

@@ -1,0 +1,191 @@
+// encode and recode of the `int` codec.
+#include "int_group.cuh"
+#include "residual.h"
+
+namespace fl {
+namespace {
+
+struct EncodeArguments {
+  IntLayout layout;
+  IntMessages in;  // recode: added to x
+  IntMessages out;
+  uint32_t dtype;
+  const void *x;
+  int64_t x_stride;  // bytes of the elements of a message
+  float *residual;
+  float qmax;
+  bool stochastic;
+  RngKey key;
+  int64_t offset;
+};
+
+FL_DEVICE uint32_t group_max(const IntLayout &layout, uint32_t amax) {
+  for (int mask = 1; mask < kLanes && mask < layout.blocks(); mask *= 2) {
+    const uint32_t other = shuffle_xor(amax, mask);
+    amax = other > amax ? other : amax;
+  }
+  return amax;
+}
+
+// bytes = codes of a lane's block, whose first element has the number `number`. Rounding to nearest never reaches past
+// qmax, so it needs no clamp.
+FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], float inverse, uint64_t number,
+                        uint32_t (&bytes)[kWords]) {
+  if (a.stochastic) {
+    const RngKey key = key_at(a.key, number);
+    const int32_t qmax = int32_t(a.qmax);
+    const auto code = [&](int i) {
+      return int_code(v[i], inverse, rounding_noise(random_bits(key, uint32_t(number) + i)), qmax);
+    };
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
+  } else {
+    const auto code = [&](int i) { return round_even(v[i] * inverse); };
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      bytes[i] = inverse == 0.0f ? 0 : low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
+  }
+}
+
+// What the receiver will make of a lane's codes.
+template <bool kTransform>
+FL_DEVICE void decode_own(const uint32_t (&bytes)[kWords], float scale, float (&v)[kBlock]) {
+  uint32_t biased[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) biased[i] = bytes[i] ^ 0x80808080u;
+  unbias(biased, 128.0f, v);
+  if (kTransform) hadamard32(v);
+  const float factor = decode_scale(scale, kTransform);
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] *= factor;
+}
+
+constexpr int kResidualRows = kBlock / kRow<F32>;
+
+FL_DEVICE void add_residual(const float *residual, int64_t numel, const Place &at, int lane, float (&v)[kBlock]) {
+#pragma unroll
+  for (int row = 0; row < kResidualRows; ++row) {
+    float part[kRow<F32>];
+    load_row<F32>(reinterpret_cast<const uint32_t *>(residual), numel, at.first, row, lane, part);
+#pragma unroll
+    for (int i = 0; i < kRow<F32>; ++i) v[row * kRow<F32> + i] += part[i];
+  }
+}
+
+FL_DEVICE void update_residual(float *residual, int64_t numel, const Place &at, int lane, const float (&wanted)[kBlock],
+                               const float (&sent)[kBlock]) {
+#pragma unroll
+  for (int row = 0; row < kResidualRows; ++row) {
+    uint32_t *bits = reinterpret_cast<uint32_t *>(residual);
+    float old[kRow<F32>];
+    load_row<F32>(bits, numel, at.first, row, lane, old);
+    Chunk slot[4] = {};
+#pragma unroll
+    for (int i = 0; i < kRow<F32>; ++i) {
+      const int j = row * kRow<F32> + i;
+      add_element<F32>(slot[i / 4], i % 4, float_bits(residual_after(wanted[j], sent[j], old[i])));
+    }
+    store_row<F32>(bits, numel, at.first, row, lane, slot);
+  }
+}
+
+// One message. A group larger than a tile is gone through twice, the second time without its last tile, which is still in
+// registers.
+template <bool kTransform, bool kSum, bool kResidual>
+FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
+  const IntLayout &layout = a.layout;
+  const int lane = lane_index(), tiles = layout.tiles();
+  const int64_t start = message * layout.numel, spans = layout.spans();
+  const void *x = byte_offset(a.x, message * a.x_stride);
+  float *scales = byte_offset(a.out.scales, message * a.out.stride);
+  uint8_t *codes = a.out.codes + message * a.out.stride;
+
+  for (int64_t span = warp_index(); span < spans; span += warp_count()) {
+    uint32_t amax = 0;
+    GroupScale scale = {};
+#pragma unroll 1
+    for (int step = 0; step < 2 * tiles - 1; ++step) {
+      const int tile = step & (tiles - 1);
+      const Place at = place_of(layout, span, tile, lane);
+
+      float v[kBlock];
+      if (kSum) {
+        load_or_zero(a.dtype, a.x, layout.numel, at, lane, v);
+        add_messages<kTransform>(layout, a.in, at, v);
+      } else {
+        load_block(a.dtype, x, layout.numel, at.first, lane, v);
+      }
+      if (kResidual) add_residual(a.residual + start, layout.numel, at, lane, v);
+      float wanted[kBlock];
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) wanted[i] = v[i];
+      if (kTransform) hadamard32(v);
+
+      if (step < tiles) {
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) {
+          const uint32_t magnitude = float_bits(v[i]) & 0x7fffffffu;
+          amax = magnitude > amax ? magnitude : amax;
+        }
+      }
+      if (step == tiles - 1) scale = make_scale(group_max(layout, amax), a.qmax);
+      if (step < tiles - 1) continue;
+
+      uint32_t bytes[kWords];
+      const uint64_t number = uint64_t(a.offset) + uint64_t(message * layout.groups << layout.log2_group) + at.first;
+      quantize(a, v, scale.inverse, number, bytes);
+      store_codes(layout, codes, at, bytes);
+      if (at.exists && at.block == 0) scales[at.group] = scale.scale;
+      if (kResidual) {
+        decode_own<kTransform>(bytes, scale.scale, v);
+        update_residual(a.residual + start, layout.numel, at, lane, wanted, v);
+      }
+    }
+  }
+}
+
+template <bool kTransform, bool kSum, bool kResidual>
+__global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments a) {
+  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) encode_message<kTransform, kSum, kResidual>(a, m);
+}
+
+EncodeArguments arguments(const fl_spec &spec, const void *x, float *residual, const fl_messages &out) {
+  return {
+      int_layout(spec),
+      {},
+      int_messages(out),
+      spec.dtype,
+      x,
+      spec.numel * element_size(spec.dtype),
+      residual,
+      float(int_qmax(int(spec.param[0]))),
+      (spec.param[2] & FL_INT_STOCHASTIC) != 0,
+      make_key(spec.seed),
+      spec.offset,
+  };
+}
+
+template <bool kSum>
+cudaError_t launch(const EncodeArguments &a, bool hadamard, cudaStream_t stream) {
+  const auto kernel = hadamard ? (a.residual ? encode_kernel<true, kSum, true> : encode_kernel<true, kSum, false>)
+                               : (a.residual ? encode_kernel<false, kSum, true> : encode_kernel<false, kSum, false>);
+  const Grid grid(a.layout.spans(), a.out.count);
+  if (grid.error) return grid.error;
+  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out, cudaStream_t stream) {
+  return launch<false>(arguments(spec, x, residual, out), spec.param[2] & FL_INT_HADAMARD, stream);
+}
+
+cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
+                       const fl_messages &out, cudaStream_t stream) {
+  EncodeArguments a = arguments(spec, x, residual, out);
+  a.in = int_messages(in);
+  return launch<true>(a, spec.param[2] & FL_INT_HADAMARD, stream);
+}
+
+}  // namespace fl

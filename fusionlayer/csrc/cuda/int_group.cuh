@@ -1,0 +1,46 @@
+// What the kernels of the `int` codec share: their arguments and the sum over messages.
+#pragma once
+
+#include "arguments.h"
+#include "int_codes.cuh"
+#include "launch.cuh"
+
+namespace fl {
+
+inline IntLayout int_layout(const fl_spec &spec) {
+  int log2_group = 0;
+  while (uint32_t(1) << log2_group < spec.param[1]) ++log2_group;
+  return {spec.numel, group_count(spec), log2_group, int(spec.param[0])};
+}
+
+inline IntMessages int_messages(const fl_messages &m) {
+  return {static_cast<float *>(m.plane[0]), static_cast<uint8_t *>(m.plane[1]), m.stride, m.count};
+}
+
+// Adds all messages to v in their order. While one is decoded the next one's bytes are on their way.
+template <bool kTransform>
+FL_DEVICE void add_messages(const IntLayout &layout, const IntMessages &in, const Place &at, float (&v)[kBlock]) {
+  Packed next = {};
+  if (in.count > 0) next = load_packed(layout, in, 0, at);
+#pragma unroll 1
+  for (int64_t m = 0; m < in.count; ++m) {
+    const Packed packed = next;
+    if (m + 1 < in.count) next = load_packed(layout, in, m + 1, at);
+    float part[kBlock];
+    decode_block<kTransform>(layout, packed, at, part);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] += part[i];
+  }
+}
+
+// v = x, or 0 where x is null.
+FL_DEVICE void load_or_zero(uint32_t dtype, const void *x, int64_t numel, const Place &at, int lane, float (&v)[kBlock]) {
+  if (x) {
+    load_block(dtype, x, numel, at.first, lane, v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] = 0.0f;
+  }
+}
+
+}  // namespace fl

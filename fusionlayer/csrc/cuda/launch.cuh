@@ -1,0 +1,38 @@
+// Launching: how many warps, and what the C ABI calls.
+#pragma once
+
+#include "fusionlayer_codec.h"
+#include "warp.cuh"
+
+namespace fl {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kLanes;
+
+// The grid for `warps` warps' work in each of `messages` messages: x strides over the work of a message, y over messages.
+// Small work gets a warp each; large work as many blocks as fill every multiprocessor a few times.
+struct Grid {
+  dim3 blocks;
+  cudaError_t error;
+
+  Grid(int64_t warps, int64_t messages);
+};
+
+FL_DEVICE int lane_index() { return int(threadIdx.x) % kLanes; }
+FL_DEVICE int64_t warp_index() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / kLanes; }
+FL_DEVICE int64_t warp_count() { return int64_t(gridDim.x) * kWarps; }
+
+// One verb of one codec on checked arguments with numel > 0 and something to do. At most one launch each.
+cudaError_t cast_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out, cudaStream_t stream);
+cudaError_t cast_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
+cudaError_t cast_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
+cudaError_t cast_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
+                        const fl_messages &out, cudaStream_t stream);
+
+cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out, cudaStream_t stream);
+cudaError_t int_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
+cudaError_t int_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
+cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
+                       const fl_messages &out, cudaStream_t stream);
+
+}  // namespace fl

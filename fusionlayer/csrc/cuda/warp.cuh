@@ -1,0 +1,73 @@
+// What a warp can do together: 16-byte accesses, shuffles, and turning "each lane has a piece of every block" into "each
+// lane has a block". Every function that shuffles is called by all 32 lanes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#define FL_DEVICE __device__ __forceinline__
+
+// A build that has no <<<>>> (tests run these sources on a CPU) brings its own.
+#ifndef FL_LAUNCH
+#define FL_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
+#endif
+
+namespace fl {
+
+constexpr int kLanes = 32;
+
+// The unit of global accesses.
+struct Chunk {
+  uint32_t word[4];
+};
+
+FL_DEVICE Chunk load_chunk(const void *p) {
+  const uint4 u = *static_cast<const uint4 *>(p);
+  return {{u.x, u.y, u.z, u.w}};
+}
+
+FL_DEVICE void store_chunk(void *p, const Chunk &c) {
+  *static_cast<uint4 *>(p) = make_uint4(c.word[0], c.word[1], c.word[2], c.word[3]);
+}
+
+FL_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+
+FL_DEVICE void swap_if(bool condition, Chunk &a, Chunk &b) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t first = a.word[i], second = b.word[i];
+    a.word[i] = condition ? second : first;
+    b.word[i] = condition ? first : second;
+  }
+}
+
+// slot[i] becomes slot[i ^ lane], for the two low bits of the lane.
+FL_DEVICE void permute_by_lane(Chunk (&slot)[4], int lane) {
+  swap_if(lane & 1, slot[0], slot[1]);
+  swap_if(lane & 1, slot[2], slot[3]);
+  swap_if(lane & 2, slot[0], slot[2]);
+  swap_if(lane & 2, slot[1], slot[3]);
+}
+
+// slot[i] goes to lane ^ i.
+FL_DEVICE void exchange(Chunk (&slot)[4]) {
+#pragma unroll
+  for (int i = 1; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) slot[i].word[j] = shuffle_xor(slot[i].word[j], i);
+}
+
+// Four neighbouring lanes, a quad, have four blocks of four chunks. Spread: slot i of lane l is chunk l ^ i of block i, so
+// that slot i of the quad is 64 bytes in a row. Owned: slot i of lane l is chunk i of block l.
+FL_DEVICE void spread_to_owned(Chunk (&slot)[4], int lane) {
+  permute_by_lane(slot, lane);
+  exchange(slot);
+}
+
+FL_DEVICE void owned_to_spread(Chunk (&slot)[4], int lane) {
+  exchange(slot);
+  permute_by_lane(slot, lane);
+}
+
+}  // namespace fl
