@@ -1,0 +1,10 @@
+"""Codecs: what the bytes of a message mean. ``get`` and ``names`` are the way to them."""
+
+from ._base import Codec, registry
+from ._native import NativeCodec
+from ._torch import TorchCodec
+
+__all__ = ["Codec", "NativeCodec", "TorchCodec", "get", "names"]
+
+get = registry.get
+names = registry.names

@@ -1,0 +1,72 @@
+"""``int``: symmetric 8- or 4-bit integers with one scale per group; presets ``int8`` and ``int4``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .. import native
+from ..errors import ConfigError
+from ..wire import Plane
+from ._base import registry
+from ._native import NativeCodec
+
+__all__ = ["Int"]
+
+
+@dataclass(frozen=True)
+class Int(NativeCodec, name="int"):
+    """Integers of ``bits`` bits and an f32 scale for each ``group_size`` elements (SDP4Bit, sections 3.2 and 3.3).
+
+    bits + 32 / group_size bits per element travel. A group with a value that is not finite decodes to NaN; a group whose
+    values are all below 2^-100 decodes to zeros. ``wire_format.md`` has the planes.
+
+    Attributes:
+        bits: 8 or 4.
+        group_size: elements that share a scale; a power of two from 32 to 4096.
+        hadamard: rotate each 32 values by a Hadamard matrix first, which spreads outliers over their neighbours.
+        rounding: "nearest", with half the variance, or "stochastic", unbiased, seeded per step and reproducible.
+    """
+
+    bits: int = 8
+    group_size: int = 128
+    hadamard: bool = False
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ConfigError(f"int codec: bits={self.bits!r}; expected 4 or 8")
+        if self.group_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+            raise ConfigError(f"int codec: group_size={self.group_size!r}; expected a power of two from 32 to 4096")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f"int codec: rounding={self.rounding!r}; expected 'nearest' or 'stochastic'")
+        if not isinstance(self.hadamard, bool):
+            raise ConfigError(f"int codec: hadamard={self.hadamard!r}; expected True or False")
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether rounding is stochastic."""
+        return self.rounding == "stochastic"
+
+    @property
+    def block(self) -> int:
+        """The group size."""
+        return self.group_size
+
+    def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
+        groups = -(-numel // self.group_size)
+        return [
+            Plane("scales", groups, torch.float32),
+            Plane("codes", groups * self.group_size * self.bits // 8, torch.uint8),
+        ]
+
+    def _params(self, dtype: torch.dtype) -> native.CodecParams:
+        flags = native.INT_HADAMARD * self.hadamard + native.INT_STOCHASTIC * (self.rounding == "stochastic")
+        return native.CodecParams(native.INT, (self.bits, self.group_size, flags))
+
+
+registry.add_preset("int8", "int", bits=8)
+registry.add_preset("int4", "int", bits=4, hadamard=True)

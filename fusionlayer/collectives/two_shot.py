@@ -1,0 +1,48 @@
+"""``two_shot``: reduce-scatter and all-gather of codes, both in one exchange each."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..codecs import Codec
+from ..seeds import derive_seed
+from ..transport import Transport
+from ._base import collective, split_evenly
+
+__all__ = ["two_shot"]
+
+
+@collective("two_shot")
+def two_shot(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
+    """Sum in two exchanges, with two quantisations of each value whatever the number of ranks.
+
+    1. Encode: piece j of ``x`` becomes the message for rank j.
+    2. All-to-all: rank j gets every rank's message for piece j.
+    3. Recode: rank j decodes them, sums in rank order in f32 and encodes the sum.
+    4. All-gather: every rank gets every sum.
+    5. Decode: all ranks, owners included, decode the same bytes.
+
+    Each rank sends 2 (size - 1) / size of a message of the whole tensor. What step 3 loses is kept by the piece's owner in
+    its ``residual``, so error feedback covers both quantisations.
+    """
+    codec = codec.agree(x, transport)
+    rank, size, numel = transport.rank, transport.size, x.numel()
+    chunk = split_evenly(numel, size, codec.block)
+    capacity = codec.wire(chunk, x.dtype).capacity
+    mine = slice(min(rank * chunk, numel), min((rank + 1) * chunk, numel))
+
+    outgoing = transport.scratch("outgoing", size * capacity, x.device).view(size, capacity)
+    incoming = transport.scratch("incoming", size * capacity, x.device).view(size, capacity)
+    codec.encode_chunks(x, outgoing, chunk, seed=derive_seed(seed, rank, 0), residual=residual)
+    transport.all_to_all(outgoing, incoming)
+    codec.recode(
+        incoming,
+        outgoing[rank],
+        mine.stop - mine.start,
+        dtype=x.dtype,
+        seed=derive_seed(seed, rank, 1),
+        offset=mine.start,
+        residual=None if residual is None else residual[mine],
+    )
+    transport.all_gather(outgoing[rank], incoming)
+    codec.decode_chunks(incoming, x, chunk)

@@ -1,0 +1,115 @@
+"""What a transport is: it moves bytes and sums dense tensors; it knows nothing of gradients, codecs or plans."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanMismatch
+
+__all__ = ["Transport"]
+
+
+class Transport(ABC):
+    """One rank's end of a group of ranks.
+
+    One thread at a time may use a transport, and every rank must make the same calls in the same order; a second thread
+    takes a ``duplicate``. Calls return when the result may be used on the calling thread (CPU) or the current stream
+    (CUDA). Tensors are contiguous.
+
+    Every call may raise ``TransportError`` (lost, stopped or late peer); the transport is closed by then, on this rank
+    at once and on the others at their next call.
+
+    Attributes:
+        rank: this rank, 0 <= rank < size.
+        size: number of ranks.
+        timeout: seconds that a call may wait for its peers.
+        bytes_sent: payload bytes that this rank has sent, dense all-reduce counted as a ring: 2 (size - 1) / size.
+        sequence: number of calls made so far.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    bytes_sent: int = 0
+    sequence: int = 0
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+        """Send ``sends[j]`` to rank j and receive ``recvs[j]`` from rank j, all at once, both directions busy.
+
+        ``size`` tensors of uint8 each, any lengths, none of them overlapping a receive buffer; ``recvs[j]`` here is as
+        long as ``sends[rank]`` on rank j. The entry of this rank itself is copied. The same tensor may stand in
+        ``sends`` more than once.
+        """
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace ``x`` by its sum over ranks; the same bits on every rank. Any shape; f32, f64, f16, bf16 or integers."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, root: int) -> None:
+        """Replace ``x`` by rank ``root``'s. Any shape and dtype."""
+
+    @abstractmethod
+    def send(self, x: Tensor, to: int, tag: int = 0) -> None:
+        """Send ``x`` to rank ``to``; returns when ``x`` may be changed. Pairs with one ``recv`` of the same tag."""
+
+    @abstractmethod
+    def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
+        """Receive into ``x`` what rank ``source`` sends with this tag; the same number of bytes."""
+
+    @abstractmethod
+    def duplicate(self) -> Transport:
+        """Return a transport over the same ranks whose traffic never meets this one's. All ranks call it together."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the group up; pending and later calls raise. Never waits for other ranks. Twice is once."""
+
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order."""
+        self.exchange([x] * self.size, list(out.unbind(0)))
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""
+        self.exchange(list(x.unbind(0)), list(out.unbind(0)))
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        mine = torch.zeros(1, dtype=torch.uint8)
+        self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8))
+
+    def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
+        """Return (nbytes,) uint8, not initialised, that is the caller's until the next call with the same ``name``.
+
+        On the CPU the memory is kept, which saves a page fault for every 4 KiB of every message.
+        """
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        kept = self.__dict__.setdefault("_scratch", {})
+        if name not in kept or kept[name].numel() < nbytes:
+            kept[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return cast(Tensor, kept[name][:nbytes])
+
+    def check_agreement(self, what: str, digest: bytes) -> None:
+        """Compare ``digest`` (equally long on all ranks) over ranks, before anything depends on it.
+
+        Raises:
+            PlanMismatch: on every rank, if any differ; it names the ranks and ``what``.
+        """
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
+        self.all_gather(mine, every)
+        differ = [rank for rank in range(self.size) if not torch.equal(every[rank], every[0])]
+        if differ:
+            hashes = ", ".join(f"rank {rank}: {bytes(every[rank].tolist()).hex()[:12]}" for rank in range(self.size))
+            raise PlanMismatch(
+                f"{what} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({hashes}); give "
+                "every rank the same model, options and plan, and the same version of fusionlayer",
+                ranks=differ,
+            )

@@ -1,0 +1,27 @@
+"""The sum of the ranks' tensors: one order, one rounding, so every rank that adds gets the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["sum_in_rank_order"]
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Set ``out`` to parts[0] + parts[1] + ..., added in that order; ``out`` may be one of the parts.
+
+    float16 and bfloat16 are added in float32 and rounded once. Shapes and dtypes are equal.
+    """
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    elif len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)
+    else:
+        wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part
+        out.copy_(total)

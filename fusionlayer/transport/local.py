@@ -1,0 +1,289 @@
+"""Ranks that are threads of this process: for tests, simulation, and trying things out without a launcher."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import TransportError
+from ._base import Transport
+from ._calls import Call, check_rank
+from ._sum import sum_in_rank_order
+
+__all__ = ["LocalTransport", "current", "run"]
+
+Result = TypeVar("Result")
+
+_current: ContextVar[LocalTransport | None] = ContextVar("fusionlayer_local_transport", default=None)
+
+
+def current() -> LocalTransport | None:
+    """Return the transport of the rank that the calling thread is, or None outside ``run``."""
+    return _current.get()
+
+
+def run(fn: Callable[[int], Result], world: int, *, timeout: float = 60.0) -> list[Result]:
+    """Return ``[fn(0), fn(1), ...]``, all called at once, each in a thread that is a rank of its own.
+
+    Inside, ``current()`` is the rank's transport, and torch computes with one thread.
+
+    Args:
+        fn: what every rank does; it takes its rank.
+        world: number of ranks.
+        timeout: seconds that a rank waits for the others in one call.
+
+    Raises:
+        Exception: the first exception that a rank raised, its message led by the rank. The other ranks are released
+            with ``TransportError``.
+    """
+    hub = _Hub()
+    group = _Group(hub, world, timeout)
+    results: list[Any] = [None] * world
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        torch.set_num_threads(1)
+        transport = LocalTransport(group, rank)
+        _current.set(transport)
+        try:
+            results[rank] = fn(rank)
+        except BaseException as error:
+            with hub.changed:
+                errors.append(_named(error, rank))
+                hub.fail(f"rank {rank} failed: {type(error).__name__}: {error}", [rank])
+        finally:
+            hub.leave(rank)
+
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world)]
+    threads_before = torch.get_num_threads()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            # Once a rank has failed, one that waits for something else than the transport is not worth waiting for.
+            while thread.is_alive() and not (errors and hub.failed_for() > timeout):
+                thread.join(0.2 if errors else 1.0)
+    finally:
+        torch.set_num_threads(threads_before)
+    if errors:
+        raise errors[0]
+    return results
+
+
+class LocalTransport(Transport):
+    """A rank that is a thread; its peers are threads of the same process. Made by ``run`` and ``duplicate``.
+
+    ``send`` is buffered: it returns before the matching ``recv``.
+    """
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self.rank = rank
+        self.size = group.size
+        self.timeout = group.timeout
+        self._group = group
+        self._duplicates = 0
+        self._meetings = 0
+
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+        call = Call.exchange(self.rank, self.size, sends, recvs)
+        offered: list[Sequence[Tensor]] = self._begin(call, sends)
+        for source, recv in enumerate(recvs):
+            recv.copy_(offered[source][self.rank])
+        self.bytes_sent += sum(call.sends) - call.sends[self.rank]
+        self._end(recvs)
+
+    def all_reduce(self, x: Tensor) -> None:
+        flat = x.view(-1)
+        offered: list[Tensor] = self._begin(Call.all_reduce(x), flat)
+        bounds = [flat.numel() * r // self.size for r in range(self.size + 1)]
+        mine = slice(bounds[self.rank], bounds[self.rank + 1])
+        total = torch.empty_like(flat[mine])
+        sum_in_rank_order([other[mine] for other in offered], total)
+        totals: list[Tensor] = self._meet(total, [total])
+        for r, part in enumerate(totals):
+            flat[bounds[r] : bounds[r + 1]].copy_(part)
+        self.bytes_sent += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
+        self._settle([flat])
+
+    def broadcast(self, x: Tensor, root: int) -> None:
+        offered: list[Tensor] = self._begin(Call.broadcast(x, root, self.size), x)
+        if self.rank == root:
+            self.bytes_sent += (self.size - 1) * x.numel() * x.element_size()
+        else:
+            x.view(-1).copy_(offered[root].view(-1))
+        self._end([x])
+
+    def send(self, x: Tensor, to: int, tag: int = 0) -> None:
+        check_rank(to, self.size, "send to")
+        letter = x.detach().clone()
+        self._settle([letter])
+        with self._group.hub.changed:
+            self._group.check_open(self)
+            self._group.letters[self.rank, to, tag].append(letter)
+            self._group.hub.changed.notify_all()
+        self.bytes_sent += x.numel() * x.element_size()
+
+    def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
+        check_rank(source, self.size, "recv from")
+        letter = self._group.take_letter(self, source, tag)
+        given, expected = (t.numel() * t.element_size() for t in (letter, x))
+        if given != expected:
+            raise self._group.fail_call(
+                self, f"rank {source} sends {given} bytes to rank {self.rank}, which expects {expected} bytes", [source]
+            )
+        x.view(-1).view(torch.uint8).copy_(letter.view(-1).view(torch.uint8))
+        self._settle([x])
+
+    def duplicate(self) -> LocalTransport:
+        self._duplicates += 1
+        return LocalTransport(self._group.duplicate(self, self._duplicates), self.rank)
+
+    def close(self) -> None:
+        self._group.leave(self.rank)
+
+    def _begin(self, call: Call, offer: Any) -> list[Any]:
+        """Return what every rank offers in this call, once all are in it and their calls fit."""
+        self.sequence += 1
+        met: list[tuple[Call, Any]] = self._meet((call, offer), offer if isinstance(offer, (list, tuple)) else [offer])
+        for other, (their_call, _) in enumerate(met):
+            conflict = call.conflict(self.rank, their_call, other)
+            if conflict:
+                raise self._group.fail_call(self, f"{conflict}; make the same calls on every rank", [other])
+        return [theirs for _, theirs in met]
+
+    def _end(self, written: Sequence[Tensor]) -> None:
+        """Return when every rank has read what it needs of the others' tensors."""
+        self._meet(None, written)
+
+    def _meet(self, offer: Any, tensors: Sequence[Tensor]) -> list[Any]:
+        self._settle(tensors)
+        self._meetings += 1
+        return self._group.meet(self, self._meetings, offer)
+
+    @staticmethod
+    def _settle(tensors: Sequence[Tensor]) -> None:
+        """Let the other threads' streams see what this thread's stream has written."""
+        for device in {x.device for x in tensors if x.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+
+class _Hub:
+    """The one lock of a run, and what has become of its ranks; shared by all groups of the run."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failure: tuple[str, list[int]] | None = None
+        self.left: set[int] = set()
+        self._failed_at = 0.0
+
+    def fail(self, why: str, ranks: list[int]) -> None:
+        """Release every rank from every group. The lock is held."""
+        if self.failure is None:
+            self.failure = (why, ranks)
+            self._failed_at = time.monotonic()
+        self.changed.notify_all()
+
+    def failed_for(self) -> float:
+        return time.monotonic() - self._failed_at
+
+    def leave(self, rank: int) -> None:
+        with self.changed:
+            self.left.add(rank)
+            self.changed.notify_all()
+
+
+class _Group:
+    """What the ranks of one group share: the meetings under way, the letters not yet fetched, and the way it ended."""
+
+    def __init__(self, hub: _Hub, size: int, timeout: float) -> None:
+        self.hub = hub
+        self.size = size
+        self.timeout = timeout
+        self.letters: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+        self._meetings: dict[int, dict[int, Any]] = {}
+        self._fetched: defaultdict[int, int] = defaultdict(int)
+        self._duplicates: dict[int, _Group] = {}
+        self._failure: tuple[str, list[int]] | None = None
+        self._left: set[int] = set()
+
+    def meet(self, who: LocalTransport, number: int, offer: Any) -> list[Any]:
+        """Return the offers of all ranks to the meeting of this number, in rank order."""
+        with self.hub.changed:
+            self.check_open(who)
+            offers = self._meetings.setdefault(number, {})
+            offers[who.rank] = offer
+            if len(offers) == self.size:
+                self.hub.changed.notify_all()
+            else:
+                self._wait(who, lambda: len(offers) == self.size, lambda: set(range(self.size)) - set(offers))
+            self._fetched[number] += 1
+            if self._fetched[number] == self.size:
+                del self._meetings[number], self._fetched[number]
+            return [offers[r] for r in range(self.size)]
+
+    def take_letter(self, who: LocalTransport, source: int, tag: int) -> Tensor:
+        with self.hub.changed:
+            letters = self.letters[source, who.rank, tag]
+            self._wait(who, lambda: bool(letters), lambda: {source})
+            return letters.popleft()
+
+    def duplicate(self, who: LocalTransport, number: int) -> _Group:
+        with self.hub.changed:
+            self.check_open(who)
+            return self._duplicates.setdefault(number, _Group(self.hub, self.size, self.timeout))
+
+    def leave(self, rank: int) -> None:
+        with self.hub.changed:
+            self._left.add(rank)
+            self.hub.changed.notify_all()
+
+    def check_open(self, who: LocalTransport) -> None:
+        """Raise TransportError if this rank can make no more calls. The lock is held."""
+        failure = self._failure or self.hub.failure
+        if failure:
+            raise TransportError(f"rank {who.rank}: {failure[0]}", failure[1], sequence=who.sequence)
+        if who.rank in self._left | self.hub.left:
+            raise TransportError(f"rank {who.rank}: this transport is closed; make a new one", sequence=who.sequence)
+
+    def fail_call(self, who: LocalTransport, why: str, ranks: Sequence[int]) -> TransportError:
+        """Close the group on every rank; return the error to raise on this one."""
+        with self.hub.changed:
+            if self._failure is None:
+                self._failure = (f"collective {who.sequence}: {why}", list(ranks))
+            self.hub.changed.notify_all()
+        return TransportError(f"rank {who.rank}: collective {who.sequence}: {why}", ranks, sequence=who.sequence)
+
+    def _wait(self, who: LocalTransport, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
+        def over() -> bool:
+            return done() or bool(self._failure or self.hub.failure or gone() or who.rank in self._left)
+
+        def gone() -> set[int]:
+            return missing() & (self._left | self.hub.left)
+
+        in_time = self.hub.changed.wait_for(over, self.timeout)
+        if done():
+            return
+        self.check_open(who)
+        if in_time:
+            ranks = sorted(gone())
+            raise self.fail_call(who, f"{_ranks(ranks)} left while rank {who.rank} waits for it", ranks)
+        ranks = sorted(missing())
+        raise self.fail_call(who, f"{_ranks(ranks)} did not come within {self.timeout:g} s", ranks)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _named(error: BaseException, rank: int) -> BaseException:
+    """Return the error with its rank in front of its message; the type and all else stay."""
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not error.args[0].startswith(f"rank {rank}: "):
+        error.args = (f"rank {rank}: {error.args[0]}",)
+    return error
