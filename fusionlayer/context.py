@@ -1,0 +1,150 @@
+"""The process's place in its job, and the transport that calls outside an engine share."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from . import config, launch, native
+from .errors import UsageError
+from .transport import Transport, local
+from .transport.c10d import C10dTransport
+
+__all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "settings", "shutdown", "size", "transport"]
+
+
+@dataclass
+class _Job:
+    place: launch.Place
+    settings: config.Config
+    owns_process_group: bool
+    transports: dict[dist.ProcessGroup | None, Transport]
+
+
+_job: _Job | None = None
+_lock = threading.RLock()
+
+
+def init(timeout: float | None = None) -> None:
+    """Join the job that torchrun, mpirun or horovodrun has started this process in; call it first.
+
+    A default process group of torch that exists already is used as it is; otherwise one is made, with gloo for CPU and
+    NCCL for CUDA tensors where both are there. Without a launcher the job is this process alone. Twice is once. Within
+    ``transport.local.run`` there is nothing to do.
+
+    Args:
+        timeout: seconds that a collective waits for its peers; overrides the configuration.
+
+    Raises:
+        ConfigError: environment or configuration cannot be used.
+        TransportError: the other processes did not come in time.
+    """
+    global _job
+    with _lock:
+        if _job is not None or local.current() is not None:
+            return
+        settings = config.load()
+        if timeout is not None:
+            settings = config.Config(**{**vars(settings), "timeout": timeout})
+        if settings.threads is not None:
+            native.set_threads(settings.threads)
+        place = launch.find_place()
+        owns = False
+        if dist.is_available() and dist.is_initialized():
+            here = place if place.size == dist.get_world_size() else launch.Place()
+            place = launch.Place(
+                dist.get_rank(), dist.get_world_size(), here.local_rank, here.local_size, here.launcher
+            )
+        elif place.size > 1:
+            store = launch.make_store(place, settings.timeout)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timedelta(seconds=settings.timeout),
+            )
+            owns = True
+        _job = _Job(place, settings, owns, {})
+        atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leave the job; close what ``init`` has opened. Optimizers and hooks of this process are dead afterwards."""
+    global _job
+    with _lock:
+        if _job is None:
+            return
+        job, _job = _job, None
+        atexit.unregister(shutdown)
+        for transport in job.transports.values():
+            transport.close()
+        if job.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Return whether ``init`` has been called (always true within ``transport.local.run``)."""
+    return _job is not None or local.current() is not None
+
+
+def _current() -> _Job:
+    if _job is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise UsageError("fusionlayer is not initialized; call fusionlayer.init() first")
+        init()
+    assert _job is not None
+    return _job
+
+
+def rank() -> int:
+    """Return this process's rank in the job."""
+    here = local.current()
+    return here.rank if here else _current().place.rank
+
+
+def size() -> int:
+    """Return the number of processes of the job."""
+    here = local.current()
+    return here.size if here else _current().place.size
+
+
+def local_rank() -> int:
+    """Return this process's rank among those of its host: the device to use."""
+    here = local.current()
+    return here.rank if here else _current().place.local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes of this host."""
+    here = local.current()
+    return here.size if here else _current().place.local_size
+
+
+def settings() -> config.Config:
+    """Return the job's settings."""
+    return config.load() if local.current() else _current().settings
+
+
+def transport(group: dist.ProcessGroup | Transport | None = None) -> Transport:
+    """Return the transport over ``group`` (None: all ranks) that the calling code shares with other direct calls.
+
+    An engine takes a ``duplicate`` of it. All ranks of the group make the first call for it together.
+    """
+    if isinstance(group, Transport):
+        return group
+    here = local.current()
+    if here is not None and group is None:
+        return here
+    job = _current()
+    with _lock:
+        if group not in job.transports:
+            settings = job.settings
+            job.transports[group] = C10dTransport(group, settings.timeout, settings.stall_warning)
+        return job.transports[group]

@@ -1,0 +1,338 @@
+"""Compressed collectives on single tensors, called directly."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import codecs, collectives, context
+from .codecs import Codec
+from .errors import ConfigError, PlanMismatch
+from .seeds import derive_seed
+from .transport import Transport
+from .wire import DTYPE_CODES
+
+__all__ = [
+    "Average",
+    "ReduceOp",
+    "Sum",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "reduce_scatter",
+]
+
+Group = dist.ProcessGroup | Transport | None
+T = TypeVar("T")
+
+
+class ReduceOp(Enum):
+    """What a reduction does with the values of all ranks."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+
+
+def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
+    """Return the codec that a user's ``codec`` and options name; without a name, the configured one.
+
+    Raises:
+        ConfigError: unknown name or option, or options beside a codec that is one already.
+    """
+    if isinstance(codec, Codec):
+        if options:
+            raise ConfigError(f"got the codec {codec} and the options {dict(options)}; give the codec's name with them")
+        return codec
+    if codec is None:
+        settings = context.settings()
+        return codecs.get(settings.codec, **{**settings.codec_options, **options})
+    return codecs.get(codec, **options)
+
+
+def check_op(op: ReduceOp) -> ReduceOp:
+    """Return ``op`` if it is one of ours."""
+    if not isinstance(op, ReduceOp):
+        raise ConfigError(f"op={op!r}; expected fusionlayer.Average or fusionlayer.Sum")
+    return op
+
+
+def _negotiate(transport: Transport, call: str, facts: Sequence[object], numbers: Sequence[int] = ()) -> list[list[int]]:
+    """Return every rank's ``numbers``, once it is sure that all ranks make the same ``call`` with the same ``facts``."""
+    digest = derive_seed(*f"{call} {facts}".encode()).to_bytes(8, "little")
+    mine = torch.frombuffer(bytearray(digest + struct.pack(f"<{len(numbers)}q", *numbers)), dtype=torch.uint8)
+    every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8)
+    transport.all_gather(mine, every)
+    records = [record.numpy().tobytes() for record in every]
+    differ = [rank for rank, record in enumerate(records) if record[:8] != records[0][:8]]
+    if differ:
+        shown = ", ".join(map(str, facts))
+        raise PlanMismatch(
+            f"{call}({shown}) on rank {transport.rank}: ranks {differ} make another call than rank 0; give every rank the "
+            "same shapes, types, codec and algorithm",
+            ranks=differ,
+        )
+    return [list(struct.unpack(f"<{len(numbers)}q", record[8:])) for record in records]
+
+
+def _seed(transport: Transport) -> int:
+    return derive_seed(transport.sequence)
+
+
+def _travelling(tensor: Tensor, codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
+    """Return the codec for ``tensor``, without header."""
+    if tensor.dtype not in DTYPE_CODES:
+        raise ConfigError(f"got a {tensor.dtype} tensor; expected float32, bfloat16 or float16")
+    return make_codec(codec, options).bare
+
+
+def all_reduce(
+    tensor: Tensor,
+    codec: str | Codec | None = None,
+    algorithm: str | None = None,
+    op: ReduceOp = Average,
+    group: Group = None,
+    **codec_options: Any,
+) -> Tensor:
+    """Replace ``tensor`` by its average or sum over ranks, compressed on the way; the same bits on every rank.
+
+    Args:
+        tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed as they are.
+        codec: name or codec; None takes the configured one (``raw`` by default).
+        algorithm: name of a collective; None chooses by codec and number of ranks.
+        op: ``Average`` (integers cannot be averaged) or ``Sum``.
+        group: process group or transport; None means all ranks.
+        codec_options: options of a codec given by name.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        ConfigError: unknown names or options.
+        PlanMismatch: ranks disagree on shape, type, codec or algorithm.
+        TransportError: a peer was lost, stopped or late.
+    """
+    average = check_op(op) is Average
+    transport = context.transport(group)
+    if average and not tensor.dtype.is_floating_point:
+        raise ConfigError(f"op=Average of a {tensor.dtype} tensor; expected op=Sum for integers")
+    chosen = make_codec(codec, codec_options).bare if tensor.dtype in DTYPE_CODES else codecs.get("raw")
+    name = algorithm or collectives.choose(chosen.lossless, transport.size)
+    if tensor.dtype not in DTYPE_CODES:
+        name = "dense"
+    reduce = collectives.get(name)
+    _negotiate(transport, "all_reduce", [tuple(tensor.shape), tensor.dtype, chosen, name, op])
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().view(-1)
+        if average:
+            flat.mul_(1 / transport.size)
+        reduce(flat, chosen, transport, seed=_seed(transport))
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+    return tensor
+
+
+def all_gather(
+    tensor: Tensor, codec: str | Codec | None = None, group: Group = None, **codec_options: Any
+) -> Tensor:
+    """Return all ranks' tensors one behind the other along the first dimension; the same bits on every rank.
+
+    Args:
+        tensor: (n, ...) f32, bf16 or f16; n may differ over ranks and may be 0, all else is equal. A scalar counts as (1,).
+        codec: what travels, as in ``all_reduce``; this rank's own part passes through it too.
+        group: process group or transport; None means all ranks.
+        codec_options: options of a codec given by name.
+
+    Raises:
+        ConfigError, PlanMismatch, TransportError: as ``all_reduce``.
+    """
+    chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
+    part = tensor.detach().contiguous().view(-1, *tensor.shape[1:]) if tensor.dim() else tensor.detach().view(1)
+    rest = part.shape[1:]
+    lengths = [n for (n,) in _negotiate(transport, "all_gather", [tuple(rest), tensor.dtype, chosen], [len(part)])]
+    out = part.new_empty(sum(lengths), *rest)
+    with torch.no_grad():
+        mine = _message(part, chosen, _seed(transport) ^ transport.rank)
+        pieces = out.split(lengths)
+        every = [_blank(piece, chosen) for piece in pieces]
+        transport.exchange([mine] * transport.size, every)
+        for message, piece in zip(every, pieces, strict=True):
+            chosen.decode(message, piece.view(-1))
+    return out
+
+
+def reduce_scatter(
+    tensor: Tensor,
+    codec: str | Codec | None = None,
+    op: ReduceOp = Average,
+    group: Group = None,
+    **codec_options: Any,
+) -> Tensor:
+    """Return this rank's piece of the average or sum over ranks.
+
+    Args:
+        tensor: (size * n, ...) f32, bf16 or f16, the same shape on all ranks; rank r gets rows r * n to (r + 1) * n.
+        codec: what travels, as in ``all_reduce``.
+        op: ``Average`` or ``Sum``.
+        group: process group or transport; None means all ranks.
+        codec_options: options of a codec given by name.
+
+    Raises:
+        ConfigError: the first dimension cannot be divided by the number of ranks; otherwise as ``all_reduce``.
+        PlanMismatch, TransportError: as ``all_reduce``.
+    """
+    average = check_op(op) is Average
+    chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
+    size = transport.size
+    if not tensor.dim() or tensor.shape[0] % size:
+        raise ConfigError(f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple")
+    _negotiate(transport, "reduce_scatter", [tuple(tensor.shape), tensor.dtype, chosen, op])
+    out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().view(-1)
+        if average:
+            flat = flat / size
+        chunk = out.numel()
+        capacity = chosen.wire(chunk, tensor.dtype).capacity
+        outgoing = torch.empty(size, capacity, dtype=torch.uint8, device=tensor.device)
+        incoming = torch.empty_like(outgoing)
+        if chunk:
+            chosen.encode_chunks(flat, outgoing, chunk, seed=derive_seed(_seed(transport), transport.rank))
+        transport.all_to_all(outgoing, incoming)
+        chosen.decode_sum(incoming, out.view(-1))
+    return out
+
+
+def all_to_all(
+    tensor: Tensor,
+    splits: Sequence[int] | None = None,
+    codec: str | Codec | None = None,
+    group: Group = None,
+    **codec_options: Any,
+) -> Tensor:
+    """Return what all ranks have sent to this one, in rank order along the first dimension.
+
+    Args:
+        tensor: (n, ...) f32, bf16 or f16; all but n is equal on all ranks.
+        splits: rows for each rank, adding up to n, zeros allowed; None splits evenly.
+        codec: what travels, as in ``all_reduce``; the part that stays here passes through it too.
+        group: process group or transport; None means all ranks.
+        codec_options: options of a codec given by name.
+
+    Raises:
+        ConfigError: splits do not add up to n; otherwise as ``all_reduce``.
+        PlanMismatch, TransportError: as ``all_reduce``.
+    """
+    chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
+    rank, size = transport.rank, transport.size
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if splits is None:
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise ConfigError(
+            f"all_to_all of shape {tuple(tensor.shape)} with splits {list(splits)}; expected {size} numbers that add up "
+            f"to {rows}"
+        )
+    every = _negotiate(transport, "all_to_all", [tuple(tensor.shape[1:]), tensor.dtype, chosen], splits)
+    received = [theirs[rank] for theirs in every]
+    out = tensor.new_empty(sum(received), *tensor.shape[1:])
+    with torch.no_grad():
+        seed = _seed(transport)
+        sends = [
+            _message(part, chosen, derive_seed(seed, rank, peer))
+            for peer, part in enumerate(tensor.detach().contiguous().split(list(splits)))
+        ]
+        pieces = out.split(received)
+        recvs = [_blank(piece, chosen) for piece in pieces]
+        transport.exchange(sends, recvs)
+        for message, piece in zip(recvs, pieces, strict=True):
+            chosen.decode(message, piece.view(-1))
+    return out
+
+
+def _blank(piece: Tensor, codec: Codec) -> Tensor:
+    capacity = codec.wire(piece.numel(), piece.dtype).capacity
+    return torch.empty(capacity, dtype=torch.uint8, device=piece.device)
+
+
+def _message(piece: Tensor, codec: Codec, seed: int) -> Tensor:
+    message = _blank(piece, codec)
+    codec.encode(piece.reshape(-1), message, seed=seed)
+    return message
+
+
+def broadcast_parameters(
+    params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, group: Group = None
+) -> None:
+    """Give every rank the root's values, in place: ``model.state_dict()`` or ``model.named_parameters()``.
+
+    Entries that are not tensors are left alone.
+
+    Raises:
+        ConfigError: ``params`` is neither a mapping nor (name, tensor) pairs.
+        PlanMismatch: ranks have other names, shapes or types than the root.
+        TransportError: a peer was lost, stopped or late.
+    """
+    items = list(params.items()) if isinstance(params, Mapping) else list(params)
+    if not all(isinstance(item, tuple) and len(item) == 2 for item in items):
+        raise ConfigError("broadcast_parameters got no (name, tensor) pairs; give model.state_dict() or named_parameters()")
+    transport = context.transport(group)
+    tensors = {name: value.detach() for name, value in items if isinstance(value, Tensor)}
+    facts = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(tensors.items())]
+    _negotiate(transport, "broadcast_parameters", facts)
+    with torch.no_grad():
+        for _, value in sorted(tensors.items()):
+            dense = value.contiguous()
+            transport.broadcast(dense, root_rank)
+            if dense.data_ptr() != value.data_ptr():
+                value.copy_(dense)
+
+
+def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> bytes:
+    """Return the root's ``data`` on every rank; the others' is not looked at."""
+    transport = context.transport(group)
+    sizes = _negotiate(transport, "broadcast of bytes", [root_rank], [len(data)])
+    buffer = torch.empty(sizes[root_rank][0], dtype=torch.uint8)
+    if transport.rank == root_rank:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer
+    transport.broadcast(buffer, root_rank)
+    return buffer.numpy().tobytes()
+
+
+def broadcast_object(obj: T, root_rank: int = 0, group: Group = None) -> T:
+    """Return the root's ``obj`` on every rank. It travels pickled: only for ranks that trust each other."""
+    mine = pickle.dumps(obj) if context.transport(group).rank == root_rank else b""
+    result: T = pickle.loads(broadcast_bytes(mine, root_rank, group))
+    return result
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, group: Group = None) -> None:
+    """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
+
+    What error feedback holds stays as it is: it belongs to each rank. Call it before the first step or after loading a
+    checkpoint on the root.
+
+    Raises:
+        PlanMismatch, TransportError: as ``broadcast_parameters``.
+    """
+    buffer = io.BytesIO()
+    if context.transport(group).rank == root_rank:
+        state = {key: value for key, value in optimizer.state_dict().items() if key != "fusionlayer"}
+        torch.save(state, buffer)
+    data = broadcast_bytes(buffer.getvalue(), root_rank, group)
+    state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(state)

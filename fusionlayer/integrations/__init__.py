@@ -1,0 +1,1 @@
+"""Integrations: where a user's training code meets the engine."""

@@ -1,0 +1,369 @@
+"""``DistributedOptimizer``: an optimizer whose gradients are reduced over ranks while backward computes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .. import context
+from ..codecs import Codec
+from ..errors import ConfigError, UsageError
+from ..functional import Average, Group, ReduceOp, check_op, make_codec
+from ..plan import FusionPlan, TensorInfo
+from ..scheduler import Engine, Memory, Scaling, planners
+from ..scheduler.planners import Planner
+from ..timeline import Timeline
+
+__all__ = ["DistributedOptimizer"]
+
+
+def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    codec: str | Codec | None = None,
+    algorithm: str | None = None,
+    planner: str | Planner | None = None,
+    plan: FusionPlan | str | Path | None = None,
+    error_feedback: bool | None = None,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    group: Group = None,
+    **codec_options: Any,
+) -> Optimizer:
+    """Return ``optimizer`` with gradients averaged over ranks, fused and compressed, during backward.
+
+    The result is an instance of the optimizer's own class; it shares its parameter groups and state, and takes its place:
+    use it and drop the old one. In a job of one rank it does nothing more.
+
+    Each gradient is handed to a background thread when backward has accumulated it; ``step`` waits for the results. The
+    first step learns the order of the gradients and makes the fusion plan. Parameters without a gradient count as zeros,
+    so ranks may take different paths through the model.
+
+    Args:
+        optimizer: any optimizer over parameters of one device.
+        named_parameters: ``model.named_parameters()``; without it tensors are known by their place.
+        codec: name or codec of what travels; None takes the configured one (``raw`` by default).
+        algorithm: name of a collective; None chooses by codec and number of ranks.
+        planner: name or planner that fuses gradients into buckets; None takes the configured one.
+        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs.
+        error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse. Kept
+            in ``state_dict()``, for each rank its own.
+        op: ``Average`` or ``Sum``.
+        backward_passes_per_step: gradients are accumulated over so many backward passes before they are reduced.
+        gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
+        num_groups: deprecated name for an integer ``groups``.
+        groups: number of buckets of about equally many tensors, or lists of the tensors that belong together; each group
+            is one bucket.
+        sparse_as_dense: make sparse gradients dense; without it they are refused.
+        group: process group or transport to reduce over; None means all ranks.
+        codec_options: options of a codec given by name.
+
+    Raises:
+        ConfigError: what the arguments cannot be, with what they can.
+        UsageError: from ``step``, ``zero_grad`` or ``backward`` when they come in an order that has no meaning.
+        PlanMismatch, TransportError: from ``step`` or ``synchronize``; see ``fusionlayer.errors``.
+    """
+    check_op(op)
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ConfigError("gradient_predivide_factor needs op=Average; leave it at 1.0 with op=Sum")
+    if not gradient_predivide_factor > 0:
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor}; expected a number above 0")
+    if backward_passes_per_step < 1:
+        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}; expected at least 1")
+    if num_groups:
+        warnings.warn("num_groups is deprecated; give groups=<number>", DeprecationWarning, stacklevel=2)
+        groups = groups if groups is not None else num_groups
+    names = _name_parameters(optimizer, named_parameters)
+    engine = None
+    transport = context.transport(group)
+    if transport.size > 1:
+        settings = context.settings()
+        chosen = make_codec(codec, codec_options)
+        before, after = 1.0, 1.0
+        if op is Average:
+            # Dividing first keeps half-precision sums in range; only a factor of the user's asks for anything else.
+            before = 1 / transport.size if gradient_predivide_factor == 1.0 else 1 / gradient_predivide_factor
+            after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
+        engine = Engine(
+            _describe(names, groups),
+            transport.duplicate(),
+            codec=chosen.bare,
+            algorithm=algorithm if algorithm is not None else settings.algorithm,
+            planner=_make_planner(planner),
+            plan=FusionPlan.from_yaml(plan) if isinstance(plan, (str, Path)) else plan,
+            device=_one_device(names),
+            error_feedback=error_feedback if error_feedback is not None else settings.error_feedback,
+            scaling=Scaling(before, after),
+            checksum=settings.checksum,
+            timeline=Timeline(settings.timeline, transport.rank),
+        )
+    base = type(optimizer)
+    wrapped_class = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
+    wrapped: _Distributed = wrapped_class.__new__(wrapped_class)
+    # An instance attribute `step` is a learning-rate scheduler's wrapper around the old object.
+    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped._attach(engine, names, backward_passes_per_step, sparse_as_dense)
+    return wrapped
+
+
+class _Distributed(Optimizer):
+    """What the wrapped optimizer's class gains; it stands before that class in the order of resolution."""
+
+    _fl_engine: Engine | None
+
+    def _attach(
+        self, engine: Engine | None, names: dict[Tensor, str], passes_per_step: int, sparse_as_dense: bool
+    ) -> None:
+        self._fl_engine = engine
+        self._fl_names = names
+        self._fl_passes = passes_per_step
+        self._fl_sparse_as_dense = sparse_as_dense
+        self._fl_passes_left = dict.fromkeys(names, passes_per_step)
+        self._fl_reduced = False
+        self._fl_asked_to_synchronize = False
+        self._fl_step_synchronizes = True
+        if engine is not None:
+            for parameter in names:
+                parameter.register_post_accumulate_grad_hook(self._fl_take)
+
+    def _fl_take(self, parameter: Tensor) -> None:
+        """Hand a gradient over; called by backward when it has been accumulated."""
+        engine = self._fl_engine
+        assert engine is not None
+        if self._fl_passes_left[parameter] <= 0:
+            raise UsageError(
+                f"gradient {self._fl_names[parameter]!r} was computed more than {self._fl_passes} times before step(); "
+                "call step() or synchronize() after each backward, or raise backward_passes_per_step to accumulate "
+                "gradients locally"
+            )
+        self._fl_passes_left[parameter] -= 1
+        self._fl_reduced = False
+        if self._fl_passes_left[parameter] == 0:
+            engine.submit(self._fl_names[parameter], self._fl_gradient(parameter))
+
+    def _fl_gradient(self, parameter: Tensor) -> Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = gradient = torch.zeros_like(parameter)
+        elif gradient.is_sparse:
+            if not self._fl_sparse_as_dense:
+                raise ConfigError(
+                    f"gradient {self._fl_names[parameter]!r} is sparse; give sparse_as_dense=True to "
+                    "DistributedOptimizer, or sparse=False to the embedding"
+                )
+            parameter.grad = gradient = gradient.to_dense()
+        return gradient
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the reduced one; ``step`` does it by itself.
+
+        Call it before the gradients are looked at, to clip them for instance, and ``step`` in ``skip_synchronize``.
+
+        Raises:
+            PlanMismatch: ranks disagree on model, plan or options.
+            TransportError: a peer was lost, stopped or too late.
+        """
+        self._fl_synchronize()
+        self._fl_asked_to_synchronize = True
+
+    def _fl_synchronize(self) -> None:
+        engine = self._fl_engine
+        if engine is None or self._fl_reduced:
+            return
+        submitted = engine.pending
+        for parameter, name in self._fl_names.items():
+            if name not in submitted:
+                engine.submit(name, self._fl_gradient(parameter))
+        engine.synchronize()
+        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        self._fl_reduced = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it ``step`` takes the gradients as they are: ``synchronize`` has been called."""
+        self._fl_step_synchronizes = False
+        try:
+            yield
+        finally:
+            self._fl_step_synchronizes = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Wait for the reduced gradients, then take the step of the wrapped optimizer.
+
+        A ``closure`` is evaluated as often as the optimizer asks; each time the gradients it leaves are reduced.
+        """
+        if closure is not None:
+            return super().step(self._fl_reducing(closure), **kwargs)
+        if self._fl_step_synchronizes:
+            if self._fl_asked_to_synchronize:
+                warnings.warn(
+                    "step() after synchronize() does not reduce again; call it within skip_synchronize() to say so",
+                    stacklevel=2,
+                )
+            self._fl_synchronize()
+        self._fl_reduced = self._fl_asked_to_synchronize = False
+        return super().step(**kwargs)
+
+    def _fl_reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._fl_reduced = False
+            self._fl_synchronize()
+            return loss
+
+        return evaluate
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; between ``backward`` and ``step`` or ``synchronize`` it is refused, as they are in use."""
+        if self._fl_engine is not None and self._fl_engine.pending:
+            raise UsageError(
+                "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
+                "reduced; call it after step()"
+            )
+        super().zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups. Who reads gradients through them, as GradScaler does, finds the reduced ones."""
+        if self._fl_engine is not None and self._fl_engine.pending and self._fl_engine.complete:
+            self._fl_synchronize()
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the plan is made for the parameters that the optimizer was wrapped with."""
+        raise UsageError("add_param_group() after DistributedOptimizer(); add the group before wrapping the optimizer")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state and, under "fusionlayer", this rank's error feedback."""
+        state = super().state_dict()
+        if self._fl_engine is not None:
+            residuals = self._fl_engine.memory.state_dict()
+            if residuals:
+                place = {"rank": self._fl_engine.rank, "size": self._fl_engine.size}
+                state["fusionlayer"] = {**place, "step": self._fl_engine.step, "residuals": residuals}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; error feedback only if it is this rank's, of as many ranks."""
+        state = dict(state_dict)
+        saved = state.pop("fusionlayer", None)
+        super().load_state_dict(state)
+        engine = self._fl_engine
+        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        if engine is not None and saved is not None:
+            mine = (saved["rank"], saved["size"]) == (engine.rank, engine.size)
+            engine.memory.load_state_dict(saved["residuals"] if mine else {})
+            engine.step = saved["step"]
+
+    def close(self) -> None:
+        """End the background thread; gradients are no longer reduced. For programs that go on after training."""
+        if self._fl_engine is not None:
+            self._fl_engine.close()
+
+
+def _name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """Return the name of every parameter that gets gradients, in the optimizer's order."""
+    parameters = [(i, j, p) for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])]
+    if named_parameters is None:
+        named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
+    else:
+        pairs = list(named_parameters)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ConfigError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
+        counts: dict[str, int] = {}
+        for name, _ in pairs:
+            counts[name] = counts.get(name, 0) + 1
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise ConfigError(f"named_parameters has {twice[0]!r} more than once; names must be unique over all models")
+        named = {parameter: name for name, parameter in pairs}
+    for i, j, parameter in parameters:
+        if parameter not in named:
+            raise ConfigError(
+                f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, is not in named_parameters; name all "
+                "parameters of the optimizer, or none"
+            )
+        _refuse_sharded(named[parameter], parameter)
+    return {p: named[p] for _, _, p in parameters if p.requires_grad}
+
+
+def _refuse_sharded(name: str, parameter: Tensor) -> None:
+    """FSDP calls the same hooks after a reduction of its own: reducing its shards again would be wrong."""
+    if type(parameter).__name__ in ("DTensor", "FlatParameter") or hasattr(parameter, "_sharded_param_data"):
+        raise ConfigError(
+            f"parameter {name!r} is sharded by FSDP, which reduces gradients itself; do not wrap its optimizer, "
+            "use fusionlayer.fsdp.compress(model) instead"
+        )
+
+
+def _one_device(names: Mapping[Tensor, str]) -> torch.device:
+    devices = {parameter.device for parameter in names}
+    if len(devices) != 1:
+        raise ConfigError(
+            f"parameters that get gradients are on {sorted(map(str, devices)) or 'no device: there are none'}; one "
+            "optimizer reduces tensors of one device: move them, or wrap one optimizer for each device"
+        )
+    return next(iter(devices))
+
+
+def _make_planner(planner: str | Planner | None) -> Planner:
+    if isinstance(planner, Planner):
+        return planner
+    if planner is not None:
+        return planners.get(planner)
+    settings = context.settings()
+    return planners.get(settings.planner, **settings.planner_options)
+
+
+def _describe(
+    names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None
+) -> list[TensorInfo]:
+    """Return what a planner needs to know of each parameter."""
+    number = _number_groups(names, groups)
+    return [
+        TensorInfo(
+            name, parameter.numel(), str(parameter.dtype).removeprefix("torch."), parameter.itemsize, number.get(parameter)
+        )
+        for parameter, name in names.items()
+    ]
+
+
+def _number_groups(
+    names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None
+) -> dict[Tensor, int]:
+    if groups is None:
+        return {}
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ConfigError(f"groups={groups}; expected a number of buckets, 0 to let the planner decide")
+        count = min(groups, len(names))
+        return {parameter: i * count // len(names) for i, parameter in enumerate(names)} if count else {}
+    number: dict[Tensor, int] = {}
+    for index, members in enumerate(groups):
+        for parameter in members:
+            if not isinstance(parameter, Parameter | Tensor) or parameter not in names:
+                raise ConfigError(f"groups[{index}] has something that is not a parameter of the optimizer with a gradient")
+            if parameter in number:
+                raise ConfigError(f"parameter {names[parameter]!r} is in groups {number[parameter]} and {index}; one is enough")
+            number[parameter] = index
+    return number

@@ -1,0 +1,92 @@
+"""Buffers: how the gradients of a bucket become what a collective takes, and get their results back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec
+from ..collectives import AllReduce
+from ..plan import Bucket
+from ..timeline import Timeline
+from ..transport import Transport
+
+__all__ = ["FlatBuffer"]
+
+
+class FlatBuffer:
+    """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
+
+    Hooks call ``put``; the communication thread calls ``run``.
+
+    Args:
+        bucket: what belongs into the buffer, and where.
+        codec: the bucket's codec.
+        all_reduce: the bucket's collective.
+        residual: (bucket.numel,) f32 error feedback, or None.
+        prescale: factor on every gradient before the sum.
+        postscale: factor on the sum.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        codec: Codec,
+        all_reduce: AllReduce,
+        residual: Tensor | None,
+        prescale: float,
+        postscale: float,
+        device: torch.device,
+    ) -> None:
+        self.bucket = bucket
+        self._codec = codec
+        self._all_reduce = all_reduce
+        self._residual = residual
+        self._prescale = prescale
+        self._postscale = postscale
+        self._flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
+        self._slots = {slot.name: self._flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
+        self._gaps = _gaps(bucket, self._flat)
+        self._gradients: dict[str, Tensor] = {}
+        self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether every gradient of the bucket has been put."""
+        return len(self._gradients) == len(self._slots)
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Take note of a gradient (any shape of the slot's size); it is read and overwritten by ``run``."""
+        self._gradients[name] = gradient.detach()
+        if gradient.is_cuda:
+            stream = torch.cuda.current_stream(gradient.device)
+            self._arrivals[stream] = stream.record_event()
+
+    def run(self, transport: Transport, timeline: Timeline, seed: int) -> None:
+        """Replace every gradient that was put by its scaled sum over ranks, and be empty again."""
+        for arrival in self._arrivals.values():
+            torch.cuda.current_stream().wait_event(arrival)
+        slots = [self._slots[name].view(gradient.shape) for name, gradient in self._gradients.items()]
+        gradients = list(self._gradients.values())
+        with timeline.span("MEMCPY_IN_FUSION_BUFFER"):
+            torch._foreach_copy_(slots, gradients)
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
+            if self._prescale != 1:
+                self._flat.mul_(self._prescale)
+        with timeline.span(self.bucket.algorithm.upper(), codec=str(self._codec), elements=self.bucket.numel):
+            self._all_reduce(self._flat, self._codec, transport, seed=seed, residual=self._residual)
+        with timeline.span("MEMCPY_OUT_FUSION_BUFFER"):
+            if self._postscale != 1:
+                self._flat.mul_(self._postscale)
+            torch._foreach_copy_(gradients, slots)
+        self._gradients.clear()
+        self._arrivals.clear()
+
+
+def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    """Return what lies between the slots: it must not bring the last step's rounding noise into a scale."""
+    ends = [slot.offset + slot.numel for slot in bucket.slots]
+    starts = [slot.offset for slot in bucket.slots[1:]] + [bucket.numel]
+    return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]

@@ -1,0 +1,39 @@
+"""``horovod``: fill a buffer up to a threshold, as Horovod's tensor fusion does with what one cycle has gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+from ...plan import TensorInfo
+from ._base import Planner
+
+__all__ = ["Horovod"]
+
+
+@dataclass(frozen=True)
+class Horovod(Planner, name="horovod"):
+    """Fuse consecutive tensors while their bytes stay within ``threshold``; a larger tensor travels alone.
+
+    Attributes:
+        threshold: bytes of gradients in a bucket; Horovod's own default is 128 MiB (once 64 MB).
+    """
+
+    threshold: int = 128 << 20
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.threshold, int) or self.threshold < 1:
+            raise ConfigError(f"horovod planner: threshold={self.threshold!r}; expected bytes, a whole number above 0")
+
+    def cut(self, tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
+        """Return runs of at most ``threshold`` bytes."""
+        runs: list[list[TensorInfo]] = []
+        room = 0
+        for tensor in tensors:
+            if not runs or tensor.nbytes > room:
+                runs.append([])
+                room = self.threshold
+            runs[-1].append(tensor)
+            room -= tensor.nbytes
+        return runs

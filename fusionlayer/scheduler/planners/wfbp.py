@@ -1,0 +1,20 @@
+"""``wfbp``: wait-free back-propagation (Poseidon, ATC 2017); every tensor leaves by itself, as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...plan import TensorInfo
+from ._base import Planner
+
+__all__ = ["WFBP"]
+
+
+@dataclass(frozen=True)
+class WFBP(Planner, name="wfbp"):
+    """No fusion: the most overlap, and one message's latency for each tensor."""
+
+    def cut(self, tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
+        """Return a run for each tensor."""
+        return [[tensor] for tensor in tensors]
