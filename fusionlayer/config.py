@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +13,43 @@ import yaml
 from .errors import ConfigError
 from .registry import nearest
 
-__all__ = ["Config", "load"]
+__all__ = ["Config", "describe", "load"]
+
+
+def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
+    return field(default=default, default_factory=factory, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Defaults of every entry point; an argument given in code wins."""
+    """Defaults of every entry point; an argument given in code wins. docs/config.md describes each."""
 
-    codec: str = "raw"
-    """Codec of gradients: a name of ``fusionlayer.codecs.names()``."""
-
-    codec_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of that codec."""
-
-    algorithm: str | None = None
-    """Collective: a name of ``fusionlayer.collectives.names()``; null chooses by codec and number of ranks."""
-
-    planner: str = "horovod"
-    """Planner that fuses gradients into buckets: a name of ``fusionlayer.planners.names()``."""
-
-    planner_options: Mapping[str, Any] = field(default_factory=lambda: {"threshold": 8 << 20})
-    """Options of that planner; sizes in bytes."""
-
-    error_feedback: bool | None = None
-    """Keep what a codec lost and send it with the next gradient; null: where the codec is biased and coarse."""
-
-    checksum: bool = False
-    """Put a header with a checksum on every message and verify it before decoding."""
-
-    timeout: float = 300.0
-    """Seconds that a collective waits for its peers before it fails. ``FUSIONLAYER_TIMEOUT`` overrides it."""
-
-    stall_warning: float = 60.0
-    """Seconds of waiting after which the late ranks are named in a warning."""
-
-    timeline: str | None = None
-    """File for a timeline in Chrome's trace format; ``.rank`` is appended. ``FUSIONLAYER_TIMELINE`` overrides it."""
-
-    threads: int | None = None
-    """Threads of one codec call on the CPU; null: as many as torch uses, at most 8."""
+    codec: str = _setting("codec of gradients: a name of `fusionlayer.codecs.names()`", "raw")
+    codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
+    algorithm: str | None = _setting(
+        "collective: a name of `fusionlayer.collectives.names()`; null chooses by codec and number of ranks", None
+    )
+    planner: str = _setting(
+        "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "horovod"
+    )
+    planner_options: Mapping[str, Any] = _setting(
+        "options of that planner; sizes in bytes", factory=lambda: {"threshold": 8 << 20}
+    )
+    error_feedback: bool | None = _setting(
+        "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
+    )
+    checksum: bool = _setting("put a header with a checksum on every message and verify it before decoding", False)
+    timeout: float = _setting(
+        "seconds that a collective waits for its peers; `FUSIONLAYER_TIMEOUT` overrides it", 300.0
+    )
+    stall_warning: float = _setting("seconds of waiting after which late ranks are named in a warning", 60.0)
+    timeline: str | None = _setting(
+        "file for a timeline in Chrome's trace format, `.<rank>` appended; `FUSIONLAYER_TIMELINE` overrides it", None
+    )
+    threads: int | None = _setting("threads of one codec call on the CPU; null: as many as torch uses, at most 8", None)
 
     def __post_init__(self) -> None:
-        kinds = {
+        kinds: dict[str, Any] = {
             "codec": str,
             "codec_options": Mapping,
             "algorithm": (str, type(None)),
@@ -111,3 +106,34 @@ def _read(path: Path) -> dict[str, Any]:
         if key not in known:
             raise ConfigError(f"FUSIONLAYER_CONFIG={path}: unknown key {key!r}; {nearest(str(key), known)}")
     return values
+
+
+def describe() -> str:
+    """Return docs/config.md, made from ``Config``; ``make docs`` writes it anew."""
+    defaults = vars(Config())
+    rows = []
+    for f in fields(Config):
+        default = yaml.safe_dump(defaults[f.name], default_flow_style=True).splitlines()[0]
+        rows.append(f"| `{f.name}` | {str(f.type).replace(' | None', ' or null')} | {default} | {f.metadata['help']} |")
+    return "\n".join(
+        [
+            "# Configuration",
+            "",
+            "`FUSIONLAYER_CONFIG` names a YAML file with any of these keys. Arguments given in code win over it; the",
+            "variables named below win over the file. An unknown key is an error.",
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "| variable | meaning |",
+            "|---|---|",
+            "| `FUSIONLAYER_CONFIG` | file with the settings above |",
+            "| `FUSIONLAYER_TIMEOUT` | seconds that a collective waits for its peers |",
+            "| `FUSIONLAYER_TIMELINE` | file for a timeline |",
+            "| `FUSIONLAYER_ISA` | instruction set of the CPU core: avx512, avx2, baseline, auto (default) |",
+            "| `FUSIONLAYER_CUDA` | when building: auto (default), 1 (fail without nvcc), 0 |",
+            "| `FUSIONLAYER_NVCC` | when building: the nvcc to use |",
+            "",
+        ]
+    )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from . import config, launch, native
-from .errors import UsageError
+from .errors import TransportError, UsageError
 from .transport import Transport, local
 from .transport.c10d import C10dTransport
 
@@ -63,13 +63,16 @@ def init(timeout: float | None = None) -> None:
         elif place.size > 1:
             store = launch.make_store(place, settings.timeout)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=place.rank,
-                world_size=place.size,
-                timeout=timedelta(seconds=settings.timeout),
-            )
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.size,
+                    timeout=timedelta(seconds=settings.timeout),
+                )
+            except RuntimeError as error:
+                raise TransportError(f"rank {place.rank} cannot connect to the other ranks: {error}") from error
             owns = True
         _job = _Job(place, settings, owns, {})
         atexit.register(shutdown)
@@ -146,5 +149,5 @@ def transport(group: dist.ProcessGroup | Transport | None = None) -> Transport:
     with _lock:
         if group not in job.transports:
             settings = job.settings
-            job.transports[group] = C10dTransport(group, settings.timeout, settings.stall_warning)
+            job.transports[group] = C10dTransport(group, settings.timeout, stall_warning=settings.stall_warning)
         return job.transports[group]

@@ -71,22 +71,28 @@ def check_op(op: ReduceOp) -> ReduceOp:
     return op
 
 
-def _negotiate(transport: Transport, call: str, facts: Sequence[object], numbers: Sequence[int] = ()) -> list[list[int]]:
-    """Return every rank's ``numbers``, once it is sure that all ranks make the same ``call`` with the same ``facts``."""
+def _negotiate(
+    transport: Transport, call: str, facts: Sequence[object], numbers: Sequence[int] = ()
+) -> list[list[int]]:
+    """Return every rank's ``numbers``, once all ranks are known to make the same ``call`` with the same ``facts``.
+
+    At most as many numbers as ranks: ranks that make different calls must still exchange records of one length.
+    """
     digest = derive_seed(*f"{call} {facts}".encode()).to_bytes(8, "little")
-    mine = torch.frombuffer(bytearray(digest + struct.pack(f"<{len(numbers)}q", *numbers)), dtype=torch.uint8)
+    padded = [*numbers, *[0] * (transport.size - len(numbers))]
+    mine = torch.frombuffer(bytearray(digest + struct.pack(f"<{len(padded)}q", *padded)), dtype=torch.uint8)
     every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8)
     transport.all_gather(mine, every)
     records = [record.numpy().tobytes() for record in every]
     differ = [rank for rank, record in enumerate(records) if record[:8] != records[0][:8]]
     if differ:
-        shown = ", ".join(map(str, facts))
+        shown = ", ".join(map(str, facts[:5])) + (", ..." if len(facts) > 5 else "")
         raise PlanMismatch(
-            f"{call}({shown}) on rank {transport.rank}: ranks {differ} make another call than rank 0; give every rank the "
-            "same shapes, types, codec and algorithm",
+            f"{call}({shown}) on rank {transport.rank}: ranks {differ} make another call than rank 0; give every rank "
+            "the same shapes, types, codec and algorithm",
             ranks=differ,
         )
-    return [list(struct.unpack(f"<{len(numbers)}q", record[8:])) for record in records]
+    return [list(struct.unpack_from(f"<{len(numbers)}q", record, 8)) for record in records]
 
 
 def _seed(transport: Transport) -> int:
@@ -146,13 +152,12 @@ def all_reduce(
     return tensor
 
 
-def all_gather(
-    tensor: Tensor, codec: str | Codec | None = None, group: Group = None, **codec_options: Any
-) -> Tensor:
+def all_gather(tensor: Tensor, codec: str | Codec | None = None, group: Group = None, **codec_options: Any) -> Tensor:
     """Return all ranks' tensors one behind the other along the first dimension; the same bits on every rank.
 
     Args:
-        tensor: (n, ...) f32, bf16 or f16; n may differ over ranks and may be 0, all else is equal. A scalar counts as (1,).
+        tensor: (n, ...) f32, bf16 or f16; n may differ over ranks and may be 0, all else is equal. A scalar counts as
+            (1,).
         codec: what travels, as in ``all_reduce``; this rank's own part passes through it too.
         group: process group or transport; None means all ranks.
         codec_options: options of a codec given by name.
@@ -161,7 +166,7 @@ def all_gather(
         ConfigError, PlanMismatch, TransportError: as ``all_reduce``.
     """
     chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
-    part = tensor.detach().contiguous().view(-1, *tensor.shape[1:]) if tensor.dim() else tensor.detach().view(1)
+    part = tensor.detach().contiguous() if tensor.dim() else tensor.detach().view(1)
     rest = part.shape[1:]
     lengths = [n for (n,) in _negotiate(transport, "all_gather", [tuple(rest), tensor.dtype, chosen], [len(part)])]
     out = part.new_empty(sum(lengths), *rest)
@@ -199,7 +204,9 @@ def reduce_scatter(
     chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
     size = transport.size
     if not tensor.dim() or tensor.shape[0] % size:
-        raise ConfigError(f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple")
+        raise ConfigError(
+            f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple"
+        )
     _negotiate(transport, "reduce_scatter", [tuple(tensor.shape), tensor.dtype, chosen, op])
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     with torch.no_grad():
@@ -244,8 +251,8 @@ def all_to_all(
         splits = [rows // size] * size
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
         raise ConfigError(
-            f"all_to_all of shape {tuple(tensor.shape)} with splits {list(splits)}; expected {size} numbers that add up "
-            f"to {rows}"
+            f"all_to_all of shape {tuple(tensor.shape)} with splits {list(splits)}; expected {size} numbers that add "
+            f"up to {rows}"
         )
     every = _negotiate(transport, "all_to_all", [tuple(tensor.shape[1:]), tensor.dtype, chosen], splits)
     received = [theirs[rank] for theirs in every]
@@ -289,10 +296,14 @@ def broadcast_parameters(
     """
     items = list(params.items()) if isinstance(params, Mapping) else list(params)
     if not all(isinstance(item, tuple) and len(item) == 2 for item in items):
-        raise ConfigError("broadcast_parameters got no (name, tensor) pairs; give model.state_dict() or named_parameters()")
+        raise ConfigError(
+            "broadcast_parameters got no (name, tensor) pairs; give model.state_dict() or named_parameters()"
+        )
     transport = context.transport(group)
+    _check_root(root_rank, transport)
     tensors = {name: value.detach() for name, value in items if isinstance(value, Tensor)}
-    facts = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(tensors.items())]
+    facts: list[object] = [root_rank]
+    facts += [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(tensors.items())]
     _negotiate(transport, "broadcast_parameters", facts)
     with torch.no_grad():
         for _, value in sorted(tensors.items()):
@@ -302,9 +313,15 @@ def broadcast_parameters(
                 value.copy_(dense)
 
 
+def _check_root(root_rank: int, transport: Transport) -> None:
+    if not 0 <= root_rank < transport.size:
+        raise ConfigError(f"root_rank={root_rank}; expected a rank of the group, 0 to {transport.size - 1}")
+
+
 def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> bytes:
     """Return the root's ``data`` on every rank; the others' is not looked at."""
     transport = context.transport(group)
+    _check_root(root_rank, transport)
     sizes = _negotiate(transport, "broadcast of bytes", [root_rank], [len(data)])
     buffer = torch.empty(sizes[root_rank][0], dtype=torch.uint8)
     if transport.rank == root_rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import tempfile
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from urllib.parse import quote
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from .errors import ConfigError, TransportError
 
@@ -55,47 +57,92 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     """Return this process's place; a process that nobody launched is rank 0 of 1.
 
     Raises:
-        ConfigError: a launcher's variables are incomplete, not numbers or contradict each other.
+        ConfigError: variables of launchers are incomplete, not numbers or contradict each other.
     """
+    places, halves = [], []
     for launcher, names in _VARIABLES.items():
-        if names[0] not in environ or names[1] not in environ:
-            continue
-        try:
-            rank, size = int(environ[names[0]]), int(environ[names[1]])
-            local_rank = int(environ.get(names[2], rank))
-            local_size = int(environ.get(names[3], max(1, local_rank + 1 if names[2] in environ else size)))
-        except ValueError:
-            given = {name: environ.get(name) for name in names}
-            raise ConfigError(f"{launcher} variables {given}; expected whole numbers") from None
-        if not 0 <= rank < size or not 0 <= local_rank < local_size:
-            raise ConfigError(
-                f"{launcher} variables say rank {rank} of {size}, local rank {local_rank} of {local_size}; "
-                "expected 0 <= rank < size"
-            )
-        return Place(rank, size, local_rank, local_size, launcher)
-    return Place()
+        there = [name for name in names[:2] if name in environ]
+        if len(there) == 2:
+            places.append(_read_place(launcher, names, environ))
+        elif there:
+            halves.append(f"{there[0]} is set and {next(n for n in names[:2] if n not in there)} is not")
+    if not places and halves:
+        raise ConfigError(f"{halves[0]}: set both, as a launcher does, or none")
+    if not places:
+        return Place()
+    # An inner launcher multiplies the processes of an outer one, it never makes fewer.
+    place, largest = places[0], max(places, key=lambda other: other.size)
+    if place.size < largest.size:
+        raise ConfigError(
+            f"{place.launcher} variables say {place.size} processes, {largest.launcher} variables {largest.size}; if "
+            f"{largest.launcher} has started this one, unset {' and '.join(_VARIABLES[place.launcher][:2])}"
+        )
+    return place
 
 
-def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """Return the store through which the job's processes find each other.
+def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mapping[str, str]) -> Place:
+    try:
+        rank, size = int(environ[names[0]]), int(environ[names[1]])
+        local_rank = int(environ.get(names[2], rank))
+        local_size = int(environ.get(names[3], max(1, local_rank + 1 if names[2] in environ else size)))
+    except ValueError:
+        given = {name: environ.get(name) for name in names}
+        raise ConfigError(f"{launcher} variables {given}; expected whole numbers") from None
+    if not 0 <= rank < size or not 0 <= local_rank < local_size:
+        raise ConfigError(
+            f"{launcher} variables say rank {rank} of {size}, local rank {local_rank} of {local_size}; "
+            "expected 0 <= rank < size"
+        )
+    return Place(rank, size, local_rank, local_size, launcher)
 
-    MASTER_ADDR and MASTER_PORT are used where they are set (torchrun sets them). Otherwise rank 0 opens a port of its own
-    and publishes it: through horovodrun's key-value server, or through a file for processes of one mpirun on one host.
+
+_store: TCPStore | None = None
+_joined = 0
+
+
+def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.environ) -> Store:
+    """Return the store through which the job's processes find each other, once all of them have come.
+
+    MASTER_ADDR and MASTER_PORT are used where they are set (torchrun sets them). Otherwise rank 0 opens a port of its
+    own and publishes it: through horovodrun's key-value server, or through a file for processes of one mpirun on one
+    host. The connection stays open for the life of the process; a later call returns a fresh part of the same store.
 
     Raises:
-        ConfigError: processes on several hosts and no MASTER_ADDR.
-        TransportError: rank 0 did not come within ``timeout`` seconds.
+        ConfigError: processes on several hosts and no MASTER_ADDR, or a port that is not a number.
+        TransportError: ranks, which it names, did not come within ``timeout`` seconds.
     """
-    wait = timedelta(seconds=timeout)
+    global _store, _joined
+    if _store is None:
+        _store = _connect(place, timeout, environ)
+    _joined += 1
+    store = PrefixStore(f"fusionlayer/{_joined}", _store)
+    here = [f"here/{rank}" for rank in range(place.size)]
+    try:
+        store.set(here[place.rank], "")
+        store.wait(here, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        late = [rank for rank in range(place.size) if not _is_set(store, here[rank])]
+        raise TransportError(f"ranks {late} did not come within {timeout:g} s; were they started?", late) from error
+    return store
+
+
+def _is_set(store: Store, key: str) -> bool:
+    try:
+        return store.check([key])
+    except RuntimeError:
+        return False
+
+
+def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> TCPStore:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, place.size, place.rank == 0 and not agent, wait, wait_for_workers=False)
+        port = _port(environ, "MASTER_PORT")
+        return _tcp_store(environ["MASTER_ADDR"], port, place, timeout, serve=place.rank == 0 and not agent)
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
         board: _Board = _HorovodBoard(environ, timeout)
         host = environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     elif place.local_size == place.size:
-        board = _FileBoard(timeout)
+        board = _FileBoard(environ, timeout)
         host = "127.0.0.1"
     else:
         raise ConfigError(
@@ -103,11 +150,26 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
             "'mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...', or with torchrun"
         )
     if place.rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, place.size, True, wait, wait_for_workers=False)
+        store = _tcp_store("0.0.0.0", 0, place, timeout, serve=True)
         board.publish(f"{host}:{store.port}")
         return store
     host, port_text = board.read().rsplit(":", 1)
-    return dist.TCPStore(host, int(port_text), place.size, False, wait, wait_for_workers=False)
+    return _tcp_store(host, int(port_text), place, timeout, serve=False)
+
+
+def _port(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name}={environ.get(name)!r}; expected a port number") from None
+
+
+def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: bool) -> TCPStore:
+    try:
+        return TCPStore(host, port, place.size, serve, timedelta(seconds=timeout), wait_for_workers=False)
+    except RuntimeError as error:
+        what = "cannot open a store" if serve else "found no store of rank 0"
+        raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {str(error).splitlines()[0]}", [0]) from error
 
 
 class _Board:
@@ -133,21 +195,27 @@ class _Board:
 
 
 class _FileBoard(_Board):
-    """A file that only the children of one launcher process know."""
+    """A file that only the processes of one launcher know."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, environ: Mapping[str, str], timeout: float) -> None:
         super().__init__(timeout)
-        parent = os.getppid()
-        started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
-        self._path = Path(tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}-{parent}-{started}"
+        job = environ.get("PMIX_NAMESPACE")
+        if job is None:
+            parent = os.getppid()
+            started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+            job = f"{parent}-{started}"
+        self._path = Path(tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}-{quote(job, safe='')}"
 
     def publish(self, address: str) -> None:
         draft = self._path.with_suffix(f".{os.getpid()}")
         draft.write_text(address)
         draft.rename(self._path)
+        atexit.register(self._path.unlink, missing_ok=True)
 
     def look(self) -> str | None:
-        return self._path.read_text() if self._path.exists() else None
+        # The folder is everybody's: what another user has left there is not followed.
+        mine = self._path.exists() and self._path.stat().st_uid == os.getuid()
+        return self._path.read_text() if mine else None
 
 
 class _HorovodBoard(_Board):
@@ -158,7 +226,7 @@ class _HorovodBoard(_Board):
     def __init__(self, environ: Mapping[str, str], timeout: float) -> None:
         super().__init__(timeout)
         self._host = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        self._port = int(environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))
+        self._port = _port(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
     def publish(self, address: str) -> None:
         self._request("PUT", address)

@@ -90,7 +90,7 @@ def _open(kind: str) -> ctypes.CDLL:
     if not path.exists():
         remedy = {
             "cpu": "reinstall the package, or run 'python setup.py build_ext --inplace' in a source tree",
-            "cuda": "install where nvcc is found (FUSIONLAYER_NVCC names one, FUSIONLAYER_CUDA=1 makes its absence fail)",
+            "cuda": "install where nvcc is found (FUSIONLAYER_NVCC names one; FUSIONLAYER_CUDA=1 insists)",
         }
         raise FusionLayerError(f"{path.name} is not installed; {remedy[kind]}")
     library = ctypes.CDLL(str(path))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import threading
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +40,8 @@ class Registry(Generic[T]):
         self._factories: dict[str, Callable[..., T]] = {}
         self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._imported = False
+        self._importing = threading.RLock()
+        self._lock = threading.RLock()
 
     def add(self, name: str, factory: Callable[..., T]) -> None:
         """Bind ``name``; a name that is taken is a ``ConfigError``."""
@@ -79,9 +83,10 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: {error}") from error
 
     def _import_all(self) -> None:
-        if self._imported:
-            return
-        self._imported = True
-        package = importlib.import_module(self._package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self._package}.{module.name}")
+        with self._lock:  # another thread must not look before all names are there
+            if self._imported:
+                return
+            self._imported = True
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")

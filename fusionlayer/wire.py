@@ -124,7 +124,7 @@ class Header:
             self.body_crc,
             0,
         )
-        return (fields + self._CRC.pack(native.crc32c(fields))).ljust(ALIGN, b"\0")
+        return fields + self._seal(fields)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
@@ -139,7 +139,7 @@ class Header:
         magic, version, dtype, _, codec, numel, used, sequence, options, body_crc, _ = cls._STRUCT.unpack(data[:size])
         if magic != cls._MAGIC:
             raise WireError(f"message starts with {magic!r}, expected {cls._MAGIC!r}: these bytes are not a message")
-        if cls._CRC.unpack(data[size : size + 4])[0] != native.crc32c(data[:size]):
+        if data[size:ALIGN] != cls._seal(data[:size]):
             raise WireError("checksum of the message header is wrong: the message was damaged on its way")
         if version != WIRE_VERSION:
             raise WireError(
@@ -149,3 +149,8 @@ class Header:
             raise WireError(f"message header names element type {dtype}, known: {sorted(_DTYPES)}")
         name = codec.rstrip(b"\0").decode("ascii", "replace")
         return cls(name, options, _DTYPES[dtype], numel, used, sequence, body_crc)
+
+    @classmethod
+    def _seal(cls, fields: bytes) -> bytes:
+        """Return what follows ``fields``: their checksum, then zeros."""
+        return cls._CRC.pack(native.crc32c(fields)).ljust(ALIGN - len(fields), b"\0")

@@ -172,9 +172,7 @@ class Codec(ABC):
             n = (piece.stop - piece.start) // rows.shape[0]
             self._decode_rows(self._bodies(rows, n, source), out[piece], n, source)
 
-    def decode_sum(
-        self, payloads: Tensor, out: Tensor, *, dtype: torch.dtype | None = None, add: bool = False
-    ) -> None:
+    def decode_sum(self, payloads: Tensor, out: Tensor, *, dtype: torch.dtype | None = None, add: bool = False) -> None:
         """Fill ``out`` (n,) with the sum of all rows of ``payloads`` (k, capacity), added in their order in f32.
 
         With ``add`` what stands in ``out`` is the first summand. The sum is rounded to out's dtype once.
@@ -216,9 +214,7 @@ class Codec(ABC):
         """Return the planes of a message of ``numel`` elements; a pure function."""
 
     @abstractmethod
-    def _encode_rows(
-        self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None
-    ) -> None:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
         """Encode piece i of ``x`` (k * n,) into row i of ``bodies`` (k, nbytes)."""
 
     @abstractmethod
@@ -245,9 +241,7 @@ class Codec(ABC):
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
-    def _pieces(
-        self, numel: int, payloads: Tensor, chunk: int, dtype: torch.dtype
-    ) -> list[tuple[Tensor, slice]]:
+    def _pieces(self, numel: int, payloads: Tensor, chunk: int, dtype: torch.dtype) -> list[tuple[Tensor, slice]]:
         """Return (rows, elements) for all full chunks together and for the short last one."""
         if not numel:
             return [] if chunk else [(payloads[:1], slice(0, 0))]

@@ -23,9 +23,7 @@ class NativeCodec(Codec):
     def _offsets(self, numel: int, dtype: torch.dtype) -> list[int]:
         return [section.offset for section in self.bare.wire(numel, dtype).sections]
 
-    def _encode_rows(
-        self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None
-    ) -> None:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
         spec = self._params(x.dtype).spec(n, x.dtype, seed, offset)
         native.encode(spec, self._offsets(n, x.dtype), x, residual, bodies)
 

@@ -24,9 +24,7 @@ class TorchCodec(Codec):
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
         """Fill ``out`` (n,) from the planes of a message that was encoded from ``dtype``."""
 
-    def _encode_rows(
-        self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None
-    ) -> None:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
         for i, body in enumerate(bodies):
             piece = slice(i * n, (i + 1) * n)
             part = None if residual is None else residual[piece]

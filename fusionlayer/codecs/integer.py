@@ -21,8 +21,8 @@ __all__ = ["Int"]
 class Int(NativeCodec, name="int"):
     """Integers of ``bits`` bits and an f32 scale for each ``group_size`` elements (SDP4Bit, sections 3.2 and 3.3).
 
-    bits + 32 / group_size bits per element travel. A group with a value that is not finite decodes to NaN; a group whose
-    values are all below 2^-100 decodes to zeros. ``wire_format.md`` has the planes.
+    bits + 32 / group_size bits per element travel. A group with a value that is not finite decodes to NaN; a group
+    whose values are all below 2^-100 decodes to zeros. ``wire_format.md`` has the planes.
 
     Attributes:
         bits: 8 or 4.

@@ -45,5 +45,5 @@ def collective(name: str) -> Callable[[AllReduce], AllReduce]:
 
 
 def split_evenly(numel: int, parts: int, block: int) -> int:
-    """Return the length of the pieces that cut ``numel`` elements into ``parts``: a multiple of ``block``, at least one."""
+    """Return the length of the pieces that cut ``numel`` elements into ``parts``: a positive multiple of ``block``."""
     return max(1, -(-numel // (parts * block))) * block

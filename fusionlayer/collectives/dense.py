@@ -16,5 +16,7 @@ __all__ = ["dense"]
 def dense(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum ``x`` uncompressed; the codec must be lossless, as it is not used."""
     if not codec.lossless:
-        raise ConfigError(f"algorithm 'dense' sends values as they are and cannot use {codec}; choose another algorithm")
+        raise ConfigError(
+            f"algorithm 'dense' sends values as they are and cannot use {codec}; choose another algorithm"
+        )
     transport.all_reduce(x)

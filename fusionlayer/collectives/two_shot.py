@@ -22,8 +22,8 @@ def two_shot(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
     4. All-gather: every rank gets every sum.
     5. Decode: all ranks, owners included, decode the same bytes.
 
-    Each rank sends 2 (size - 1) / size of a message of the whole tensor. What step 3 loses is kept by the piece's owner in
-    its ``residual``, so error feedback covers both quantisations.
+    Each rank sends 2 (size - 1) / size of a message of the whole tensor. What step 3 loses is kept by the piece's owner
+    in its ``residual``, so error feedback covers both quantisations.
     """
     codec = codec.agree(x, transport)
     rank, size, numel = transport.rank, transport.size, x.numel()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.futures import Future
@@ -25,6 +24,9 @@ from ..timeline import Timeline
 from ..transport import Transport
 from ..wire import WIRE_VERSION
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
 __all__ = ["CommHook", "register"]
 
 
@@ -37,8 +39,8 @@ def register(
 ) -> CommHook:
     """Send the gradients of ``model`` compressed, over the ranks of its process group; call it before training.
 
-    DDP keeps choosing the buckets; each is averaged on a thread of its own while backward goes on. What a failure raises
-    comes out of ``backward()``.
+    DDP keeps choosing the buckets; each is averaged on a thread of its own while backward goes on. What a failure
+    raises comes out of ``backward()``.
 
     Args:
         model: wrapped by DistributedDataParallel, without another communication hook.
@@ -101,7 +103,7 @@ class CommHook:
         self._sent = 0
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    def __call__(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """Start the reduction of one bucket; the future holds its average."""
         flat = bucket.buffer()
         index, number, layout = bucket.index(), self._sent, self._layout(bucket)
@@ -117,12 +119,14 @@ class CommHook:
                 residual = self._residual(layout, flat)
                 with self._timeline.span("ALLREDUCE", bucket=index, codec=str(self._codec)):
                     flat.mul_(1 / self._transport.size)
-                    self._all_reduce(
-                        flat, self._codec, self._transport, seed=derive_seed(number), residual=residual
-                    )
+                    self._all_reduce(flat, self._codec, self._transport, seed=derive_seed(number), residual=residual)
                 future.set_result(flat)
 
-        self._jobs.append(self._worker.put(reduce, abandoned=lambda: future.set_result(flat)))
+        try:
+            self._jobs.append(self._worker.put(reduce, abandoned=lambda: future.set_result(flat)))
+        except BaseException:
+            self.close()
+            raise
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,14 +146,18 @@ class CommHook:
 
     def _finish(self) -> None:
         jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.wait()
+        try:
+            for job in jobs:
+                job.wait()
+        except BaseException:
+            self.close()
+            raise
 
-    def _layout(self, bucket: dist.GradBucket) -> Bucket:
+    def _layout(self, bucket: GradBucket) -> Bucket:
         """Return what the bucket holds; DDP lays its buckets out anew once or twice in the first steps."""
         flat = bucket.buffer()
         slots = tuple(
-            Slot(self._names[parameter], gradient.numel(), gradient.storage_offset() - flat.storage_offset())
+            Slot(self._names[parameter], gradient.numel(), int(gradient.storage_offset() - flat.storage_offset()))
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         )
         dtype = str(flat.dtype).removeprefix("torch.")

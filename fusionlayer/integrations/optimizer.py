@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .. import context
 from ..codecs import Codec
 from ..errors import ConfigError, UsageError
 from ..functional import Average, Group, ReduceOp, check_op, make_codec
 from ..plan import FusionPlan, TensorInfo
-from ..scheduler import Engine, Memory, Scaling, planners
+from ..scheduler import Engine, Scaling, planners
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 
@@ -44,12 +48,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 ) -> Optimizer:
     """Return ``optimizer`` with gradients averaged over ranks, fused and compressed, during backward.
 
-    The result is an instance of the optimizer's own class; it shares its parameter groups and state, and takes its place:
-    use it and drop the old one. In a job of one rank it does nothing more.
+    It is the same object, still an instance of its own class, with its parameter groups, state and learning-rate
+    schedulers. In a job of one rank it does nothing more.
 
     Each gradient is handed to a background thread when backward has accumulated it; ``step`` waits for the results. The
-    first step learns the order of the gradients and makes the fusion plan. Parameters without a gradient count as zeros,
-    so ranks may take different paths through the model.
+    first step learns the order of the gradients and makes the fusion plan. Parameters without a gradient count as
+    zeros, so ranks may take different paths through the model.
 
     Args:
         optimizer: any optimizer over parameters of one device.
@@ -58,14 +62,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         algorithm: name of a collective; None chooses by codec and number of ranks.
         planner: name or planner that fuses gradients into buckets; None takes the configured one.
         plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs.
-        error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse. Kept
-            in ``state_dict()``, for each rank its own.
+        error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse.
+            Kept in ``state_dict()``, for each rank its own.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: gradients are accumulated over so many backward passes before they are reduced.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
         num_groups: deprecated name for an integer ``groups``.
-        groups: number of buckets of about equally many tensors, or lists of the tensors that belong together; each group
-            is one bucket.
+        groups: number of buckets of about equally many tensors, or lists of the tensors that belong together; each
+            group is one bucket.
         sparse_as_dense: make sparse gradients dense; without it they are refused.
         group: process group or transport to reduce over; None means all ranks.
         codec_options: options of a codec given by name.
@@ -86,9 +90,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         warnings.warn("num_groups is deprecated; give groups=<number>", DeprecationWarning, stacklevel=2)
         groups = groups if groups is not None else num_groups
     names = _name_parameters(optimizer, named_parameters)
+    _refuse_twice(names)
     engine = None
     transport = context.transport(group)
     if transport.size > 1:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError("LBFGS decides by its rank's own loss, so ranks would part; use another optimizer")
         settings = context.settings()
         chosen = make_codec(codec, codec_options)
         before, after = 1.0, 1.0
@@ -110,12 +117,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             timeline=Timeline(settings.timeline, transport.rank),
         )
     base = type(optimizer)
-    wrapped_class = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
-    wrapped: _Distributed = wrapped_class.__new__(wrapped_class)
-    # An instance attribute `step` is a learning-rate scheduler's wrapper around the old object.
-    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    wrapped._attach(engine, names, backward_passes_per_step, sparse_as_dense)
-    return wrapped
+    # A scheduler that was made before has put a wrapper here, which would go past the class's new step().
+    vars(optimizer).pop("step", None)
+    optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
+    assert isinstance(optimizer, _Distributed)
+    optimizer._attach(engine, names, backward_passes_per_step, sparse_as_dense)
+    return optimizer
 
 
 class _Distributed(Optimizer):
@@ -134,9 +141,15 @@ class _Distributed(Optimizer):
         self._fl_reduced = False
         self._fl_asked_to_synchronize = False
         self._fl_step_synchronizes = True
+        self._fl_release: Callable[[], object] = _nothing
         if engine is not None:
-            for parameter in names:
-                parameter.register_post_accumulate_grad_hook(self._fl_take)
+            # The parameters live longer than the optimizer: their hooks must neither keep it nor outlive it.
+            me = weakref.ref(self)
+            hooks = [p.register_post_accumulate_grad_hook(partial(_take, me)) for p in names]
+            self._fl_release = weakref.finalize(self, _release, engine, hooks)
+            self._fl_release.atexit = False
+            with _live_lock:
+                _live.add(self)
 
     def _fl_take(self, parameter: Tensor) -> None:
         """Hand a gradient over; called by backward when it has been accumulated."""
@@ -204,9 +217,15 @@ class _Distributed(Optimizer):
 
         A ``closure`` is evaluated as often as the optimizer asks; each time the gradients it leaves are reduced.
         """
+        self._opt_called = True
         if closure is not None:
             return super().step(self._fl_reducing(closure), **kwargs)
-        if self._fl_step_synchronizes:
+        if not self._fl_step_synchronizes:
+            if self._fl_engine is not None and self._fl_engine.pending:
+                raise UsageError(
+                    "step() within skip_synchronize() takes gradients that are being reduced; call synchronize() first"
+                )
+        else:
             if self._fl_asked_to_synchronize:
                 warnings.warn(
                     "step() after synchronize() does not reduce again; call it within skip_synchronize() to say so",
@@ -215,6 +234,9 @@ class _Distributed(Optimizer):
             self._fl_synchronize()
         self._fl_reduced = self._fl_asked_to_synchronize = False
         return super().step(**kwargs)
+
+    # Marks of torch's: step hooks are run by the class below; schedulers need not wrap a step that sets _opt_called.
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _fl_reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
@@ -227,18 +249,21 @@ class _Distributed(Optimizer):
         return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; between ``backward`` and ``step`` or ``synchronize`` it is refused, as they are in use."""
+        """Clear the gradients; between ``backward`` and ``step`` or ``synchronize`` it is refused: they are in use."""
         if self._fl_engine is not None and self._fl_engine.pending:
             raise UsageError(
                 "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
                 "reduced; call it after step()"
             )
+        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        self._fl_reduced = self._fl_asked_to_synchronize = False
         super().zero_grad(set_to_none)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Who reads gradients through them, as GradScaler does, finds the reduced ones."""
-        if self._fl_engine is not None and self._fl_engine.pending and self._fl_engine.complete:
+        engine = self._fl_engine
+        if engine is not None and engine.pending and torch._C._current_graph_task_id() < 0:  # no backward is running
             self._fl_synchronize()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
@@ -252,13 +277,12 @@ class _Distributed(Optimizer):
         raise UsageError("add_param_group() after DistributedOptimizer(); add the group before wrapping the optimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state and, under "fusionlayer", this rank's error feedback."""
+        """Return the optimizer's state and, under "fusionlayer", this rank's step number and error feedback."""
         state = super().state_dict()
-        if self._fl_engine is not None:
-            residuals = self._fl_engine.memory.state_dict()
-            if residuals:
-                place = {"rank": self._fl_engine.rank, "size": self._fl_engine.size}
-                state["fusionlayer"] = {**place, "step": self._fl_engine.step, "residuals": residuals}
+        engine = self._fl_engine
+        if engine is not None:
+            place = {"rank": engine.rank, "size": engine.size, "step": engine.step}
+            state["fusionlayer"] = {**place, "residuals": engine.memory.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -275,13 +299,51 @@ class _Distributed(Optimizer):
 
     def close(self) -> None:
         """End the background thread; gradients are no longer reduced. For programs that go on after training."""
-        if self._fl_engine is not None:
-            self._fl_engine.close()
+        with _live_lock:
+            _live.discard(self)
+        self._fl_release()
+        self._fl_engine = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a copy would share the background thread."""
+        raise UsageError("a DistributedOptimizer cannot be copied or pickled; copy or save its state_dict()")
 
 
-def _name_parameters(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
-) -> dict[Tensor, str]:
+_live: weakref.WeakSet[_Distributed] = weakref.WeakSet()
+_live_lock = threading.Lock()
+
+
+def _nothing() -> None:
+    """Release what a job of one rank holds."""
+
+
+def _take(optimizer: weakref.ref[_Distributed], parameter: Tensor) -> None:
+    """Be the hook of a parameter."""
+    alive = optimizer()
+    if alive is not None:
+        alive._fl_take(parameter)
+
+
+def _release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:
+    """End what an optimizer has started."""
+    for hook in hooks:
+        hook.remove()
+    engine.close()
+
+
+def _refuse_twice(names: Mapping[Tensor, str]) -> None:
+    with _live_lock:
+        others = list(_live)
+    for other in others:
+        for parameter, name in names.items():
+            if parameter in other._fl_names:
+                raise ConfigError(
+                    f"parameter {name!r} belongs to a DistributedOptimizer already and would be reduced twice; close() "
+                    "that one first"
+                )
+
+
+def _name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
     """Return the name of every parameter that gets gradients, in the optimizer's order."""
     parameters = [(i, j, p) for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])]
     if named_parameters is None:
@@ -335,22 +397,22 @@ def _make_planner(planner: str | Planner | None) -> Planner:
     return planners.get(settings.planner, **settings.planner_options)
 
 
-def _describe(
-    names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None
-) -> list[TensorInfo]:
+def _describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> list[TensorInfo]:
     """Return what a planner needs to know of each parameter."""
     number = _number_groups(names, groups)
     return [
         TensorInfo(
-            name, parameter.numel(), str(parameter.dtype).removeprefix("torch."), parameter.itemsize, number.get(parameter)
+            name,
+            parameter.numel(),
+            str(parameter.dtype).removeprefix("torch."),
+            parameter.itemsize,
+            number.get(parameter),
         )
         for parameter, name in names.items()
     ]
 
 
-def _number_groups(
-    names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None
-) -> dict[Tensor, int]:
+def _number_groups(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> dict[Tensor, int]:
     if groups is None:
         return {}
     if isinstance(groups, int):
@@ -362,8 +424,12 @@ def _number_groups(
     for index, members in enumerate(groups):
         for parameter in members:
             if not isinstance(parameter, Parameter | Tensor) or parameter not in names:
-                raise ConfigError(f"groups[{index}] has something that is not a parameter of the optimizer with a gradient")
+                raise ConfigError(
+                    f"groups[{index}] has something that is not a parameter of the optimizer with a gradient"
+                )
             if parameter in number:
-                raise ConfigError(f"parameter {names[parameter]!r} is in groups {number[parameter]} and {index}; one is enough")
+                raise ConfigError(
+                    f"parameter {names[parameter]!r} is in groups {number[parameter]} and {index}; one is enough"
+                )
             number[parameter] = index
     return number

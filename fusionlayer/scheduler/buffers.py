@@ -47,7 +47,7 @@ class FlatBuffer:
         self._postscale = postscale
         self._flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
         self._slots = {slot.name: self._flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
-        self._gaps = _gaps(bucket, self._flat)
+        self._gaps = [gap for x in (self._flat, residual) if x is not None for gap in _gaps(bucket, x)]
         self._gradients: dict[str, Tensor] = {}
         self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 

@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from .. import codecs, collectives
 from ..codecs import Codec
 from ..errors import UsageError
-from ..plan import FusionPlan, TensorInfo
+from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
@@ -41,9 +42,9 @@ class Scaling:
 class Engine:
     """Sums gradients over ranks on a thread of its own, while backward goes on.
 
-    Each step: ``submit`` every tensor once, in any order; ``synchronize`` once. The first step learns the order in which
-    gradients arrive and makes the plan, unless one is given; from the second step on a bucket leaves as soon as it and all
-    buckets before it are complete. Before the first payload the ranks compare what they are about to do.
+    Each step: ``submit`` every tensor once, in any order; ``synchronize`` once. The first step learns the order in
+    which gradients arrive and makes the plan, unless one is given; from the second step on a bucket leaves as soon as
+    it and all buckets before it are complete. Before the first payload the ranks compare what they are about to do.
 
     Args:
         tensors: every tensor of a step, in any order.
@@ -93,6 +94,9 @@ class Engine:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if plan is not None:
             plan.check(tensors, transport.size)
+            for bucket in plan.buckets:
+                self._codec_of(bucket)
+                collectives.get(bucket.algorithm)
         self.plan = plan
         self.rank = transport.rank
         self.size = transport.size
@@ -105,6 +109,7 @@ class Engine:
         self._lock = threading.Lock()
         self._worker = Worker(name)
         self._agreement: Job | None = None
+        self._failure: BaseException | None = None
 
     @property
     def pending(self) -> frozenset[str]:
@@ -121,17 +126,24 @@ class Engine:
 
         Raises:
             UsageError: this step has it already.
+            FusionLayerError: a step before has failed; the same error again.
         """
+        if self._failure is not None:
+            raise self._failure
         with self._lock:
             if name in self._arrived:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
             self._arrived[name] = gradient
-            if self._agreement is None and self.plan is not None:
-                self._agreement = self._worker.put(self._agree)
-                self._make_buffers(self.plan)
-            if self._buffers:
-                self._buffers[self._bucket_of[name]].put(name, gradient)
-                self._launch()
+            try:
+                if self._agreement is None and self.plan is not None:
+                    self._agreement = self._worker.put(self._agree)
+                    self._make_buffers(self.plan)
+                if self._buffers:
+                    self._buffers[self._bucket_of[name]].put(name, gradient)
+                    self._launch()
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def synchronize(self) -> None:
         """Wait until every gradient of this step holds its result; ends the step.
@@ -143,7 +155,9 @@ class Engine:
         """
         missing = [name for name in self._tensors if name not in self._arrived]
         if missing:
-            raise UsageError(f"{len(missing)} gradients were not submitted in step {self.step}, the first: {missing[0]!r}")
+            raise UsageError(
+                f"{len(missing)} gradients were not submitted in step {self.step}, the first: {missing[0]!r}"
+            )
         try:
             if self.plan is None:
                 self._agreement = self._worker.put(self._agree_and_plan)
@@ -156,8 +170,8 @@ class Engine:
             for job in [self._agreement, *self._jobs]:
                 if job is not None:
                     job.wait()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._fail(error)
             raise
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -176,7 +190,7 @@ class Engine:
 
     def _make_buffers(self, plan: FusionPlan) -> None:
         for index, bucket in enumerate(plan.buckets):
-            codec = codecs.get(bucket.codec, **bucket.options, header=self._checksum)
+            codec = self._codec_of(bucket)
             all_reduce = collectives.get(bucket.algorithm)
             feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
             residual = self.memory.flat(bucket, self._device) if feedback and not codec.lossless else None
@@ -184,9 +198,18 @@ class Engine:
             self._buffers.append(FlatBuffer(bucket, codec, all_reduce, residual, before, after, self._device))
             self._bucket_of.update(dict.fromkeys(bucket.names, index))
 
+    def _codec_of(self, bucket: Bucket) -> Codec:
+        return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
+
+    def _fail(self, error: BaseException) -> None:
+        """Let go of the peers, which are out of step with this rank now, and of the gradients."""
+        self._failure = error
+        self._arrived.clear()
+        self.close()
+
     def _launch(self) -> None:
         while self._next < len(self._buffers) and self._buffers[self._next].full:
-            self._jobs.append(self._worker.put(lambda index=self._next, step=self.step: self._run(index, step)))
+            self._jobs.append(self._worker.put(partial(self._run, self._next, self.step)))
             self._next += 1
 
     # ---- on the communication thread --------------------------------------------------------------------------------
@@ -206,7 +229,12 @@ class Engine:
         """Compare with the other ranks what this engine is about to do."""
         names = sorted(self._tensors)
         parts = [repr(self._tensors[name]) for name in names]
-        parts += [f"wire {WIRE_VERSION}", f"scaling {self._scaling}", f"checksum {self._checksum}", f"feedback {self._error_feedback}"]
+        parts += [
+            f"wire {WIRE_VERSION}",
+            f"scaling {self._scaling}",
+            f"checksum {self._checksum}",
+            f"feedback {self._error_feedback}",
+        ]
         if self.plan is not None:
             parts.append(self.plan.digest().hex())
         else:
@@ -229,4 +257,3 @@ class Engine:
         plan.check(self._tensors.values(), self._transport.size)
         self._transport.check_agreement("the fusion plan that was made", plan.digest())
         self.plan = plan
-

@@ -30,8 +30,10 @@ class Job:
             self.error = error
             if self._abandoned is not None:
                 self._abandoned()
-        finally:
-            self._done.set()
+
+    def finish(self) -> None:
+        """Let those go on who wait for the job."""
+        self._done.set()
 
     def wait(self) -> None:
         """Return when the job is done; raise what it raised."""
@@ -43,8 +45,8 @@ class Job:
 class Worker:
     """A daemon thread that runs jobs one after the other, in the order in which they were put.
 
-    The first job that fails is the last one that runs: the peers of its transport are out of step from then on, so every
-    later job fails with the same error.
+    The first job that fails is the last one that runs: the peers of its transport are out of step from then on, so
+    every later job fails with the same error.
 
     Args:
         name: of the thread.
@@ -58,7 +60,12 @@ class Worker:
         self._thread.start()
 
     def put(self, work: Callable[[], None], abandoned: Callable[[], None] | None = None) -> Job:
-        """Queue ``work`` and return its job; ``abandoned`` is called if the work fails or never begins."""
+        """Queue ``work`` and return its job; ``abandoned`` is called if the work fails or never begins.
+
+        Once a job has failed, this raises what it raised.
+        """
+        if self.error is not None:
+            raise self.error
         if self._closed:
             raise FusionLayerError(f"{self._thread.name} is closed: nothing can be sent any more")
         job = Job(work, abandoned)
@@ -74,5 +81,5 @@ class Worker:
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
             job.run(self.error)
-            if self.error is None:
-                self.error = job.error
+            self.error = self.error or job.error
+            job.finish()

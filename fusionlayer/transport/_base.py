@@ -28,8 +28,9 @@ class Transport(ABC):
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         timeout: seconds that a call may wait for its peers.
-        bytes_sent: payload bytes that this rank has sent, dense all-reduce counted as a ring: 2 (size - 1) / size.
-        sequence: number of calls made so far.
+        bytes_sent: payload bytes that this rank has sent, dense all-reduce counted as a ring: 2 (size - 1) / size, and
+            broadcast as (size - 1) at its root.
+        sequence: number of calls of all ranks made so far; send and recv, which two ranks make, are not counted.
     """
 
     rank: int
@@ -49,7 +50,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> None:
-        """Replace ``x`` by its sum over ranks; the same bits on every rank. Any shape; f32, f64, f16, bf16 or integers."""
+        """Replace ``x`` by its sum over ranks; the same bits on every rank. Any shape; floats or integers."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int) -> None:
@@ -91,7 +92,7 @@ class Transport(ABC):
         """
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        kept = self.__dict__.setdefault("_scratch", {})
+        kept = self.__dict__.setdefault("_workspaces", {})
         if name not in kept or kept[name].numel() < nbytes:
             kept[name] = torch.empty(nbytes, dtype=torch.uint8)
         return cast(Tensor, kept[name][:nbytes])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-__all__ = ["Call"]
+__all__ = ["Call", "nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,16 @@ class Call:
     """One rank's side of a call.
 
     Attributes:
-        what: operation and what must be equal on all ranks ("all_reduce of 10 x float32").
-        sends: bytes for each rank; empty where ``what`` says it all.
+        what: operation, and what must be equal on all ranks ("all_reduce of 10 x float32").
+        sends: bytes for each rank, empty where ``what`` says it all; with a partner, the bytes for it.
         recvs: bytes expected of each rank; likewise.
+        partner: the other rank of a send or a receive, None for a call of all ranks.
     """
 
     what: str
     sends: tuple[int, ...] = ()
     recvs: tuple[int, ...] = ()
+    partner: int | None = None
 
     @classmethod
     def exchange(cls, rank: int, size: int, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Call:
@@ -35,20 +37,20 @@ class Call:
             ConfigError: the arguments cannot be exchanged, whatever the other ranks do.
         """
         if len(sends) != size or len(recvs) != size:
-            raise ConfigError(f"exchange got {len(sends)} sends and {len(recvs)} recvs; give {size} of each, one per rank")
+            raise ConfigError(f"exchange got {len(sends)} sends, {len(recvs)} recvs; give {size} of each, one per rank")
         for x in (*sends, *recvs):
             if x.dtype != torch.uint8 or not x.is_contiguous():
                 raise ConfigError(
-                    f"exchange got a tensor of {x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}; give contiguous "
-                    "uint8 (x.contiguous().view(torch.uint8))"
+                    f"exchange got a tensor of {x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}; give "
+                    "contiguous uint8, such as x.contiguous().view(torch.uint8)"
                 )
-        lengths = tuple(x.numel() for x in sends), tuple(x.numel() for x in recvs)
-        if lengths[0][rank] != lengths[1][rank]:
+        call = cls("exchange", tuple(x.numel() for x in sends), tuple(x.numel() for x in recvs))
+        if call.sends[rank] != call.recvs[rank]:
             raise ConfigError(
-                f"exchange on rank {rank} has {lengths[0][rank]} bytes for itself and expects {lengths[1][rank]}; give "
-                "entries of this rank the same length"
+                f"exchange on rank {rank} has {call.sends[rank]} bytes for itself and expects {call.recvs[rank]}; give "
+                "the two entries of this rank the same length"
             )
-        return cls("exchange", *lengths)
+        return call
 
     @classmethod
     def all_reduce(cls, x: Tensor) -> Call:
@@ -58,28 +60,57 @@ class Call:
     @classmethod
     def broadcast(cls, x: Tensor, root: int, size: int) -> Call:
         """Return the call ``broadcast(x, root)``."""
-        check_rank(root, size, "broadcast from")
+        _check_rank(root, size, "broadcast from")
         return cls(f"broadcast from rank {root} of {_describe(x, 'broadcast')}")
 
+    @classmethod
+    def send(cls, x: Tensor, rank: int, to: int, tag: int, size: int) -> Call:
+        """Return the call ``send(x, to, tag)`` on ``rank``."""
+        _check_rank(to, size, "send to", rank)
+        _describe(x, "send")
+        return cls(f"message with tag {tag}", sends=(nbytes(x),), partner=to)
+
+    @classmethod
+    def recv(cls, x: Tensor, rank: int, source: int, tag: int, size: int) -> Call:
+        """Return the call ``recv(x, source, tag)`` on ``rank``."""
+        _check_rank(source, size, "recv from", rank)
+        _describe(x, "recv")
+        return cls(f"message with tag {tag}", recvs=(nbytes(x),), partner=source)
+
     def conflict(self, rank: int, other: Call, other_rank: int) -> str | None:
-        """Return what does not fit between this rank's call and the ``other`` rank's, or None if they fit."""
-        if self.what != other.what:
-            return f"rank {rank} is in {self.what}, rank {other_rank} in {other.what}"
-        if not self.sends:
-            return None
-        for sender, given, receiver, expected in (
-            (rank, self.sends[other_rank], other_rank, other.recvs[rank]),
-            (other_rank, other.sends[rank], rank, self.recvs[other_rank]),
-        ):
-            if given != expected:
-                return f"rank {sender} sends {given} bytes to rank {receiver}, which expects {expected} bytes"
+        """Return why this rank's call and the ``other`` rank's can never complete together, or None."""
+        if self.partner is None and other.partner is None:
+            if self.what != other.what:
+                return f"rank {rank} is in {self.what}, rank {other_rank} in {other.what}"
+            if self.sends:
+                return _difference(rank, self.sends[other_rank], other_rank, other.recvs[rank]) or _difference(
+                    other_rank, other.sends[rank], rank, self.recvs[other_rank]
+                )
+        elif self.partner == other_rank and other.partner == rank and self.what == other.what:
+            if self.sends and other.recvs:
+                return _difference(rank, self.sends[0], other_rank, other.recvs[0])
+            if self.recvs and other.sends:
+                return _difference(other_rank, other.sends[0], rank, self.recvs[0])
+            verb = "send to" if self.sends else "receive from"
+            return f"ranks {rank} and {other_rank} both wait to {verb} each other"
         return None
 
 
-def check_rank(rank: int, size: int, what: str) -> None:
-    """Raise ConfigError unless 0 <= rank < size."""
-    if not 0 <= rank < size:
-        raise ConfigError(f"{what} rank {rank}; give a rank of this group, 0 to {size - 1}")
+def nbytes(x: Tensor) -> int:
+    """Return the number of bytes of the elements of ``x``."""
+    return x.numel() * x.element_size()
+
+
+def _difference(sender: int, given: int, receiver: int, expected: int) -> str | None:
+    if given == expected:
+        return None
+    return f"rank {sender} sends {given} bytes to rank {receiver}, which expects {expected} bytes"
+
+
+def _check_rank(rank: int, size: int, what: str, own: int | None = None) -> None:
+    if not 0 <= rank < size or rank == own:
+        another = "" if own is None else f", but not this rank {own}"
+        raise ConfigError(f"{what} rank {rank}; give a rank from 0 to {size - 1}{another}")
 
 
 def _describe(x: Tensor, name: str) -> str:

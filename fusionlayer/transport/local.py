@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from ._base import Transport
-from ._calls import Call, check_rank
+from ._calls import Call, nbytes
 from ._sum import sum_in_rank_order
 
 __all__ = ["LocalTransport", "current", "run"]
@@ -109,35 +109,33 @@ class LocalTransport(Transport):
         totals: list[Tensor] = self._meet(total, [total])
         for r, part in enumerate(totals):
             flat[bounds[r] : bounds[r + 1]].copy_(part)
-        self.bytes_sent += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
+        self.bytes_sent += 2 * (self.size - 1) * nbytes(x) // self.size
         self._settle([flat])
 
     def broadcast(self, x: Tensor, root: int) -> None:
         offered: list[Tensor] = self._begin(Call.broadcast(x, root, self.size), x)
         if self.rank == root:
-            self.bytes_sent += (self.size - 1) * x.numel() * x.element_size()
+            self.bytes_sent += (self.size - 1) * nbytes(x)
         else:
             x.view(-1).copy_(offered[root].view(-1))
         self._end([x])
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
-        check_rank(to, self.size, "send to")
+        call = Call.send(x, self.rank, to, tag, self.size)
         letter = x.detach().clone()
         self._settle([letter])
         with self._group.hub.changed:
             self._group.check_open(self)
             self._group.letters[self.rank, to, tag].append(letter)
             self._group.hub.changed.notify_all()
-        self.bytes_sent += x.numel() * x.element_size()
+        self.bytes_sent += call.sends[0]
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
-        check_rank(source, self.size, "recv from")
+        call = Call.recv(x, self.rank, source, tag, self.size)
         letter = self._group.take_letter(self, source, tag)
-        given, expected = (t.numel() * t.element_size() for t in (letter, x))
-        if given != expected:
-            raise self._group.fail_call(
-                self, f"rank {source} sends {given} bytes to rank {self.rank}, which expects {expected} bytes", [source]
-            )
+        conflict = call.conflict(self.rank, Call.send(letter, source, self.rank, tag, self.size), source)
+        if conflict:
+            raise self._group.fail_call(self, conflict, [source])
         x.view(-1).view(torch.uint8).copy_(letter.view(-1).view(torch.uint8))
         self._settle([x])
 

@@ -29,24 +29,25 @@ class IntCodec {
     uint8_t *codes;
   };
 
+  // Every NaN that comes out of decode is the canonical one.
+  static constexpr bool kCanonical = true;
+
   explicit IntCodec(const Job &job) : key_(job.key), offset_(uint64_t(job.spec->offset)), group_(job.spec->param[1]) {}
 
   int unit() const { return group_; }
-  int tile_units() const { return group_ >= kTile ? 1 : kTile / group_; }
 
   Message at(const fl_messages &messages, int64_t message, int64_t unit) const {
     const auto plane = [&](int p) { return static_cast<uint8_t *>(messages.plane[p]) + message * messages.stride; };
     return {reinterpret_cast<float *>(plane(0)) + unit, plane(1) + unit * group_bytes()};
   }
 
-  // Whole groups from n elements, n <= kMaxTile; `unit` counts groups over all messages.
   template <class T>
   void encode(const T *x, int n, Message out, int64_t unit) const {
-    alignas(64) float tile[kMaxTile], inverse[kMaxTile / kBlock];
-    alignas(64) int32_t amax[kMaxTile / kBlock];
+    alignas(64) float tile[kMaxTile], inverse[kMaxGroups];
+    vi top[kMaxGroups];
     const int groups = (n + group_ - 1) / group_;
-    transform(x, n, tile, amax);
-    make_scales(amax, groups, out.scales, inverse);
+    transform(x, groups, tile, top);
+    make_scales(top, groups, out.scales, inverse);
     for (int g = 0; g < groups; ++g) {
       float *values = tile + g * group_;
       if (__builtin_expect(inverse[g] == 0.0f, 0)) __builtin_memset(values, 0, group_ * sizeof(float));
@@ -55,89 +56,113 @@ class IntCodec {
     }
   }
 
-  // Calls sink(i, block) for every block of the groups that hold the first n elements, i being its first element.
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
     for (int begin = 0; begin < n; begin += group_, ++in.scales, in.codes += group_bytes()) {
       const vf scale = broadcast(decode_scale(*in.scales, kHadamard));
-      const auto emit = [&](int i, const vi *low, const vi *high) {
-        Block b;
-        for (int j = 0; j < kQuad; ++j) {
-          b.v[j] = __builtin_convertvector(low[j], vf);
-          b.v[j + kQuad] = __builtin_convertvector(high[j], vf);
-        }
-        if constexpr (kHadamard) hadamard(b);
-        for (int j = 0; j < kVectors; ++j) b.v[j] *= scale;
-        sink(begin + i, b);
-      };
-      vi a[kQuad], b[kQuad];
-      if constexpr (kBits == 8) {
+      if (kBits == 8 || group_ == kBlock) {
         for (int i = 0; i < group_; i += kBlock) {
-          load_bytes(in.codes + i, a);
-          load_bytes(in.codes + i + 16, b);
-          emit(i, a, b);
+          vi low[kQuad], high[kQuad];
+          load_bytes(in.codes + i, low);
+          if (kBits == 8)
+            load_bytes(in.codes + i + 16, high);
+          else
+            split_nibbles(low, low, high);
+          Block b[] = {to_float(low, high)};
+          scale_blocks(b, scale);
+          sink(begin + i, b[0]);
         }
-      } else if (group_ == kBlock) {
-        load_bytes(in.codes, a);
-        vi low[kQuad], high[kQuad];
-        split_nibbles(a, low, high);
-        emit(0, low, high);
       } else {
         const int half = group_ / 2;
         for (int i = 0; i < half; i += kBlock) {
           vi low[2][kQuad], high[2][kQuad];
-          load_bytes(in.codes + i, a);
-          load_bytes(in.codes + i + 16, b);
-          split_nibbles(a, low[0], high[0]);
-          split_nibbles(b, low[1], high[1]);
-          emit(i, low[0], low[1]);
-          emit(half + i, high[0], high[1]);
+          for (int k = 0; k < 2; ++k) {
+            load_bytes(in.codes + i + 16 * k, low[k]);
+            split_nibbles(low[k], low[k], high[k]);
+          }
+          Block b[] = {to_float(low[0], low[1]), to_float(high[0], high[1])};
+          scale_blocks(b, scale);
+          sink(begin + i, b[0]);
+          sink(begin + half + i, b[1]);
         }
       }
     }
   }
 
  private:
-  static constexpr int kTile = 2048;
+  static constexpr int kTile = TILE1;
+  static constexpr int kMaxGroups = kTile / kBlock;
+#ifndef SBS
+#define SBS 4
+#endif
+  static constexpr int kSideBySide = SBS;
 
   int group_bytes() const { return group_ * kBits / 8; }
 
   static FL_INLINE void split_nibbles(const vi (&bytes)[kQuad], vi (&low)[kQuad], vi (&high)[kQuad]) {
     for (int j = 0; j < kQuad; ++j) {
-      low[j] = bytes[j] << 28 >> 28;
       high[j] = bytes[j] >> 4;
+      low[j] = bytes[j] << 28 >> 28;
     }
   }
 
-  template <class T>
-  FL_INLINE void transform(const T *x, int n, float *tile, int32_t *amax) const {
-    for (int begin = 0; begin < n; begin += group_) {
-      vi top = {};
-      for (int i = begin; i < begin + group_; i += kBlock) {
-        Block b = load_block(x, i, n);
-        if constexpr (kHadamard) hadamard(b);
-        for (int j = 0; j < kVectors; ++j) {
-          top = max(top, magnitude_bits(b.v[j]));
-          store(tile + i + j * kLanes, b.v[j]);
-        }
-      }
-      *amax++ = int32_t(max_lane(top));
+  static FL_INLINE Block to_float(const vi (&first)[kQuad], const vi (&second)[kQuad]) {
+    Block b;
+    for (int j = 0; j < kQuad; ++j) {
+      b.v[j] = __builtin_convertvector(first[j], vf);
+      b.v[j + kQuad] = __builtin_convertvector(second[j], vf);
     }
+    return b;
+  }
+
+  template <int N>
+  static FL_INLINE void scale_blocks(Block (&b)[N], vf scale) {
+    if constexpr (kHadamard) hadamard(b);
+    for (Block &block : b)
+      for (vf &v : block.v) v *= scale;
+  }
+
+  // Fills the tile, and for each group a vector that holds the largest magnitude in some lane.
+  template <class T>
+  FL_INLINE void transform(const T *x, int groups, float *tile, vi *top) const {
+    for (int g = 0; g < groups; ++g, x += group_, tile += group_) {
+      if (group_ >= kSideBySide * kBlock) {
+        top[g] = transform_blocks<kSideBySide>(x, tile);
+        for (int i = kSideBySide * kBlock; i < group_; i += kSideBySide * kBlock)
+          top[g] = max(top[g], transform_blocks<kSideBySide>(x + i, tile + i));
+      } else {
+        top[g] = vi{};
+        for (int i = 0; i < group_; i += kBlock) top[g] = max(top[g], transform_blocks<1>(x + i, tile + i));
+      }
+    }
+  }
+
+  template <int N, class T>
+  static FL_INLINE vi transform_blocks(const T *x, float *tile) {
+    Block b[N];
+    for (int k = 0; k < N; ++k) b[k] = load_block(x + k * kBlock);
+    if constexpr (kHadamard) hadamard(b);
+    for (int k = 0; k < N; ++k) store_block(tile + k * kBlock, b[k]);
+    vi top[N * kVectors];
+    for (int j = 0; j < N * kVectors; ++j) top[j] = magnitude_bits(b[j / kVectors].v[j % kVectors]);
+    for (int width = N * kVectors / 2; width > 0; width /= 2)
+      for (int j = 0; j < width; ++j) top[j] = max(top[j], top[j + width]);
+    return top[0];
   }
 
   // make_scale of core/int_group.h for every group.
-  static FL_INLINE void make_scales(const int32_t *amax, int groups, float *scales, float *inverse) {
+  static FL_INLINE void make_scales(vi *top, int groups, float *scales, float *inverse) {
     constexpr float qmax = int_qmax(kBits);
+    for (int g = groups; g % kLanes; ++g) top[g] = vi{};
     for (int g = 0; g < groups; g += kLanes) {
-      const vf top = load(reinterpret_cast<const float *>(amax + g));
-      const vi bits = (vi)top;
-      const vi zero = (bits < int32_t(kTinyBits)) | (bits >= int32_t(kF32Inf));
-      const vi nan = (bits >= int32_t(kF32Inf)) & int32_t(kF32Nan);
-      const vf scale = (vf)(((vi)(top / qmax) & ~zero) | nan);
-      store(inverse + g, (vf)((vi)(qmax / top) & ~zero));
-      alignas(64) float lanes[kLanes];
-      store(lanes, scale);
-      __builtin_memcpy(scales + g, lanes, sizeof(float) * (groups - g < kLanes ? groups - g : kLanes));
+      const vi bits = max_of_each(top + g);
+      const vi not_finite = bits >= int32_t(kF32Inf), usual = ~not_finite & (bits >= int32_t(kTinyBits));
+      const vi scale = ((vi)((vf)bits / qmax) & usual) | (int32_t(kF32Nan) & not_finite);
+      store(inverse + g, (vf)((vi)(qmax / (vf)bits) & usual));
+      if (groups - g >= kLanes)
+        store(scales + g, (vf)scale);
+      else
+        __builtin_memcpy(scales + g, &scale, size_t(groups - g) * sizeof(float));
     }
   }
 

@@ -98,22 +98,24 @@ FL_INLINE vf butterfly(vf v, Lanes<I...> lanes) {
 #endif
 }
 
-template <int H>
-FL_INLINE void hadamard_stage(Block &b) {
-  if constexpr (H < kLanes) {
-    for (int j = 0; j < kVectors; ++j) b.v[j] = butterfly<H>(b.v[j], AllLanes{});
-  } else {
-    for (int j = 0; j < kVectors; ++j)
-      if (!(j & (H / kLanes))) {
-        const vf x = b.v[j], y = b.v[j + H / kLanes];
-        b.v[j] = x + y;
-        b.v[j + H / kLanes] = x - y;
-      }
-  }
+template <int H, int N>
+FL_INLINE void hadamard_stage(Block (&b)[N]) {
+  for (int k = 0; k < N; ++k)
+    if constexpr (H < kLanes) {
+      for (int j = 0; j < kVectors; ++j) b[k].v[j] = butterfly<H>(b[k].v[j], AllLanes{});
+    } else {
+      for (int j = 0; j < kVectors; ++j)
+        if (!(j & (H / kLanes))) {
+          const vf x = b[k].v[j], y = b[k].v[j + H / kLanes];
+          b[k].v[j] = x + y;
+          b[k].v[j + H / kLanes] = x - y;
+        }
+    }
 }
 
-// hadamard32 of core/int_group.h.
-FL_INLINE void hadamard(Block &b) {
+// hadamard32 of core/int_group.h for N blocks side by side: the stages of one are a chain, so others fill its gaps.
+template <int N>
+FL_INLINE void hadamard(Block (&b)[N]) {
   hadamard_stage<1>(b);
   hadamard_stage<2>(b);
   hadamard_stage<4>(b);
@@ -133,20 +135,23 @@ FL_INLINE vi max(vi a, vi b) {
 #endif
 }
 
-FL_INLINE uint32_t max_lane(vi v) {
-#if defined(FL_AVX512)
-  return uint32_t(_mm512_reduce_max_epi32((__m512i)v));
+// Lane i of the result is the larger one of lanes 2 i and 2 i + 1 of the two vectors in a row.
+template <int... I>
+FL_INLINE vi max_pairs(vi a, vi b, Lanes<I...>) {
+#if defined(__clang__)
+  return max(__builtin_shufflevector(a, b, (2 * I)...), __builtin_shufflevector(a, b, (2 * I + 1)...));
 #else
-  int32_t top = 0;
-#if defined(FL_AVX2)
-  const __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
-  const __m128i quarter = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
-  top = _mm_cvtsi128_si32(_mm_max_epi32(quarter, _mm_shuffle_epi32(quarter, 0xb1)));
-#else
-  for (int i = 0; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+  return max(__builtin_shuffle(a, b, vi{(2 * I)...}), __builtin_shuffle(a, b, vi{(2 * I + 1)...}));
 #endif
-  return uint32_t(top);
-#endif
+}
+
+// For N = kLanes: lane i of the result is the largest lane of v[i].
+template <int N = kLanes>
+FL_INLINE vi max_of_each(const vi *v) {
+  if constexpr (N == 1)
+    return *v;
+  else
+    return max_pairs(max_of_each<N / 2>(v), max_of_each<N / 2>(v + N / 2), AllLanes{});
 }
 
 // 16 bytes <-> 16 lanes of 32 bits ------------------------------------------------------------------------------------
@@ -239,18 +244,37 @@ struct F16 {
 
 FL_INLINE vi magnitude_bits(vf v) { return (vi)v & 0x7fffffff; }
 
-FL_INLINE vf canonical(vf v) { return magnitude_bits(v) > int32_t(kF32Inf) ? (vf)broadcast(int32_t(kF32Nan)) : v; }
-
-// residual_after of core/residual.h.
-FL_INLINE vf residual_after(vf value, vf decoded, vf residual) {
-  const vf lost = value - decoded;
-  return magnitude_bits(lost) < int32_t(kF32Inf) ? lost : residual;
+FL_INLINE vf canonical(vf v) {
+#if defined(FL_AVX512)
+  return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), (vf)broadcast(int32_t(kF32Nan)));
+#else
+  return magnitude_bits(v) > int32_t(kF32Inf) ? (vf)broadcast(int32_t(kF32Nan)) : v;
+#endif
 }
 
+FL_INLINE Block operator+(Block a, const Block &b) {
+  for (int j = 0; j < kVectors; ++j) a.v[j] += b.v[j];
+  return a;
+}
+
+FL_INLINE Block canonical(Block b) {
+  for (int j = 0; j < kVectors; ++j) b.v[j] = canonical(b.v[j]);
+  return b;
+}
+
+// residual_after of core/residual.h.
+FL_INLINE Block residual_after(const Block &value, const Block &decoded, Block residual) {
+  for (int j = 0; j < kVectors; ++j) {
+    const vf lost = value.v[j] - decoded.v[j];
+    residual.v[j] = magnitude_bits(lost) < int32_t(kF32Inf) ? lost : residual.v[j];
+  }
+  return residual;
+}
+
+// Rounding takes the canonical NaN to the canonical NaN.
 FL_INLINE vi f32_to_bf16(vf f) {
   const vu u = (vu)f;
-  const vi rounded = (vi)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-  return magnitude_bits(f) > int32_t(kF32Inf) ? broadcast(int32_t(kBf16Nan)) : rounded;
+  return (vi)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
 #if !defined(FL_AVX512) && !defined(FL_AVX2)
@@ -292,9 +316,9 @@ FL_INLINE void load16(const F16 *p, vf *v) {
 #endif
 }
 
-// 16 results, rounded to the element type, NaN made canonical.
+// 16 results, rounded to the element type. A NaN among them is canonical, and so it stays.
 FL_INLINE void store16(float *p, const vf *v) {
-  for (int j = 0; j < kQuad; ++j) store(p + j * kLanes, canonical(v[j]));
+  for (int j = 0; j < kQuad; ++j) store(p + j * kLanes, v[j]);
 }
 FL_INLINE void store16(Bf16 *p, const vf *v) {
   vi h[kQuad];
@@ -303,13 +327,10 @@ FL_INLINE void store16(Bf16 *p, const vf *v) {
 }
 FL_INLINE void store16(F16 *p, const vf *v) {
 #if defined(FL_AVX512)
-  const __m512 nan = (vf)broadcast(int32_t(kF32Nan));  // becomes kF16Nan
-  const __m512 f = _mm512_mask_mov_ps(v[0], _mm512_cmp_ps_mask(v[0], v[0], _CMP_UNORD_Q), nan);
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(v[0], _MM_FROUND_TO_NEAREST_INT));
 #elif defined(FL_AVX2)
   for (int j = 0; j < 2; ++j)
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j),
-                     _mm256_cvtps_ph(canonical(v[j]), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j), _mm256_cvtps_ph(v[j], _MM_FROUND_TO_NEAREST_INT));
 #else
   vi h[kQuad];
   for (int j = 0; j < kQuad; ++j) h[j] = f32_to_f16(v[j]);
@@ -331,34 +352,39 @@ FL_INLINE void store_block(T *p, const Block &b) {
   store16(p + 16, b.v + kQuad);
 }
 
-// The first n elements of a block, 0 <= n < 32, followed by zeros.
-template <class T>
-__attribute__((noinline)) Block load_partial(const T *p, int n) {
-  T whole[kBlock] = {};
-  if (n > 0) __builtin_memcpy(whole, p, n * sizeof(T));
-  return load_block(whole);
-}
+// How a loop over blocks reaches an array: whole blocks directly, the first n elements of the last one through a buffer.
+struct Whole {
+  template <class T>
+  FL_INLINE Block load(const T *p) const {
+    return load_block(p);
+  }
+  template <class T>
+  FL_INLINE void store(T *p, const Block &b) const {
+    store_block(p, b);
+  }
+};
+struct Part {
+  int n;
+  template <class T>
+  FL_INLINE Block load(const T *p) const {  // followed by zeros
+    T whole[kBlock] = {};
+    __builtin_memcpy(whole, p, n * sizeof(T));
+    return load_block(whole);
+  }
+  template <class T>
+  FL_INLINE void store(T *p, const Block &b) const {
+    T whole[kBlock];
+    store_block(whole, b);
+    __builtin_memcpy(p, whole, n * sizeof(T));
+  }
+};
 
-template <class T>
-__attribute__((noinline)) void store_partial(T *p, const Block &b, int n) {
-  T whole[kBlock];
-  store_block(whole, b);
-  if (n > 0) __builtin_memcpy(p, whole, n * sizeof(T));
-}
-
-// Block at element i of an array of n elements; zeros beyond its end.
-template <class T>
-FL_INLINE Block load_block(const T *p, int i, int n) {
-  return __builtin_expect(i + kBlock <= n, 1) ? load_block(p + i) : load_partial(p + i, n - i);
-}
-
-// The same, storing nothing beyond the end.
-template <class T>
-FL_INLINE void store_block(T *p, const Block &b, int i, int n) {
-  if (__builtin_expect(i + kBlock <= n, 1))
-    store_block(p + i, b);
-  else
-    store_partial(p + i, b, n - i);
+// Calls body(i, access) for the blocks of n elements, i being a block's first element.
+template <class Body>
+FL_INLINE void for_each_block(int n, const Body &body) {
+  int i = 0;
+  for (; i + kBlock <= n; i += kBlock) body(i, Whole{});
+  if (i < n) body(i, Part{n - i});
 }
 
 }  // namespace fl::FL_ISA

@@ -7,8 +7,7 @@
 
 namespace fl {
 
-constexpr int kBlock = 32;           // elements a lane owns
-constexpr int kQuad = 4 * kBlock;    // elements four lanes own, contiguous in memory
+constexpr int kBlock = 32;  // elements a lane owns
 
 template <class E>
 constexpr int kChunk = 16 / int(sizeof(typename E::Bits));  // elements in a chunk
@@ -29,36 +28,46 @@ FL_DEVICE void add_element(Chunk &c, int i, typename E::Bits bits) {
   c.word[i / kPerWord] |= uint32_t(bits) << (16 * (i % kPerWord));
 }
 
-// Where the elements of a row lie for this lane: `first` is the first element of the lane's own block.
-template <class E>
+// Where a row lies for this lane: `first` is the first element of the lane's own block, `numel` those of the array.
+template <class E, class Bits>
 struct Row {
-  int64_t start;  // of chunk 0 of block 0 of the quad
+  Bits *start;   // chunk 0 of block 0 of the quad
+  int64_t left;  // elements of the array from there on
+  bool wide;     // the whole row can be accessed in chunks
   int lane;
-  bool wide;      // the whole quad can be accessed in chunks
 
-  FL_DEVICE Row(const typename E::Bits *x, int64_t numel, int64_t first, int row, int lane_)
-      : start(first - (lane_ & 3) * kBlock + row * kRow<E>), lane(lane_) {
-    wide = is_aligned(x, 16) && first - (lane_ & 3) * kBlock + kQuad <= numel;
+  FL_DEVICE Row(Bits *x, int64_t numel, int64_t first, int row, int lane_) : lane(lane_ & 3) {
+    const int64_t element = opaque(first - lane * kBlock + row * kRow<E>);
+    start = x + element;
+    left = numel - element;
+    wide = is_aligned(start, 16) && left >= 3 * kBlock + kRow<E>;
   }
 
-  FL_DEVICE int64_t chunk(int slot) const { return start + slot * kBlock + ((lane & 3) ^ slot) * kChunk<E>; }
+  FL_DEVICE int chunk(int slot) const { return slot * kBlock + (lane ^ slot) * kChunk<E>; }
+
+  // How many elements of a chunk exist.
+  FL_DEVICE int count(int slot) const {
+    const int64_t n = left - chunk(slot);
+    return n >= kChunk<E> ? kChunk<E> : int(n);
+  }
 };
 
 // v[0 .. kRow) = row `row` of the lane's block, which starts at element `first` of x; elements past numel are 0.
 template <class E>
 FL_DEVICE void load_row(const typename E::Bits *x, int64_t numel, int64_t first, int row, int lane, float *v) {
-  const Row<E> at(x, numel, first, row, lane);
+  const Row<E, const typename E::Bits> at(x, numel, first, row, lane);
   Chunk slot[4];
   if (at.wide) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) slot[i] = load_chunk(x + at.chunk(i));
+    for (int i = 0; i < 4; ++i) slot[i] = load_chunk(at.start + at.chunk(i));
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      const int count = at.count(i);
       slot[i] = {};
 #pragma unroll
       for (int j = 0; j < kChunk<E>; ++j)
-        if (at.chunk(i) + j < numel) add_element<E>(slot[i], j, x[at.chunk(i) + j]);
+        if (j < count) add_element<E>(slot[i], j, at.start[at.chunk(i) + j]);
     }
   }
   spread_to_owned(slot, lane);
@@ -69,17 +78,19 @@ FL_DEVICE void load_row(const typename E::Bits *x, int64_t numel, int64_t first,
 // The reverse of load_row, for bits that are already narrowed; what is past numel is not written.
 template <class E>
 FL_DEVICE void store_row(typename E::Bits *x, int64_t numel, int64_t first, int row, int lane, Chunk (&slot)[4]) {
-  const Row<E> at(x, numel, first, row, lane);
+  const Row<E, typename E::Bits> at(x, numel, first, row, lane);
   owned_to_spread(slot, lane);
   if (at.wide) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_chunk(x + at.chunk(i), slot[i]);
+    for (int i = 0; i < 4; ++i) store_chunk(at.start + at.chunk(i), slot[i]);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) {
+      const int count = at.count(i);
 #pragma unroll
       for (int j = 0; j < kChunk<E>; ++j)
-        if (at.chunk(i) + j < numel) x[at.chunk(i) + j] = element_of<E>(slot[i], j);
+        if (j < count) at.start[at.chunk(i) + j] = element_of<E>(slot[i], j);
+    }
   }
 }
 
@@ -99,7 +110,8 @@ FL_DEVICE void store_block(uint32_t dtype, void *x, int64_t numel, int64_t first
     for (int row = 0; row < kBlock / kRow<E>; ++row) {
       Chunk slot[4] = {};
 #pragma unroll
-      for (int j = 0; j < kRow<E>; ++j) add_element<E>(slot[j / kChunk<E>], j % kChunk<E>, E::narrow(v[row * kRow<E> + j]));
+      for (int j = 0; j < kRow<E>; ++j)
+        add_element<E>(slot[j / kChunk<E>], j % kChunk<E>, E::narrow(v[row * kRow<E> + j]));
       store_row<E>(static_cast<typename E::Bits *>(x), numel, first, row, lane, slot);
     }
   });

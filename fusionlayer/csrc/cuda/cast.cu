@@ -13,8 +13,6 @@ constexpr int kParts = 4;
 constexpr int kStrip = kParts * kPart;
 constexpr int kHeld = kStrip / kLanes;  // elements a lane holds
 
-FL_DEVICE int64_t lane_element(int64_t strip, int part) { return strip * kStrip + part * kPart + 4 * lane_index(); }
-
 FL_DEVICE void load_four(const uint32_t *x, uint32_t *b) {
   const uint4 u = *reinterpret_cast<const uint4 *>(x);
   b[0] = u.x, b[1] = u.y, b[2] = u.z, b[3] = u.w;
@@ -33,36 +31,49 @@ FL_DEVICE void store_four(uint16_t *x, const uint16_t *b) {
   *reinterpret_cast<uint2 *>(x) = make_uint2(b[0] | uint32_t(b[1]) << 16, b[2] | uint32_t(b[3]) << 16);
 }
 
-// Whether the strip can be accessed four elements at a time.
+// Where a strip of an array of numel elements lies for this lane.
 template <class Bits>
-FL_DEVICE bool is_wide(const Bits *x, int64_t numel, int64_t strip) {
-  return is_aligned(x, 4 * sizeof(Bits)) && (strip + 1) * kStrip <= numel;
-}
+struct Strip {
+  Bits *start;   // the lane's first element
+  int64_t left;  // elements of the array from there on
+  bool wide;     // the whole strip can be accessed four elements at a time
+
+  FL_DEVICE Strip(Bits *x, int64_t numel, int64_t strip) {
+    const int64_t element = opaque(strip * kStrip + 4 * lane_index());
+    start = x + element;
+    left = numel - element;
+    wide = is_aligned(start, 4 * sizeof(Bits)) && left >= kStrip - kPart + 4;
+  }
+
+  // How many of the lane's four elements of a part exist.
+  FL_DEVICE int count(int part) const {
+    const int64_t n = left - part * kPart;
+    return n >= 4 ? 4 : int(n);
+  }
+};
 
 template <class Bits>
 FL_DEVICE void load_strip(const Bits *x, int64_t numel, int64_t strip, Bits (&b)[kHeld]) {
-  const bool wide = is_wide(x, numel, strip);
+  const Strip<const Bits> at(x, numel, strip);
+  if (at.wide) {
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int64_t at = lane_element(strip, i / 4) + i % 4;
-    if (!wide)
-      b[i] = at < numel ? x[at] : Bits(0);
-    else if (i % 4 == 0)
-      load_four(x + at, b + i);
+    for (int part = 0; part < kParts; ++part) load_four(at.start + part * kPart, b + 4 * part);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) b[i] = i % 4 < at.count(i / 4) ? at.start[i / 4 * kPart + i % 4] : Bits(0);
   }
 }
 
 template <class Bits>
 FL_DEVICE void store_strip(Bits *x, int64_t numel, int64_t strip, const Bits (&b)[kHeld]) {
-  const bool wide = is_wide(x, numel, strip);
+  const Strip<Bits> at(x, numel, strip);
+  if (at.wide) {
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int64_t at = lane_element(strip, i / 4) + i % 4;
-    if (!wide) {
-      if (at < numel) x[at] = b[i];
-    } else if (i % 4 == 0) {
-      store_four(x + at, b + i);
-    }
+    for (int part = 0; part < kParts; ++part) store_four(at.start + part * kPart, b + 4 * part);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+      if (i % 4 < at.count(i / 4)) at.start[i / 4 * kPart + i % 4] = b[i];
   }
 }
 
@@ -97,10 +108,7 @@ struct Arrays {
   uint32_t dtype;
 };
 
-template <class T>
-FL_DEVICE T *array(const Arrays &arrays, int64_t i) {
-  return static_cast<T *>(byte_offset(arrays.data, i * arrays.stride));
-}
+FL_DEVICE void *array(const Arrays &arrays, int64_t i) { return byte_offset(arrays.data, i * arrays.stride); }
 
 // out[i] = (x.data ? x[i] : 0) + terms[0] + terms[1] + ... + (residual ? residual[i] : 0), for every i < outputs.
 struct SumArguments {
@@ -119,22 +127,22 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const SumArguments a) {
   for (int64_t m = blockIdx.y; m < a.outputs; m += gridDim.y)
     for (int64_t strip = warp_index(); strip < a.strips(); strip += warp_count()) {
       Bits b[kHeld];
-      load_strip(array<const Bits>(a.x, m), a.numel, strip, b);
-      store_strip(array<Bits>(a.out, m), a.numel, strip, b);
+      load_strip(static_cast<const Bits *>(array(a.x, m)), a.numel, strip, b);
+      store_strip(static_cast<Bits *>(array(a.out, m)), a.numel, strip, b);
     }
 }
 
 FL_DEVICE void sum_strip(const SumArguments &a, int64_t m, int64_t strip) {
   float v[kHeld] = {};
-  if (a.x.data) load_values(a.x.dtype, array<const void>(a.x, m), a.numel, strip, v);
+  if (a.x.data) load_values(a.x.dtype, array(a.x, m), a.numel, strip, v);
 #pragma unroll 1
   for (int64_t t = 0; t < a.term_count; ++t) {
     float term[kHeld];
-    load_values(a.terms.dtype, array<const void>(a.terms, t), a.numel, strip, term);
+    load_values(a.terms.dtype, array(a.terms, t), a.numel, strip, term);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) v[i] += term[i];
   }
-  if (!a.residual) return store_values(a.out.dtype, array<void>(a.out, m), a.numel, strip, v);
+  if (!a.residual) return store_values(a.out.dtype, array(a.out, m), a.numel, strip, v);
 
   uint32_t *residual = reinterpret_cast<uint32_t *>(a.residual + m * a.numel);
   uint32_t old[kHeld];
@@ -142,7 +150,7 @@ FL_DEVICE void sum_strip(const SumArguments &a, int64_t m, int64_t strip) {
   float sent[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) sent[i] = v[i] += bits_float(old[i]);
-  store_values(a.out.dtype, array<void>(a.out, m), a.numel, strip, sent);
+  store_values(a.out.dtype, array(a.out, m), a.numel, strip, sent);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) old[i] = float_bits(residual_after(v[i], sent[i], bits_float(old[i])));
   store_strip(residual, a.numel, strip, old);

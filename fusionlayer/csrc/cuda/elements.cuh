@@ -39,9 +39,13 @@ FL_DEVICE void with_element(uint32_t dtype, const Work &work) {
 
 FL_DEVICE bool is_aligned(const void *p, int bytes) { return (reinterpret_cast<uintptr_t>(p) & (bytes - 1)) == 0; }
 
+// p, `bytes` bytes further on.
 template <class T>
 FL_DEVICE T *byte_offset(T *p, int64_t bytes) {
-  return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(p) + bytes);
+  return reinterpret_cast<T *>(reinterpret_cast<char *>(p) + bytes);
 }
+
+FL_DEVICE void *byte_offset(void *p, int64_t bytes) { return static_cast<char *>(p) + bytes; }
+FL_DEVICE const void *byte_offset(const void *p, int64_t bytes) { return static_cast<const char *>(p) + bytes; }
 
 }  // namespace fl

@@ -10,7 +10,7 @@ struct DecodeArguments {
   uint32_t dtype;
   void *out;
   int64_t out_stride;  // bytes of the elements of a message
-  bool add;  // decode_sum: to what out holds
+  bool add;            // decode_sum: to what out holds
 };
 
 template <bool kTransform>

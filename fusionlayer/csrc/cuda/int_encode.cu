@@ -27,6 +27,13 @@ FL_DEVICE uint32_t group_max(const IntLayout &layout, uint32_t amax) {
   return amax;
 }
 
+// Decoding makes something of the padding too; encoding starts from zeros there.
+FL_DEVICE void clear_padding(float (&v)[kBlock], int64_t count) {
+  if (count >= kBlock) return;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] = i < count ? v[i] : 0.0f;
+}
+
 // bytes = codes of a lane's block, whose first element has the number `number`. Rounding to nearest never reaches past
 // qmax, so it needs no clamp.
 FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], float inverse, uint64_t number,
@@ -38,7 +45,8 @@ FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], floa
       return int_code(v[i], inverse, rounding_noise(random_bits(key, uint32_t(number) + i)), qmax);
     };
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
+    for (int i = 0; i < kWords; ++i)
+      bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
   } else {
     const auto code = [&](int i) { return round_even(v[i] * inverse); };
 #pragma unroll
@@ -112,6 +120,7 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
       if (kSum) {
         load_or_zero(a.dtype, a.x, layout.numel, at, lane, v);
         add_messages<kTransform>(layout, a.in, at, v);
+        clear_padding(v, layout.numel - at.first);
       } else {
         load_block(a.dtype, x, layout.numel, at.first, lane, v);
       }
@@ -177,7 +186,8 @@ cudaError_t launch(const EncodeArguments &a, bool hadamard, cudaStream_t stream)
 
 }  // namespace
 
-cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out, cudaStream_t stream) {
+cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+                       cudaStream_t stream) {
   return launch<false>(arguments(spec, x, residual, out), spec.param[2] & FL_INT_HADAMARD, stream);
 }
 

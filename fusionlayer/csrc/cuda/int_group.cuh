@@ -17,15 +17,17 @@ inline IntMessages int_messages(const fl_messages &m) {
   return {static_cast<float *>(m.plane[0]), static_cast<uint8_t *>(m.plane[1]), m.stride, m.count};
 }
 
-// Adds all messages to v in their order. While one is decoded the next one's bytes are on their way.
+// Adds all messages to v in their order. While one is decoded the bytes of the next two are on their way.
 template <bool kTransform>
 FL_DEVICE void add_messages(const IntLayout &layout, const IntMessages &in, const Place &at, float (&v)[kBlock]) {
-  Packed next = {};
+  Packed next = {}, after = {};
   if (in.count > 0) next = load_packed(layout, in, 0, at);
+  if (in.count > 1) after = load_packed(layout, in, 1, at);
 #pragma unroll 1
   for (int64_t m = 0; m < in.count; ++m) {
     const Packed packed = next;
-    if (m + 1 < in.count) next = load_packed(layout, in, m + 1, at);
+    next = after;
+    if (m + 2 < in.count) after = load_packed(layout, in, m + 2, at);
     float part[kBlock];
     decode_block<kTransform>(layout, packed, at, part);
 #pragma unroll
@@ -34,7 +36,8 @@ FL_DEVICE void add_messages(const IntLayout &layout, const IntMessages &in, cons
 }
 
 // v = x, or 0 where x is null.
-FL_DEVICE void load_or_zero(uint32_t dtype, const void *x, int64_t numel, const Place &at, int lane, float (&v)[kBlock]) {
+FL_DEVICE void load_or_zero(uint32_t dtype, const void *x, int64_t numel, const Place &at, int lane,
+                            float (&v)[kBlock]) {
   if (x) {
     load_block(dtype, x, numel, at.first, lane, v);
   } else {

@@ -23,13 +23,15 @@ FL_DEVICE int64_t warp_index() { return int64_t(blockIdx.x) * kWarps + threadIdx
 FL_DEVICE int64_t warp_count() { return int64_t(gridDim.x) * kWarps; }
 
 // One verb of one codec on checked arguments with numel > 0 and something to do. At most one launch each.
-cudaError_t cast_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out, cudaStream_t stream);
+cudaError_t cast_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+                        cudaStream_t stream);
 cudaError_t cast_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
 cudaError_t cast_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
 cudaError_t cast_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                         const fl_messages &out, cudaStream_t stream);
 
-cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out, cudaStream_t stream);
+cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+                       cudaStream_t stream);
 cudaError_t int_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
 cudaError_t int_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
 cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,

@@ -17,6 +17,15 @@ namespace fl {
 
 constexpr int kLanes = 32;
 
+// The same value, of which the compiler knows nothing. Without it the addresses of every single element of a ragged or
+// misaligned access would be computed ahead of the loop and fill the registers of the common path.
+FL_DEVICE int64_t opaque(int64_t v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(v));
+#endif
+  return v;
+}
+
 // The unit of global accesses.
 struct Chunk {
   uint32_t word[4];

@@ -1,0 +1,63 @@
+# `make install` makes .venv and the package in it; every other target but `gpu` installs first what it needs.
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-short lint docs format bench gpu wheel clean
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
+
+install: $(INSTALLED) ## .venv with torch, the tools and the package (editable); compiles what changed
+	@$(BIN)/python setup.py -q build_ext --inplace
+
+$(INSTALLED): setup.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is passed on
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: install ## all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-short: install ## the tests that take seconds
+	$(BIN)/python -m pytest -m short $(ARGS)
+
+lint: install ## style, types, import layers; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/lint-imports
+
+docs: install ## write anew what is made from code
+	$(BIN)/python -c "from fusionlayer.config import describe; print(describe(), end='')" > docs/config.md
+
+format: install ## rewrite Python and C++ in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+bench: install ## speed of the codecs beside memcpy
+	$(BIN)/python -m benchmarks.codec $(ARGS)
+
+gpu: ## build, test and measure with the CUDA device and the torch of $(PYTHON); makes no environment
+	FUSIONLAYER_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+	$(PYTHON) -m benchmarks.codec --device cuda --out benchmarks/results
+	$(PYTHON) -m benchmarks.gpu_training --out benchmarks/results
+
+wheel: install ## dist/fusionlayer-*.whl, for every Python on this kind of machine
+	$(BIN)/python -m pip wheel . --no-deps -w dist
+
+clean: ## remove what was built and cached, .venv excepted
+	rm -rf build dist *.egg-info fusionlayer/lib .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

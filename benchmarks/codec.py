@@ -1,0 +1,187 @@
+"""Speed of every codec, as a share of what copying memory reaches in the same run.
+
+    python -m benchmarks.codec [--device cuda] [--numel 16777216] [--codecs int8 int4] [--out benchmarks/results]
+
+One thread. Each round runs every row once, so that all of them see the same load; a row's share is the median over
+rounds of its rate divided by the copy's in that round. Rates are bytes read plus bytes written. On the CPU time is the
+thread's own CPU time, on CUDA the time between two events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fusionlayer as fl
+from fusionlayer import native
+from fusionlayer.codecs import Codec
+
+from .report import Environment, table, write
+
+FAN_IN = 8
+
+
+@dataclass
+class Row:
+    """One thing that is measured: a call, and the bytes it reads and writes."""
+
+    name: str
+    verb: str
+    dtype: str
+    nbytes: int
+    call: Callable[[], object] = field(repr=False)
+    seconds: list[float] = field(default_factory=list)
+
+    def result(self, copy: Row) -> dict[str, object]:
+        """Return rate and share of ``copy``, both as numbers for a report."""
+        rates = [self.nbytes / s / 1e9 for s in self.seconds]
+        shares = [rate / (copy.nbytes / s / 1e9) for rate, s in zip(rates, copy.seconds, strict=True)]
+        low, high = statistics.quantiles(shares, n=10)[0], statistics.quantiles(shares, n=10)[-1]
+        return {
+            "codec": self.name,
+            "verb": self.verb,
+            "dtype": self.dtype,
+            "GB/s": round(statistics.median(rates), 2),
+            "of memcpy": round(statistics.median(shares), 3),
+            "p10": round(low, 3),
+            "p90": round(high, 3),
+        }
+
+
+def codec_rows(name: str, codec: Codec, x: Tensor) -> Iterator[Row]:
+    """Yield a row for each verb; ``decode_sum`` and ``recode`` take FAN_IN messages of a FAN_IN-th of the elements."""
+    numel, dtype = x.numel(), str(x.dtype).removeprefix("torch.")
+    capacity = codec.wire(numel, x.dtype).capacity
+    payload = torch.zeros(capacity, dtype=torch.uint8, device=x.device)
+    out = torch.zeros_like(x)
+    codec.encode(x, payload)
+    yield Row(name, "encode", dtype, x.nbytes + capacity, partial(codec.encode, x, payload))
+    yield Row(name, "decode", dtype, capacity + out.nbytes, partial(codec.decode, payload, out))
+    yield Row(name, "decode_add", dtype, capacity + 2 * out.nbytes, partial(codec.decode_add, payload, out))
+    part = numel // FAN_IN
+    stride = codec.wire(part, x.dtype).capacity
+    payloads = torch.zeros(FAN_IN, stride, dtype=torch.uint8, device=x.device)
+    codec.encode_chunks(x, payloads, part)
+    total = torch.zeros(part, device=x.device)
+    sums = partial(codec.decode_sum, payloads, total, dtype=x.dtype)
+    yield Row(name, f"decode_sum x{FAN_IN}", dtype, FAN_IN * stride + total.nbytes, sums)
+    again = torch.zeros(stride, dtype=torch.uint8, device=x.device)
+    recode = partial(codec.recode, payloads, again, part, dtype=x.dtype)
+    yield Row(name, f"recode x{FAN_IN}", dtype, (FAN_IN + 1) * stride, recode)
+    if not codec.lossless:
+        residual = torch.zeros(numel, device=x.device)
+        fed = partial(codec.encode, x, payload, residual=residual)
+        yield Row(name, "encode + feedback", dtype, x.nbytes + 2 * residual.nbytes + capacity, fed)
+
+
+def torch_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and codes of the int4 preset, computed with torch operations, for comparison."""
+    rotated = (x.view(-1, 32) @ _hadamard(x.device)).view(-1, 128)
+    scale = rotated.abs().amax(1, keepdim=True) / 7
+    codes = torch.round(rotated * (1 / scale)).nan_to_num_().to(torch.int8)
+    return scale, (codes[:, :64] & 15) | (codes[:, 64:] << 4)
+
+
+def torch_int4_decode(scale: Tensor, packed: Tensor) -> Tensor:
+    """Return what ``torch_int4`` made, decoded with torch operations."""
+    codes = torch.cat([packed << 4 >> 4, packed >> 4], 1).float()
+    return (codes.view(-1, 32) @ _hadamard(packed.device)).view(-1, 128) * (scale / 32)
+
+
+def _hadamard(device: torch.device) -> Tensor:
+    h = torch.ones(1, 1, device=device)
+    while len(h) < 32:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h
+
+
+def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
+    """Return the yardstick: libc's memcpy, or a copy from device memory to device memory."""
+    if source.is_cuda:
+        return partial(target.copy_, source)
+    return partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def measure(rows: list[Row], device: torch.device, rounds: int) -> None:
+    """Time every row once a round, after one round that is not counted."""
+    for n in range(rounds + 1):
+        for row in rows:
+            seconds = _cuda_seconds(row.call) if device.type == "cuda" else _cpu_seconds(row.call)
+            if n:
+                row.seconds.append(seconds)
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def _cuda_seconds(call: Callable[[], object], calls: int = 10) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / calls
+
+
+def main() -> None:
+    """Run the benchmark, print its table and write its result files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--numel", type=int, default=16 << 20, help="elements; a multiple of 65536")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--codecs", nargs="*", default=fl.codecs.names(), help="names of codecs and presets")
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--isas", nargs="*", default=["auto"], help="instruction sets of the CPU to measure")
+    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
+    parser.add_argument("--hardware", help="name of the machine in the file names")
+    args = parser.parse_args()
+    if args.numel % 65536:
+        parser.error(f"--numel {args.numel}: expected a multiple of 65536")
+
+    device = torch.device(args.device)
+    torch.set_num_threads(1)
+    native.set_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(args.numel, generator=generator).to(device)
+    results = []
+    for isa in args.isas if device.type == "cpu" else ["cuda"]:
+        if device.type == "cpu":
+            native.select_isa(isa)
+            isa = native.isa()
+        target = torch.empty_like(x)
+        copy = Row("memcpy", "copy", "float32", 2 * x.nbytes, _copy(target, x))
+        rows = [copy]
+        for dtype in args.dtypes:
+            values = x.to(getattr(torch, dtype))
+            for name in args.codecs:
+                rows += codec_rows(name, fl.codecs.get(name).bare, values)
+        if "int4" in args.codecs:
+            scale, packed = torch_int4(x)
+            nbytes = x.nbytes + 4 * scale.numel() + packed.numel()
+            rows.append(Row("int4 in torch", "encode", "float32", nbytes, partial(torch_int4, x)))
+            rows.append(Row("int4 in torch", "decode", "float32", nbytes, partial(torch_int4_decode, scale, packed)))
+        measure(rows, device, args.rounds)
+        results += [{"isa": isa, **row.result(copy)} for row in rows]
+    environment = Environment.here(device, args.hardware)
+    title = f"Codec speed: {args.numel} elements, one thread, {args.rounds} rounds"
+    print(table(title, results))
+    print(environment)
+    if args.out:
+        write(args.out, "codec", title, environment, results)
+
+
+if __name__ == "__main__":
+    main()

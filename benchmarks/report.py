@@ -1,0 +1,96 @@
+"""Result files: what was measured, on what, by which command; a table for people and the same as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusionlayer
+
+__all__ = ["Environment", "table", "write"]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and how a measurement was made."""
+
+    hardware: str
+    cores: int
+    load: float
+    command: str
+    commit: str
+    fusionlayer: str
+    torch: str
+    python: str
+    date: str
+
+    @classmethod
+    def here(cls, device: torch.device, hardware: str | None = None) -> Environment:
+        """Return this machine's and this process's facts."""
+        build = str(fusionlayer.build_info()).replace("\n", "; ")
+        return cls(
+            hardware or (torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()),
+            os.cpu_count() or 1,
+            round(os.getloadavg()[0], 2),
+            shlex.join(["python", *sys.orig_argv[1:]]),
+            _commit(),
+            build,
+            torch.__version__,
+            platform.python_version(),
+            datetime.date.today().isoformat(),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{key}: {value}" for key, value in asdict(self).items())
+
+
+def _cpu_name() -> str:
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
+    if "EPYC" in fields.get("model name", "") and fields.get("cpu family") == "25":
+        return f"{fields['model name']} Zen {'4' if int(fields['model']) >= 16 else '3'}"
+    return fields.get("model name", platform.machine())
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+def table(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return ``rows`` as a Markdown table whose columns line up in a terminal too."""
+    columns = list(rows[0])
+    cells = [columns, *[[str(row.get(column, "")) for column in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([f"## {title}", "", lines[0], rule, *lines[1:], ""])
+
+
+def write(folder: Path, theme: str, title: str, environment: Environment, rows: Sequence[dict[str, Any]]) -> None:
+    """Write ``<theme>_<hardware>_<date>.md`` and ``.json`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hardware = re.sub(r"[^a-z0-9]+", "-", environment.hardware.lower()).strip("-")
+    stem = folder / f"{theme}_{hardware}_{environment.date}"
+    facts = "\n".join(f"- {line}" for line in str(environment).splitlines())
+    stem.with_suffix(".md").write_text(f"{table(title, rows)}\n{facts}\n")
+    data = {"title": title, "environment": asdict(environment), "rows": list(rows)}
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")

@@ -1,0 +1,96 @@
+"""Bytes between the ranks of an NCCL group; every operation is ordered by the current stream of the device."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._link import Link, LinkError, Message
+
+__all__ = ["NcclLink"]
+
+# torch's own watchdog ends the process. It is switched off, and its time-out is longer than ours for good measure.
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_WATCHDOG_FACTOR = 4
+
+
+class NcclLink(Link):
+    """One rank's end of an NCCL group of its own, on the current CUDA device."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=_WATCHDOG_FACTOR * timeout)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._rank = rank
+        self._timeout = timeout
+        with _environment(_HANDLING, "0"):
+            # torch's stubs know only a part of its methods.
+            self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        self._pending: deque[tuple[float, torch.cuda.Event]] = deque()
+        self._lost = False
+
+    def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        if not outgoing and not incoming:
+            return
+        with self._operation():
+            self._group._start_coalescing()
+            for peer, data, _ in outgoing:
+                self._group.send([data], peer, 0)
+            for peer, data, _ in incoming:
+                self._group.recv([data], peer, 0)
+            self._group._end_coalescing().wait()
+
+    def all_reduce(self, x: Tensor, number: int) -> None:
+        with self._operation():
+            self._group.allreduce([x]).wait()
+
+    def broadcast(self, x: Tensor, root: int, number: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        with self._operation():
+            self._group.broadcast([x], options).wait()
+
+    def is_overdue(self) -> bool:
+        while self._pending and self._pending[0][1].query():
+            self._pending.popleft()
+        return bool(self._pending) and time.monotonic() - self._pending[0][0] > self._timeout
+
+    def close(self) -> None:
+        if not self._lost:
+            self._lost = True
+            self._group.abort()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        if self._lost:
+            raise LinkError(self._rank, "an operation on the device did not end in time")
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            raise LinkError(self._rank, str(error)) from None
+        done = torch.cuda.Event()
+        done.record()
+        self._pending.append((time.monotonic(), done))
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for as long as the body runs, unless the user has set it."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]

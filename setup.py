@@ -1,0 +1,347 @@
+"""Builds fusionlayer: the Python package, and the codec core in ``fusionlayer/csrc`` as plain shared libraries.
+
+The libraries have a C ABI and are opened by ctypes, so one build serves every Python and every torch. Needed are
+setuptools and a C++17 compiler; the CUDA library is built where nvcc is found. What the environment can say:
+
+    CXX                 the C++ compiler (default: g++, else c++)
+    FUSIONLAYER_CUDA    auto (default): build the CUDA library if possible; 1: fail if impossible; 0: leave it out
+    FUSIONLAYER_NVCC    path of nvcc (default: CUDA_HOME, the nvidia-cuda-nvcc package, PATH)
+    FUSIONLAYER_WERROR  1: warnings of the compilers are errors; 0 (default): they are shown
+"""
+
+from __future__ import annotations
+
+import fcntl
+import filecmp
+import hashlib
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import Command, Distribution, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.errors import SetupError
+
+CSRC = Path("fusionlayer/csrc")
+BUILD = Path("build/native")
+LIB = Path("fusionlayer/lib")
+INCLUDES = (f"-I{CSRC}/include", f"-I{CSRC}/core")
+
+CXX_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"),
+    *INCLUDES,
+)
+# kernels.cpp is compiled once for each; a variant whose flags the compiler refuses is left out. The linker keeps the
+# first of equal inline functions, so what may run on every CPU comes first.
+ISA_FLAGS = {
+    "baseline": (),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+}
+NVCC_FLAGS = (
+    *("-std=c++17", "-O3", "-fmad=false", "-cudart", "static"),
+    *("-Xcompiler", "-fPIC,-ffp-contract=off,-fvisibility=hidden"),
+    *INCLUDES,
+)
+CUDA_ARCHS = (80, 90, 100)
+
+
+class Step(NamedTuple):
+    """One compiler call, skipped as long as its command, its tool and the bytes of all its inputs stay the same."""
+
+    output: Path
+    command: tuple[str, ...]
+    inputs: tuple[Path, ...]
+    tool: str
+
+    def run(self) -> None:
+        """Make ``output``, or raise ``SetupError`` with what the compiler said."""
+        digest = hashlib.sha256(repr((self.command, self.tool)).encode())
+        for path in self.inputs:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        stamp = self.output.with_name(f"{self.output.name}.stamp")
+        if self.output.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
+            return
+        stamp.unlink(missing_ok=True)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        print(shlex.join(self.command), flush=True)
+        sys.stderr.write(execute(self.command))
+        stamp.write_text(digest.hexdigest())
+
+
+def execute(command: Sequence[str]) -> str:
+    """Return what ``command`` printed; raise ``SetupError`` with it if the command fails."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        raise SetupError(f"cannot run {command[0]}: {error.strerror}") from error
+    if done.returncode:
+        raise SetupError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+def choice(name: str, *accepted: str) -> str:
+    """Return the environment variable ``name``, the first of the ``accepted`` values if it is unset."""
+    value = os.environ.get(name, accepted[0])
+    if value not in accepted:
+        raise SetupError(f"{name}={value!r}; expected one of: {', '.join(accepted)}")
+    return value
+
+
+def sources(*patterns: str) -> tuple[Path, ...]:
+    """Return the files under ``csrc`` that match one of ``patterns``, sorted."""
+    return tuple(sorted(path for pattern in patterns for path in CSRC.glob(pattern)))
+
+
+def headers(folder: str) -> tuple[Path, ...]:
+    """Return what the sources in ``folder`` may include."""
+    return sources("include/*", "core/*", *(f"{folder}/*.{suffix}" for suffix in ("h", "cuh")))
+
+
+def build_library(name: str, compiles: Iterable[Step], link: Sequence[str], tool: str) -> Path:
+    """Run all ``compiles`` in parallel, link their outputs into ``name`` and return its path."""
+    steps = tuple(compiles)
+    with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1)) as pool:
+        for done in [pool.submit(step.run) for step in steps]:
+            done.result()
+    objects = tuple(step.output for step in steps)
+    library = BUILD / name
+    Step(library, (*link, "-o", str(library), *map(str, objects)), objects, tool).run()
+    return library
+
+
+def find_cxx() -> tuple[str, ...]:
+    """Return the command of the C++ compiler."""
+    if given := os.environ.get("CXX"):
+        command = tuple(shlex.split(given))
+        if shutil.which(command[0]) is None:
+            raise SetupError(f"CXX={given!r} is not a program; set it to a C++17 compiler, or unset it for g++ or c++")
+        return command
+    for candidate in ("g++", "c++"):
+        if shutil.which(candidate):
+            return (candidate,)
+    raise SetupError("no C++ compiler: neither g++ nor c++ is on PATH; install g++, or set CXX to a C++17 compiler")
+
+
+def accepts(compiler: Sequence[str], flags: Sequence[str]) -> bool:
+    """Tell whether the compiler can compile for the target that ``flags`` name."""
+    probe = (*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull)
+    return subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def build_cpu(werror: bool) -> Path:
+    """Return the path of the built ``libfusionlayer_cpu.so``."""
+    cxx = find_cxx()
+    tool = execute((*cxx, "--version"))
+    flags = (*CXX_FLAGS, *(("-Werror",) if werror else ()))
+    isas = [isa for isa, isa_flags in ISA_FLAGS.items() if accepts(cxx, isa_flags)]
+    built = tuple(f"-DFL_HAVE_{isa.upper()}" for isa in isas if ISA_FLAGS[isa])
+
+    def compile_step(source: Path, variant: str, *extra: str) -> Step:
+        output = BUILD / "cpu" / f"{source.stem}{variant}.o"
+        command = (*cxx, *flags, *extra, "-c", str(source), "-o", str(output))
+        return Step(output, command, (source, *headers("cpu")), tool)
+
+    kernels = CSRC / "cpu/kernels.cpp"
+    steps = [compile_step(source, "", *built) for source in sources("cpu/*.cpp") if source != kernels]
+    steps += [compile_step(kernels, f".{isa}", f"-DFL_ISA={isa}", *ISA_FLAGS[isa]) for isa in isas]
+    link = (*cxx, "-shared", "-pthread", "-Wl,-z,defs")
+    return build_library("libfusionlayer_cpu.so", steps, link, tool)
+
+
+def find_nvcc() -> str:
+    """Return the path of nvcc, or raise ``SetupError`` with the places that were looked at."""
+    if given := os.environ.get("FUSIONLAYER_NVCC"):
+        if shutil.which(given) is None:
+            raise SetupError(f"FUSIONLAYER_NVCC={given!r} is not a program; set it to the path of nvcc, or unset it")
+        return given
+    places = [Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin/nvcc")]
+    if home := os.environ.get("CUDA_HOME"):
+        places.insert(0, Path(home, "bin/nvcc"))
+    for place in map(str, places):
+        if shutil.which(place):
+            return place
+    if found := shutil.which("nvcc"):
+        return found
+    raise SetupError(
+        f"no nvcc: not at {', '.join(map(str, places))}, not on PATH; install the CUDA toolkit (12.8 or later) and set "
+        "FUSIONLAYER_NVCC or CUDA_HOME, or set FUSIONLAYER_CUDA=0 to build without CUDA"
+    )
+
+
+def build_cuda(werror: bool) -> Path:
+    """Return the path of the built ``libfusionlayer_cuda.so``; no GPU and no driver are needed."""
+    nvcc = find_nvcc()
+    tool = execute((nvcc, "--version"))
+    known = execute((nvcc, "--list-gpu-arch")).split()
+    archs = [arch for arch in CUDA_ARCHS if f"compute_{arch}" in known]
+    if not archs:
+        raise SetupError(f"{nvcc} compiles for none of sm_{', sm_'.join(map(str, CUDA_ARCHS))}; use CUDA 12.8 or later")
+    targets = [(arch, f"sm_{arch}") for arch in archs] + [(archs[-1], f"compute_{archs[-1]}")]
+    flags = (
+        *NVCC_FLAGS,
+        *(flag for arch, code in targets for flag in ("-gencode", f"arch=compute_{arch},code={code}")),
+        *(("-Werror", "all-warnings") if werror else ()),
+    )
+    stated = f'-DFL_CUDA_ARCHS="{" ".join(code for _, code in targets)}"'
+
+    def compile_step(source: Path) -> Step:
+        output = BUILD / "cuda" / f"{source.stem}.o"
+        command = (nvcc, *flags, stated, "-c", str(source), "-o", str(output))
+        return Step(output, command, (source, *headers("cuda")), tool)
+
+    steps = [compile_step(source) for source in sources("cuda/*.cu")]
+    link = (nvcc, "-shared", "-cudart", "static", "-Xlinker", "-z,defs")
+    return build_library("libfusionlayer_cuda.so", steps, link, tool)
+
+
+def build_native() -> list[Path]:
+    """Return the paths of the libraries that can be built here and were not declined."""
+    cuda = choice("FUSIONLAYER_CUDA", "auto", "1", "0")
+    werror = choice("FUSIONLAYER_WERROR", "0", "1") == "1"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        libraries = [build_cpu(werror)]
+        if cuda != "0":
+            try:
+                libraries.append(build_cuda(werror))
+            except SetupError as problem:
+                if cuda == "1":
+                    raise SetupError(f"FUSIONLAYER_CUDA=1 cannot be done: {problem}") from problem
+                print(f"warning: fusionlayer is built without its CUDA library: {problem}", file=sys.stderr)
+    return libraries
+
+
+def place(libraries: Sequence[Path], folder: Path) -> None:
+    """Make ``folder`` hold exactly ``libraries``; a process that has an older one open keeps it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in {*folder.glob("*.so")} - {folder / library.name for library in libraries}:
+        stale.unlink()
+    for library in libraries:
+        target = folder / library.name
+        if not (target.exists() and filecmp.cmp(library, target, shallow=False)):
+            fresh = target.with_name(f"{target.name}.{os.getpid()}")
+            shutil.copy(library, fresh)
+            fresh.replace(target)
+
+
+class NativeDistribution(Distribution):
+    """A distribution with compiled parts, though none is a Python extension module."""
+
+    def has_ext_modules(self) -> bool:
+        """Make setuptools run ``build_ext`` and call the wheel's content platform dependent."""
+        return True
+
+
+class BuildPackage(build_py):
+    """``build_py`` that carries nothing over from an earlier build into a wheel."""
+
+    def run(self) -> None:
+        """Copy the package to an empty folder."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "fusionlayer"), ignore_errors=True)
+        super().run()
+
+
+class BuildNative(build_ext):
+    """``build_ext`` that makes the shared libraries: in the source tree if in place or editable, else for the wheel."""
+
+    def run(self) -> None:
+        """Build what changed and put the libraries where they are loaded from."""
+        place(build_native(), LIB if self.in_source_tree else Path(self.build_lib) / LIB)
+
+    @property
+    def in_source_tree(self) -> bool:
+        """Whether the package will be imported from the source tree."""
+        return bool(self.inplace or self.editable_mode)
+
+    def get_source_files(self) -> list[str]:
+        """Return what a source distribution needs."""
+        return [str(path) for path in CSRC.rglob("*") if path.is_file()]
+
+    def get_outputs(self) -> list[str]:
+        """Return the libraries that go into a wheel."""
+        return [] if self.in_source_tree else [str(path) for path in (Path(self.build_lib) / LIB).glob("*.so")]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Return an empty mapping: libraries of an editable build are made in the source tree."""
+        return {}
+
+
+def wheel_commands() -> dict[str, type[Command]]:
+    """Return the command that makes wheels, or nothing where neither setuptools nor the package wheel brings one."""
+    for module in ("setuptools.command.bdist_wheel", "wheel.bdist_wheel"):  # the second for setuptools < 70.1
+        try:
+            base = importlib.import_module(module).bdist_wheel
+        except ImportError:
+            continue
+
+        class PlatformWheel(base):
+            """A wheel for one platform and every Python 3: the libraries know nothing of Python's ABI."""
+
+            def get_tag(self) -> tuple[str, str, str]:
+                """Return (python, abi, platform)."""
+                return "py3", "none", super().get_tag()[2]
+
+        return {"bdist_wheel": PlatformWheel}
+    return {}
+
+
+def version() -> str:
+    """Return ``__version__`` without importing the package."""
+    text = Path("fusionlayer/__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise SetupError('fusionlayer/__init__.py has no line of the form __version__ = "1.2.3"; add it')
+    return found.group(1)
+
+
+def main() -> None:
+    """Run the command line."""
+    os.chdir(Path(__file__).resolve().parent)
+    readme = Path("README.md")
+    demo = ["rich"]
+    dev = [
+        *demo,
+        "clang-format==22.1.8",
+        "hypothesis",
+        "import-linter",
+        "mypy",
+        "pytest",
+        "pytest-timeout",
+        "ruff",
+        "scipy-stubs",
+        "setuptools>=70.1",
+        "types-PyYAML",
+    ]
+    setup(
+        name="fusionlayer",
+        version=version(),
+        description="Fused, compressed, overlapped communication for PyTorch training",
+        long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        python_requires=">=3.10",
+        install_requires=["numpy", "PyYAML", "torch>=2.11"],
+        extras_require={"demo": demo, "dev": dev},
+        packages=find_packages(include=["fusionlayer", "fusionlayer.*"]),
+        package_data={"fusionlayer": ["py.typed"]},
+        distclass=NativeDistribution,
+        cmdclass={"build_py": BuildPackage, "build_ext": BuildNative, **wheel_commands()},
+        zip_safe=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusionlayer import codecs
+from tests.synthetic import bit_patterns
+
+from .conformance import DTYPES, as_bits, decoded, encoded, planes, same_bits
+
+pytestmark = pytest.mark.short
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NARROW)
+def test_values_are_those_of_torchs_cast(name: str, dtype: torch.dtype) -> None:
+    codec = codecs.get(name).bare
+    x = bit_patterns(dtype)
+    if dtype is torch.float32:  # as they come, then at and around every tie of a narrow type
+        bits = x.view(torch.int32)
+        ties = [(bits & ~mask) | half for mask, half in ((0xFFFF, 0x8000), (0x1FFF, 0x1000), (0x1FFF, 0x1001))]
+        x = torch.cat([bits, *ties]).view(torch.float32)
+    payload = encoded(codec, x)
+    (sent,) = codec.wire(x.numel(), dtype).views(payload)
+    expected = x.to(NARROW[name])
+    assert torch.equal(sent.isnan(), x.isnan())
+    assert same_bits(sent[~x.isnan()], expected[~x.isnan()])
+    canonical = as_bits(torch.tensor([float("nan")], dtype=sent.dtype))
+    if dtype is not sent.dtype:
+        assert (as_bits(sent[x.isnan()]) == canonical).all()
+    for other in DTYPES:
+        out = decoded(codec, payload, x.numel(), dtype, other)
+        assert same_bits(out[~x.isnan()], expected.to(other)[~x.isnan()])
+
+
+def test_wire_type_decides_the_bytes() -> None:
+    for name, dtype in NARROW.items():
+        x = torch.tensor([1.0, -2.5, 65504.0])
+        assert planes(codecs.get(name).bare, codecs.get(name).bare.compress(x), 3, x.dtype)[0].equal(
+            x.to(dtype).view(torch.uint8)
+        )
+    raw = codecs.get("raw").bare
+    assert [raw.wire(1000, dtype).capacity for dtype in DTYPES] == [4096, 2048, 2048]
+
+
+def test_overflow_of_fp16_is_seen() -> None:
+    out = codecs.get("fp16").decompress(codecs.get("fp16").compress(torch.tensor([65519.0, 65520.0, -1e30])), 3)
+    assert out.tolist() == [65504.0, float("inf"), float("-inf")]

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from fusionlayer import codecs
+from fusionlayer.codecs.integer import Int
+from fusionlayer.errors import ConfigError
+from tests.synthetic import awkward, gradient
+
+from . import int_reference as reference
+from .conformance import DTYPES, decoded, encoded, planes, same_bits
+
+pytestmark = pytest.mark.short
+
+VARIANTS = [
+    Int(bits, group, hadamard, rounding, header=False)
+    for bits, group, hadamard, rounding in product((8, 4), (32, 128, 4096), (False, True), ("nearest", "stochastic"))
+]
+LONG_AGO = (1 << 32) - 8192  # elements from here on have numbers above and below 2^32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+def test_bytes_are_those_of_the_reference(codec: Int, dtype: torch.dtype) -> None:
+    group = codec.group_size
+    for n, seed, offset in ((1, 0, 0), (31, 1, group), (group + 7, 2**64 - 1, 0), (8 * group + 33, 5, LONG_AGO)):
+        x = awkward(n, group, dtype)
+        payload = encoded(codec, x, seed=seed, offset=offset)
+        scales, codes = reference.encode(codec, x.float().numpy(), seed, offset)
+        given = [plane.numpy().tobytes() for plane in planes(codec, payload, n, dtype)]
+        assert given == [scales.tobytes(), codes.tobytes()]
+        out = decoded(codec, payload, n, dtype, torch.float32)
+        expected = torch.from_numpy(reference.decode(codec, scales, codes, n))
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert same_bits(out.nan_to_num(1.0), expected.nan_to_num(1.0))
+
+
+@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+def test_error_is_half_a_step_or_below_a_step(codec: Int) -> None:
+    n = 4 * codec.group_size
+    x = gradient(n, 61)
+    payload = encoded(codec, x, seed=2)
+    scales = codec.wire(n).views(payload)[0].double().repeat_interleave(codec.group_size)
+    domain = reference.hadamard32 if codec.hadamard else np.asarray
+    before, after = (torch.from_numpy(domain(v.double().numpy())) for v in (x, decoded(codec, payload, n, x.dtype)))
+    error = (before - after).abs() / scales
+    assert error.max() <= (0.5 if codec.rounding == "nearest" else 1.0) * (1 + 1e-4)
+    assert error.max() > 0.45
+
+
+def test_known_answers() -> None:
+    x = torch.arange(-8.0, 8.0)
+    narrow = decoded(Int(4, 32), encoded(Int(4, 32), x), 16, torch.float32)
+    assert torch.allclose(narrow, (x * 7 / 8).round() * 8 / 7)
+    assert (narrow - x).abs().max().item() == pytest.approx(4 / 7)
+    whole = torch.arange(-127.0, 128.0)
+    assert torch.equal(decoded(Int(8, 256), encoded(Int(8, 256), whole), 255, torch.float32), whole)
+
+
+def test_planes_of_nothing_are_zeros_and_of_broken_groups_canonical() -> None:
+    for codec in VARIANTS:
+        n = 3 * codec.group_size
+        tiny = torch.full((n,), 2.0**-110)
+        assert not codec.compress(torch.zeros(n), seed=3).any()
+        assert not codec.compress(tiny, seed=3).any()
+        tiny[codec.group_size] = float("-inf")
+        scales, codes = codec.wire(n).views(codec.compress(tiny, seed=3))
+        assert scales.view(torch.int32).tolist() == [0, 0x7FC00000, 0]
+        assert not codes.any()
+
+
+def test_a_scale_that_is_not_finite_makes_a_group_of_nan() -> None:
+    codec = Int(8, 32, header=False)
+    payload = codec.compress(torch.ones(64))
+    for scale in (float("inf"), float("-inf"), float("nan")):
+        codec.wire(64).views(payload)[0][0] = scale
+        out = codec.decompress(payload, 64)
+        assert out[:32].isnan().all() and (out[32:] == 1).all()
+
+
+def test_outliers_are_spread_by_the_rotation() -> None:
+    x = gradient(1 << 14, 62)
+    x[::64] *= 60
+    plain, rotated = (codecs.get("int4", hadamard=flag) for flag in (False, True))
+    error = [(codec.decompress(codec.compress(x), x.shape) - x).square().sum().item() for codec in (plain, rotated)]
+    assert error[1] < 0.7 * error[0]
+
+
+def test_bits_per_element_are_as_documented() -> None:
+    for codec in VARIANTS:
+        n = codec.group_size * 1024
+        used = sum(section.plane.nbytes for section in codec.wire(n).sections)
+        assert used * 8 == n * codec.bits + 32 * n // codec.group_size
+
+
+@pytest.mark.parametrize(
+    "options", [{"bits": 5}, {"bits": "8"}, {"group_size": 48}, {"group_size": 16}, {"hadamard": 1}, {"rounding": "up"}]
+)
+def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        codecs.get("int", **options)

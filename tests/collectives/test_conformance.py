@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs, collectives
+from fusionlayer.codecs import Codec
+from fusionlayer.errors import ConfigError
+from fusionlayer.transport import Transport
+from tests.codecs.variants import defaults, every
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+from .conformance import DTYPES, WORLDS, conform, given, pairs, takes
+
+pytestmark = pytest.mark.short
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name, codec", pairs(defaults()), ids=str)
+def test_every_collective_with_every_codec(name: str, codec: Codec, world: int, device: torch.device) -> None:
+    over_threads(world, lambda transport: conform(transport, name, codec, device))
+
+
+@pytest.mark.parametrize("name, codec", [pair for pair in pairs(every()) if pair not in pairs(defaults())], ids=str)
+def test_every_collective_with_every_option(name: str, codec: Codec, device: torch.device) -> None:
+    lengths = (codec.block, 3 * codec.block + 5)
+    over_threads(3, lambda transport: conform(transport, name, codec, device, lengths, [torch.float32]))
+
+
+@pytest.mark.parametrize("name, codec", pairs([codecs.get("raw"), codecs.get("int4")]), ids=str)
+def test_many_ranks(name: str, codec: Codec, device: torch.device) -> None:
+    over_threads(64, lambda transport: conform(transport, name, codec, device, [1000], [torch.float32]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name, _ in pairs([codecs.get("raw")])])
+def test_without_loss_the_sum_is_the_one_in_rank_order(name: str, dtype: torch.dtype) -> None:
+    inputs = [given(rank, 0, 1000, dtype) for rank in range(5)]
+    total = torch.zeros(1000)
+    for x in inputs:
+        total += x
+
+    def body(transport: Transport) -> Tensor:
+        x = inputs[transport.rank].clone()
+        collectives.get(name)(x, codecs.get("raw").bare, transport)
+        return x
+
+    for result in over_threads(5, body):
+        assert torch.equal(result, total.to(dtype))
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_refused_pairs_are_never_chosen(size: int) -> None:
+    for codec in defaults():
+        assert takes(collectives.choose(codec.lossless, size), codec)
+
+
+def test_a_refusal_comes_before_anything_is_sent() -> None:
+    refused = [(name, codec) for codec in defaults() for name in collectives.names() if not takes(name, codec)]
+    assert ("dense", codecs.get("int8")) in refused
+    assert not any(codec.lossless for _, codec in refused)
+
+    def body(transport: Transport) -> int:
+        for name, codec in refused:
+            with pytest.raises(ConfigError, match=f"algorithm '{name}'.*choose another"):
+                collectives.get(name)(torch.ones(10), codec, transport)
+        return transport.bytes_sent
+
+    assert over_threads(3, body) == [0, 0, 0]
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown collective 'two_shoot'; did you mean 'two_shot'.*one_shot"):
+        collectives.get("two_shoot")
+
+
+NOISY = [pair for pair in pairs(every()) if pair[1].unbiased and not pair[1].lossless]
+
+
+@pytest.mark.parametrize("name, codec", NOISY, ids=str)
+def test_unbiased_codecs_stay_unbiased(name: str, codec: Codec) -> None:
+    """The mean over seeds comes closer to the sum as it must if no seed is used twice."""
+    draws, n = 100, 4096
+
+    def body(transport: Transport) -> tuple[float, float]:
+        exact = sum(given(rank, 0, n, torch.float32).double() for rank in range(transport.size))
+        total, single = torch.zeros(n, dtype=torch.float64), 0.0
+        for seed in range(draws):
+            x = given(transport.rank, 0, n, torch.float32).clone()
+            collectives.get(name)(x, codec, transport, seed=seed)
+            single += float((x - exact).square().sum()) / draws
+            total += x
+        return float((total / draws - exact).square().sum()), single
+
+    for mean, single in over_threads(3, body):
+        assert mean < 1.3 * single / draws
+
+
+@pytest.mark.parametrize("codec", [codec for name, codec in NOISY if name == "one_shot"], ids=str)
+def test_ranks_draw_noise_of_their_own(codec: Codec) -> None:
+    """Equal gradients on eight ranks: independent errors add up to eight times the square of one, equal ones to 64."""
+    x = gradient(1 << 14, 70)
+    single = float((codec.decompress(codec.compress(x), x.shape) - x).square().sum())
+
+    def body(transport: Transport) -> float:
+        out = x.clone()
+        collectives.get("one_shot")(out, codec, transport, seed=1)
+        return float((out - 8 * x).square().sum())
+
+    assert all(6 * single < error < 10 * single for error in over_threads(8, body))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_bytes_sent_are_as_documented(world: int) -> None:
+    codec, n = codecs.get("int4").bare, 5000
+    chunk = -(-n // (world * codec.block)) * codec.block
+    documented = {
+        "one_shot": (codec, (world - 1) * codec.wire(n).capacity),
+        "two_shot": (codec, 2 * (world - 1) * codec.wire(chunk).capacity),
+        "dense": (codecs.get("raw").bare, 2 * (world - 1) * 4 * n // world),
+    }
+
+    def body(transport: Transport) -> None:
+        for name, (used, expected) in documented.items():
+            before = transport.bytes_sent
+            collectives.get(name)(gradient(n, transport.rank), used, transport)
+            assert transport.bytes_sent - before == expected, name
+
+    over_threads(world, body)
+
+
+def test_the_result_depends_on_nothing_that_was_left_behind() -> None:
+    """Scratch memory of a longer call before does not show in the bytes of a shorter one."""
+
+    def body(transport: Transport) -> None:
+        for name, codec in pairs(defaults()):
+            results = []
+            for _ in range(2):
+                x = given(transport.rank, 0, 129, torch.float32).clone()
+                collectives.get(name)(x, codec, transport, seed=1)
+                results.append(x)
+                collectives.get(name)(torch.full((5000,), 3.0), codec, transport, seed=2)
+            assert torch.equal(*results)
+
+    over_threads(3, body)

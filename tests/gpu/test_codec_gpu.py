@@ -1,0 +1,169 @@
+"""Every codec of the core gives the same bits on a GPU as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusionlayer as fl
+from fusionlayer.codecs import Codec
+from tests.synthetic import awkward, bit_patterns, gradient
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+GPU = torch.device("cuda")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 4095, 4097, 70_001)
+LARGE = (1 << 24) + 4097  # more than one pass of any grid
+SEED, ROWS = 0xFEED_5EED, 3
+
+
+def core_codecs() -> Iterator[Codec]:
+    """Yield every option of every codec that has kernels, without headers."""
+    for name in ("raw", "bf16", "fp16"):
+        yield fl.codecs.get(name, header=False)
+    for bits in (4, 8):
+        for group in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+            for hadamard in (False, True):
+                for rounding in ("nearest", "stochastic"):
+                    yield fl.codecs.get(
+                        "int", bits=bits, group_size=group, hadamard=hadamard, rounding=rounding, header=False
+                    )
+
+
+CODECS = list(core_codecs())
+TYPICAL = [codec for codec in CODECS if getattr(codec, "group_size", 128) in (128, 2048)]
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+typical_codec = pytest.mark.parametrize("codec", TYPICAL, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def sample(codec: Codec, numel: int, dtype: torch.dtype, stream: int = 0) -> Tensor:
+    """Return (numel,) values on the CPU, some of them zero, tiny, huge or not finite."""
+    return awkward(numel, codec.block, dtype) if stream % 2 == 0 else gradient(numel, stream, dtype)
+
+
+def same(cpu: Tensor, gpu: Tensor) -> bool:
+    """Tell whether two tensors have the same bytes."""
+    return torch.equal(cpu.view(torch.uint8), gpu.cpu().view(torch.uint8))
+
+
+def verbs(codec: Codec, device: torch.device, numel: int, dtype: torch.dtype, shift: int = 0) -> dict[str, Tensor]:
+    """Return what every verb makes on ``device``; tensors of elements begin ``shift`` elements into their memory."""
+
+    def on_device(values: Tensor) -> Tensor:
+        memory = torch.empty(values.numel() + shift, dtype=values.dtype, device=device)
+        memory[shift:].copy_(values)
+        return memory[shift:]
+
+    capacity = codec.wire(numel, dtype).capacity
+    rows = torch.zeros(ROWS, capacity, dtype=torch.uint8, device=device)
+    many = torch.cat([sample(codec, numel, dtype, stream) for stream in range(ROWS)])
+    results = {"encode_chunks": rows}
+    codec.encode_chunks(on_device(many), rows, numel, seed=SEED, offset=4096)
+
+    x = on_device(sample(codec, numel, dtype, 1))
+    residual = on_device(gradient(numel, 9))
+    results["encode"] = torch.zeros(capacity, dtype=torch.uint8, device=device)
+    codec.encode(x, results["encode"], seed=SEED, residual=residual)
+    results["residual"] = residual
+
+    results["decode_chunks"] = on_device(torch.zeros(ROWS * numel, dtype=dtype))
+    codec.decode_chunks(rows, results["decode_chunks"], numel)
+    for add in (False, True):
+        results[f"decode_sum, add={add}"] = total = on_device(sample(codec, numel, dtype, 3))
+        codec.decode_sum(rows, total, add=add)
+
+    results["recode"] = torch.zeros(capacity, dtype=torch.uint8, device=device)
+    codec.recode(rows, results["recode"], numel, dtype=dtype, seed=SEED)
+    results["recoded with x"] = torch.zeros(capacity, dtype=torch.uint8, device=device)
+    kept = on_device(gradient(numel, 11))
+    codec.recode(rows, results["recoded with x"], numel, dtype=dtype, x=x, seed=SEED, residual=kept)
+    results["recode's residual"] = kept
+    return results
+
+
+def check(codec: Codec, numel: int, dtype: torch.dtype, shift: int = 0) -> None:
+    expected = verbs(codec, torch.device("cpu"), numel, dtype, shift)
+    actual = verbs(codec, GPU, numel, dtype, shift)
+    differing = [name for name, want in expected.items() if not same(want, actual[name])]
+    assert differing == [], f"{codec}, {numel} elements of {dtype}, shifted by {shift}"
+
+
+@every_dtype
+@every_codec
+def test_ragged_lengths(codec: Codec, dtype: torch.dtype) -> None:
+    for numel in LENGTHS:
+        check(codec, numel, dtype)
+
+
+@every_dtype
+@typical_codec
+def test_tensors_that_are_not_aligned(codec: Codec, dtype: torch.dtype) -> None:
+    for numel in (33, 1024, 5000):
+        check(codec, numel, dtype, shift=1)
+
+
+@typical_codec
+def test_large_tensors(codec: Codec) -> None:
+    check(codec, LARGE, torch.float32)
+    check(codec, LARGE, torch.bfloat16)
+
+
+@every_dtype
+@typical_codec
+def test_every_bit_pattern(codec: Codec, dtype: torch.dtype) -> None:
+    x = bit_patterns(dtype)
+    on_gpu = codec.compress(x.to(GPU), SEED)
+    assert same(codec.compress(x, SEED), on_gpu)
+    decoded = codec.decompress(on_gpu, x.shape, dtype)
+    assert same(codec.decompress(on_gpu.cpu(), x.shape, dtype), decoded)
+
+
+@typical_codec
+def test_work_runs_on_the_current_stream(codec: Codec) -> None:
+    x = gradient(1 << 20)
+    expected = codec.decompress(codec.compress(x * 2, SEED), x.shape)
+    late = torch.zeros_like(x, device=GPU)
+    source = x.to(GPU)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # in any other stream the codec would see zeros
+        late.copy_(source * 2)
+        decoded = codec.decompress(codec.compress(late, SEED), x.shape)
+    stream.synchronize()
+    assert same(expected, decoded)
+
+
+@typical_codec
+def test_calls_only_enqueue_so_that_a_graph_can_hold_them(codec: Codec) -> None:
+    numel = 10_000
+    x, out = torch.zeros(numel, device=GPU), torch.zeros(numel, device=GPU)
+    payload = torch.zeros(codec.wire(numel).capacity, dtype=torch.uint8, device=GPU)
+    codec.encode(x, payload, seed=SEED)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        codec.encode(x, payload, seed=SEED)
+        codec.decode(payload, out)
+    values = gradient(numel, 2)
+    x.copy_(values)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(codec.decompress(codec.compress(values, SEED), values.shape), out)
+
+
+@typical_codec
+def test_messages_with_headers_travel_between_devices(codec: Codec) -> None:
+    x = gradient(3000, 4)
+    from_gpu = codec.checked.compress(x.to(GPU), SEED)
+    assert same(codec.checked.compress(x, SEED), from_gpu)
+    on_cpu = codec.checked.decompress(from_gpu.cpu(), x.shape)
+    assert same(on_cpu, codec.checked.decompress(from_gpu, x.shape))

@@ -1,0 +1,267 @@
+"""Ranks that are processes: every test that needs several of them starts them here.
+
+    from harness import run_ranks
+
+    def total(rank, world, scale):            # top level of a module: it is pickled by name
+        x = torch.full((1000,), scale * rank)
+        dist.all_reduce(x)
+        return x[0].item()
+
+    def test_total():
+        assert run_ranks(total, 4, 2.0) == [12.0] * 4
+
+Processes come from a forkserver with torch preloaded, meet by a file or a port of the system's choice, have a deadline,
+and are all gone when the call returns. ``outcomes_of`` is the form for tests in which ranks are meant to fail.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Outcome", "checkpoint", "outcomes_of", "run_ranks"]
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed"])  # nothing that starts threads
+
+_report: Connection | None = None
+
+
+@dataclass
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        kind: "returned", "raised", "died" (a signal or os._exit), or "hung" (until the deadline).
+        value: what the function returned.
+        error: type name of the exception, and its message.
+        trace: its traceback.
+        attributes: what the exception had in its ``__dict__``, of plain types.
+        exit_code: of the process, as multiprocessing gives it.
+        at: seconds from the start of the first rank's function to this end.
+        checkpoints: name of each checkpoint that was reached, and when.
+    """
+
+    kind: str = "hung"
+    value: Any = None
+    error: tuple[str, str] = ("", "")
+    trace: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    at: float = 0.0
+    checkpoints: dict[str, float] = field(default_factory=dict)
+
+
+def checkpoint(name: str) -> None:
+    """Tell the test, from within a rank, that this point is reached; a signal set for it arrives before the return."""
+    assert _report is not None
+    _report.send(("checkpoint", name, time.monotonic()))
+    _report.recv()
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 30.0,
+    backend: str | None = "gloo",
+    store: str = "file",
+) -> list[Any]:
+    """Return ``[fn(0, world, *args), fn(1, world, *args), ...]``, called at once in one process each.
+
+    Args:
+        fn: function at the top level of a module.
+        world: number of processes.
+        args: further arguments; pickled.
+        timeout: seconds until the processes are killed.
+        backend: of the default process group, None for no process group.
+        store: by which they meet: "file", or "tcp", which rank 0 keeps.
+
+    Raises:
+        AssertionError: a rank raised, died or hung; led by the traceback of the rank that raised first.
+    """
+    outcomes = outcomes_of(fn, world, *args, timeout=timeout, backend=backend, store=store)
+    if all(outcome.kind == "returned" for outcome in outcomes):
+        return [outcome.value for outcome in outcomes]
+    ends = ", ".join(f"rank {rank} {o.kind} (exit code {o.exit_code})" for rank, o in enumerate(outcomes))
+    # What a rank makes of a connection that another has closed is a consequence, and not worth showing first.
+    raised = sorted(
+        (o for o in outcomes if o.kind == "raised"),
+        key=lambda o: (o.error[0] == "TransportError" or "onnection" in o.error[1], o.at),
+    )
+    first = f"rank {outcomes.index(raised[0])} failed first:\n{raised[0].trace}\n" if raised else ""
+    raise AssertionError(first + ends)
+
+
+def outcomes_of(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    signals: dict[tuple[int, str], signal.Signals] | None = None,
+    timeout: float = 30.0,
+    backend: str | None = "gloo",
+    store: str = "file",
+) -> list[Outcome]:
+    """Return how each rank of ``fn(rank, world, *args)`` ended; the arguments are those of ``run_ranks``.
+
+    Args:
+        signals: (rank, checkpoint) -> signal for that rank when it gets there. A stopped process counts as hung, and
+            is waited for only as long as others run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return _Run(fn, world, args, signals or {}, timeout, backend, store, Path(folder)).outcomes
+
+
+class _Run:
+    """The processes of one run, from start to end."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        world: int,
+        args: tuple[Any, ...],
+        signals: dict[tuple[int, str], signal.Signals],
+        timeout: float,
+        backend: str | None,
+        store: str,
+        folder: Path,
+    ) -> None:
+        self.outcomes = [Outcome() for _ in range(world)]
+        self._signals = signals
+        self._stopped: set[int] = set()
+        self._start = time.monotonic()
+        self._deadline = self._start + timeout
+        self._ends: dict[Connection, int] = {}
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_rank_main, args=(fn, rank, world, args, theirs, timeout, backend, store, folder), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ends[ours] = rank
+            self._processes.append(process)
+        try:
+            self._watch()
+        finally:
+            self._end_all()
+
+    def _watch(self) -> None:
+        while set(self._ends.values()) - self._stopped and time.monotonic() < self._deadline:
+            for ours in wait(list(self._ends), timeout=0.1):
+                rank = self._ends[ours]
+                try:
+                    kind, *news = ours.recv()
+                except (EOFError, OSError):
+                    del self._ends[ours]
+                    if self.outcomes[rank].kind == "hung":
+                        self.outcomes[rank].kind = "died"
+                        self.outcomes[rank].at = time.monotonic() - self._start
+                    continue
+                if kind == "checkpoint":
+                    self._reached(rank, *news, ours)
+                else:
+                    self._ended(rank, kind, *news)
+
+    def _reached(self, rank: int, name: str, at: float, ours: Connection) -> None:
+        self.outcomes[rank].checkpoints[name] = at - self._start
+        chosen = self._signals.get((rank, name))
+        if chosen is not None:
+            pid = self._processes[rank].pid
+            assert pid is not None
+            os.kill(pid, chosen)
+            if chosen == signal.SIGSTOP:
+                self._stopped.add(rank)
+        if chosen != signal.SIGKILL:
+            ours.send(None)
+
+    def _ended(self, rank: int, kind: str, at: float, details: dict[str, Any]) -> None:
+        outcome = self.outcomes[rank]
+        outcome.kind, outcome.at = kind, at - self._start
+        for name, value in details.items():
+            setattr(outcome, name, value)
+
+    def _end_all(self) -> None:
+        for process, outcome in zip(self._processes, self.outcomes, strict=True):
+            if outcome.kind == "returned":
+                process.join(5)
+            if process.is_alive():
+                process.kill()
+            process.join()
+            outcome.exit_code = process.exitcode
+        for ours in self._ends:
+            ours.close()
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple[Any, ...],
+    report: Connection,
+    timeout: float,
+    backend: str | None,
+    store: str,
+    folder: Path,
+) -> None:
+    global _report
+    _report = report
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        if backend is not None:
+            dist.init_process_group(
+                backend,
+                store=_meet(store, folder, rank, world, datetime.timedelta(seconds=timeout)),
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=timeout / 2),
+            )
+        value = fn(rank, world, *args)
+        ended = time.monotonic()
+        if backend is not None:
+            dist.barrier()  # a rank that leaves early looks like a crash to the others
+        report.send(("returned", ended, {"value": value}))
+        if backend is not None:
+            dist.destroy_process_group()
+    except BaseException as error:
+        plain = {k: v for k, v in vars(error).items() if isinstance(v, (int, float, str, tuple, type(None)))}
+        details = {
+            "error": (type(error).__name__, str(error)),
+            "trace": traceback.format_exc(),
+            "attributes": plain,
+        }
+        report.send(("raised", time.monotonic(), details))
+        report.close()
+        os._exit(1)
+
+
+def _meet(kind: str, folder: Path, rank: int, world: int, patience: datetime.timedelta) -> dist.Store:
+    if kind == "file":
+        return dist.FileStore(str(folder / "store"), world)
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=patience, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(port)
+        return store
+    while not port.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), world, is_master=False, timeout=patience)

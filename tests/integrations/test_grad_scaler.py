@@ -1,0 +1,135 @@
+"""torch.amp.GradScaler around a DistributedOptimizer, without a word about synchronize()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import SGD, Adam
+
+import fusionlayer as fl
+from fusionlayer.transport import local
+from tests.integrations.training import loss_of, make_model, reference, weights
+
+pytestmark = pytest.mark.short
+
+
+def scaled_training(rank: int, steps: int, *, clip: bool = False, inf_at: int | None = None, **options: Any) -> Any:
+    """Return weights, scale and residuals; the loss of rank 1 is infinite in step ``inf_at``."""
+    model = make_model()
+    optimizer: Any = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        if step == inf_at and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+    residuals = optimizer.state_dict()["fusionlayer"]["residuals"]
+    return weights(model), scaler.get_scale(), residuals
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_step_alone(world: int) -> None:
+    for result, scale, _ in local.run(lambda rank: scaled_training(rank, 3), world):
+        torch.testing.assert_close(result, reference(world, 3, lambda p: SGD(p, lr=0.1)), rtol=1e-5, atol=1e-7)
+        assert scale == 1024.0
+
+
+def test_clipping_after_unscale() -> None:
+    def average_clipped() -> Tensor:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in range(2):
+                (loss_of(model, rank, step) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        return weights(model)
+
+    results = local.run(lambda rank: scaled_training(rank, 3, clip=True), 2)
+    for result, _, _ in results:
+        assert torch.equal(result, results[0][0])
+        torch.testing.assert_close(result, average_clipped(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"codec": "raw"}, {"codec": "fp16"}, {"codec": "int8", "error_feedback": True}], ids=lambda o: o["codec"]
+)
+def test_infinity_on_one_rank_makes_all_ranks_skip(options: dict[str, Any], clip: bool) -> None:
+    def rank_main(rank: int) -> None:
+        before, scale, _ = scaled_training(rank, 1, clip=clip, **options)
+        assert scale == 1024.0
+        skipped, scale, residuals = scaled_training(rank, 2, clip=clip, inf_at=1, **options)
+        assert scale == 512.0
+        assert torch.equal(skipped, before), "the step was taken"
+        assert all(torch.isfinite(residual).all() for residual in residuals.values())
+        after, scale, residuals = scaled_training(rank, 4, clip=clip, inf_at=1, **options)
+        assert scale == 512.0
+        assert torch.isfinite(after).all() and not torch.equal(after, before)
+        assert all(torch.isfinite(residual).all() for residual in residuals.values())
+        other = after.clone()
+        local.current().broadcast(other, 0)
+        assert torch.equal(other, after)
+
+    local.run(rank_main, 2)
+
+
+def test_parameters_that_one_rank_does_not_use() -> None:
+    """unscale_ looks at the gradients before step(): they must be reduced ones on the rank that has them all and on
+    the rank that has not."""
+
+    def rank_main(rank: int) -> Tensor:
+        model = make_model()
+        optimizer = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model[0].weight.square().sum() if rank == step % 2 else loss_of(model, rank, step)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return weights(model)
+
+    first, second = local.run(rank_main, 2)
+    assert torch.equal(first, second)
+
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            loss = model[0].weight.square().sum() if rank == step % 2 else loss_of(model, rank, step)
+            (loss / 2).backward()
+        optimizer.step()
+    torch.testing.assert_close(first, weights(model), rtol=1e-5, atol=1e-7)
+
+
+def test_optimizer_that_unscales_in_its_own_kernel() -> None:
+    def rank_main(rank: int) -> Tensor:
+        model = make_model()
+        optimizer = fl.DistributedOptimizer(Adam(model.parameters(), lr=0.01, fused=True), model.named_parameters())
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            scaler.scale(loss * float("inf") if step == 1 and rank == 0 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+        return weights(model)
+
+    first, second = local.run(rank_main, 2)
+    assert torch.equal(first, second)
+    assert torch.isfinite(first).all() and not torch.equal(first, weights(make_model()))

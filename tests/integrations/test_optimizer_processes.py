@@ -1,0 +1,131 @@
+"""DistributedOptimizer over real processes: what threads cannot show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD
+
+import fusionlayer as fl
+from tests.harness import run_ranks
+from tests.integrations.test_optimizer_results import CODECS, plan_of, sgd
+from tests.integrations.training import loss_of, make_model, reference, train, weights
+
+pytestmark = pytest.mark.medium
+
+
+def trained(rank: int, steps: int = 3, **options: Any) -> torch.Tensor:
+    model = make_model()
+    optimizer: Any = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+    train(model, optimizer, rank, range(steps))
+    optimizer.close()
+    return weights(model)
+
+
+def assert_same_on_all_ranks(mine: torch.Tensor) -> None:
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(theirs, mine) for theirs in every)
+
+
+def check_training(rank: int, world: int) -> None:
+    """Every codec and planner: the same bits everywhere, near the training of one process."""
+    start, exact = weights(make_model()), reference(world, 3, sgd)
+    for options in [*CODECS, {"planner": "wfbp"}, {"groups": 2}, {"plan": plan_of(world, "int8")}]:
+        result = trained(rank, **options)
+        assert_same_on_all_ranks(result)
+        distance = (result - exact).norm() / (exact - start).norm()
+        assert distance < (0.25 if "int" in str(options) else 1e-5 if options.get("codec") != "bf16" else 0.05), options
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_training(world: int) -> None:
+    run_ranks(check_training, world, timeout=50)
+
+
+def check_dynamic(rank: int, world: int) -> None:
+    """Ranks take other paths, scaled, clipped, over two optimizers at once, one of them over some of the ranks."""
+    pair = dist.new_group([0, 1])
+    model, other = make_model(), make_model(torch.bfloat16)
+    optimizer: Any = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), codec="int8")
+    second: Any = None
+    if rank < 2:
+        second = fl.DistributedOptimizer(sgd(other.parameters()), other.named_parameters(), group=pair)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model[0].weight.square().sum() if step % world == rank else loss_of(model, rank, step)
+        scaler.scale(loss).backward()
+        if second is not None:
+            second.zero_grad()
+            loss_of(other, rank, step).backward()
+            second.step()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same_on_all_ranks(weights(model))
+    if rank < 2:
+        expected = reference(2, 4, sgd, torch.bfloat16)
+        assert torch.equal(weights(other), expected)
+
+
+def test_dynamic_graphs_scaler_and_two_optimizers() -> None:
+    run_ranks(check_dynamic, 3)
+
+
+def check_fsdp(rank: int, world: int) -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (world,)))
+    with pytest.raises(fl.ConfigError) as error:
+        fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+    return str(error.value)
+
+
+def test_sharded_parameters_are_refused() -> None:
+    for message in run_ranks(check_fsdp, 2):
+        assert "'0.weight' is sharded by FSDP" in message
+        assert "fusionlayer.fsdp.compress(model)" in message
+
+
+def check_state(rank: int, world: int) -> None:
+    """Start from rank 1's values, save, start anew, load: as if nothing had happened."""
+    options = {"codec": "int", "bits": 4, "rounding": "stochastic", "error_feedback": True}
+
+    def make_pair() -> tuple[nn.Module, Any]:
+        model = make_model()
+        return model, fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+
+    model, optimizer = make_pair()
+    if rank == 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer.param_groups[0]["lr"] = 77.0
+    fl.broadcast_parameters(model.state_dict(), root_rank=1)
+    fl.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert fl.broadcast_object({"epoch": rank}, root_rank=1) == {"epoch": 1}
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    train(model, optimizer, rank, range(2))
+    saved = model.state_dict(), optimizer.state_dict()
+    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, saved)
+    train(model, optimizer, rank, range(2, 4))
+    uninterrupted = weights(model)
+    assert_same_on_all_ranks(uninterrupted)
+    optimizer.close()
+
+    model, optimizer = make_pair()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, rank, range(2, 4))
+    assert torch.equal(weights(model), uninterrupted)
+
+
+def test_start_save_and_resume() -> None:
+    run_ranks(check_state, 2)

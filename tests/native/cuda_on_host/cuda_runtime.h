@@ -1,0 +1,176 @@
+// As much of CUDA as csrc/cuda uses, for a CPU: the tests compile the kernels with g++ and this header in place of
+// CUDA's own. A warp is 32 cooperating fibers that meet at every shuffle, so lanes exchange values as on a GPU; a lane
+// that leaves the others alone at a shuffle, which on a GPU would be undefined behaviour, ends the process with a message.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+
+struct uint2 {
+  alignas(8) unsigned x;
+  unsigned y;
+};
+
+struct uint4 {
+  alignas(16) unsigned x;
+  unsigned y, z, w;
+};
+
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+using cudaStream_t = void *;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorNoDevice = 100 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+
+namespace cuda_on_host {
+
+constexpr int kLanes = 32;
+constexpr int kStackBytes = 1 << 18;
+
+inline dim3 thread, block, grid;
+inline cudaError_t next_error = cudaSuccess;  // what the next call that can fail reports
+
+inline cudaError_t take_error() {
+  const cudaError_t error = next_error;
+  next_error = cudaSuccess;
+  return error;
+}
+
+class Warp {
+ public:
+  // Runs body once in each lane; lane 0 has thread index first_thread.
+  void run(unsigned first_thread, const std::function<void()> &body) {
+    body_ = &body;
+    first_thread_ = first_thread;
+    finished_ = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      shuffles_[lane] = 0;
+      prepare(&context_[lane], stacks_.get() + lane * kStackBytes);
+    }
+    lane_ = 0;
+    thread.x = first_thread;
+    swapcontext(&caller_, &context_[0]);
+  }
+
+  uint32_t shuffle_xor(uint32_t value, int mask) {
+    const int lane = lane_, other = lane ^ mask;
+    const unsigned round = ++shuffles_[lane];
+    given_[round % 2][lane] = value;
+    if (finished_) diverged();
+    resume((lane + 1) % kLanes, &context_[lane]);
+    if (shuffles_[other] < round || shuffles_[other] > round + 1) diverged();
+    return given_[round % 2][other];
+  }
+
+  static Warp &current() {
+    static Warp warp;
+    return warp;
+  }
+
+ private:
+  static void prepare(ucontext_t *context, char *stack) {
+    getcontext(context);
+    context->uc_stack.ss_sp = stack;
+    context->uc_stack.ss_size = kStackBytes;
+    context->uc_link = nullptr;
+    makecontext(context, &Warp::enter, 0);
+  }
+
+  static void enter() {
+    Warp &warp = current();
+    (*warp.body_)();
+    const int lane = warp.lane_;
+    if (++warp.finished_ != lane + 1) diverged();
+    if (lane == kLanes - 1) setcontext(&warp.caller_);
+    warp.resume(lane + 1, &warp.context_[lane]);
+  }
+
+  void resume(int lane, ucontext_t *from) {
+    lane_ = lane;
+    thread.x = first_thread_ + lane;
+    swapcontext(from, &context_[lane]);
+  }
+
+  [[noreturn]] static void diverged() {
+    std::fputs("lanes of a warp did not all take part in a shuffle\n", stderr);
+    std::abort();
+  }
+
+  const std::function<void()> *body_ = nullptr;
+  unsigned first_thread_ = 0;
+  int lane_ = 0, finished_ = 0;
+  unsigned shuffles_[kLanes] = {};
+  uint32_t given_[2][kLanes] = {};
+  ucontext_t caller_, context_[kLanes];
+  std::unique_ptr<char[]> stacks_{new char[kLanes * kStackBytes]};
+};
+
+inline void launch(dim3 blocks, unsigned threads, const std::function<void()> &body) {
+  if (blocks.x == 0 || blocks.y == 0 || blocks.y > 65535 || threads == 0 || threads % kLanes) {
+    next_error = cudaErrorInvalidConfiguration;
+    return;
+  }
+  grid = blocks;
+  for (block.y = 0; block.y < blocks.y; ++block.y)
+    for (block.x = 0; block.x < blocks.x; ++block.x)
+      for (unsigned first = 0; first < threads; first += kLanes) Warp::current().run(first, body);
+}
+
+}  // namespace cuda_on_host
+
+#define threadIdx cuda_on_host::thread
+#define blockIdx cuda_on_host::block
+#define gridDim cuda_on_host::grid
+#define FL_LAUNCH(kernel, grid, block, stream, ...) \
+  ((void)(stream), cuda_on_host::launch(grid, block, [=] { kernel(__VA_ARGS__); }))
+
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int mask) {
+  return cuda_on_host::Warp::current().shuffle_xor(value, mask);
+}
+
+// Byte i of the result is the byte of b:a (a lowest) that nibble i of the selector names.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+
+inline cudaError_t cudaGetDevice(int *device) {
+  *device = 0;
+  return cuda_on_host::take_error();
+}
+
+// One multiprocessor: grids stay small, so the kernels' strides over the grid are taken.
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
+  *value = 1;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() { return cuda_on_host::take_error(); }
+inline const char *cudaGetErrorName(cudaError_t error) {
+  return error == cudaErrorNoDevice ? "cudaErrorNoDevice" : "error";
+}
+inline const char *cudaGetErrorString(cudaError_t) { return "simulated"; }
+
+// Lets a test see what a failing CUDA call comes to.
+extern "C" __attribute__((visibility("default"), used)) inline void fail_next_cuda_call() {
+  cuda_on_host::next_error = cudaErrorNoDevice;
+}

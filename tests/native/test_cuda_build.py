@@ -1,0 +1,153 @@
+"""What nvcc makes of csrc/cuda: needs nvcc, but neither a GPU nor a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from setuptools.errors import SetupError
+
+from fusionlayer import native
+
+pytestmark = pytest.mark.medium
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "fusionlayer/csrc"
+PTX, CUBIN = 1, 2  # kinds of entries of a fat binary
+
+
+@pytest.fixture(scope="module")
+def setup_script() -> ModuleType:
+    """Return setup.py as a module: the one place that knows flags and architectures."""
+    spec = importlib.util.spec_from_file_location("fusionlayer_setup", ROOT / "setup.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def nvcc(setup_script: ModuleType) -> str:
+    try:
+        return str(setup_script.find_nvcc())
+    except SetupError as absent:
+        pytest.skip(str(absent))
+
+
+@pytest.fixture(scope="module")
+def library(setup_script: ModuleType, nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the installed CUDA library; where the installation was made without it, one built now."""
+    installed = native.library_path("cuda")
+    if installed.exists():
+        return installed
+    folder, here = tmp_path_factory.mktemp("cuda_build"), Path.cwd()
+    shutil.copytree(CSRC, folder / "fusionlayer/csrc")
+    os.chdir(folder)
+    try:
+        return folder / setup_script.build_cuda(werror=True)
+    finally:
+        os.chdir(here)
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    setup_script: ModuleType, nvcc: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, str]]:
+    """Return (PTX, report of ptxas) of every source file, compiled for sm_90 with the flags of setup.py."""
+    folder = tmp_path_factory.mktemp("ptx")
+    flags = [flag.replace("-Ifusionlayer/csrc", f"-I{CSRC}") for flag in setup_script.NVCC_FLAGS]
+    results = {}
+    for source in sorted((CSRC / "cuda").glob("*.cu")):
+        command = [nvcc, *flags, '-DFL_CUDA_ARCHS="sm_90"', "-arch=sm_90", "-cubin", "-Xptxas", "-v"]
+        command += ["--keep", "--keep-dir", str(folder), str(source), "-o", str(folder / f"{source.stem}.cubin")]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert done.returncode == 0, done.stdout
+        results[source.stem] = ((folder / f"{source.stem}.ptx").read_text(), done.stdout)
+    return results
+
+
+def fat_binary_entries(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (kind, architecture) of all that the fat binaries inside a library hold."""
+    magic = struct.pack("<I", 0xBA55ED50)
+    start = data.find(magic)
+    while start >= 0:
+        header, size = struct.unpack_from("<HQ", data, start + 6)
+        at, end = start + header, start + header + size
+        while at < end:
+            kind, entry_header, payload = struct.unpack_from("<H2xIQ", data, at)
+            yield kind, struct.unpack_from("<I", data, at + 28)[0]
+            at += entry_header + payload
+        start = data.find(magic, end)
+
+
+def test_library_has_machine_code_and_ptx_for_its_architectures(library: Path, setup_script: ModuleType) -> None:
+    entries = set(fat_binary_entries(library.read_bytes()))
+    cubins = {arch for kind, arch in entries if kind == CUBIN}
+    assert cubins >= set(setup_script.CUDA_ARCHS) == {80, 90, 100}
+    assert {arch for kind, arch in entries if kind == PTX} == {100}
+
+
+def test_library_needs_no_cuda_library(library: Path) -> None:
+    readelf = shutil.which("readelf")
+    assert readelf, "readelf (binutils) is not on PATH"
+    dynamic = subprocess.run([readelf, "-d", str(library)], check=True, capture_output=True, text=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", dynamic)
+    assert any(name.startswith("libc.so") for name in needed)
+    assert not [name for name in needed if "cuda" in name or "torch" in name or "python" in name]
+
+
+def test_library_opens_without_a_driver_and_says_what_it_is(library: Path) -> None:
+    opened = ctypes.CDLL(str(library))
+    opened.fl_build_info.restype = opened.fl_last_error.restype = ctypes.c_char_p
+    facts = dict(line.split("=", 1) for line in opened.fl_build_info().decode().splitlines())
+    assert facts["abi"] == str(native.ABI_VERSION)
+    assert facts["kind"] == "cuda"
+    assert facts["compiler"].startswith("nvcc ")
+    assert facts["archs"] == "sm_80 sm_90 sm_100 compute_100"
+    assert opened.fl_last_error() == b""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so the call would succeed")
+def test_without_a_device_a_call_fails_with_the_reason(library: Path) -> None:
+    opened = ctypes.CDLL(str(library))
+    opened.fl_last_error.restype = ctypes.c_char_p
+    memory = (ctypes.c_uint8 * 512)()
+    begin = ctypes.addressof(memory) + -ctypes.addressof(memory) % 16
+    spec = native.Spec(native.CAST, 0, (ctypes.c_uint32 * 4)(1), 0, 0, 16)
+    messages = native.Messages((ctypes.c_void_p * native.MAX_PLANES)(begin + 256), 0, 1)
+    assert opened.fl_encode(ctypes.byref(spec), ctypes.c_void_p(begin), None, ctypes.byref(messages), None) == 3
+    assert opened.fl_last_error().startswith(b"cudaError")
+    assert not any(memory)
+
+
+def test_nothing_is_contracted_to_a_fused_multiply_add(compiled: dict[str, tuple[str, str]]) -> None:
+    ptx = {name: text for name, (text, _) in compiled.items()}
+    assert sum("mul.f32" in text or "mul.rn.f32" in text for text in ptx.values()) >= 2, "nothing to contract was found"
+    assert [name for name, text in ptx.items() if re.search(r"\bfma\.\w+\.f32", text)] == []
+
+
+def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
+    report = "".join(text for _, text in compiled.values())
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert len(frames) >= 10
+    assert {int(number) for frame in frames for number in frame} == {0}
+    assert "bytes smem" not in report, "the kernels use no shared memory"
+
+
+def test_memory_is_accessed_as_global(compiled: dict[str, tuple[str, str]]) -> None:
+    for name, (ptx, _) in compiled.items():
+        assert not re.search(r"\b(ld|st)\.(v\d\.)?[usbf]\d+\b", ptx), f"{name}.cu has a generic load or store"
+    assert "ld.global.v4" in compiled["int_encode"][0]
+    assert "st.global.v4" in compiled["int_decode"][0]

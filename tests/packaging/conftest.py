@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from .project_tree import ROOT, Run
+
+BUILD_VARIABLES = ("CXX", "CUDA_HOME", "FUSIONLAYER_CUDA", "FUSIONLAYER_NVCC")
+
+
+@pytest.fixture
+def build_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``setup.py`` as a module, in an environment that says nothing about the build."""
+    for name in BUILD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("fusionlayer_setup", ROOT / "setup.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def run() -> Run:
+    """Runs this Python in a folder; without CUDA and package index unless ``variables`` say otherwise."""
+
+    def call(folder: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        inherited = {key: value for key, value in os.environ.items() if key not in BUILD_VARIABLES}
+        environment = {**inherited, "FUSIONLAYER_CUDA": "0", "PIP_NO_INDEX": "1", **variables}
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with what is compiled already, so that only changes are compiled again."""
+    tree = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "fusionlayer", tree / "fusionlayer", ignore=shutil.ignore_patterns("__pycache__", "lib"))
+    if (ROOT / "build/native").exists():
+        shutil.copytree(ROOT / "build/native", tree / "build/native")
+    return tree

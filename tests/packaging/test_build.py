@@ -1,0 +1,206 @@
+"""``setup.py``: what it builds, from what, and what it says where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from setuptools.errors import SetupError
+
+from .project_tree import Run
+
+BUILD_IN_PLACE = ("setup.py", "-q", "build_ext", "--inplace")
+
+
+def program(path: Path, text: str) -> Path:
+    """Make ``path`` an executable shell script."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def libraries(tree: Path) -> set[str]:
+    return {path.name for path in (tree / "fusionlayer/lib").iterdir()}
+
+
+@pytest.fixture
+def no_nvcc(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build_script.sysconfig, "get_path", lambda _: str(tmp_path))
+
+
+@pytest.fixture
+def cpu_is_built(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(build_script, "BUILD", tmp_path / "native")
+    monkeypatch.setattr(build_script, "build_cpu", lambda _: tmp_path / "libfusionlayer_cpu.so")
+    return tmp_path / "libfusionlayer_cpu.so"
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_build_in_place_needs_no_torch(source_tree: Path, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('setup.py imported torch')")
+    done = run(source_tree, *BUILD_IN_PLACE, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert libraries(source_tree) == {"libfusionlayer_cpu.so"}
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_second_build_compiles_nothing(source_tree: Path, run: Run) -> None:
+    assert run(source_tree, *BUILD_IN_PLACE).returncode == 0
+    done = run(source_tree, *BUILD_IN_PLACE)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(600)
+def test_cuda_library_builds_where_nvcc_is_found(build_script: ModuleType, source_tree: Path, run: Run) -> None:
+    try:
+        build_script.find_nvcc()
+    except SetupError as reason:
+        pytest.skip(str(reason))
+    done = run(source_tree, *BUILD_IN_PLACE, FUSIONLAYER_CUDA="1")
+    assert done.returncode == 0, done.stderr
+    assert libraries(source_tree) == {"libfusionlayer_cpu.so", "libfusionlayer_cuda.so"}
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_failing_nvcc_leaves_cuda_out_unless_it_is_demanded(source_tree: Path, run: Run, tmp_path: Path) -> None:
+    nvcc = program(tmp_path / "nvcc", "echo unsupported host compiler; exit 1")
+    (source_tree / "fusionlayer/lib").mkdir(exist_ok=True)
+    (source_tree / "fusionlayer/lib/libfusionlayer_cuda.so").touch()
+    lenient = run(source_tree, *BUILD_IN_PLACE, FUSIONLAYER_CUDA="auto", FUSIONLAYER_NVCC=str(nvcc))
+    assert lenient.returncode == 0, lenient.stderr
+    assert "without its CUDA library" in lenient.stderr and "unsupported host compiler" in lenient.stderr
+    assert libraries(source_tree) == {"libfusionlayer_cpu.so"}
+    strict = run(source_tree, *BUILD_IN_PLACE, FUSIONLAYER_CUDA="1", FUSIONLAYER_NVCC=str(nvcc))
+    assert strict.returncode != 0
+    assert "FUSIONLAYER_CUDA=1" in strict.stderr and "unsupported host compiler" in strict.stderr
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"FUSIONLAYER_CUDA": "yes"}, "error: FUSIONLAYER_CUDA='yes'; expected one of: auto, 1, 0"),
+        ({"FUSIONLAYER_WERROR": "on"}, "error: FUSIONLAYER_WERROR='on'; expected one of: 0, 1"),
+        ({"CXX": "/nowhere/g++"}, "error: CXX='/nowhere/g++' is not a program"),
+        ({"PATH": "/nowhere"}, "error: no C++ compiler"),
+    ],
+)
+def test_unusable_setting_is_one_clear_line(
+    source_tree: Path, run: Run, variables: dict[str, str], message: str
+) -> None:
+    done = run(source_tree, *BUILD_IN_PLACE, **variables)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.short
+@pytest.mark.usefixtures("no_nvcc", "cpu_is_built")
+def test_demanded_cuda_without_nvcc_says_what_to_do(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSIONLAYER_CUDA", "1")
+    with pytest.raises(SetupError, match=r"^FUSIONLAYER_CUDA=1 cannot be done: no nvcc: .* set FUSIONLAYER_NVCC"):
+        build_script.build_native()
+
+
+@pytest.mark.short
+@pytest.mark.usefixtures("no_nvcc")
+def test_absent_nvcc_means_cpu_only(
+    build_script: ModuleType, cpu_is_built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build_script.build_native() == [cpu_is_built]
+    assert "no nvcc" in capsys.readouterr().err
+
+
+@pytest.mark.short
+@pytest.mark.usefixtures("no_nvcc")
+def test_nvcc_is_looked_for_in_order(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nvcc(folder: str) -> str:
+        (tmp_path / folder).mkdir(parents=True)
+        return str(program(tmp_path / folder / "nvcc", ""))
+
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    on_path = nvcc("path")
+    assert build_script.find_nvcc() == on_path
+    from_package = nvcc("nvidia/cu13/bin")
+    assert build_script.find_nvcc() == from_package
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    from_home = nvcc("home/bin")
+    assert build_script.find_nvcc() == from_home
+    given = nvcc("given")
+    monkeypatch.setenv("FUSIONLAYER_NVCC", given)
+    assert build_script.find_nvcc() == given
+    monkeypatch.setenv("FUSIONLAYER_NVCC", str(tmp_path / "absent"))
+    with pytest.raises(SetupError, match=r"FUSIONLAYER_NVCC='.*absent' is not a program"):
+        build_script.find_nvcc()
+
+
+@pytest.mark.short
+def test_instruction_set_that_the_compiler_lacks_is_left_out(
+    build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old = program(tmp_path / "old-g++", 'case "$*" in *x86-64-v4*) exit 1;; *) echo g++ 9;; esac')
+    monkeypatch.setenv("CXX", str(old))
+    steps: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        build_script, "build_library", lambda _, compiles, *__: steps.extend(s.command for s in compiles)
+    )
+    build_script.build_cpu(werror=False)
+    kernels = [step for step in steps if any(flag.startswith("-DFL_ISA=") for flag in step)]
+    others = [step for step in steps if step not in kernels]
+    assert {flag for step in kernels for flag in step if "FL_ISA" in flag} == {"-DFL_ISA=avx2", "-DFL_ISA=baseline"}
+    assert others and all("-DFL_HAVE_AVX2" in step and "-DFL_HAVE_AVX512" not in step for step in others)
+
+
+@pytest.mark.short
+def test_step_runs_again_only_when_command_tool_or_input_change(build_script: ModuleType, tmp_path: Path) -> None:
+    source, output, log = tmp_path / "in", tmp_path / "out/object", tmp_path / "log"
+    source.write_text("1")
+
+    def runs(word: str = "a", tool: str = "1.0") -> int:
+        script = f"echo {word} >> {log} && cp {source} {output}"
+        build_script.Step(output, ("sh", "-c", script), (source,), tool).run()
+        return len(log.read_text().splitlines())
+
+    assert [runs(), runs()] == [1, 1]
+    source.write_text("2")
+    assert [runs(), runs()] == [2, 2]
+    assert output.read_text() == "2"
+    assert [runs("b"), runs("b")] == [3, 3]
+    assert [runs("b", "1.1"), runs("b", "1.1")] == [4, 4]
+    output.unlink()
+    assert runs("b", "1.1") == 5
+
+
+@pytest.mark.short
+def test_failed_step_shows_the_compilers_words_and_leaves_nothing_current(
+    build_script: ModuleType, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "in", tmp_path / "object"
+    script = f"cp {source} {output}; if grep -q bad {source}; then echo no such type; exit 2; fi"
+    step = build_script.Step(output, ("sh", "-c", script), (source,), "")
+    source.write_text("good")
+    step.run()
+    source.write_text("bad")
+    with pytest.raises(SetupError, match="(?s)failed with status 2:.*no such type"):
+        step.run()
+    source.write_text("good")
+    step.run()
+    assert output.read_text() == "good"
+
+
+@pytest.mark.short
+def test_open_library_is_replaced_not_overwritten(build_script: ModuleType, tmp_path: Path) -> None:
+    fresh, folder = tmp_path / "libfusionlayer_cpu.so", tmp_path / "lib"
+    fresh.write_text("one")
+    build_script.place([fresh], folder)
+    with (folder / fresh.name).open() as still_open:
+        fresh.write_text("two")
+        build_script.place([fresh], folder)
+        assert still_open.read() == "one"
+    assert [path.read_text() for path in folder.iterdir()] == ["two"]

@@ -1,0 +1,53 @@
+"""The commands that CONTRIBUTING.md and CI rely on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .project_tree import ROOT
+
+pytestmark = pytest.mark.short
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("demo", "python examples/demo.py --steps 3"),
+        ("test", 'python -m pytest -m "not gpu" --steps 3'),
+        ("test-short", "python -m pytest -m short --steps 3"),
+        ("lint", "lint-imports"),
+        ("format", "ruff format ."),
+        ("bench", "python -m benchmarks.codec --steps 3"),
+        ("gpu", "python3 -m pytest tests/gpu -m gpu --steps 3"),
+        ("docs", "docs/config.md"),
+        ("wheel", "python -m pip wheel . --no-deps -w dist"),
+        ("install", "setup.py -q build_ext --inplace"),
+        ("clean", "rm -rf build dist"),
+    ],
+)
+def test_make_target_runs(target: str, command: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", "-n", target, "PYTHON=python3", "ARGS=--steps 3"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert command in done.stdout
+
+
+def test_ci_runs_make_test_and_nothing_else(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$PWD $*" >> {log}\nexit 3\n')
+    make.chmod(0o755)
+    environment = {**os.environ, "CI": "true", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci/run"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, timeout=30)
+    assert done.returncode == 3
+    assert log.read_text().splitlines() == [f"{ROOT} test"]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fusionlayer import codecs
+from fusionlayer.config import Config, load
+from fusionlayer.errors import ConfigError
+from fusionlayer.scheduler import planners
+
+pytestmark = pytest.mark.short
+
+
+def from_file(tmp_path: Path, text: str, **environ: str) -> Config:
+    path = tmp_path / "fusionlayer.yaml"
+    path.write_text(text)
+    return load({"FUSIONLAYER_CONFIG": str(path), **environ})
+
+
+def test_defaults_can_be_used() -> None:
+    settings = load({})
+    assert settings == Config()
+    assert codecs.get(settings.codec, **settings.codec_options).lossless
+    assert planners.get(settings.planner, **settings.planner_options)
+
+
+def test_file_then_environment(tmp_path: Path) -> None:
+    text = "codec: int4\ncodec_options: {group_size: 64}\ntimeout: 7\nalgorithm: null\nchecksum: true\nthreads: 2\n"
+    settings = from_file(tmp_path, text, FUSIONLAYER_TIMELINE="/tmp/trace", FUSIONLAYER_TIMEOUT="9.5")
+    assert settings == Config("int4", {"group_size": 64}, checksum=True, threads=2, timeout=9.5, timeline="/tmp/trace")
+    assert from_file(tmp_path, text).timeout == 7
+
+
+def test_an_empty_file_and_empty_variables_change_nothing(tmp_path: Path) -> None:
+    assert from_file(tmp_path, "", FUSIONLAYER_TIMEOUT="", FUSIONLAYER_TIMELINE="") == Config()
+    assert load({"FUSIONLAYER_CONFIG": ""}) == Config()
+
+
+WRONG = {
+    "codec": "[raw]",
+    "codec_options": "4",
+    "algorithm": "true",
+    "planner": "null",
+    "planner_options": "[1]",
+    "error_feedback": "1",
+    "checksum": "'yes'",
+    "timeout": "soon",
+    "stall_warning": "true",
+    "timeline": "7",
+    "threads": "2.5",
+}
+
+
+def test_every_setting_is_covered() -> None:
+    assert set(WRONG) == {field.name for field in fields(Config)}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"config: {name}="):
+        from_file(tmp_path, f"{name}: {WRONG[name]}")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("threads: true", "threads=True"),
+        ("threads: 0", "threads=0; expected at least 1"),
+        ("timeout: 0", "timeout=0; expected seconds above 0"),
+        ("stall_warning: -1", "stall_warning=-1; expected seconds above 0"),
+        ("timeout: .nan", "timeout=nan; expected seconds above 0"),
+        ("codek: int4", "unknown key 'codek'; did you mean 'codec'[?]"),
+        ("- codec", "holds a list"),
+        ("codec: [", "expected a YAML file"),
+        ("codec: !!python/object/apply:os.getcwd []", "expected a YAML file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_file(tmp_path, text)
+
+
+def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load({"FUSIONLAYER_CONFIG": str(tmp_path / "nowhere.yaml")})
+    with pytest.raises(ConfigError, match="FUSIONLAYER_TIMEOUT='soon'; expected a number of seconds"):
+        load({"FUSIONLAYER_TIMEOUT": "soon"})
+    with pytest.raises(ConfigError, match="timeout=-3.0"):
+        load({"FUSIONLAYER_TIMEOUT": "-3"})

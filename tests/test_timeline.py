@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fusionlayer.timeline import Timeline
+
+pytestmark = pytest.mark.short
+
+
+def test_spans_become_complete_events(tmp_path: Path) -> None:
+    timeline = Timeline(str(tmp_path / "trace"), rank=3)
+    with timeline.span("OUTER", step=1), timeline.span("INNER", codec="int(bits=4)"):
+        pass
+    with pytest.raises(KeyError), timeline.span("FAILED"):
+        raise KeyError
+    timeline.close()
+    timeline.close()
+    inner, outer, failed, process = json.loads((tmp_path / "trace.3").read_text())
+    assert [inner["name"], outer["name"], failed["name"]] == ["INNER", "OUTER", "FAILED"]
+    assert inner["args"] == {"codec": "int(bits=4)"} and outer["args"] == {"step": 1}
+    for event in (inner, outer, failed):
+        assert (event["ph"], event["pid"], event["tid"]) == ("X", 3, "MainThread")
+    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
+    assert process == {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}
+
+
+def test_threads_write_whole_events(tmp_path: Path) -> None:
+    timeline = Timeline(str(tmp_path / "trace"), rank=0)
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            with timeline.span("SPAN", number=number):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    timeline.close()
+    events = json.loads((tmp_path / "trace.0").read_text())
+    assert sorted(event["args"]["number"] for event in events[:-1]) == sorted([0, 1, 2, 3] * 50)
+
+
+def test_a_closed_timeline_takes_no_more(tmp_path: Path) -> None:
+    timeline = Timeline(str(tmp_path / "trace"), rank=0)
+    with timeline.span("CUT"):
+        timeline.close()
+    with timeline.span("LATE"):
+        pass
+    assert len(json.loads((tmp_path / "trace.0").read_text())) == 1
+
+
+def test_without_a_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    timeline = Timeline(None, rank=0)
+    with timeline.span("SPAN"):
+        pass
+    timeline.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.medium
+def test_a_process_that_forgets_to_close_leaves_a_whole_file(tmp_path: Path) -> None:
+    code = "import sys; from fusionlayer.timeline import Timeline\nwith Timeline(sys.argv[1], 0).span('A'): pass"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "trace"], check=True)
+    assert [event["name"] for event in json.loads((tmp_path / "trace.0").read_text())] == ["A", "process_name"]
