@@ -57,7 +57,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, width) for the same."""
         x = x + self.attention_out(self._attend(self.attention_norm(x)))
-        return x + self.perceptron_out(functional.gelu(self.perceptron_in(self.perceptron_norm(x))))
+        x = x + self.perceptron_out(functional.gelu(self.perceptron_in(self.perceptron_norm(x))))
+        return x
 
     def _attend(self, x: Tensor) -> Tensor:
         query, key, value = self.attention_in(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -84,7 +85,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy, in nats, of predicting ``targets`` from ``tokens``, both (batch, n <= context)."""
+        """Return the mean cross entropy, in nats, of ``targets`` after ``tokens``: (batch, n <= context) each."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         logits = self.head(self.norm(self.blocks(x)))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -105,7 +106,7 @@ class Corpus:
         folder = Path(sysconfig.get_path("stdlib"))
         sources = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
         if len(sources) < 10:
-            raise FileNotFoundError(f"{folder} has no Python sources to train on; use a Python that was installed with them")
+            raise FileNotFoundError(f"{folder} has no Python sources to train on; use a Python that has them")
         self.train = _join(source for i, source in enumerate(sources) if i % 10)
         self.validation = _join(sources[::10])
 

@@ -148,6 +148,9 @@ def transport(group: dist.ProcessGroup | Transport | None = None) -> Transport:
     job = _current()
     with _lock:
         if group not in job.transports:
-            settings = job.settings
-            job.transports[group] = C10dTransport(group, settings.timeout, stall_warning=settings.stall_warning)
+            if group is None and not dist.is_initialized():
+                job.transports[group] = local.alone()
+            else:
+                settings = job.settings
+                job.transports[group] = C10dTransport(group, settings.timeout, stall_warning=settings.stall_warning)
         return job.transports[group]

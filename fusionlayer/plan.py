@@ -144,11 +144,11 @@ class FusionPlan:
     def from_yaml(cls, path: str | Path) -> FusionPlan:
         """Read a plan from a file; ``ConfigError`` if it is not one."""
         try:
-            data = yaml.safe_load(Path(path).read_text())
+            data = _typed(yaml.safe_load(Path(path).read_text()))
             if data["version"] != PLAN_VERSION:
                 raise ConfigError(f"plan file {path} has version {data['version']}, expected {PLAN_VERSION}")
             buckets = tuple(
-                Bucket(**{**bucket, "slots": tuple(Slot(**slot) for slot in bucket["slots"])})
+                Bucket(**{**_typed(bucket), "slots": tuple(Slot(**_typed(slot)) for slot in bucket["slots"])})
                 for bucket in data["buckets"]
             )
             return cls(buckets, data["world_size"])
@@ -161,3 +161,21 @@ class FusionPlan:
             for bucket in self.buckets
         ]
         return {"version": PLAN_VERSION, "world_size": self.world_size, "buckets": buckets}
+
+
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("version", "world_size", "numel", "offset"), int),
+    **dict.fromkeys(("name", "dtype", "codec", "algorithm"), str),
+    **dict.fromkeys(("buckets", "slots"), list),
+    "options": dict,
+}
+
+
+def _typed(record: object) -> dict[str, Any]:
+    """Return ``record``, a mapping of a plan file, if every key in it is known and every value is of its kind."""
+    if not isinstance(record, dict):
+        raise TypeError(f"expected keys and values, got {record!r:.80}")
+    for key, value in record.items():
+        if not isinstance(value, _KINDS[key]):
+            raise TypeError(f"{key}: {value!r:.80} is no {_KINDS[key].__name__}")
+    return record

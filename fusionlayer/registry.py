@@ -6,7 +6,6 @@ import difflib
 import importlib
 import pkgutil
 import threading
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -40,7 +39,6 @@ class Registry(Generic[T]):
         self._factories: dict[str, Callable[..., T]] = {}
         self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._imported = False
-        self._importing = threading.RLock()
         self._lock = threading.RLock()
 
     def add(self, name: str, factory: Callable[..., T]) -> None:
@@ -86,7 +84,7 @@ class Registry(Generic[T]):
         with self._lock:  # another thread must not look before all names are there
             if self._imported:
                 return
-            self._imported = True
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{self._package}.{module.name}")
+            self._imported = True

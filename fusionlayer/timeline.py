@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 __all__ = ["Timeline"]
 
 
 class Timeline:
     """Writes one event for each span; a file name of None makes every call free of effect.
+
+    All timelines of a process that name the same file share it.
 
     Args:
         path: file to write; ``.rank`` is appended, each rank has its own.
@@ -23,10 +26,8 @@ class Timeline:
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
-        self._file = open(f"{path}.{rank}", "w") if path else None  # noqa: SIM115 - closed by close()
+        self._file = _File.join(f"{path}.{rank}") if path else None
         if self._file:
-            self._file.write("[\n")
             atexit.register(self.close)
 
     @contextmanager
@@ -40,29 +41,66 @@ class Timeline:
             yield
         finally:
             end = time.perf_counter_ns()
-            self._write(
-                {
-                    "name": name,
-                    "ph": "X",
-                    "ts": start / 1000,
-                    "dur": (end - start) / 1000,
-                    "pid": self._rank,
-                    "tid": threading.current_thread().name,
-                    "args": details,
-                }
-            )
+            event = {
+                "name": name,
+                "ph": "X",
+                "ts": start / 1000,
+                "dur": (end - start) / 1000,
+                "pid": self._rank,
+                "tid": threading.current_thread().name,
+                "args": details,
+            }
+            file = self._file
+            if file is not None:
+                file.write(json.dumps(event) + ",\n")
 
     def close(self) -> None:
-        """Complete the file. Twice is once."""
-        with self._lock:
-            if self._file is not None:
-                end = {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
-                self._file.write(json.dumps(end) + "\n]\n")
-                self._file.close()
-                self._file = None
-                atexit.unregister(self.close)
+        """Complete the file, unless others write on. Twice is once."""
+        file, self._file = self._file, None
+        if file is not None:
+            end = {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
+            file.leave(json.dumps(end) + "\n]\n")
+            atexit.unregister(self.close)
 
-    def _write(self, event: dict[str, Any]) -> None:
+
+class _File:
+    """A trace that is a whole file whenever nobody writes to it, and goes on when somebody comes back."""
+
+    _all: dict[str, _File] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._users = 0
+        self._text: TextIO | None = None
+        self._end = 0
+
+    @classmethod
+    def join(cls, path: str) -> _File:
+        """Return the file, open."""
+        with cls._lock:
+            file = cls._all.setdefault(path, cls(path))
+            if file._text is None:
+                file._end = file._end if Path(path).exists() else 0
+                file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
+                file._text.seek(file._end)
+                file._text.truncate()
+                file._text.write("" if file._end else "[\n")
+            file._users += 1
+            return file
+
+    def write(self, text: str) -> None:
+        """Append ``text``."""
         with self._lock:
-            if self._file is not None:
-                self._file.write(json.dumps(event) + ",\n")
+            if self._text is not None:
+                self._text.write(text)
+
+    def leave(self, text: str) -> None:
+        """Close the file with ``text`` if this was the last user."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._text is not None:
+                self._end = self._text.tell()
+                self._text.write(text)
+                self._text.close()
+                self._text = None

@@ -1,6 +1,6 @@
 """Ranks that are processes: every test that needs several of them starts them here.
 
-    from harness import run_ranks
+    from tests.harness import run_ranks
 
     def total(rank, world, scale):            # top level of a module: it is pickled by name
         x = torch.full((1000,), scale * rank)

@@ -50,14 +50,14 @@ def bit_patterns(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tens
     if dtype is not torch.float32:
         return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).to(device).view(dtype)
     patterns = noise(4 << 16).view(torch.int32)
-    special = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+    special = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
     signed = torch.tensor([*special, *(bits - (1 << 31) for bits in special)], dtype=torch.int32)
     patterns[: len(signed)] = signed
     return patterns.to(device).view(dtype)
 
 
 def awkward(numel: int, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return (numel,) values with outliers and, as far as numel goes, whole groups of zeros, tiny, huge and broken ones."""
+    """Return (numel,) values with outliers and, as far as numel goes, groups of zeros, tiny, huge and broken ones."""
     x = gradient(numel, 1 << 20)
     x[group // 3 :: 5 * group] = 300.0
     for index, factor in ((1, 0.0), (2, 2.0**-110), (3, 1e38), (5, float("nan"))):

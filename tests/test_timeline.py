@@ -54,6 +54,25 @@ def test_a_closed_timeline_takes_no_more(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "trace.0").read_text())) == 1
 
 
+def test_timelines_of_one_file_share_it(tmp_path: Path) -> None:
+    def names() -> list[str]:
+        return [event["name"] for event in json.loads((tmp_path / "trace.0").read_text())]
+
+    first, second = (Timeline(str(tmp_path / "trace"), rank=0) for _ in range(2))
+    with first.span("A"):
+        pass
+    first.close()
+    with first.span("LATE"), second.span("B"):
+        pass
+    second.close()
+    assert names() == ["A", "B", "process_name"]
+    third = Timeline(str(tmp_path / "trace"), rank=0)
+    with third.span("C"):
+        pass
+    third.close()
+    assert names() == ["A", "B", "C", "process_name"]
+
+
 def test_without_a_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     timeline = Timeline(None, rank=0)

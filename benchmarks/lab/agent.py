@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -120,6 +120,7 @@ class Worker:
         size = len(hosts) * job.workers
         environment = {
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // size)),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses of such a network have no names, and torch warns of it
             **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
@@ -160,16 +161,18 @@ class Worker:
         self._errors.close()
 
 
-def supervise(workers: Sequence[Worker], timeout: float) -> int:
+def supervise(starting: Iterable[Worker], timeout: float) -> int:
     """Return the status of the first worker that failed, 0 if none did; afterwards none of them runs.
 
     The first failure ends the others, after a moment in which they can say what they saw. What the first one wrote to
     stderr comes last.
     """
+    workers: list[Worker] = []
     end = time.monotonic() + timeout
     first: Worker | None = None
     timed_out = False
     try:
+        workers.extend(starting)
         while any(worker.status is None for worker in workers):
             if first is None and (first := next((worker for worker in workers if worker.status), None)):
                 end = min(end, time.monotonic() + _GRACE)
@@ -204,11 +207,11 @@ def main() -> int:
     try:
         hosts = make_hosts(job.hosts, job.rate) if job.isolated else [LOOPBACK]
     except subprocess.CalledProcessError as error:
-        print(f"{' '.join(error.cmd)}: {error.stderr.strip()}", file=sys.stderr)
+        print(f"{' '.join(error.cmd)}: {error.stderr.strip().splitlines()[0]}", file=sys.stderr)
         return 1
     port = 29500 if job.isolated else _free_port()
     try:
-        return supervise([Worker(job, hosts, rank, port) for rank in range(len(hosts) * job.workers)], job.timeout)
+        return supervise((Worker(job, hosts, rank, port) for rank in range(len(hosts) * job.workers)), job.timeout)
     except OSError as error:
         print(f"{job.command[0]}: {error.strerror}", file=sys.stderr)
         return 1

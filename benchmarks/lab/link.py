@@ -23,11 +23,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if __package__:
-    from .agent import Job
-else:
-    from agent import Job
-
 __all__ = ["Network", "launch", "why_not"]
 
 
@@ -48,7 +43,7 @@ class Network:
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= 250:
             raise ValueError(f"hosts={self.hosts}; expected 1 to 250")
-        if self.rate is not None and not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", self.rate):
+        if self.rate is not None and not re.fullmatch(r"[1-9]\d*(\.\d+)?[kmg]bit", self.rate):
             raise ValueError(f"rate={self.rate!r}; expected a number with kbit, mbit or gbit, such as 100mbit")
         if self.rate is not None and self.hosts == 1:
             raise ValueError(f"rate={self.rate!r} with one host; a link that can be shaped needs two")
@@ -66,10 +61,10 @@ def launch(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Yield the process that runs ``command`` as ``workers`` workers on each host; at the end of the block all are ended.
+    """Yield the process that runs ``command`` on every host; whatever is left of it ends with the block.
 
-    Its exit status is 0, or that of the first worker that failed, or 124 after ``timeout``. Workers' output is its output;
-    what they write to stderr comes at their end, the first failure last. If this process dies, so do the workers.
+    Its exit status is 0, that of the first worker that failed, or 124 after ``timeout``. Workers write to its stdout;
+    what they write to stderr comes at their end, the first failure last. If this process dies, so do they.
 
     Args:
         command: program and arguments.
@@ -79,8 +74,8 @@ def launch(
         stdout: as for ``subprocess.Popen``.
         stderr: as for ``subprocess.Popen``.
     """
-    job = Job(tuple(command), workers, timeout, network.hosts, network.rate, network.isolated)
-    agent = [sys.executable, str(Path(__file__).with_name("agent.py")), json.dumps(asdict(job))]
+    job = {"command": tuple(command), "workers": workers, "timeout": timeout, **asdict(network)}
+    agent = [sys.executable, str(Path(__file__).with_name("agent.py")), json.dumps(job)]
     process = subprocess.Popen(
         [*_unshare(), *agent] if network.isolated else agent,
         stdin=subprocess.PIPE,

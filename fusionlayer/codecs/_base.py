@@ -159,7 +159,8 @@ class Codec(ABC):
             n = (piece.stop - piece.start) // rows.shape[0]
             form = self.wire(n, x.dtype)
             part = None if residual is None else residual[piece]
-            self._encode_rows(x[piece], rows[:, form.body : form.capacity], n, seed, offset + piece.start, part)
+            first = offset + (piece.start // chunk if chunk else 0) * self._numbers(chunk)
+            self._encode_rows(x[piece], rows[:, form.body : form.capacity], n, seed, first, part)
             if self.header:
                 for row in rows:
                     row[: form.body].copy_(self._seal(row, n, x.dtype))
@@ -238,6 +239,10 @@ class Codec(ABC):
         residual: Tensor | None,
     ) -> None:
         """Encode the sum of ``x`` (n,) or nothing and all rows of ``bodies`` (k, nbytes) into ``body`` (nbytes,)."""
+
+    def _numbers(self, numel: int) -> int:
+        """Return how many numbers of a seed's sequence a message takes: its elements, the last block filled up."""
+        return -(-numel // self.block) * self.block
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class TorchCodec(Codec):
         for i, body in enumerate(bodies):
             piece = slice(i * n, (i + 1) * n)
             part = None if residual is None else residual[piece]
-            self._encode_value(x[piece], body, x.dtype, seed, offset + i * n, part)
+            self._encode_value(x[piece], body, x.dtype, seed, offset + i * self._numbers(n), part)
 
     def _decode_rows(self, bodies: Tensor, out: Tensor, n: int, dtype: torch.dtype) -> None:
         for i, body in enumerate(bodies):

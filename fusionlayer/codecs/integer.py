@@ -37,9 +37,9 @@ class Int(NativeCodec, name="int"):
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
+        if type(self.bits) is not int or self.bits not in (4, 8):
             raise ConfigError(f"int codec: bits={self.bits!r}; expected 4 or 8")
-        if self.group_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+        if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
             raise ConfigError(f"int codec: group_size={self.group_size!r}; expected a power of two from 32 to 4096")
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"int codec: rounding={self.rounding!r}; expected 'nearest' or 'stochastic'")

@@ -68,17 +68,16 @@ def register(
         chosen.feedback_pays if error_feedback is None else error_feedback and not chosen.lossless,
         Timeline(settings.timeline, transport.rank),
     )
-    model.register_comm_hook(None, hook)
+    # A function without annotations: DDP takes postponed ones for wrong ones.
+    model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
     return hook
 
 
 class CommHook:
     """Averages DDP's buckets on a communication thread; error feedback is kept by parameter, not by bucket.
 
-    Called by DDP as ``hook(state, bucket)``, in the order of its buckets, which is the same on all ranks.
+    Called for each bucket, in DDP's order, which is the same on all ranks.
     """
-
-    __qualname__ = __name__ = "fusionlayer"
 
     def __init__(
         self,
@@ -103,15 +102,17 @@ class CommHook:
         self._sent = 0
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, state: None, bucket: GradBucket) -> Future[Tensor]:
+    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the reduction of one bucket; the future holds its average."""
         flat = bucket.buffer()
         index, number, layout = bucket.index(), self._sent, self._layout(bucket)
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
         arrival = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         if not self._jobs:
-            # A future's error reaches DDP as a failed cast; an error raised at the end of backward arrives as it is.
-            Variable._execution_engine.queue_callback(self._finish)
+            # A future's error reaches DDP as a failed cast; one raised at the end of backward arrives as it is. It must
+            # come after DDP's own end, which leaves the reducer in order and is queued with the last bucket.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._finish))
         self._sent += 1
 
         def reduce() -> None:

@@ -155,6 +155,8 @@ class _Distributed(Optimizer):
         """Hand a gradient over; called by backward when it has been accumulated."""
         engine = self._fl_engine
         assert engine is not None
+        if engine.failure is not None:
+            raise engine.failure
         if self._fl_passes_left[parameter] <= 0:
             raise UsageError(
                 f"gradient {self._fl_names[parameter]!r} was computed more than {self._fl_passes} times before step(); "

@@ -60,6 +60,9 @@ class Engine:
         checksum: put a verified header on every message.
         timeline: record of the thread's work.
         name: of the thread.
+
+    Attributes:
+        failure: what a step has failed with, or None. The engine is closed by then and raises it again and again.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Engine:
         self._lock = threading.Lock()
         self._worker = Worker(name)
         self._agreement: Job | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     @property
     def pending(self) -> frozenset[str]:
@@ -125,12 +128,14 @@ class Engine:
         """Take a gradient, which ``synchronize`` will have replaced by its scaled sum over ranks.
 
         Raises:
-            UsageError: this step has it already.
+            UsageError: this step has it already, or it is none of the engine's tensors.
             FusionLayerError: a step before has failed; the same error again.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         with self._lock:
+            if name not in self._tensors:
+                raise UsageError(f"gradient {name!r} is none of this engine's {len(self._tensors)} tensors")
             if name in self._arrived:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
             self._arrived[name] = gradient
@@ -203,7 +208,7 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """Let go of the peers, which are out of step with this rank now, and of the gradients."""
-        self._failure = error
+        self.failure = error
         self._arrived.clear()
         self.close()
 

@@ -24,4 +24,6 @@ def located(step: int, index: int, bucket: Bucket, transport: Transport) -> Iter
         if isinstance(error, TransportError):
             sequence = transport.sequence if error.sequence is None else error.sequence
             raise TransportError(message, error.ranks, index, names, sequence) from error
-        raise type(error)(message) from error
+        told = type(error)(message)
+        vars(told).update(vars(error))
+        raise told from error

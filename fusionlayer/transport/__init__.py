@@ -1,5 +1,7 @@
 """Transports: who moves the bytes. ``c10d`` for any torch process group, ``local`` for ranks that are threads."""
 
 from ._base import Transport
+from .c10d import C10dTransport
+from .local import LocalTransport
 
-__all__ = ["Transport"]
+__all__ = ["C10dTransport", "LocalTransport", "Transport"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,10 @@ class Call:
         _check_rank(source, size, "recv from", rank)
         _describe(x, "recv")
         return cls(f"message with tag {tag}", recvs=(nbytes(x),), partner=source)
+
+    def key(self, sequence: int = 0) -> int:
+        """Return 32 bits that differ from those of other calls, and of other collectives (counted from 1)."""
+        return zlib.crc32(f"{sequence} {self.what}".encode())
 
     def conflict(self, rank: int, other: Call, other_rank: int) -> str | None:
         """Return why this rank's call and the ``other`` rank's can never complete together, or None."""

@@ -9,6 +9,7 @@ part of the tag: messages of different length never meet, which is a time-out in
 from __future__ import annotations
 
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -31,9 +32,14 @@ TAIL_BYTES = 4096
 SPLIT_FROM_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
 
-# Below, one exchange of everything with everybody is faster than two exchanges of a share each.
+# A sum is made by one exchange of everything below the first length, by two exchanges of a share each below the second
+# and by gloo from there on, whose ring keeps one stream on each link and wins 3 to 15 % on 4 hosts. gloo would round
+# 16-bit floats at every hop.
 WHOLE_BELOW_BYTES = 8 << 10
+RING_FROM_BYTES = 1 << 20
+RING_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
+_SECOND_STEP = 1 << 32
 _NEVER_SENT = 0x7FFFFFFF
 
 
@@ -50,16 +56,17 @@ class GlooLink(Link):
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._lock = threading.Lock()
         # torch's stubs know only a part of its methods.
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout)
         )
 
     def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        group = self._group
-        if group is None:
-            raise LinkError(self._rank, "the transport is closed")
-        deadline = time.monotonic() + self._timeout
+        self._exchange(outgoing, incoming, self._deadline())
+
+    def _exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message], deadline: float) -> None:
+        group = self._open_group()
         peer = self._rank
         try:
             # The order of the waits is the one in which a loss is noticed soonest.
@@ -93,38 +100,42 @@ class GlooLink(Link):
             self.close()
             raise LinkError(peer, str(error)) from None
 
-    def all_reduce(self, x: Tensor, number: int) -> None:
-        if nbytes(x) < WHOLE_BELOW_BYTES:
-            every = x.new_empty(self._size, x.numel())
+    def all_reduce(self, x: Tensor, key: int) -> None:
+        deadline = self._deadline()
+        if nbytes(x) >= RING_FROM_BYTES and x.dtype in RING_DTYPES:
+            self._ring_all_reduce(x, key, deadline)
+        elif nbytes(x) < WHOLE_BELOW_BYTES:
+            every = list(x.new_empty(self._size, x.numel()).unbind(0))
             every[self._rank] = x
-            self._all_gather(x, list(every.unbind(0)), (number, 0))
-            sum_in_rank_order(list(every.unbind(0)), x)
-            return
-        shares = self._shares(x)
-        mine = shares[self._rank]
-        parts = list(mine.new_empty(self._size, mine.numel()).unbind(0))
-        self._swap(shares, parts, (number, 0))
-        parts[self._rank] = mine
-        sum_in_rank_order(parts, mine)
-        self._all_gather(mine, shares, (number, 1))
+            self._all_gather(x, every, key, deadline)
+            sum_in_rank_order(every, x)
+        else:
+            shares = self._shares(x)
+            mine = shares[self._rank]
+            parts = list(mine.new_empty(self._size, mine.numel()).unbind(0))
+            self._swap(shares, parts, key, deadline)
+            parts[self._rank] = mine
+            sum_in_rank_order(parts, mine)
+            self._all_gather(mine, shares, key + _SECOND_STEP, deadline)
 
-    def broadcast(self, x: Tensor, root: int, number: int) -> None:
+    def broadcast(self, x: Tensor, root: int, key: int) -> None:
+        deadline = self._deadline()
         nothing = x[:0]
-        if self._size == 2 or x.numel() < WHOLE_BELOW_BYTES:
-            whole_from = [x if rank == root != self._rank else nothing for rank in range(self._size)]
-            self._swap([x if self._rank == root else nothing] * self._size, whole_from, (number, 0))
-            return
-        shares = self._shares(x)
+        whole = self._size == 2 or x.numel() < WHOLE_BELOW_BYTES
+        shares = [x] * self._size if whole else self._shares(x)
         mine = shares[self._rank]
         self._swap(
             shares if self._rank == root else [nothing] * self._size,
             [mine if rank == root else nothing for rank in range(self._size)],
-            (number, 0),
+            key,
+            deadline,
         )
-        self._all_gather(mine, shares, (number, 1))
+        if not whole:
+            self._all_gather(mine, shares, key + _SECOND_STEP, deadline)
 
     def close(self) -> None:
-        group, self._group = self._group, None
+        with self._lock:
+            group, self._group = self._group, None
         if group is None:
             return
         for step in range(1, self._size):
@@ -134,28 +145,49 @@ class GlooLink(Link):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
-                    return
+                    break
+        # The group's own threads may be in a collective until its time is out, and its destructor waits for them.
+        last = [group]
+        del group
+        threading.Thread(target=last.clear, name="fusionlayer gloo", daemon=True).start()
 
-    def _swap(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], key: tuple[int, int]) -> None:
+    def _ring_all_reduce(self, x: Tensor, key: int, deadline: float) -> None:
+        following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
+        # gloo would abort the process if a neighbour in its ring were in another call, or had another length. This byte
+        # arrives only if the neighbour is in the same.
+        note = torch.zeros(2, dtype=torch.uint8)
+        self._exchange([Message(following, note[:1], key)], [Message(previous, note[1:], key)], deadline)
+        try:
+            _wait(self._open_group().allreduce([x]), deadline)
+        except RuntimeError as error:
+            self.close()
+            raise LinkError(previous, str(error)) from None
+
+    def _swap(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], key: int, deadline: float) -> None:
         """Send ``sends[j]`` to rank j, receive ``recvs[j]`` from it; the entries of this rank are left alone."""
-        self.exchange(
-            *(
-                [
-                    Message(peer, data, key)
-                    for step in range(1, self._size)
-                    if (data := xs[peer := (self._rank + way * step) % self._size].view(torch.uint8)).numel()
-                ]
-                for way, xs in ((1, sends), (-1, recvs))
-            )
+        around = [(self._rank + step) % self._size for step in range(1, self._size)]
+        self._exchange(
+            [Message(peer, sends[peer].view(torch.uint8), key) for peer in around if sends[peer].numel()],
+            [Message(peer, recvs[peer].view(torch.uint8), key) for peer in reversed(around) if recvs[peer].numel()],
+            deadline,
         )
 
-    def _all_gather(self, mine: Tensor, every: Sequence[Tensor], key: tuple[int, int]) -> None:
-        self._swap([mine] * self._size, every, key)
+    def _all_gather(self, mine: Tensor, every: Sequence[Tensor], key: int, deadline: float) -> None:
+        self._swap([mine] * self._size, every, key, deadline)
 
     def _shares(self, x: Tensor) -> list[Tensor]:
         """Return ``x`` (n,) cut in one piece per rank."""
         bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
         return [x[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout
+
+    def _open_group(self) -> Any:
+        group = self._group
+        if group is None:
+            raise LinkError(self._rank, "the connections are closed")
+        return group
 
 
 def _split(data: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -164,8 +196,8 @@ def _split(data: Tensor) -> tuple[Tensor | None, Tensor]:
     return data[:-TAIL_BYTES], data[-TAIL_BYTES:]
 
 
-def _tag(key: tuple[int, int], length: int, part: int) -> int:
-    return zlib.crc32(struct.pack("<qqqb", *key, length, part)) & 0x7FFFFFFF
+def _tag(key: int, length: int, part: int) -> int:
+    return zlib.crc32(struct.pack("<qqb", key, length, part)) & 0x7FFFFFFF
 
 
 def _wait(work: dist.Work, deadline: float) -> None:

@@ -13,11 +13,11 @@ __all__ = ["Link", "LinkError", "Message"]
 
 
 class Message(NamedTuple):
-    """A tensor for, or from, a peer. ``key`` is equal on both ends, and unlike that of any other message under way."""
+    """A tensor for, or from, a peer. ``key`` is 32 bits, equal on both ends, unlike that of any other under way."""
 
     peer: int
     data: Tensor
-    key: tuple[int, int]
+    key: int
 
 
 class LinkError(Exception):
@@ -42,12 +42,12 @@ class Link(ABC):
         """Send and receive all of them at once; uint8, none of them empty."""
 
     @abstractmethod
-    def all_reduce(self, x: Tensor, number: int) -> None:
-        """Replace ``x`` (n,) by its sum over ranks. ``number``: of this collective, equal on all ranks."""
+    def all_reduce(self, x: Tensor, key: int) -> None:
+        """Replace ``x`` (n,) by its sum over ranks. ``key``: as for the messages of an exchange."""
 
     @abstractmethod
-    def broadcast(self, x: Tensor, root: int, number: int) -> None:
-        """Replace ``x`` (n,) uint8 by rank ``root``'s. ``number``: of this collective, equal on all ranks."""
+    def broadcast(self, x: Tensor, root: int, key: int) -> None:
+        """Replace ``x`` (n,) uint8 by rank ``root``'s. ``key``: as for the messages of an exchange."""
 
     @abstractmethod
     def close(self) -> None:

@@ -49,11 +49,11 @@ class NcclLink(Link):
                 self._group.recv([data], peer, 0)
             self._group._end_coalescing().wait()
 
-    def all_reduce(self, x: Tensor, number: int) -> None:
+    def all_reduce(self, x: Tensor, key: int) -> None:
         with self._operation():
             self._group.allreduce([x]).wait()
 
-    def broadcast(self, x: Tensor, root: int, number: int) -> None:
+    def broadcast(self, x: Tensor, root: int, key: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root
         with self._operation():

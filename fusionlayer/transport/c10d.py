@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,13 @@ from ._calls import Call, nbytes
 from ._gloo import GlooLink
 from ._link import Link, LinkError, Message
 from ._nccl import NcclLink
+from ._signs import Finding, lost_store
 from ._staging import bring, bring_back, space
-from .heartbeat import Finding, Watch
+from .heartbeat import Watch
 
 __all__ = ["C10dTransport"]
 
-_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class C10dTransport(Transport):
             link = self._link_for(*sends, *recvs)
             sources, targets = bring(sends, link.device), space(recvs, link.device)
             around = [(self.rank + step) % self.size for step in range(1, self.size)]
-            key = (self.sequence, 0)
+            key = call.key(self.sequence)
             link.exchange(
                 [Message(peer, sources[peer], key) for peer in around if call.sends[peer]],
                 [Message(peer, targets[peer], key) for peer in reversed(around) if call.recvs[peer]],
@@ -105,22 +106,24 @@ class C10dTransport(Transport):
             self.bytes_sent += sum(call.sends) - call.sends[self.rank]
 
     def all_reduce(self, x: Tensor) -> None:
-        with self._in(Call.all_reduce(x), counted=True):
+        call = Call.all_reduce(x)
+        with self._in(call, counted=True):
             if self.size == 1:
                 return
             link = self._link_for(x)
             (near,) = bring([x], link.device)
-            link.all_reduce(near.view(-1), self.sequence)
+            link.all_reduce(near.view(-1), call.key(self.sequence))
             bring_back([near], [x])
             self.bytes_sent += 2 * (self.size - 1) * nbytes(x) // self.size
 
     def broadcast(self, x: Tensor, root: int) -> None:
-        with self._in(Call.broadcast(x, root, self.size), counted=True):
+        call = Call.broadcast(x, root, self.size)
+        with self._in(call, counted=True):
             if self.size == 1:
                 return
             link = self._link_for(x)
             (near,) = bring([x], link.device)
-            link.broadcast(near.view(-1).view(torch.uint8), root, self.sequence)
+            link.broadcast(near.view(-1).view(torch.uint8), root, call.key(self.sequence))
             bring_back([near], [x])
             self.bytes_sent += (self.size - 1) * nbytes(x) * (self.rank == root)
 
@@ -129,15 +132,16 @@ class C10dTransport(Transport):
         with self._in(call, counted=False):
             link = self._link_for(x)
             (near,) = bring([x.view(-1).view(torch.uint8)], link.device)
-            link.exchange([Message(to, near, (tag, -1))] if near.numel() else [], [])
+            link.exchange([Message(to, near, call.key())] if near.numel() else [], [])
             self.bytes_sent += nbytes(x)
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
-        with self._in(Call.recv(x, self.rank, source, tag, self.size), counted=False):
+        call = Call.recv(x, self.rank, source, tag, self.size)
+        with self._in(call, counted=False):
             link = self._link_for(x)
             flat = x.view(-1).view(torch.uint8)
             (near,) = space([flat], link.device)
-            link.exchange([], [Message(source, near, (tag, -1))] if near.numel() else [])
+            link.exchange([], [Message(source, near, call.key())] if near.numel() else [])
             bring_back([near], [flat])
 
     def duplicate(self) -> C10dTransport:
@@ -153,33 +157,39 @@ class C10dTransport(Transport):
 
     def _connect(self) -> None:
         """Meet the other ranks and connect to them."""
-        meeting = self._meeting
-        self._watch = Watch(
-            meeting.store,
-            meeting.name,
-            self.rank,
-            self.size,
-            self.timeout,
-            self._stall_warning,
-            meeting.keeper,
-            is_overdue=lambda: any(link.is_overdue() for link in self._links.values()),
-            interrupt=self._drop_links,
-        )
-        missing = self._watch.meet(self.timeout)
+        meeting, links = self._meeting, self._links
+        try:
+            watch = Watch(
+                meeting.store,
+                meeting.name,
+                self.rank,
+                self.size,
+                self.timeout,
+                self._stall_warning,
+                meeting.keeper,
+                is_overdue=lambda: any(link.is_overdue() for link in links.values()),
+                interrupt=lambda: _close_all(links),
+            )
+            missing = watch.meet(self.timeout)
+        except RuntimeError as error:
+            lost = lost_store(meeting.store, meeting.keeper)
+            raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
         if missing:
             raise TransportError(
                 f"rank {self.rank}: ranks {missing} did not come within {self.timeout:g} s to make a transport; every "
                 "rank of the group must make it",
                 missing,
             )
+        self._watch = watch
         store = dist.PrefixStore(meeting.name, meeting.store)
         try:
             if meeting.gloo:
-                self._links["cpu"] = GlooLink(store, self.rank, self.size, self.timeout)
+                links["cpu"] = GlooLink(store, self.rank, self.size, self.timeout)
             if meeting.nccl:
-                self._links["cuda"] = NcclLink(store, self.rank, self.size, self.timeout)
+                links["cuda"] = NcclLink(store, self.rank, self.size, self.timeout)
         except RuntimeError as error:
             raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error
+        weakref.finalize(self, _abandon, links, watch).atexit = False
 
     def _link_for(self, *xs: Tensor) -> Link:
         """Return what moves these tensors, which may have to be brought to its device."""
@@ -210,7 +220,7 @@ class C10dTransport(Transport):
     def _fail(self, error: LinkError, what: str) -> TransportError:
         """Close the transport for what has gone wrong; return the error that says what that was."""
         assert self._watch is not None
-        self._drop_links()
+        _close_all(self._links)
         finding = self._watch.diagnose()
         if not finding.ranks:
             lost = f"the connection to rank {error.peer} was lost, though its process is alive"
@@ -226,13 +236,19 @@ class C10dTransport(Transport):
     def _shut(self, failure: TransportError, finding: Finding | None) -> None:
         """Make every later call raise ``failure``, and leave word of the finding, if it was one that ends it."""
         self._failure = failure
-        self._drop_links()
+        _close_all(self._links)
         if self._watch is not None:
             self._watch.end(finding)
 
-    def _drop_links(self) -> None:
-        for link in self._links.values():
-            link.close()
+
+def _close_all(links: Mapping[str, Link]) -> None:
+    for link in links.values():
+        link.close()
+
+
+def _abandon(links: Mapping[str, Link], watch: Watch) -> None:
+    _close_all(links)
+    watch.end()
 
 
 def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:

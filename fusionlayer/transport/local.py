@@ -17,7 +17,7 @@ from ._base import Transport
 from ._calls import Call, nbytes
 from ._sum import sum_in_rank_order
 
-__all__ = ["LocalTransport", "current", "run"]
+__all__ = ["LocalTransport", "alone", "current", "run"]
 
 Result = TypeVar("Result")
 
@@ -27,6 +27,11 @@ _current: ContextVar[LocalTransport | None] = ContextVar("fusionlayer_local_tran
 def current() -> LocalTransport | None:
     """Return the transport of the rank that the calling thread is, or None outside ``run``."""
     return _current.get()
+
+
+def alone() -> LocalTransport:
+    """Return the transport of a job of one rank."""
+    return LocalTransport(_Group(_Hub(), 1, timeout=60.0), 0)
 
 
 def run(fn: Callable[[int], Result], world: int, *, timeout: float = 60.0) -> list[Result]:
@@ -100,8 +105,9 @@ class LocalTransport(Transport):
         self._end(recvs)
 
     def all_reduce(self, x: Tensor) -> None:
+        call = Call.all_reduce(x)
         flat = x.view(-1)
-        offered: list[Tensor] = self._begin(Call.all_reduce(x), flat)
+        offered: list[Tensor] = self._begin(call, flat)
         bounds = [flat.numel() * r // self.size for r in range(self.size + 1)]
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         total = torch.empty_like(flat[mine])
@@ -135,7 +141,7 @@ class LocalTransport(Transport):
         letter = self._group.take_letter(self, source, tag)
         conflict = call.conflict(self.rank, Call.send(letter, source, self.rank, tag, self.size), source)
         if conflict:
-            raise self._group.fail_call(self, conflict, [source])
+            raise self._group.fail_call(self, conflict, sorted((self.rank, source)))
         x.view(-1).view(torch.uint8).copy_(letter.view(-1).view(torch.uint8))
         self._settle([x])
 
@@ -153,7 +159,9 @@ class LocalTransport(Transport):
         for other, (their_call, _) in enumerate(met):
             conflict = call.conflict(self.rank, their_call, other)
             if conflict:
-                raise self._group.fail_call(self, f"{conflict}; make the same calls on every rank", [other])
+                raise self._group.fail_call(
+                    self, f"{conflict}; make the same calls on every rank", sorted((self.rank, other))
+                )
         return [theirs for _, theirs in met]
 
     def _end(self, written: Sequence[Tensor]) -> None:

@@ -62,7 +62,7 @@ def uniform(seed: int, offset: int, count: int) -> F32:
     a, b, c = philox_key(seed)
     numbers = offset + np.arange(count, dtype=np.uint64)
     high, low = (numbers >> np.uint64(32)).astype(np.uint32), numbers.astype(np.uint32)
-    h = low ^ np.uint32(a) ^ (high * np.uint32(0x9E3779B9))
+    h = low * np.uint32(0x9E3779B1) + (np.uint32(a) ^ (high * np.uint32(0x9E3779B9)))
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x7FEB352D)
     h = (h ^ (h >> np.uint32(15))) + np.uint32(b) + high * np.uint32(c)

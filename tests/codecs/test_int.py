@@ -98,7 +98,17 @@ def test_bits_per_element_are_as_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"bits": 5}, {"bits": "8"}, {"group_size": 48}, {"group_size": 16}, {"hadamard": 1}, {"rounding": "up"}]
+    "options",
+    [
+        {"bits": 5},
+        {"bits": "8"},
+        {"bits": 8.0},
+        {"group_size": 48},
+        {"group_size": 16},
+        {"group_size": 128.0},
+        {"hadamard": 1},
+        {"rounding": "up"},
+    ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -15,7 +15,6 @@ import fusionlayer
 from fusionlayer import native
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
-
 from tests.synthetic import awkward
 
 from .conformance import DTYPES, as_bits, blank, encoded, rows
@@ -46,7 +45,8 @@ def everything(codec: Codec, n: int, dtype: torch.dtype) -> list[Tensor]:
     """Return the bits of what every verb makes of ``n`` elements."""
     x, residual = awkward(n, codec.block, dtype), torch.full((n,), 1e-3)
     messages = rows(codec, 3, n, dtype, x.device)
-    payload, recoded = encoded(codec, x, seed=7, offset=codec.block, residual=residual), blank(codec, n, dtype, x.device)
+    payload = encoded(codec, x, seed=7, offset=codec.block, residual=residual)
+    recoded = blank(codec, n, dtype, x.device)
     lost, decoded, total = residual.clone(), torch.empty_like(x), x.clone()
     codec.decode(payload, decoded)
     codec.decode_sum(messages, total, add=True)
@@ -91,7 +91,7 @@ def test_an_unknown_instruction_set_is_refused(restored: None) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("given, expected", [("baseline", "baseline"), ("sparc", "FUSIONLAYER_ISA='sparc' cannot be used")])
+@pytest.mark.parametrize("given, expected", [("baseline", "baseline"), ("sparc", "FUSIONLAYER_ISA='sparc' cannot")])
 def test_the_environment_chooses_the_instruction_set(given: str, expected: str) -> None:
     code = (
         "from fusionlayer import native\nfrom fusionlayer.errors import ConfigError\n"

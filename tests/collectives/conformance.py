@@ -1,14 +1,14 @@
 """What every collective must do with every codec, over any transport.
 
-The functions run on all ranks at once. Each rank knows the inputs of all, so each checks the result by itself; what only
-a comparison can show (equal bits, residuals) travels over the transport under test.
+The functions run on all ranks at once. Each rank knows the inputs of all, so each checks the result by itself; what
+only a comparison can show (equal bits, residuals) travels over the transport under test.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from tests.synthetic import gradient
 WORLDS = (1, 2, 3, 4, 5, 8)
 LENGTHS = (0, 1, 2, 7, 127, 128, 129, 1000, 4097)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STEPS = 3
+STEPS = 2
 
 Pair = tuple[str, Codec]
 
@@ -45,13 +45,13 @@ def takes(name: str, codec: Codec) -> bool:
     return over_threads(1, body)[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def given(rank: int, step: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return what a rank brings into a step; not to be written to."""
     return gradient(numel, 1000 * rank + step, dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def coarseness(codec: Codec, numel: int, dtype: torch.dtype) -> float:
     """Return the largest relative error, in the Euclidean norm, that the codec made on some tensors of this length."""
     errors = [0.0]
@@ -143,5 +143,5 @@ def conform(
         for numel in lengths:
             sums_are_close_and_equal(transport, name, codec, numel, dtype, device)
             nothing_is_lost(transport, name, codec, numel, dtype, device)
-            if numel:
+            if numel in (1, 129, 1000):
                 non_finite_values_surface(transport, name, codec, numel, dtype, device)

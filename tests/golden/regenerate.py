@@ -1,7 +1,7 @@
 """Golden files: bytes that may only change on purpose.
 
-After a wanted change of the wire format, or with a new codec: ``python -m tests.golden.regenerate`` from the root of the
-repository, and the difference of the files belongs to the change.
+After a wanted change of the wire format, or with a new codec: ``python -m tests.golden.regenerate`` from the root of
+the repository, and the difference of the files belongs to the change.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def test_clipping_after_unscale() -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
-    "options", [{"codec": "raw"}, {"codec": "fp16"}, {"codec": "int8", "error_feedback": True}], ids=lambda o: o["codec"]
+    "options",
+    [{"codec": "raw"}, {"codec": "fp16"}, {"codec": "int8", "error_feedback": True}],
+    ids=lambda o: o["codec"],
 )
 def test_infinity_on_one_rank_makes_all_ranks_skip(options: dict[str, Any], clip: bool) -> None:
     def rank_main(rank: int) -> None:

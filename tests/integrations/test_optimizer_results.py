@@ -368,6 +368,11 @@ def test_sparse_gradients_are_refused_or_made_dense() -> None:
 
 
 def test_closures_are_evaluated_with_reduced_gradients() -> None:
+    """Also the closure of a rank that has nothing to contribute: the last one, in step 1."""
+
+    def loss_at(model: nn.Module, rank: int, step: int) -> Tensor:
+        return loss_of(model, rank, step) * (rank < 2 or step != 1)
+
     def rank_main(rank: int) -> tuple[Tensor, list[float]]:
         model = make_model()
         optimizer = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
@@ -376,16 +381,25 @@ def test_closures_are_evaluated_with_reduced_gradients() -> None:
 
             def closure(step: int = step) -> Tensor:
                 optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
+                loss = loss_at(model, rank, step)
+                if loss.item():
+                    loss.backward()
                 return loss
 
             losses.append(optimizer.step(closure).item())
         return weights(model), losses
 
     results = local.run(rank_main, 3)
-    assert torch.equal(assert_same_bits([w for w, _ in results]), reference(3, 3, sgd))
+    result = assert_same_bits([w for w, _ in results])
     assert results[0][1] != results[1][1], "step() returns the rank's own loss"
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(3):
+            (loss_at(model, rank, step) / 3).backward()
+        optimizer.step()
+    torch.testing.assert_close(result, weights(model), rtol=1e-5, atol=1e-7)
 
 
 def test_lbfgs_is_refused_because_each_rank_would_search_by_its_own_loss() -> None:

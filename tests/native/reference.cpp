@@ -1,5 +1,5 @@
 // The codecs one element at a time, from the scalar specification in csrc/core alone: what the libraries are compared
-// with. It has the four verbs of the C ABI, checks no argument and cares for no speed.
+// with. It has the four verbs of the C ABI; it checks no argument and cares for no speed.
 #include <cstring>
 #include <vector>
 
@@ -183,6 +183,15 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
     add_messages(codec, *in, values);
     encode_values(codec, values, residual, *out, 0);
   });
+}
+
+// What stochastic rounding adds to elements first .. first + n - 1.
+void reference_noise(uint64_t seed, uint64_t first, int64_t n, float *out) {
+  const fl::RngKey key = fl::make_key(seed);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t number = first + uint64_t(i);
+    out[i] = fl::rounding_noise(fl::random_bits(fl::key_at(key, number), uint32_t(number)));
+  }
 }
 
 }  // extern "C"

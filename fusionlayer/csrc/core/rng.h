@@ -1,6 +1,7 @@
 // Counter-based randomness: a value is a pure function of (seed, element number), whatever the launch shape, sharding or
 // device. Philox4x32-10 (Salmon et al., SC 2011) makes the key once per call; a two-multiply mixer with the key injected
-// twice turns the element number into 32 bits.
+// twice turns the element number into 32 bits. The numbers are spread out by an odd factor first: mixed as they come,
+// neighbours would be far from independent. (Kernels that walk through elements add the factor instead.)
 #pragma once
 
 #include "portable.h"
@@ -37,9 +38,11 @@ FL_HD RngKey key_at(RngKey key, uint64_t element) {
   return {key.a ^ (high * 0x9e3779b9u), key.b + high * key.c, key.c};
 }
 
+constexpr uint32_t kSpread = 0x9e3779b1u;
+
 // 32 random bits of element number `low` (lower 32 bits; the upper ones are in the key).
 FL_HD uint32_t random_bits(RngKey key, uint32_t low) {
-  uint32_t h = low ^ key.a;
+  uint32_t h = low * kSpread + key.a;
   h ^= h >> 16;
   h *= 0x7feb352du;
   h = (h ^ (h >> 15)) + key.b;

@@ -9,7 +9,6 @@ namespace fl::FL_ISA {
 template <class Wire>
 class CastCodec {
  public:
-  static constexpr int kMaxTile = kCastUnit;
   static constexpr bool kCanonical = false;
 
   using Message = Wire *;

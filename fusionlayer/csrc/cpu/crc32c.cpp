@@ -102,17 +102,17 @@ __attribute__((target("sse4.2"))) uint32_t update_sse42(uint32_t crc, const uint
   return crc;
 }
 
-using Update = uint32_t (*)(uint32_t, const uint8_t *, size_t);
-const Update update = __builtin_cpu_supports("sse4.2") ? update_sse42 : update_portable;
-
-#else
-
-constexpr auto update = update_portable;
+const bool has_sse42 = __builtin_cpu_supports("sse4.2");
 
 #endif
 
 }  // namespace
 
-uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n) { return ~update(~crc, data, n); }
+uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n, [[maybe_unused]] bool portable) {
+#if defined(__x86_64__)
+  if (has_sse42 && !portable) return ~update_sse42(~crc, data, n);
+#endif
+  return ~update_portable(~crc, data, n);
+}
 
 }  // namespace fl

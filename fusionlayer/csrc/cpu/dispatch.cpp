@@ -164,7 +164,10 @@ const char *fl_build_info(void) {
 const char *fl_last_error(void) { return ""; }
 
 uint32_t fl_crc32c(uint32_t crc, const void *data, int64_t n) {
-  return n > 0 ? fl::crc32c(crc, static_cast<const uint8_t *>(data), size_t(n)) : crc;
+  if (n <= 0) return crc;
+  const fl::Isa *isa = fl::selected;
+  const bool portable = isa && isa->kernels == &fl::baseline::kernels;  // baseline on request is baseline throughout
+  return fl::crc32c(crc, static_cast<const uint8_t *>(data), size_t(n), portable);
 }
 
 int fl_select_isa(const char *name) {

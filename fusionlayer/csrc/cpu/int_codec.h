@@ -8,9 +8,8 @@
 
 namespace fl::FL_ISA {
 
-// random_bits and rounding_noise of core/rng.h.
-FL_INLINE vf rounding_noise(RngKey key, vu low) {
-  vu h = low ^ key.a;
+// rounding_noise and random_bits of core/rng.h, the latter from low * kSpread + key.a.
+FL_INLINE vf rounding_noise(RngKey key, vu h) {
   h ^= h >> 16;
   h *= 0x7feb352du;
   h = (h ^ (h >> 15)) + key.b;
@@ -22,8 +21,6 @@ FL_INLINE vf rounding_noise(RngKey key, vu low) {
 template <int kBits, bool kHadamard, bool kStochastic>
 class IntCodec {
  public:
-  static constexpr int kMaxTile = 4096;
-
   struct Message {
     float *scales;
     uint8_t *codes;
@@ -90,12 +87,8 @@ class IntCodec {
   }
 
  private:
-  static constexpr int kTile = TILE1;
-  static constexpr int kMaxGroups = kTile / kBlock;
-#ifndef SBS
-#define SBS 4
-#endif
-  static constexpr int kSideBySide = SBS;
+  static constexpr int kMaxGroups = kMaxTile / kBlock;
+  static constexpr int kSideBySide = 4;  // blocks
 
   int group_bytes() const { return group_ * kBits / 8; }
 
@@ -166,33 +159,29 @@ class IntCodec {
     }
   }
 
-  // The code of each lane in its low bits; the bits above are not zero.
-  static FL_INLINE void round16(const float *values, float inverse, RngKey key, uint32_t number, vi (&codes)[kQuad]) {
+  // The codes of 16 values in the low bits of the lanes; the bits above are not zero. `spread` is that of the element
+  // numbers of the first lanes.
+  static FL_INLINE void round16(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[kQuad]) {
     for (int j = 0; j < kQuad; ++j) {
       vf v = load(values + j * kLanes) * inverse;
-      if constexpr (kStochastic) {
-        constexpr float qmax = int_qmax(kBits);
-        v += rounding_noise(key, iota() + (number + j * kLanes));
-        v = v < qmax ? v : broadcast(qmax);
-        v = v > -qmax ? v : broadcast(-qmax);
-      }
-      codes[j] = (vi)(v + 12582912.0f);
+      if constexpr (kStochastic) v = clamp(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
+      codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h; without noise no code exceeds qmax
     }
   }
 
-  FL_INLINE void quantize(const float *values, float inverse, RngKey key, uint32_t number, uint8_t *codes) const {
-    vi low[kQuad];
+  FL_INLINE void quantize(const float *values, float inverse, RngKey key, uint32_t first, uint8_t *codes) const {
+    vu spread = (iota() + first) * kSpread + key.a;
+    vi low[kQuad], high[kQuad];
     if constexpr (kBits == 8) {
-      for (int i = 0; i < group_; i += 16) {
-        round16(values + i, inverse, key, number + i, low);
+      for (int i = 0; i < group_; i += 16, spread += 16 * kSpread) {
+        round16(values + i, inverse, key, spread, low);
         store_low_bytes(codes + i, low);
       }
     } else {
       const int half = group_ / 2;
-      for (int i = 0; i < half; i += 16) {
-        vi high[kQuad];
-        round16(values + i, inverse, key, number + i, low);
-        round16(values + half + i, inverse, key, number + half + i, high);
+      for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
+        round16(values + i, inverse, key, spread, low);
+        round16(values + half + i, inverse, key, spread + half * kSpread, high);
         for (int j = 0; j < kQuad; ++j) low[j] = (low[j] & 15) | (high[j] << 4 & 0xf0);
         store_low_bytes(codes + i, low);
       }

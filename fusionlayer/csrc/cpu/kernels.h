@@ -19,7 +19,10 @@ struct Job {
 
 // Work is counted in units that no two threads share: groups, or kCastUnit elements. The units of encode and decode run
 // over all messages, those of decode_sum and recode over one.
-constexpr int kCastUnit = 1024;
+constexpr int kCastUnit = 512;
+
+// Kernels walk through L1 in tiles of whole units, of at most as many elements.
+constexpr int kMaxTile = 4096;
 
 struct Kernels {
   using Verb = void(const Job &job, int64_t begin, int64_t end);

@@ -73,6 +73,19 @@ FL_INLINE void store(float *p, vf v) {
   *reinterpret_cast<unaligned *>(p) = v;
 }
 
+// v limited to -bound..bound; not for NaN.
+FL_INLINE vf clamp(vf v, float bound) {
+  const vf high = broadcast(bound), low = broadcast(-bound);
+#if defined(FL_AVX512)
+  return _mm512_max_ps(_mm512_min_ps(v, high), low);
+#elif defined(FL_AVX2)
+  return _mm256_max_ps(_mm256_min_ps(v, high), low);
+#else
+  const vf limited = v < high ? v : high;
+  return limited > low ? limited : low;
+#endif
+}
+
 // Butterflies --------------------------------------------------------------------------------------------------------
 
 template <int H, int... I>
@@ -196,40 +209,44 @@ FL_INLINE void load_bytes(const uint8_t *p, vi (&v)[kQuad]) {
 #endif
 }
 
-// 16 half words <-> 16 lanes of 32 bits -------------------------------------------------------------------------------
+// 32 half words <-> upper halves of 32 lanes of 32 bits ----------------------------------------------------------------
 
-FL_INLINE void store_low_halves(uint16_t *p, const vi (&v)[kQuad]) {
+FL_INLINE void store_high_halves(uint16_t *p, const vi (&v)[kVectors]) {
 #if defined(FL_AVX512)
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16((__m512i)v[0]));
+  const vu odd = (iota() * 4 + 1) | (iota() * 4 + 3) << 16;  // of the 64 halves of both
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi16((__m512i)v[0], (__m512i)odd, (__m512i)v[1]));
 #elif defined(FL_AVX2)
-  const vi low = broadcast(0xffff);
-  const __m256i halves = _mm256_packus_epi32((__m256i)(v[0] & low), (__m256i)(v[1] & low));  // 64-bit units 0 2 1 3
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm256_permute4x64_epi64(halves, 0xd8));
-#elif defined(FL_SSE2)
-  for (int j = 0; j < 2; ++j) {  // packing saturates signed: sign-extend the low halves first
-    const vi a = v[2 * j] << 16 >> 16, b = v[2 * j + 1] << 16 >> 16;
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j), _mm_packs_epi32((__m128i)a, (__m128i)b));
+  for (int j = 0; j < 2; ++j) {
+    const __m256i a = (__m256i)((vu)v[2 * j] >> 16), b = (__m256i)((vu)v[2 * j + 1] >> 16);
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);  // it packs 64-bit units 0 2 1 3
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p + 16 * j), halves);
   }
+#elif defined(FL_SSE2)
+  for (int j = 0; j < 4; ++j)
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j),
+                     _mm_packs_epi32((__m128i)(v[2 * j] >> 16), (__m128i)(v[2 * j + 1] >> 16)));
 #else
-  for (int i = 0; i < 16; ++i) p[i] = uint16_t(v[i / kLanes][i % kLanes]);
+  for (int i = 0; i < kBlock; ++i) p[i] = uint16_t(v[i / kLanes][i % kLanes] >> 16);
 #endif
 }
 
-// 16 half words as unsigned integers.
-FL_INLINE void load_halves(const uint16_t *p, vi (&v)[kQuad]) {
+FL_INLINE void load_high_halves(const uint16_t *p, vi (&v)[kVectors]) {
 #if defined(FL_AVX512)
-  v[0] = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
-#elif defined(FL_AVX2)
+  const __m512i halves = _mm512_loadu_si512(p);
+  const vu which = iota() << 16;
   for (int j = 0; j < 2; ++j)
-    v[j] = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j)));
+    v[j] = (vi)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, (__m512i)(which + (j << 20)), halves);
+#elif defined(FL_AVX2)
+  for (int j = 0; j < kVectors; ++j)
+    v[j] = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j))) << 16;
 #elif defined(FL_SSE2)
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < kVectors / 2; ++j) {
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j));
-    v[2 * j] = (vi)_mm_unpacklo_epi16(halves, _mm_setzero_si128());
-    v[2 * j + 1] = (vi)_mm_unpackhi_epi16(halves, _mm_setzero_si128());
+    v[2 * j] = (vi)_mm_unpacklo_epi16(_mm_setzero_si128(), halves);
+    v[2 * j + 1] = (vi)_mm_unpackhi_epi16(_mm_setzero_si128(), halves);
   }
 #else
-  for (int i = 0; i < 16; ++i) v[i / kLanes][i % kLanes] = p[i];
+  for (int i = 0; i < kBlock; ++i) v[i / kLanes][i % kLanes] = int32_t(uint32_t(p[i]) << 16);
 #endif
 }
 
@@ -271,85 +288,79 @@ FL_INLINE Block residual_after(const Block &value, const Block &decoded, Block r
   return residual;
 }
 
-// Rounding takes the canonical NaN to the canonical NaN.
-FL_INLINE vi f32_to_bf16(vf f) {
-  const vu u = (vu)f;
-  return (vi)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-
 #if !defined(FL_AVX512) && !defined(FL_AVX2)
+// f16_to_f32 and f32_to_f16 of core/floats.h, the f16 in the upper half.
 FL_INLINE vf f16_to_f32(vi h) {
-  const vi sign = (h & 0x8000) << 16, magnitude = (h & 0x7fff) << 13;
+  const vi sign = h & INT32_MIN, magnitude = (vi)((vu)(h << 1) >> 4);
   const vi finite = (vi)((vf)magnitude * 0x1p112f);
   return (vf)(sign | (magnitude >= 0x0f800000 ? magnitude | 0x70000000 : finite));
 }
-
 FL_INLINE vi f32_to_f16(vf f) {
-  const vi a = magnitude_bits(f), sign = (vi)((vu)f >> 16 & 0x8000);
+  const vi a = magnitude_bits(f), sign = (vi)f & INT32_MIN;
   const vi subnormal = (vi)((vf)a + 0.5f) - 0x3f000000;
   const vi normal = (a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13;
   const vi finite = a < 0x38800000 ? subnormal : normal;
-  const vi any = sign | (a >= 0x477ff000 ? broadcast(0x7c00) : finite);
-  return a > int32_t(kF32Inf) ? broadcast(int32_t(kF16Nan)) : any;
+  const vi any = a >= 0x477ff000 ? broadcast(0x7c00) : finite;
+  return a > int32_t(kF32Inf) ? broadcast(kF16Nan << 16) : sign | any << 16;
 }
 #endif
 
-// 16 elements as f32.
-FL_INLINE void load16(const float *p, vf *v) {
-  for (int j = 0; j < kQuad; ++j) v[j] = load(p + j * kLanes);
-}
-FL_INLINE void load16(const Bf16 *p, vf *v) {
-  vi h[kQuad];
-  load_halves(&p->bits, h);
-  for (int j = 0; j < kQuad; ++j) v[j] = (vf)(h[j] << 16);
-}
-FL_INLINE void load16(const F16 *p, vf *v) {
-#if defined(FL_AVX512)
-  v[0] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
-#elif defined(FL_AVX2)
-  for (int j = 0; j < 2; ++j)
-    v[j] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j)));
-#else
-  vi h[kQuad];
-  load_halves(&p->bits, h);
-  for (int j = 0; j < kQuad; ++j) v[j] = f16_to_f32(h[j]);
-#endif
-}
-
-// 16 results, rounded to the element type. A NaN among them is canonical, and so it stays.
-FL_INLINE void store16(float *p, const vf *v) {
-  for (int j = 0; j < kQuad; ++j) store(p + j * kLanes, v[j]);
-}
-FL_INLINE void store16(Bf16 *p, const vf *v) {
-  vi h[kQuad];
-  for (int j = 0; j < kQuad; ++j) h[j] = f32_to_bf16(v[j]);
-  store_low_halves(&p->bits, h);
-}
-FL_INLINE void store16(F16 *p, const vf *v) {
-#if defined(FL_AVX512)
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(v[0], _MM_FROUND_TO_NEAREST_INT));
-#elif defined(FL_AVX2)
-  for (int j = 0; j < 2; ++j)
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j), _mm256_cvtps_ph(v[j], _MM_FROUND_TO_NEAREST_INT));
-#else
-  vi h[kQuad];
-  for (int j = 0; j < kQuad; ++j) h[j] = f32_to_f16(v[j]);
-  store_low_halves(&p->bits, h);
-#endif
-}
-
-template <class T>
-FL_INLINE Block load_block(const T *p) {
+FL_INLINE Block load_block(const float *p) {
   Block b;
-  load16(p, b.v);
-  load16(p + 16, b.v + kQuad);
+  for (int j = 0; j < kVectors; ++j) b.v[j] = load(p + j * kLanes);
   return b;
 }
 
-template <class T>
-FL_INLINE void store_block(T *p, const Block &b) {
-  store16(p, b.v);
-  store16(p + 16, b.v + kQuad);
+FL_INLINE Block load_block(const Bf16 *p) {
+  vi h[kVectors];
+  load_high_halves(&p->bits, h);
+  Block b;
+  for (int j = 0; j < kVectors; ++j) b.v[j] = (vf)h[j];
+  return b;
+}
+
+FL_INLINE Block load_block(const F16 *p) {
+  Block b;
+#if defined(FL_AVX512)
+  for (int j = 0; j < kVectors; ++j)
+    b.v[j] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 16 * j)));
+#elif defined(FL_AVX2)
+  for (int j = 0; j < kVectors; ++j)
+    b.v[j] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8 * j)));
+#else
+  vi h[kVectors];
+  load_high_halves(&p->bits, h);
+  for (int j = 0; j < kVectors; ++j) b.v[j] = f16_to_f32(h[j]);
+#endif
+  return b;
+}
+
+// Stores round to the element type. A NaN is given in its canonical form, and so it arrives.
+FL_INLINE void store_block(float *p, const Block &b) {
+  for (int j = 0; j < kVectors; ++j) store(p + j * kLanes, b.v[j]);
+}
+
+FL_INLINE void store_block(Bf16 *p, const Block &b) {
+  vi rounded[kVectors];
+  for (int j = 0; j < kVectors; ++j) {
+    const vu u = (vu)b.v[j];
+    rounded[j] = (vi)(u + 0x7fff + (u >> 16 & 1));
+  }
+  store_high_halves(&p->bits, rounded);
+}
+
+FL_INLINE void store_block(F16 *p, const Block &b) {
+#if defined(FL_AVX512)
+  for (int j = 0; j < kVectors; ++j)
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p + 16 * j), _mm512_cvtps_ph(b.v[j], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(FL_AVX2)
+  for (int j = 0; j < kVectors; ++j)
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j), _mm256_cvtps_ph(b.v[j], _MM_FROUND_TO_NEAREST_INT));
+#else
+  vi h[kVectors];
+  for (int j = 0; j < kVectors; ++j) h[j] = f32_to_f16(b.v[j]);
+  store_high_halves(&p->bits, h);
+#endif
 }
 
 // How a loop over blocks reaches an array: whole blocks directly, the first n elements of the last one through a buffer.

@@ -1,7 +1,7 @@
 // The four verbs of the C ABI for any codec, tile by tile: partial sums stay in L1.
 //
-// A codec says how many elements no tile may part (unit), how many units make a tile, whether NaN always comes out of it
-// canonical (kCanonical), and offers
+// A codec says how many elements no tile may part (unit), whether NaN always comes out of it canonical (kCanonical), and
+// offers
 //   at(messages, message, unit)    where a unit of a message lies
 //   encode(x, n, at, unit)         makes n elements of a message; x has zeros up to a whole unit; `unit` counts over all
 //                                  messages
@@ -13,6 +13,10 @@
 #include "simd.h"
 
 namespace fl::FL_ISA {
+
+// Elements of a tile, unless a unit is larger. Long tiles save overhead; where several arrays share L1, short ones fit.
+constexpr int kTile = 2048;
+constexpr int kSumTile = 512;
 
 // A part of one message: `size` elements from number `element` of the message on, which begin its unit `unit`.
 struct Tile {
@@ -102,13 +106,13 @@ class Values {
 
   const Codec &codec_;
   const int n_;
-  alignas(64) T v_[Codec::kMaxTile];
+  alignas(64) T v_[kMaxTile];
 };
 
 template <class T, class Codec>
 void encode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel, units = (numel + codec.unit() - 1) / codec.unit();
-  for_each_tile(codec, job.residual ? TILE2 : TILE1, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(codec, job.residual ? kSumTile : kTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t offset = tile.message * numel + tile.element, unit = tile.message * units + tile.unit;
     const T *x = static_cast<const T *>(job.x) + offset;
     const auto out = codec.at(*job.out, tile.message, tile.unit);
@@ -130,7 +134,7 @@ void encode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
 template <class T, class Codec>
 void decode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel;
-  for_each_tile(codec, TILE1, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(codec, kTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     T *out = static_cast<T *>(job.y) + tile.message * numel + tile.element;
     const auto in = codec.at(*job.in, tile.message, tile.unit);
     if (tile.size % codec.unit()) {
@@ -152,7 +156,7 @@ FL_INLINE void add_messages(const Codec &codec, Values<float, Codec> &values, co
 
 template <class T, class Codec>
 void decode_sum(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
-  for_each_tile(codec, TILE2, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(codec, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     T *out = static_cast<T *>(job.y) + tile.element;
     Values<float, Codec> values(codec, tile.size);
     job.add ? values.set(out) : values.clear();
@@ -163,7 +167,7 @@ void decode_sum(const Codec &codec, const Job &job, int64_t begin, int64_t end) 
 
 template <class T, class Codec>
 void recode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
-  for_each_tile(codec, TILE2, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(codec, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     Values<float, Codec> values(codec, tile.size);
     job.x ? values.set(static_cast<const T *>(job.x) + tile.element) : values.clear();
     add_messages(codec, values, job, tile.unit);

@@ -80,22 +80,11 @@ FL_DEVICE Packed load_packed(const IntLayout &layout, const IntMessages &in, int
   return packed;
 }
 
-// v = bytes, read as unsigned, minus bias. A byte in the low bits of 2^23 adds exactly itself.
-FL_DEVICE void unbias(const uint32_t (&bytes)[kWords], float bias, float (&v)[kBlock]) {
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    constexpr uint32_t kExponent = 0x4b000000u;  // of 2^23
-    v[i] = bits_float(__byte_perm(bytes[i / 4], kExponent, 0x7440 + i % 4)) - (8388608.0f + bias);
-  }
-}
-
-// The codes of a lane's block as f32.
-FL_DEVICE void unpack_codes(const IntLayout &layout, const Packed &packed, const Place &at, float (&v)[kBlock]) {
-  uint32_t bytes[kWords];
+// The codes of a lane's block, one byte each, made unsigned by adding code_bias.
+FL_DEVICE void unpack_codes(const IntLayout &layout, const Packed &packed, const Place &at, uint32_t (&bytes)[kWords]) {
   if (layout.bits == 8) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) bytes[i] = packed.codes[i / 4].word[i % 4] ^ 0x80808080u;
-    unbias(bytes, 128.0f, v);
   } else {
     const NibblePair pair(layout, at);
 #pragma unroll
@@ -106,18 +95,30 @@ FL_DEVICE void unpack_codes(const IntLayout &layout, const Packed &packed, const
       bytes[i] = pair.upper ? other : kept;
       bytes[i + 4] = pair.upper ? kept : other;
     }
-    unbias(bytes, 8.0f, v);
   }
 }
 
-// v = decoded values of a lane's block.
+FL_DEVICE float code_bias(int bits) { return bits == 8 ? 128.0f : 8.0f; }
+
+// v = decoded values of a lane's block, whose codes plus bias are `bytes`.
+template <bool kTransform>
+FL_DEVICE void dequantize(const uint32_t (&bytes)[kWords], float bias, float scale, float (&v)[kBlock]) {
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    // A byte in the low bits of 2^23 adds exactly itself.
+    v[i] = bits_float(__byte_perm(bytes[i / 4], 0x4b000000u, 0x7440 + i % 4)) - (8388608.0f + bias);
+  }
+  if (kTransform) hadamard32(v);
+  const float factor = decode_scale(scale, kTransform);
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] *= factor;
+}
+
 template <bool kTransform>
 FL_DEVICE void decode_block(const IntLayout &layout, const Packed &packed, const Place &at, float (&v)[kBlock]) {
-  unpack_codes(layout, packed, at, v);
-  if (kTransform) hadamard32(v);
-  const float scale = decode_scale(packed.scale, kTransform);
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) v[i] *= scale;
+  uint32_t bytes[kWords];
+  unpack_codes(layout, packed, at, bytes);
+  dequantize<kTransform>(bytes, code_bias(layout.bits), packed.scale, v);
 }
 
 // The low bytes of four integers.

@@ -55,17 +55,13 @@ FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], floa
   }
 }
 
-// What the receiver will make of a lane's codes.
+// What the receiver will make of a lane's codes, which are still a byte each.
 template <bool kTransform>
 FL_DEVICE void decode_own(const uint32_t (&bytes)[kWords], float scale, float (&v)[kBlock]) {
   uint32_t biased[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) biased[i] = bytes[i] ^ 0x80808080u;
-  unbias(biased, 128.0f, v);
-  if (kTransform) hadamard32(v);
-  const float factor = decode_scale(scale, kTransform);
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) v[i] *= factor;
+  dequantize<kTransform>(biased, code_bias(8), scale, v);
 }
 
 constexpr int kResidualRows = kBlock / kRow<F32>;

@@ -47,7 +47,8 @@ typedef struct fl_spec {
   uint32_t dtype;    /* enum fl_dtype: of x and out */
   uint32_t param[4]; /* see enum fl_codec; unused ones are 0 */
   uint64_t seed;     /* of stochastic rounding */
-  int64_t offset;    /* number of element 0 in the seed's sequence; a multiple of the group size */
+  int64_t offset;    /* number of element 0 in the seed's sequence; a multiple of the group size. Elements are numbered
+                        as they lie on the wire: message after message, the last group of each filled up */
   int64_t numel;     /* elements in each message */
 } fl_spec;
 

@@ -23,7 +23,7 @@ class Horovod(Planner, name="horovod"):
     threshold: int = 128 << 20
 
     def __post_init__(self) -> None:
-        if not isinstance(self.threshold, int) or self.threshold < 1:
+        if type(self.threshold) is not int or self.threshold < 1:
             raise ConfigError(f"horovod planner: threshold={self.threshold!r}; expected bytes, a whole number above 0")
 
     def cut(self, tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:

@@ -1,0 +1,79 @@
+"""What speaks against the ranks that a call waits for, and what it amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ._calls import Call
+
+__all__ = ["EVIDENT", "Finding", "Sign", "judge", "lost_store"]
+
+# What can be the matter with a rank, and whether it is final; in the order of blame, for a later kind may be the
+# consequence of an earlier one.
+_KINDS = {
+    "gone": True,
+    "conflict": True,
+    "stopped": False,
+    "left": True,
+    "told": True,  # has failed, and says who is to blame
+    "silent": False,
+    "late": False,
+    "failed": True,  # has failed, and does not know why
+}
+
+# With one of these the cause is known, whatever the ranks that have not answered would say.
+EVIDENT = ("gone", "conflict", "stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why a call does not end.
+
+    Attributes:
+        ranks: the ranks held responsible; empty if nothing speaks against any of them.
+        text: why, as a clause that names them.
+        final: whether to wait on is of no use.
+    """
+
+    ranks: tuple[int, ...]
+    text: str
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What was learnt of one rank; ``kind`` is a key of _KINDS."""
+
+    rank: int
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+def judge(signs: Iterable[Sign], call: Call | None) -> Finding | None:
+    """Return the finding that the signs amount to, None if they speak against no rank."""
+    signs = list(signs)
+    if call is not None and call.partner is not None:
+        signs = [sign for sign in signs if sign.rank == call.partner] or signs
+    for kind, final in _KINDS.items():
+        found = [sign for sign in signs if sign.kind == kind]
+        if found and kind in ("told", "conflict"):
+            return Finding(found[0].ranks, found[0].text, final)
+        if found:
+            return Finding(tuple(sign.rank for sign in found), "; ".join(sign.text for sign in found), final)
+    return None
+
+
+def lost_store(store: dist.Store, keeper: int | None) -> Finding:
+    """Return what it means that the store cannot be asked. ``keeper``: the rank whose process keeps it, if one does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return Finding((), f"the {type(store).__name__} by which the ranks met does not answer", False)
+    place = f"the store at {store.host}:{store.port}"
+    if keeper is None:
+        return Finding((), f"{place}, kept by the launcher, does not answer", False)
+    return Finding((keeper,), f"{place}, kept by rank {keeper}, does not answer", False)

@@ -1,0 +1,162 @@
+"""Every example runs with two workers, and says what it has measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.lab.link import Network, launch
+
+from .places import EXAMPLES, NAMESPACES_WORK
+
+FIELDS = {
+    *("method", "codec", "codec_options", "workers", "device", "parameters", "steps", "batch_size", "seed"),
+    *("train_loss", "validation_loss", "step_seconds", "network_device", "bytes_per_step", "bytes_per_step_dense"),
+    *("compression_ratio", "replicas_identical", "torch", "fusionlayer"),
+}
+
+
+def run(*command: str, timeout: float = 100) -> str:
+    """Return what two workers print that run an example on one host."""
+    network = Network(1, isolated=NAMESPACES_WORK)
+    example = [sys.executable, str(EXAMPLES / command[0]), *command[1:]]
+    with launch(
+        example, network, workers=2, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        assert process.wait() == 0, output
+    return output
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_train_gpt_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    codec = ("--codec", "int4", "--codec-option", "group_size=64")
+    travel = ("--algorithm", "two_shot", "--planner", "wfbp")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(str(EXAMPLES / "train_gpt.py"), *codec, *travel, "--steps", "4", "--json", str(path)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^step (\d)/4 ", done.stdout, re.MULTILINE) == ["1", "2", "3", "4"]
+    result = json.loads(path.read_text())
+    assert set(result) == FIELDS
+    assert (result["method"], result["codec"], result["workers"], result["steps"]) == ("fusionlayer", "int4", 2, 4)
+    assert result["codec_options"] == {"group_size": 64}
+    assert math.isfinite(result["train_loss"]) and math.isfinite(result["validation_loss"])
+    assert result["replicas_identical"] is True
+    assert result["bytes_per_step_dense"] == 4 * result["parameters"]
+    assert result["compression_ratio"] == result["bytes_per_step_dense"] / result["bytes_per_step"]
+    assert f"validation loss   {result['validation_loss']:.4f}" in done.stdout
+    assert f"sent per step     {result['bytes_per_step'] / 1e6:.3f} MB" in done.stdout
+    assert "replicas          identical" in done.stdout
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_train_ddp_learns() -> None:
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", run("train_ddp.py", "int4"), re.MULTILINE)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.fixture
+def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.mark.short
+@pytest.mark.usefixtures("examples_on_path")
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--codec", "int9"], "invalid choice: 'int9'"),
+        (["--codec-option", "group_size"], "'group_size'; expected KEY=VALUE"),
+        (["--steps", "0"], "0; expected a whole number above 0"),
+        (["--heads", "3"], "--heads 3 does not divide --width 128"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_gpt
+
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.parse_options()
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.short
+@pytest.mark.usefixtures("examples_on_path")
+class TestGPT:
+    def test_sizes(self) -> None:
+        from gpt import GPT, Config
+
+        def count(config: Config) -> int:
+            return sum(parameter.numel() for parameter in GPT(config).parameters())
+
+        assert count(Config()) == 834_304
+        assert count(Config(width=384, layers=6, heads=6, context=128, tied=False)) == 10_893_312
+
+    def test_untrained_model_knows_little_and_no_future(self) -> None:
+        from gpt import GPT, Config
+
+        torch.manual_seed(0)
+        model = GPT(Config(width=32, layers=2))
+        tokens = torch.randint(256, (4, 64))
+        assert abs(model(tokens, tokens.flip(0)).item() - math.log(256)) < 1.5
+        cut = model(tokens[:, :32], tokens[:, 32:])
+        changed = tokens.clone()
+        changed[:, 32:] = 0
+        full = model.forward(changed, torch.cat([tokens[:, 32:], torch.full((4, 32), -100)], dim=1))
+        assert torch.allclose(cut, full, atol=1e-5)
+
+    def test_text_is_the_same_every_time_and_split(self) -> None:
+        from gpt import Corpus
+
+        one, other = Corpus(), Corpus()
+        assert torch.equal(one.train, other.train)
+        assert len(one.validation) > 100_000
+        tokens, targets = one.sample(3, 16, torch.Generator().manual_seed(5))
+        again, _ = other.sample(3, 16, torch.Generator().manual_seed(5))
+        assert torch.equal(tokens, again)
+        assert torch.equal(tokens[:, 1:], targets[:, :-1])
+        text = bytes(one.validation[:2000].tolist())
+        assert text not in bytes(one.train.tolist())
+
+
+@pytest.mark.short
+@pytest.mark.usefixtures("examples_on_path")
+def test_carrier_of_the_workers_traffic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import wire
+
+    row = "{}: 1 2 3 4 5 6 7 8 {} 10 11 12 13 14 15 16\n"
+    table = tmp_path / "dev"
+    table.write_text("head\nhead\n" + row.format("   lo", 90) + row.format(" eth0", 91) + row.format("  ib0", 92))
+    routes = tmp_path / "route"
+    routes.write_text("Iface Destination\nib0 0000FEA9\neth0 00000000\n")
+    places = {"/proc/net/dev": table, "/proc/net/route": routes}
+    monkeypatch.setattr(wire, "Path", lambda path: places[path])
+    assert wire.carrier(2, 2, "eth0") == "lo"
+    assert wire.carrier(1, 2, "none0,ib0") == "ib0"
+    assert wire.carrier(1, 2) == "eth0"
+    assert wire.sent_bytes("ib0") == 92
+    places["/proc/net/dev"] = places["/proc/net/route"] = tmp_path / "missing"
+    assert wire.carrier(2, 2) is None
+    assert wire.carrier(1, 2) is None

@@ -1,0 +1,206 @@
+"""The communication hook of DistributedDataParallel, over real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import fusionlayer as fl
+from tests.harness import run_ranks
+from tests.integrations.training import CLASSES, fill, loss_of, make_batch, make_model, train, weights
+
+pytestmark = pytest.mark.medium
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0005}  # 524 bytes: DDP's one bucket of the first step becomes several in the second
+
+
+def make_ddp(codec: str | None = None, ddp: dict[str, Any] = SMALL_BUCKETS, **options: Any) -> tuple[Any, Any]:
+    """Return a model in DDP, and the hook if there is a codec."""
+    model = DistributedDataParallel(make_model(), **ddp)
+    return model, fl.ddp.register(model, codec, **options) if codec else None
+
+
+def total(mine: Tensor) -> Tensor:
+    summed = mine.clone()
+    dist.all_reduce(summed)
+    return summed
+
+
+def assert_same_on_all_ranks(mine: Tensor) -> None:
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(theirs, mine) for theirs in every)
+
+
+def check_training(rank: int, world: int) -> None:
+    """As plain DDP does it: exactly for ``raw``, nearly for the rest, the same bits on all ranks always."""
+
+    def trained(**options: Any) -> Tensor:
+        model, hook = make_ddp(**options)
+        train(model, SGD(model.parameters(), lr=0.1, momentum=0.9), rank, range(4))
+        if hook:
+            hook.close()
+        return weights(model)
+
+    start, plain = weights(make_model()), trained()
+    for options, bound in [
+        ({"codec": "raw"}, 1e-6),
+        ({"codec": "raw", "ddp": {"gradient_as_bucket_view": True, **SMALL_BUCKETS}}, 1e-6),
+        ({"codec": "raw", "ddp": {}}, 1e-6),
+        ({"codec": "raw", "algorithm": "two_shot"}, 1e-6),
+        ({"codec": "bf16"}, 0.02),
+        ({"codec": "int8", "ddp": {"gradient_as_bucket_view": True, **SMALL_BUCKETS}}, 0.05),
+        ({"codec": "int4"}, 0.25),
+        ({"codec": "int", "bits": 4, "rounding": "stochastic", "ddp": {"static_graph": True, **SMALL_BUCKETS}}, 0.25),
+    ]:
+        result = trained(**options)
+        assert_same_on_all_ranks(result)
+        assert (result - plain).norm() < bound * (plain - start).norm(), options
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training(world: int) -> None:
+    run_ranks(check_training, world)
+
+
+def check_feedback(rank: int, world: int) -> None:
+    """What was given to the hook is what came out plus what all ranks hold back, by parameter, whatever the buckets."""
+    model, hook = make_ddp("int4")
+    alone = make_model()
+    given = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
+    came_out = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
+    buckets = []
+
+    def steps(numbers: range) -> None:
+        for step in numbers:
+            model.zero_grad()
+            alone.zero_grad()
+            loss_of(model, rank, step).backward()
+            loss_of(alone, rank, step).backward()
+            buckets.append(hook._sent)
+            for name, parameter in alone.named_parameters():
+                given[name] += total(parameter.grad) / world
+                came_out[name] += model.module.get_parameter(name).grad
+
+    def assert_nothing_is_lost() -> None:
+        held_back = hook.state_dict()["residuals"]
+        assert held_back.keys() == given.keys()
+        for name in given:
+            held = total(held_back[name]).view_as(given[name])
+            assert held.abs().max() > 0
+            torch.testing.assert_close(came_out[name] + held, given[name], rtol=1e-4, atol=1e-6)
+
+    steps(range(1))
+    assert_nothing_is_lost()
+    steps(range(1, 5))
+    assert buckets[0] == 1 and buckets[4] - buckets[3] > 1, f"the layout was meant to change: {buckets}"
+    assert_nothing_is_lost()
+
+    saved = hook.state_dict()
+    hook.close()
+    model, hook = make_ddp("int4")
+    hook.load_state_dict(saved)
+    assert hook.state_dict()["sent"] == saved["sent"]
+    buckets.clear()
+    steps(range(5, 8))
+    assert_nothing_is_lost()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_error_feedback_survives_the_rebuilding_of_buckets_and_a_checkpoint(world: int) -> None:
+    run_ranks(check_feedback, world)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.even, self.odd = make_model(), nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)
+        fill(self)
+
+    def forward(self, x: Tensor, even: bool) -> Tensor:
+        return (self.even if even else self.odd)(self.trunk(x))
+
+
+def check_ways(rank: int, world: int) -> None:
+    """no_sync, unused parameters, two models at once."""
+
+    def accumulated(codec: str | None) -> Tensor:
+        model, hook = make_ddp(codec)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model, rank, 2 * step).backward()
+            sent = hook._sent if hook else 0
+            loss_of(model, rank, 2 * step + 1).backward()
+            assert not hook or hook._sent > sent
+            optimizer.step()
+        return weights(model)
+
+    def branched(codec: str | None) -> Tensor:
+        model = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL_BUCKETS)
+        if codec:
+            fl.ddp.register(model, codec)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = make_batch(rank, step)
+            ((model(x, (rank + step) % 2 == 0) - y) ** 2).mean().backward()
+            optimizer.step()
+        return weights(model)
+
+    for way in (accumulated, branched):
+        plain, raw, small = way(None), way("raw"), way("int8")
+        torch.testing.assert_close(raw, plain, rtol=1e-5, atol=1e-7)
+        assert (small - plain).norm() < 0.05 * plain.norm()
+        assert_same_on_all_ranks(raw)
+        assert_same_on_all_ranks(small)
+
+    first, _ = make_ddp("int8")
+    second, _ = make_ddp("int4")
+    for step in range(3):
+        (loss_of(first, rank, step) + loss_of(second, rank, step)).backward()
+    for model in (first, second):
+        assert_same_on_all_ranks(torch.cat([p.grad.view(-1) for p in model.parameters()]))
+
+
+def test_accumulation_unused_parameters_and_two_models() -> None:
+    run_ranks(check_ways, 2)
+
+
+def check_refusals(rank: int, world: int) -> None:
+    with pytest.raises(fl.ConfigError, match="register got a Sequential; wrap the model in DistributedDataParallel"):
+        fl.ddp.register(make_model())
+    with pytest.raises(fl.ConfigError, match="did you mean 'int8'"):
+        make_ddp("int88")
+    with pytest.raises(fl.ConfigError, match="dense"):
+        model, _ = make_ddp("int8", algorithm="dense")
+        loss_of(model, rank, 0).backward()
+
+    model, hook = make_ddp("raw")
+    loss_of(model, rank, 0).backward()
+    hook.close()
+    with pytest.raises(fl.FusionLayerError, match="closed"):
+        loss_of(model, rank, 1).backward()
+
+    for odd in (
+        {"codec": "int8"},
+        {"codec": "int4", "rounding": "stochastic"},
+        {"codec": "int4", "algorithm": "two_shot"},
+    ):
+        model, _ = make_ddp(**(odd if rank == 1 else {"codec": "int4", "algorithm": "one_shot"}))
+        with pytest.raises(fl.PlanMismatch, match="differs over ranks") as error:
+            loss_of(model, rank, 0).backward()
+        assert error.value.ranks == (1,)
+        with pytest.raises(fl.PlanMismatch):
+            loss_of(model, rank, 1).backward()
+
+
+def test_what_cannot_be_is_refused_on_every_rank() -> None:
+    run_ranks(check_refusals, 2)

@@ -1,0 +1,249 @@
+"""What survivors see when a rank dies, stops, raises, disagrees or receives damaged bytes: named errors, never a hang.
+
+Nothing here asserts a time: what hangs is ended by the harness, which fails the test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import fusionlayer as fl
+from fusionlayer.transport import Transport, local
+from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.integrations.test_optimizer_results import plan_of
+from tests.integrations.training import loss_of, make_model, train
+
+pytestmark = pytest.mark.medium
+
+TIMEOUT = "4"
+
+
+def join(rank: int, world: int, folder: str, **settings: str) -> None:
+    """Join a job whose processes find each other in ``folder``."""
+    os.environ.update(PMI_RANK=str(rank), PMI_SIZE=str(world), PMIX_NAMESPACE="test", TMPDIR=folder, **settings)
+    os.environ["FUSIONLAYER_TIMEOUT"] = TIMEOUT
+    fl.init()
+
+
+def wrap(model: nn.Module, **options: Any) -> Any:
+    return fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+
+def described(error: fl.TransportError) -> dict[str, Any]:
+    return {
+        "text": str(error),
+        "ranks": error.ranks,
+        "bucket": error.bucket,
+        "tensors": error.tensors,
+        "sequence": error.sequence,
+    }
+
+
+def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, Any]]:
+    """Train; then rank 1 is lost in the middle of a backward. Return the survivor's errors of optimizer and DDP."""
+    join(rank, world, folder)
+    model = make_model()
+    optimizer = wrap(model, codec="int8", planner="wfbp")
+    ddp = DistributedDataParallel(make_model())
+    fl.ddp.register(ddp, "int8")
+    train(model, optimizer, rank, range(2))
+    for step in range(2):
+        loss_of(ddp, rank, step).backward()
+
+    def in_backward(gradient: Tensor) -> None:
+        checkpoint("in backward")
+        if how == "raise" and rank == 1:
+            raise ValueError("a mistake of the user's")
+
+    model[0].weight.register_hook(in_backward)  # the first layer: the buckets of the last one are on their way by then
+    found = []
+    with pytest.raises(fl.TransportError) as error:
+        for step in range(2, 4):
+            train(model, optimizer, rank, [step])
+    found.append(described(error.value))
+    with pytest.raises(fl.TransportError) as error:
+        loss_of(ddp, rank, 3).backward()
+    found.append(described(error.value))
+
+    # From now on everything raises at once, the error that says why.
+    optimizer.zero_grad()
+    for again in (lambda: loss_of(model, rank, 4).backward(), optimizer.step, optimizer.synchronize):
+        with pytest.raises(fl.TransportError, match="rank 1"):
+            again()
+    with pytest.raises((fl.TransportError, RuntimeError)):
+        loss_of(ddp, rank, 4).backward()
+    return found
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "raise"])
+def test_survivors_of_a_lost_rank_are_told_which(how: str, tmp_path: Path) -> None:
+    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+    lost, kept = 1, (0, 2)
+    outcomes = outcomes_of(
+        lose_a_peer,
+        3,
+        str(tmp_path),
+        how,
+        backend=None,
+        signals={(lost, "in backward"): signals[how]} if how in signals else {},
+        timeout=45,
+    )
+    ends = {"kill": "died", "stop": "hung", "raise": "raised"}
+    assert outcomes[lost].kind == ends[how], outcomes[lost].trace
+    if how == "raise":
+        assert outcomes[lost].error == ("ValueError", "a mistake of the user's")
+    for survivor in kept:
+        assert outcomes[survivor].kind == "returned", outcomes[survivor].trace or outcomes[survivor].kind
+        of_optimizer, of_ddp = outcomes[survivor].value
+        for error in (of_optimizer, of_ddp):
+            assert error["ranks"] == (lost,), error
+            assert f"rank {lost}" in error["text"]
+            assert error["sequence"] > 0
+        (tensor,) = of_optimizer["tensors"]  # whichever was on its way
+        assert tensor in ("0.weight", "0.bias", "2.weight", "2.bias")
+        assert f"step 2, bucket {of_optimizer['bucket']} ({tensor})" in of_optimizer["text"]
+        assert of_ddp["bucket"] == 0 and set(of_ddp["tensors"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def check_disagreements(rank: int, world: int) -> None:
+    os.environ["FUSIONLAYER_TIMEOUT"] = "15"
+    odd = rank == 1
+    base = {"codec": "int4"}
+    for change in [
+        {"codec": "int8"},
+        {"codec": "int4", "rounding": "stochastic"},
+        {"codec": "int4", "group_size": 64},
+        {"codec": "raw"},
+        {"algorithm": "one_shot"},
+        {"planner": "wfbp"},
+        {"plan": plan_of(world, "int4", bits=4)},
+        {"op": fl.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"error_feedback": False},
+    ]:
+        model = make_model()
+        optimizer = wrap(model, **{**base, **(change if odd else {})})
+        assert_mismatch(optimizer, model, rank)
+    plan, other = plan_of(world, "int8"), plan_of(world, "int8", hadamard=True)
+    model = make_model()
+    assert_mismatch(wrap(model, plan=other if odd else plan), model, rank)
+
+    model = make_model()
+    if odd:
+        model[2] = nn.Linear(40, 5, bias=False)
+    assert_mismatch(wrap(model), model, rank)
+    model = make_model(torch.bfloat16 if odd else torch.float32)
+    assert_mismatch(wrap(model), model, rank)
+    model = nn.Sequential(*make_model()[:1], nn.Tanh(), make_model()[2])
+    if odd:
+        model = nn.Sequential(nn.Identity(), *model)  # the same tensors by other names
+    assert_mismatch(wrap(model), model, rank)
+
+    model = make_model()
+    train(model, wrap(model), rank, range(2))  # and those who agree train on
+
+
+def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(fl.PlanMismatch, match="differs over ranks") as error:
+        optimizer.step()
+    assert error.value.ranks == (1,)
+    for again in (lambda: loss_of(model, rank, 1).backward(), optimizer.step):
+        with pytest.raises(fl.PlanMismatch, match="differs over ranks"):
+            again()
+
+
+def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
+    run_ranks(check_disagreements, 3)
+
+
+class Damaging(Transport):
+    """Flips a bit of what rank 1 receives in the ``at``-th exchange of data."""
+
+    def __init__(self, inner: Transport, at: int) -> None:
+        self._inner = inner
+        self._left = at
+        self._at = at
+        self.rank, self.size, self.timeout = inner.rank, inner.size, inner.timeout
+
+    @property
+    def sequence(self) -> int:  # type: ignore[override]
+        return self._inner.sequence
+
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+        self._inner.exchange(sends, recvs)
+        if recvs[0].numel() > 64:  # data, no digest
+            self._left -= 1
+            if self._left == 0 and self.rank == 1:
+                recvs[0][recvs[0].numel() // 2] ^= 4
+
+    def all_reduce(self, x: Tensor) -> None:
+        self._inner.all_reduce(x)
+
+    def broadcast(self, x: Tensor, root: int) -> None:
+        self._inner.broadcast(x, root)
+
+    def send(self, x: Tensor, to: int, tag: int = 0) -> None:
+        self._inner.send(x, to, tag)
+
+    def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
+        self._inner.recv(x, source, tag)
+
+    def duplicate(self) -> Transport:
+        return Damaging(self._inner.duplicate(), self._at)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def receive_damaged_bytes(rank: int, world: int, at: int) -> tuple[str, str]:
+    """Return type and text of the error of this rank."""
+    model = make_model()
+    optimizer = wrap(model, codec="int8", group=Damaging(fl.context.transport(), at))
+    try:
+        train(model, optimizer, rank, range(5))
+    except fl.FusionLayerError as error:
+        with pytest.raises(type(error)):
+            optimizer.step()
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def receive_damaged_bytes_in_a_process(rank: int, world: int, folder: str, at: int) -> tuple[str, str]:
+    join(rank, world, folder, FUSIONLAYER_CONFIG=f"{folder}/settings.yaml")
+    return receive_damaged_bytes(rank, world, at)
+
+
+def assert_damage_is_told(results: list[tuple[str, str]]) -> None:
+    kind, text = results[1]
+    assert kind == "WireError" and "checksum" in text, results
+    assert "step 1, bucket 0 (" in text
+    for kind, text in (results[0], results[2]):
+        assert kind == "TransportError" and "rank 1" in text, results
+
+
+# Step 0 makes two exchanges of data; damage in the third and fourth is damage in step 1.
+@pytest.mark.parametrize("at", [3, 4])
+def test_damaged_bytes_are_an_error_on_every_rank(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "settings.yaml").write_text("checksum: true\n")
+    monkeypatch.setenv("FUSIONLAYER_CONFIG", str(tmp_path / "settings.yaml"))
+    assert_damage_is_told(local.run(lambda rank: receive_damaged_bytes(rank, 3, at), 3, timeout=4))
+    if at == 3:
+        outcome = run_ranks(receive_damaged_bytes_in_a_process, 3, str(tmp_path), at, backend=None, timeout=45)
+        assert_damage_is_told(outcome)
+
+
+def test_without_checksum_the_same_damage_goes_unnoticed() -> None:
+    """So the test above sees the checksum at work, and nothing else."""
+    assert local.run(lambda rank: receive_damaged_bytes(rank, 3, 3), 3) == [("", "")] * 3

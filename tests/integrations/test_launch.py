@@ -1,0 +1,355 @@
+"""Where a process stands in its job, and jobs started by real launchers."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusionlayer as fl
+from fusionlayer.launch import Place, find_place, make_store
+from fusionlayer.transport import local
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+def environment(launcher: str, *values: object) -> dict[str, str]:
+    """Return the launcher's variables with these values, a None left out."""
+    named = zip(LAUNCHERS[launcher], values, strict=False)
+    return {name: str(value) for name, value in named if value is not None}
+
+
+# ---- find_place -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_launcher_is_understood(launcher: str) -> None:
+    assert find_place(environment(launcher, 5, 8, 1, 4)) == Place(5, 8, 1, 4, launcher)
+    assert find_place(environment(launcher, 1, 4)) == Place(1, 4, 1, 4, launcher)
+
+
+@pytest.mark.short
+def test_nobody_launched() -> None:
+    assert find_place({}) == Place(0, 1, 0, 1, "single")
+    assert find_place({"LOCAL_RANK": "3", "MASTER_ADDR": "x"}) == Place()
+
+
+@pytest.mark.short
+def test_inner_launcher_wins() -> None:
+    nested = {**environment("mpirun", 1, 2, 0, 1), **environment("torchrun", 5, 8, 1, 4)}
+    assert find_place(nested) == Place(5, 8, 1, 4, "torchrun")
+    assert find_place({**environment("mpirun", 1, 2), "RANK": "0"}).launcher == "mpirun"
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (environment("torchrun", 0, "two"), "torchrun variables .*'WORLD_SIZE': 'two'.*expected whole numbers"),
+        (environment("mpirun", "", 2), "expected whole numbers"),
+        (environment("mpich", 0, 2, "first"), "expected whole numbers"),
+        (environment("torchrun", 2, 2, 0, 1), "rank 2 of 2.*expected 0 <= rank < size"),
+        (environment("mpirun", -1, 2, 0, 1), "rank -1 of 2"),
+        (environment("horovodrun", 0, 2, 2, 2), "local rank 2 of 2"),
+        (environment("torchrun", 0, 0), "rank 0 of 0"),
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is set and OMPI_COMM_WORLD_RANK is not"),
+        (
+            {**environment("torchrun", 0, 1), **environment("mpirun", 1, 2)},
+            "torchrun variables say 1 processes, mpirun variables 2.*unset RANK and WORLD_SIZE",
+        ),
+    ],
+)
+def test_variables_that_make_no_sense(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(fl.ConfigError, match=text):
+        find_place(environ)
+
+
+@pytest.mark.short
+def test_meeting_point_that_makes_no_sense() -> None:
+    with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_ADDR.*mpirun -x"):
+        make_store(Place(0, 4, 0, 2, "mpirun"), 1.0, {})
+    with pytest.raises(fl.ConfigError, match="MASTER_PORT='http'; expected a port"):
+        make_store(Place(0, 2, 0, 2), 1.0, {"MASTER_ADDR": "localhost", "MASTER_PORT": "http"})
+    for port in ({}, {"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}):
+        with pytest.raises(fl.ConfigError, match="HOROVOD_GLOO_RENDEZVOUS_PORT="):
+            make_store(Place(0, 2, 0, 2), 1.0, {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "localhost", **port})
+
+
+@pytest.mark.short
+def test_within_local_ranks_there_is_nothing_to_init() -> None:
+    def rank_main(rank: int) -> None:
+        assert fl.is_initialized()
+        fl.init()
+        assert (fl.rank(), fl.size(), fl.local_rank(), fl.local_size()) == (rank, 3, rank, 3)
+
+    local.run(rank_main, 3)
+
+
+# ---- real jobs ------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import torch
+import fusionlayer as fl
+
+fl.init()
+fl.init()
+torch.manual_seed(fl.rank())
+model = torch.nn.Linear(300, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters())
+fl.broadcast_parameters(model.state_dict())
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.randn(4, 300)).square().sum().backward()
+    optimizer.step()
+assert fl.all_gather(model.weight.detach().flatten()[None], "raw").unique(dim=0).shape[0] == 1
+print(f"{fl.rank()} {fl.size()} {fl.local_rank()} {fl.local_size()} {optimizer._fl_engine is not None}", flush=True)
+"""
+
+AGAIN = """
+fl.shutdown()
+fl.shutdown()
+assert not fl.is_initialized()
+for _ in range(2):
+    fl.init()
+    x = fl.all_reduce(torch.tensor([float(fl.rank())]), op=fl.Sum)
+    assert x.item() == sum(range(fl.size()))
+    fl.shutdown()
+"""
+
+CONFIGURED = """
+engine = optimizer._fl_engine
+assert len(engine.plan.buckets) == 2, engine.plan
+assert {(b.codec, b.options["bits"], b.algorithm) for b in engine.plan.buckets} == {("int", 4, "one_shot")}
+assert engine._checksum and engine._transport.timeout == 33
+other = torch.nn.Linear(3, 3)
+second = fl.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), codec="raw", planner="horovod")
+other(torch.randn(4, 3)).sum().backward()
+second.step()
+optimizer.close()
+"""
+
+UNINITIALIZED = """
+import torch, fusionlayer as fl
+leaf = torch.zeros(1, requires_grad=True)
+for call in (fl.rank, fl.size, fl.local_rank, fl.local_size, lambda: fl.all_reduce(torch.zeros(1)),
+             lambda: fl.DistributedOptimizer(torch.optim.SGD([leaf], lr=1.0))):
+    try:
+        call()
+    except fl.UsageError as error:
+        assert "call fusionlayer.init() first" in str(error)
+    else:
+        raise AssertionError(call)
+assert not fl.is_initialized()
+"""
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """Return the environment without a trace of launchers, with the project to import and these variables."""
+    traces = ("OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "FUSIONLAYER_", "MASTER_", "TORCHELASTIC_")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(traces) and name not in LAUNCHERS["torchrun"]
+    }
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+
+
+def write(folder: Path, text: str) -> str:
+    script = folder / "train.py"
+    script.write_text(text)
+    return str(script)
+
+
+def finish(command: list[str], seconds: float = 50, **variables: str) -> str:
+    """Return what the command printed; it must succeed."""
+    done = subprocess.run(
+        command, env=clean_environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.medium
+def test_torchrun_with_configuration_and_timeline(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(
+        "codec: int\ncodec_options: {bits: 4, rounding: stochastic}\nplanner: wfbp\nplanner_options: {}\n"
+        "checksum: true\ntimeout: 77\nthreads: 1\n"
+    )
+    script = write(tmp_path, TRAIN + CONFIGURED + AGAIN)
+    printed = finish(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
+        FUSIONLAYER_CONFIG=str(tmp_path / "settings.yaml"),
+        FUSIONLAYER_TIMEOUT="33",
+        FUSIONLAYER_TIMELINE=str(tmp_path / "trace"),
+    )
+    assert sorted(printed.splitlines()) == ["0 2 0 2 True", "1 2 1 2 True"]
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace.{rank}").read_text())
+        names = [event["name"] for event in events]
+        assert names.count("ONE_SHOT") == 4 and names.count("DENSE") == 1
+        assert {"NEGOTIATE_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"} <= set(names)
+        assert {event["pid"] for event in events} == {rank}
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpirun_of_a_shell_that_starts_python(tmp_path: Path) -> None:
+    """So the processes have no common parent."""
+    script = write(tmp_path, TRAIN + AGAIN)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    program = ["sh", "-c", f"{sys.executable} {script}; exit $?"]
+    printed = finish(["mpirun", "-n", "2", "--oversubscribe", *program], **root, TMPDIR=str(tmp_path))
+    assert sorted(printed.splitlines()) == ["0 2 0 2 True", "1 2 1 2 True"]
+    assert not list(tmp_path.glob("fusionlayer-*")), "the file by which they met was left behind"
+
+
+@contextmanager
+def key_value_server() -> Iterator[int]:
+    """Serve PUT and GET of values under any path, 404 for what nobody has put, as horovodrun does; yields the port."""
+    kept: dict[str, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:  # noqa: N802
+            kept[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def do_GET(self) -> None:  # noqa: N802
+            value = kept.get(self.path)
+            self.send_response(404 if value is None else 200)
+            self.send_header("Content-Length", str(len(value or b"")))
+            self.end_headers()
+            self.wfile.write(value or b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def run_script(rank: int, world: int, script: str, variables: list[dict[str, str]]) -> str:
+    """Run a script in this process as if a launcher had started it so; return what it printed."""
+    kept = clean_environment(**variables[rank])
+    os.environ.clear()
+    os.environ.update(kept)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(script, "train.py", "exec"), {})
+    atexit._run_exitfuncs()  # a process of multiprocessing ends without them
+    return printed.getvalue().strip()
+
+
+@pytest.mark.medium
+def test_two_processes_meet_through_a_stand_in_for_horovodruns_key_value_server() -> None:
+    with key_value_server() as port:
+        shared = {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            "HOROVOD_HOSTNAME": "localhost",
+        }
+        variables = [{**shared, **environment("horovodrun", rank, 2, rank, 2)} for rank in range(2)]
+        printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None)
+    assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
+
+
+@pytest.mark.medium
+def test_processes_of_one_parent_meet_through_a_file(tmp_path: Path) -> None:
+    variables = [{**environment("mpich", rank, 2), "TMPDIR": str(tmp_path)} for rank in range(2)]
+    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None) == ["0 2 0 2 True", "1 2 1 2 True"]
+    assert not list(tmp_path.glob("fusionlayer-*")), "the file by which they met was left behind"
+
+
+@pytest.mark.medium
+def test_one_process_needs_no_launcher() -> None:
+    assert run_ranks(run_script, 1, UNINITIALIZED + TRAIN + AGAIN, [{}], backend=None) == ["0 1 0 1 False"]
+
+
+@pytest.mark.medium
+def test_group_that_exists_already_is_used_and_left() -> None:
+    script = TRAIN + AGAIN + "torch.distributed.barrier()\n"
+    printed = run_ranks(run_script, 2, script, [environment("torchrun", rank, 2) for rank in range(2)])
+    assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
+
+
+def check_jobs_that_cannot_begin(rank: int, world: int, folder: str) -> None:
+    short = {"FUSIONLAYER_TIMEOUT": "1"}
+    nowhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    horovod = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9"}
+    tempfile.tempdir = folder
+    kinds = fl.ConfigError, fl.TransportError
+    for kind, ranks, variables, text in [
+        (kinds[0], None, {"FUSIONLAYER_TIMEOUT": "soon"}, "FUSIONLAYER_TIMEOUT='soon'; expected a number of seconds"),
+        (kinds[0], None, {"FUSIONLAYER_CONFIG": "/no/such/file"}, "FUSIONLAYER_CONFIG=/no/such/file"),
+        (kinds[0], None, {"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        (
+            kinds[1],
+            (0,),
+            {**environment("torchrun", 1, 2), **nowhere},
+            "rank 1 found no store of rank 0 at 127.0.0.1:9",
+        ),
+        (kinds[1], (), {**environment("horovodrun", 1, 2), **horovod}, "server at 127.0.0.1:9 does not answer"),
+        (kinds[1], (0,), environment("mpirun", 1, 3, 1, 3), "rank 0 did not publish its address within 1 s"),
+        (
+            kinds[1],
+            (1, 2),
+            environment("mpirun", 0, 3, 0, 3),
+            "ranks [1, 2] did not come within 1 s; were they started",
+        ),
+    ]:
+        kept = clean_environment(**{**short, **variables})
+        os.environ.clear()
+        os.environ.update(kept)
+        with pytest.raises(kind) as error:
+            fl.init()
+        assert text in str(error.value)
+        assert getattr(error.value, "ranks", None) == ranks
+        assert not fl.is_initialized()
+
+
+@pytest.mark.medium
+def test_job_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None)
+
+
+@pytest.mark.short
+def test_use_before_init_is_refused() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(AssertionError, match=r"call fusionlayer.init\(\) first"):
+        fl.size()

@@ -1,0 +1,212 @@
+"""The C ABI of the codec libraries as tests see it: cases, guarded buffers, and a byte comparison of two libraries."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionlayer import native
+
+Bytes = npt.NDArray[np.uint8]
+
+F32, BF16, F16 = 0, 1, 2
+HADAMARD, STOCHASTIC = native.INT_HADAMARD, native.INT_STOCHASTIC
+OK, BAD_ARGUMENT, UNSUPPORTED = 0, 1, 2
+GUARD, GUARD_BYTES = 0xA5, 256
+LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025)
+
+
+def itemsize(dtype: int) -> int:
+    return 4 if dtype == F32 else 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One spec, and how many messages there are."""
+
+    codec: int
+    param: tuple[int, ...]
+    dtype: int
+    numel: int
+    count: int = 1
+    seed: int = 0x1234_5678_9ABC_DEF0
+    offset: int = 0
+    misaligned: bool = False
+    """x, residual and out are aligned to their own type only."""
+
+    @property
+    def spec(self) -> native.Spec:
+        param = (ctypes.c_uint32 * 4)(*self.param)
+        return native.Spec(self.codec, self.dtype, param, self.seed, self.offset, self.numel)
+
+    @property
+    def plane_bytes(self) -> tuple[int, ...]:
+        if self.codec == native.CAST:
+            return (self.numel * itemsize(self.param[0]),)
+        bits, group, _ = self.param
+        groups = -(-self.numel // group)
+        return groups * 4, groups * group * bits // 8
+
+
+def int_case(bits: int, group: int, flags: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
+    return Case(native.INT, (bits, group, flags), dtype, numel, **rest)
+
+
+def cast_case(wire: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
+    return Case(native.CAST, (wire,), dtype, numel, **rest)
+
+
+class Area:
+    """``content`` at a multiple of 64, or ``shift`` bytes past one, with guard bytes on both sides."""
+
+    def __init__(self, content: Bytes, shift: int = 0) -> None:
+        self._all = np.full(content.size + 2 * GUARD_BYTES + 64 + shift, GUARD, np.uint8)
+        self._begin = GUARD_BYTES + -(self._all.ctypes.data + GUARD_BYTES) % 64 + shift
+        self._end = self._begin + content.size
+        self.data = self._all[self._begin : self._end]
+        self.data[:] = content
+
+    @property
+    def address(self) -> int:
+        return int(self.data.ctypes.data)
+
+    def guards_hold(self) -> bool:
+        return bool((self._all[: self._begin] == GUARD).all() and (self._all[self._end :] == GUARD).all())
+
+
+class Planes:
+    """``count`` messages of a case: all planes of one with gaps between them, then those of the next."""
+
+    def __init__(self, case: Case, count: int) -> None:
+        offsets = [0, *itertools.accumulate(-(-nbytes // 16) * 16 + 16 for nbytes in case.plane_bytes)]
+        self.area = Area(np.full(offsets[-1] * count, GUARD, np.uint8))
+        pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
+        self.messages = native.Messages(pointers, offsets[-1], count)
+
+
+@lru_cache(maxsize=1024)
+def values(seed: int, dtype: int, numel: int) -> Bytes:
+    """Return ``numel`` elements of all magnitudes; every 32 or more are of one kind, finite and ordinary most often.
+
+    They are made once, since numpy makes others where the thread flushes subnormals.
+    """
+    rng = np.random.default_rng([seed, dtype, numel])
+    runs = numel // 32 + 1
+    kinds, scales = (np.repeat(v, 32)[:numel] for v in (rng.integers(0, 24, runs), rng.integers(-40, 41, runs)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        ordinary = rng.standard_normal(numel).astype(np.float32)
+        v = np.where(rng.random(numel) < 0.9, ordinary, np.ldexp(ordinary, scales)).astype(np.float32)
+        for kind, factor in enumerate((0.0, -0.0, 1e-42, 2.0**-101, 2.0**-100, 1e38, 3e40)):
+            v = np.where(kinds == kind, v.astype(np.float64) * factor, v).astype(np.float32)
+    v[kinds == 7] = np.float32(0.1)
+    bits = v.view(np.uint32)
+    bits[kinds == 8] = rng.integers(0, 2**32, numel, np.uint32)[kinds == 8]
+    odd = (kinds == 9) & (rng.random(numel) < 0.05)
+    bits[odd] = rng.choice(np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001], np.uint32), odd.sum())
+    if dtype == F32:
+        return v.view(np.uint8)
+    if dtype == BF16:
+        return (bits >> 16).astype(np.uint16).view(np.uint8)
+    with np.errstate(over="ignore"):
+        halves = v.astype(np.float16)
+    raw = rng.integers(0, 2**16, numel, np.uint16)
+    return np.where(kinds == 8, raw, halves.view(np.uint16)).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The verbs of one library on buffers that a case determines, so that two libraries get equal ones.
+
+    Each returns the bytes of all buffers, after checking that nothing was written around them.
+    """
+
+    library: ctypes.CDLL
+    case: Case
+    encoder: ctypes.CDLL
+    """Makes the messages that are decoded."""
+    garbage: bool = False
+    """Decode random bytes instead."""
+
+    def encode(self, *, residual: bool) -> list[Bytes]:
+        x, out, kept = self._values(1), self._planes(), self._residual(residual, self.case.count)
+        return self._call("fl_encode", [x, kept, out])
+
+    def decode(self) -> list[Bytes]:
+        out = self._area(np.full(self._nbytes(self.case.count), 0x77, np.uint8))
+        return self._call("fl_decode", [self._encoded(), out])
+
+    def decode_sum(self, *, add: bool) -> list[Bytes]:
+        return self._call("fl_decode_sum", [self._encoded(), self._values(2, 1)], int(add))
+
+    def recode(self, *, x: bool, residual: bool) -> list[Bytes]:
+        added = self._values(3, 1) if x else None
+        return self._call("fl_recode", [self._encoded(), added, self._residual(residual, 1), self._planes(1)])
+
+    def _nbytes(self, count: int) -> int:
+        return self.case.numel * count * itemsize(self.case.dtype)
+
+    def _area(self, content: Bytes, dtype: int | None = None) -> Area:
+        shift = itemsize(self.case.dtype if dtype is None else dtype)
+        return Area(content, shift if self.case.misaligned else 0)
+
+    def _values(self, seed: int, count: int | None = None) -> Area:
+        count = self.case.count if count is None else count
+        return self._area(values(seed, self.case.dtype, self.case.numel * count))
+
+    def _residual(self, wanted: bool, count: int) -> Area | None:
+        return self._area(values(9, F32, self.case.numel * count), F32) if wanted else None
+
+    def _planes(self, count: int | None = None) -> Planes:
+        return Planes(self.case, self.case.count if count is None else count)
+
+    def _encoded(self) -> Planes:
+        planes = self._planes()
+        if self.garbage:
+            planes.area.data[:] = np.random.default_rng(5).integers(0, 256, planes.area.data.size, np.uint8)
+        else:
+            spec, x, out = ctypes.byref(self.case.spec), self._values(4), ctypes.byref(planes.messages)
+            assert self.encoder.fl_encode(spec, x.address, None, out, None) == OK
+        return planes
+
+    def _call(self, verb: str, buffers: list[Area | Planes | None], *options: int) -> list[Bytes]:
+        spec = self.case.spec
+        arguments = [
+            ctypes.byref(b.messages) if isinstance(b, Planes) else None if b is None else b.address for b in buffers
+        ]
+        status = getattr(self.library, verb)(ctypes.byref(spec), *arguments, *options, None)
+        assert status == OK, f"{verb} of {self.case} gave status {status}"
+        areas = [b.area if isinstance(b, Planes) else b for b in buffers if b is not None]
+        assert all(area.guards_hold() for area in areas), f"{verb} of {self.case} wrote outside its buffers"
+        return [area.data for area in areas]
+
+
+VERBS: tuple[tuple[str, dict[str, bool]], ...] = (
+    ("encode", {"residual": False}),
+    ("encode", {"residual": True}),
+    ("decode", {}),
+    ("decode_sum", {"add": False}),
+    ("decode_sum", {"add": True}),
+    ("recode", {"x": True, "residual": True}),
+    ("recode", {"x": False, "residual": False}),
+)
+
+
+def results(library: ctypes.CDLL, case: Case, encoder: ctypes.CDLL, garbage: bool = False) -> Iterator[list[Bytes]]:
+    """Yield the bytes of all buffers of each verb of ``VERBS``."""
+    for verb, options in VERBS:
+        yield getattr(Run(library, case, encoder, garbage), verb)(**options)
+
+
+def assert_same(got: Iterable[list[Bytes]], want: Iterable[list[Bytes]], case: Case) -> None:
+    """Assert that two ``results`` of ``case`` are equal byte for byte."""
+    for (verb, options), one, other in zip(VERBS, got, want, strict=True):
+        for g, w in zip(one, other, strict=True):
+            if not np.array_equal(g, w):
+                different = np.flatnonzero(g != w)
+                raise AssertionError(f"{verb}{options} of {case}: {different.size} bytes, first at {different[0]}")

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs, collectives
+from fusionlayer.codecs import Codec
+from fusionlayer.errors import ConfigError
+from fusionlayer.plan import FusionPlan, TensorInfo
+from fusionlayer.scheduler import Memory, Scaling, planners
+from fusionlayer.timeline import Timeline
+from fusionlayer.transport import Transport
+from tests.codecs.variants import defaults
+from tests.ranks import over_threads
+
+from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
+
+pytestmark = pytest.mark.short
+
+PATIENCE = 20
+
+
+def plan_of(*runs: str, codec: str = "int", algorithm: str = "two_shot", world: int = 3, **options: Any) -> FusionPlan:
+    """Return a plan for ``MODEL`` with a bucket for each string of digits."""
+    model = {tensor.name: tensor for tensor in MODEL}
+    return FusionPlan.build(
+        [[model[f"w{digit}"] for digit in run] for run in runs], world, codec, options, algorithm, 128
+    )
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planner", planners.names())
+@pytest.mark.parametrize("codec", defaults(), ids=str)
+def test_sums_are_right_whatever_the_order_of_arrival(codec: Codec, planner: str) -> None:
+    world, steps = 3, 3
+
+    def body(transport: Transport) -> list[dict[str, Tensor]]:
+        engine = make_engine(transport, codec=codec, planner=planners.get(planner), error_feedback=not codec.lossless)
+        results = []
+        for step in range(steps):
+            results.append(run_step(engine, gradients(transport.rank, step), shift=transport.rank + step))
+        assert engine.step == steps and not engine.pending
+        engine.close()
+        kept.append(engine.memory.state_dict())
+        return results
+
+    kept: list[dict[str, Tensor]] = []
+    every = over_threads(world, body)
+    for tensor in MODEL:
+        balance = torch.zeros(tensor.numel, dtype=torch.float64)
+        for step in range(steps):
+            exact = exact_sum(world, step)[tensor.name]
+            results = [ranks[step][tensor.name] for ranks in every]
+            assert all(torch.equal(result, results[0]) for result in results)
+            assert (results[0] - exact).norm() <= 0.5 * exact.norm() + 1e-3
+            balance += results[0] - exact
+        for memory in kept:
+            balance += memory.get(tensor.name, torch.zeros(tensor.numel))
+        assert balance.abs().max() < 1e-5, "something was lost or counted twice"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_element_types_and_layouts(world: int) -> None:
+    """Gradients of three types, transposed, sliced, scalar and empty; a bucket never mixes types."""
+    kinds = [("float32", 4), ("bfloat16", 2), ("float16", 2)]
+    shapes: dict[str, tuple[int, ...]] = {"matrix": (30, 7), "sliced": (40,), "scalar": (), "empty": (0, 3)}
+    tensors = [
+        TensorInfo(f"{name} {dtype}", torch.Size(shape).numel(), dtype, size)
+        for name, shape in shapes.items()
+        for dtype, size in kinds
+    ]
+
+    def views(rank: int, step: int) -> dict[str, Tensor]:
+        made = {}
+        for name, flat in gradients(rank, step, tensors).items():
+            if name.startswith("matrix"):
+                made[name] = flat.view(7, 30).t()
+            elif name.startswith("sliced"):
+                made[name] = torch.stack([flat, flat], 1)[:, 1]
+            else:
+                made[name] = flat.view(shapes[name.split()[0]])
+        return made
+
+    def body(transport: Transport) -> None:
+        engine = make_engine(transport, tensors, codec=codecs.get("raw"))
+        for step in range(2):
+            values = run_step(engine, views(transport.rank, step))
+            for tensor in tensors:
+                parts = [views(rank, step)[tensor.name].float() for rank in range(world)]
+                expected = torch.stack(parts).sum(0).to(getattr(torch, tensor.dtype))
+                assert torch.equal(values[tensor.name], expected)
+        assert engine.plan is not None
+        assert all(len({name.split()[1] for name in bucket.names}) == 1 for bucket in engine.plan.buckets)
+        engine.close()
+
+    over_threads(world, body)
+
+
+def test_scaling_comes_before_and_after_the_sum() -> None:
+    seen = []
+
+    def spy(x: Tensor, codec: Codec, transport: Transport, **_: object) -> None:
+        seen.append(x.max().item())
+        transport.all_reduce(x)
+
+    def body(transport: Transport) -> float:
+        engine = make_engine(
+            transport, MODEL[:1], codec=codecs.get("raw"), algorithm="spy", scaling=Scaling(before=0.5, after=3.0)
+        )
+        value = run_step(engine, {"w0": torch.full((300,), 8.0)})["w0"]
+        engine.close()
+        return value.unique().item()
+
+    with collective_named("spy", spy):
+        assert over_threads(2, body) == [24.0, 24.0]
+    assert seen == [4.0, 4.0]
+
+
+def test_what_lies_between_slots_is_always_zero() -> None:
+    plan = plan_of("012", "345", codec="raw", algorithm="spy", world=1)
+    gaps = [(slice(300, 384), slice(389, 512)), (slice(1000, 1024), slice(1025, 1152), slice(1929, 2048))]
+    checked = []
+
+    def spy(x: Tensor, codec: Codec, transport: Transport, **_: object) -> None:
+        index = [bucket.numel for bucket in plan.buckets].index(x.numel())
+        assert not any(x[gap].any() for gap in gaps[index])
+        checked.append(index)
+        x.fill_(float("nan"))
+
+    def body(transport: Transport) -> None:
+        engine = make_engine(transport, plan=plan)
+        for step in range(3):
+            run_step(engine, gradients(0, step))
+        engine.close()
+
+    with collective_named("spy", spy):
+        over_threads(1, body)
+    assert checked == [0, 1] * 3
+
+
+# ---- plans and order ------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_follows_rank_0s_order_of_arrival() -> None:
+    def body(transport: Transport) -> FusionPlan | None:
+        engine = make_engine(transport, planner=planners.get("wfbp"))
+        run_step(engine, gradients(transport.rank, 0), shift=3 + transport.rank)
+        engine.close()
+        return engine.plan
+
+    plans = over_threads(3, body)
+    assert plans[0] is not None and all(plan == plans[0] for plan in plans)
+    assert [bucket.names for bucket in plans[0].buckets] == [("w3",), ("w4",), ("w5",), ("w0",), ("w1",), ("w2",)]
+    assert {bucket.algorithm for bucket in plans[0].buckets} == {collectives.choose(False, 3)}
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given plan", "learned plan"])
+def test_buckets_leave_during_backward_in_plan_order(given: bool) -> None:
+    """Each is awaited before the next gradient is submitted: nothing is held back until synchronize."""
+    world = 2
+    plan = plan_of("54", "32", "10", codec="raw", algorithm="spy", world=world)
+    sent = [threading.Semaphore(0) for _ in range(world)]
+    order: list[list[int]] = [[] for _ in range(world)]
+
+    def spy(x: Tensor, codec: Codec, transport: Transport, **_: object) -> None:
+        transport.all_reduce(x)
+        order[transport.rank].append(x.numel())
+        sent[transport.rank].release()
+
+    def body(transport: Transport) -> None:
+        how: dict[str, Any] = {"plan": plan} if given else {"codec": codecs.get("raw"), "algorithm": "spy"}
+        rank, engine = transport.rank, make_engine(transport, **how)
+        if not given:
+            run_step(engine, gradients(rank, 0))
+            while sent[rank].acquire(blocking=False):
+                pass
+            order[rank].clear()
+        assert engine.plan is not None
+        values = gradients(rank, 1)
+        for bucket in engine.plan.buckets:
+            for name in bucket.names:
+                engine.submit(name, values[name])
+            assert sent[rank].acquire(timeout=PATIENCE), "the bucket did not leave"
+        assert engine.complete
+        engine.synchronize()
+        numels = [bucket.numel for bucket in engine.plan.buckets]
+        for name in reversed([name for bucket in engine.plan.buckets for name in bucket.names]):
+            engine.submit(name, values[name])
+        engine.synchronize()
+        assert order[rank] == numels * 2, "buckets left in the order of arrival"
+        engine.close()
+
+    with collective_named("spy", spy):
+        over_threads(world, body)
+
+
+def test_a_given_plan_names_codec_and_collective() -> None:
+    plan = plan_of("012345", codec="bf16", algorithm="one_shot", world=2)
+
+    def body(transport: Transport) -> int:
+        engine = make_engine(transport, plan=plan, codec=codecs.get("int4"))
+        values = run_step(engine, gradients(transport.rank, 0))
+        exact = exact_sum(2, 0)
+        assert all(torch.allclose(values[name].double(), exact[name], atol=0.02) for name in values)
+        engine.close()
+        return transport.bytes_sent
+
+    payload = codecs.get("bf16").bare.wire(plan.buckets[0].numel).capacity
+    assert all(sent == payload + 32 for sent in over_threads(2, body))
+
+
+def test_a_plan_that_does_not_fit_is_refused_at_once() -> None:
+    def body(transport: Transport) -> None:
+        with pytest.raises(ConfigError, match="plan is for 3 ranks, this job has 1"):
+            make_engine(transport, plan=plan_of("012345"))
+        with pytest.raises(ConfigError, match="the first is 'w5'"):
+            make_engine(transport, plan=plan_of("01234", world=1))
+
+    over_threads(1, body)
+
+
+def test_agreement_costs_little_and_only_once() -> None:
+    def body(transport: Transport) -> list[int]:
+        engine = make_engine(transport, codec=codecs.get("raw"), planner=planners.get("wfbp"))
+        sent = []
+        for step in range(3):
+            before = transport.bytes_sent
+            run_step(engine, gradients(transport.rank, step))
+            sent.append(transport.bytes_sent - before)
+        engine.close()
+        return sent
+
+    for first, second, third in over_threads(2, body):
+        assert second == third == sum(4 * tensor.numel for tensor in MODEL)
+        assert first - second <= 200
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def test_checksums_put_a_header_on_every_message() -> None:
+    def body(transport: Transport) -> tuple[int, Tensor]:
+        sent = []
+        for checksum in (False, True):
+            engine = make_engine(transport.duplicate(), MODEL[:1], checksum=checksum)
+            own = engine._transport
+            value = run_step(engine, gradients(transport.rank, 0, MODEL[:1]))["w0"]
+            engine.close()
+            sent.append(own.bytes_sent)
+        return sent[1] - sent[0], value
+
+    (more, first), (_, second) = over_threads(2, body)
+    assert more == 128 and torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "name, options, wanted, used",
+    [
+        ("int8", {}, None, True),
+        ("int8", {}, False, False),
+        ("int8", {"rounding": "stochastic"}, None, False),
+        ("int8", {"rounding": "stochastic"}, True, True),
+        ("bf16", {}, None, False),
+        ("bf16", {}, True, True),
+        ("raw", {}, True, False),
+    ],
+)
+def test_error_feedback_where_it_pays(name: str, options: dict[str, Any], wanted: bool | None, used: bool) -> None:
+    def body(transport: Transport) -> set[str]:
+        engine = make_engine(transport, codec=codecs.get(name, **options), error_feedback=wanted)
+        run_step(engine, gradients(transport.rank, 0))
+        engine.close()
+        return set(engine.memory.state_dict())
+
+    assert over_threads(2, body) == [{tensor.name for tensor in MODEL} if used else set()] * 2
+
+
+def test_memory_outlives_its_engine() -> None:
+    """A second engine with other buckets goes on where the first ended."""
+
+    def body(transport: Transport) -> None:
+        memory = Memory()
+        balance = {tensor.name: torch.zeros(tensor.numel, dtype=torch.float64) for tensor in MODEL}
+        for step, planner in enumerate(("wfbp", "horovod")):
+            engine = make_engine(
+                transport.duplicate(), codec=codecs.get("int4"), planner=planners.get(planner), memory=memory
+            )
+            for name, value in run_step(engine, gradients(transport.rank, step)).items():
+                balance[name] += value - exact_sum(2, step)[name]
+            engine.close()
+        for name, residual in sorted(memory.state_dict().items()):
+            assert residual.any() or residual.numel() == 1
+            transport.all_reduce(residual)
+            assert (balance[name] + residual).abs().max() < 1e-5
+
+    over_threads(2, body)
+
+
+def test_noise_differs_between_steps_and_buckets() -> None:
+    tensors = [TensorInfo(name, 512, "float32", 4) for name in "ab"]
+    x = gradients(0, 0, tensors[:1])["a"]
+
+    def body(transport: Transport) -> list[Tensor]:
+        engine = make_engine(
+            transport, tensors, codec=codecs.get("int4", rounding="stochastic"), planner=planners.get("wfbp")
+        )
+        results = [value for _ in range(2) for value in run_step(engine, {"a": x.clone(), "b": x.clone()}).values()]
+        engine.close()
+        return results
+
+    for results in over_threads(2, body):
+        assert len({bytes(result.view(torch.uint8).tolist()) for result in results}) == 4
+
+
+# ---- timeline -------------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_shows_every_bucket_of_every_step(tmp_path: Path) -> None:
+    plan = plan_of("012", "345", world=2)
+
+    def body(transport: Transport) -> None:
+        timeline = Timeline(str(tmp_path / "trace"), transport.rank)
+        engine = make_engine(transport, plan=plan, timeline=timeline, name="sender")
+        for step in range(2):
+            run_step(engine, gradients(transport.rank, step))
+        engine.close()
+
+    over_threads(2, body)
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace.{rank}").read_text())
+        spans = [event for event in events if event["ph"] == "X"]
+        inner = ["MEMCPY_IN_FUSION_BUFFER", "TWO_SHOT", "MEMCPY_OUT_FUSION_BUFFER", "ALLREDUCE"]
+        assert [span["name"] for span in spans] == ["NEGOTIATE_ALLREDUCE", *inner * 4]
+        outer = [span for span in spans if span["name"] == "ALLREDUCE"]
+        assert [span["args"] for span in outer] == [{"step": s, "bucket": b} for s in range(2) for b in range(2)]
+        assert {(span["pid"], span["tid"]) for span in spans} == {(rank, "sender")}
+        codec = [span["args"] for span in spans if span["name"] == "TWO_SHOT"][0]
+        assert codec == {"codec": str(codecs.get("int8")), "elements": plan.buckets[0].numel}
+        for previous, span in zip(outer, outer[1:], strict=False):
+            assert previous["ts"] + previous["dur"] <= span["ts"]
+
+
+def test_a_model_without_tensors() -> None:
+    def body(transport: Transport) -> None:
+        engine = make_engine(transport, [])
+        for _ in range(2):
+            engine.synchronize()
+        assert engine.plan == FusionPlan((), 2)
+        engine.close()
+
+    over_threads(2, body)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fusionlayer.errors import FusionLayerError, PlanMismatch, TransportError, WireError
+from fusionlayer.plan import Bucket, Slot
+from fusionlayer.scheduler import Worker, located
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
+
+pytestmark = pytest.mark.short
+
+PATIENCE = 20
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_jobs_run_in_their_order_on_one_thread() -> None:
+    worker, seen = Worker("in order"), []
+    for number in range(20):
+        job = worker.put(lambda number=number: seen.append((number, threading.current_thread().name)))
+    job.wait()
+    assert seen == [(number, "in order") for number in range(20)]
+    worker.close()
+
+
+def test_the_first_failure_is_the_last_job_that_runs() -> None:
+    worker, gate, seen = Worker("failing"), threading.Event(), []
+
+    def fail() -> None:
+        assert gate.wait(PATIENCE)
+        raise KeyError("first")
+
+    before = worker.put(lambda: seen.append("before"))
+    failing = worker.put(fail, lambda: seen.append("failing abandoned"))
+    after = worker.put(lambda: seen.append("after"), lambda: seen.append("after abandoned"))
+    gate.set()
+    before.wait()
+    for job in (failing, after, failing):
+        with pytest.raises(KeyError, match="first"):
+            job.wait()
+    with pytest.raises(KeyError, match="first"):
+        worker.put(lambda: seen.append("late"))
+    assert seen == ["before", "failing abandoned", "after abandoned"]
+    assert isinstance(worker.error, KeyError)
+    worker.close()
+
+
+def test_closing_lets_queued_jobs_end() -> None:
+    worker, gate, seen = Worker("closing"), threading.Event(), []
+    worker.put(lambda: gate.wait(PATIENCE))
+    last = worker.put(lambda: seen.append("ran"))
+    (thread,) = threads_named("closing")
+    worker.close()
+    worker.close()
+    with pytest.raises(FusionLayerError, match="closing is closed"):
+        worker.put(lambda: None)
+    gate.set()
+    last.wait()
+    thread.join(PATIENCE)
+    assert seen == ["ran"] and not thread.is_alive() and thread.daemon
+
+
+# ---- errors told in the user's terms --------------------------------------------------------------------------------
+
+BUCKET = Bucket(tuple(Slot(name, 1, i) for i, name in enumerate("abcde")), 5, "float32", "raw")
+
+
+def test_errors_say_where_they_belong() -> None:
+    def body(transport: Transport) -> None:
+        transport.barrier()
+        with pytest.raises(TransportError) as lost, located(7, 2, BUCKET, transport):
+            raise TransportError("rank 1 left", ranks=[1])
+        assert str(lost.value) == "step 7, bucket 2 (a, b, c and 2 more): rank 1 left"
+        assert (lost.value.ranks, lost.value.bucket, lost.value.tensors) == ((1,), 2, tuple("abcde"))
+        assert lost.value.sequence == transport.sequence == 1
+        with pytest.raises(TransportError) as lost, located(7, 2, BUCKET, transport):
+            raise TransportError("rank 1 left", sequence=5)
+        assert lost.value.sequence == 5
+        for kind in (WireError, PlanMismatch):
+            where = r"step 0, bucket 1 \(a, b, c and 2 more\): damaged"
+            with pytest.raises(kind, match=where), located(0, 1, BUCKET, transport):
+                raise kind("damaged")
+        with pytest.raises(ZeroDivisionError), located(0, 1, BUCKET, transport):
+            raise ZeroDivisionError
+
+    over_threads(1, body)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusionlayer import codecs
+from fusionlayer.errors import ConfigError
+from fusionlayer.plan import Bucket, FusionPlan, Slot, TensorInfo
+from tests.codecs.variants import every
+
+pytestmark = pytest.mark.short
+
+MODEL = [TensorInfo("a", 100, "float32", 4), TensorInfo("b", 300, "float32", 4), TensorInfo("c", 5, "float32", 4)]
+
+
+def plan_of(runs: list[list[TensorInfo]], align: int = 128) -> FusionPlan:
+    return FusionPlan.build(runs, 4, "int", {"bits": 4, "hadamard": True}, "two_shot", align)
+
+
+PLAN = plan_of([MODEL[:2], MODEL[2:]])
+FIRST, SECOND = PLAN.buckets
+
+
+def with_first(**changes: object) -> FusionPlan:
+    return replace(PLAN, buckets=(replace(FIRST, **changes), SECOND))  # type: ignore[arg-type]
+
+
+# ---- building -------------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_aligned() -> None:
+    assert FIRST.slots == (Slot("a", 100, 0), Slot("b", 300, 128)) and FIRST.numel == 512
+    assert SECOND.slots == (Slot("c", 5, 0),) and SECOND.numel == 128
+    assert FIRST.names == ("a", "b")
+    assert (FIRST.dtype, FIRST.codec, FIRST.algorithm) == ("float32", "int", "two_shot")
+
+
+TENSORS = st.lists(
+    st.builds(TensorInfo, st.uuids().map(str), st.integers(0, 10**10), st.just("float16"), st.just(2)), min_size=2
+)
+
+
+@given(TENSORS, st.integers(1, 300))
+def test_what_is_built_passes_the_check(tensors: list[TensorInfo], align: int) -> None:
+    half = len(tensors) // 2
+    plan = plan_of([tensors[:half], tensors[half:]], align)
+    plan.check(tensors, 4)
+    for bucket in plan.buckets:
+        assert all(slot.offset % align == 0 for slot in bucket.slots) and bucket.numel % align == 0
+
+
+def test_bytes_of_a_tensor() -> None:
+    assert TensorInfo("t", 10, "bfloat16", 2).nbytes == 20
+
+
+# ---- checking -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        (replace(PLAN, world_size=8), "plan is for 8 ranks, this job has 4"),
+        (replace(PLAN, buckets=(FIRST,)), "1 tensors differ, the first is 'c': plan has none, model has .5, 'f"),
+        (replace(PLAN, buckets=(FIRST, SECOND, SECOND)), "more than once"),
+        (with_first(slots=(FIRST.slots[0], replace(FIRST.slots[0], offset=128), FIRST.slots[1])), "more than once"),
+        (with_first(slots=(Slot("a", 100, 0), Slot("b", 301, 128))), "first is 'b': plan has .301, 'float32'."),
+        (with_first(slots=(*FIRST.slots, Slot("z", 1, 500))), "first is 'z': plan has .* model has none"),
+        (with_first(dtype="float16"), "2 tensors differ, the first is 'a'"),
+        (with_first(slots=(Slot("a", 100, 0), Slot("b", 300, 99))), "slot 'b' of bucket 0 overlaps"),
+        (with_first(slots=(Slot("a", 100, -1), Slot("b", 300, 128))), "slot 'a' of bucket 0 overlaps"),
+        (with_first(numel=427), "bucket 0 has 427 elements, its slots need 428"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan: FusionPlan, message: str) -> None:
+    PLAN.check(MODEL, 4)
+    with pytest.raises(ConfigError, match=message):
+        plan.check(MODEL, 4)
+
+
+# ---- digest ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_plans_have_equal_digests() -> None:
+    again = plan_of([MODEL[:2], MODEL[2:]])
+    assert again == PLAN and again.digest() == PLAN.digest() and len(PLAN.digest()) == 32
+    reordered = with_first(options={"hadamard": True, "bits": 4})
+    assert reordered.digest() == PLAN.digest()
+
+
+def test_every_difference_changes_the_digest() -> None:
+    others = [
+        replace(PLAN, world_size=5),
+        replace(PLAN, buckets=(SECOND, FIRST)),
+        plan_of([MODEL]),
+        with_first(numel=640),
+        with_first(dtype="bfloat16"),
+        with_first(codec="raw"),
+        with_first(options={"bits": 8, "hadamard": True}),
+        with_first(options={}),
+        with_first(algorithm="one_shot"),
+        with_first(slots=(FIRST.slots[1], FIRST.slots[0])),
+        with_first(slots=(replace(FIRST.slots[0], name="A"), FIRST.slots[1])),
+        with_first(slots=(replace(FIRST.slots[0], numel=99), FIRST.slots[1])),
+        with_first(slots=(FIRST.slots[0], replace(FIRST.slots[1], offset=256))),
+    ]
+    digests = {plan.digest() for plan in (PLAN, *others)}
+    assert len(digests) == len(others) + 1
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    for codec in every():
+        plan = FusionPlan.build([MODEL], 4, codec.name, codec.options, "two_shot", 1)
+        plan.to_yaml(path)
+        back = FusionPlan.from_yaml(str(path))
+        assert back == plan and back.digest() == plan.digest()
+        bucket = back.buckets[0]
+        assert codecs.get(bucket.codec, **bucket.options) == codec
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda text: text.replace("version: 1", "version: 99"), "version 99, expected 1"),
+        (lambda text: text.replace("version: 1\n", ""), "version"),
+        (lambda text: text.replace("world_size", "world"), "world"),
+        (lambda text: text.replace("offset", "start"), "start"),
+        (lambda text: text.replace("algorithm", "method"), "method"),
+        (lambda text: text + "\t[", "cannot be read"),
+        (lambda text: "just text", "cannot be read"),
+        (lambda text: "", "cannot be read"),
+        (lambda text: text.replace("numel: 100", "numel: many"), "cannot be read"),
+        (lambda text: text.replace("world_size: 4", "world_size: four"), "cannot be read"),
+        (lambda text: text.replace("offset: 128", "offset: null"), "offset: None is no int"),
+        (lambda text: text.replace("slots:", "slots: none\n  other:"), "slots: 'none' is no list"),
+        (lambda text: text + "- 7\n", "got 7"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, change: object, message: str) -> None:
+    path = tmp_path / "plan.yaml"
+    PLAN.to_yaml(path)
+    path.write_text(change(path.read_text()))  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=message):
+        FusionPlan.from_yaml(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        FusionPlan.from_yaml(tmp_path / "nowhere.yaml")
+
+
+def test_a_bucket_has_defaults() -> None:
+    bucket = Bucket((Slot("a", 1, 0),), 1, "float32", "raw")
+    assert bucket.options == {} and bucket.algorithm == "dense"

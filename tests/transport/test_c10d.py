@@ -1,0 +1,162 @@
+"""The transport over real processes and gloo; what happens when one of them fails is in test_faults."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusionlayer.errors import ConfigError, TransportError, UsageError
+from fusionlayer.transport import C10dTransport, Transport
+from tests.harness import run_ranks
+
+from .conformance import CHECKS
+
+pytestmark = pytest.mark.medium
+
+TIMEOUT = 15.0
+
+
+def conform(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=TIMEOUT)
+    assert (transport.rank, transport.size, transport.timeout) == (rank, world, TIMEOUT)
+    for check in CHECKS:
+        try:
+            check(transport)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+    transport.close()
+
+
+@pytest.mark.parametrize("world, store", [(1, "file"), (2, "file"), (3, "tcp"), (4, "file")])
+def test_conformance(world: int, store: str) -> None:
+    run_ranks(conform, world, timeout=50, store=store)
+
+
+def use_groups(rank: int, world: int) -> list[float]:
+    odd = dist.new_group([1, 3])
+    sums = []
+    if rank % 2:
+        transport = C10dTransport(odd, TIMEOUT)
+        assert (transport.rank, transport.size) == (rank // 2, 2)
+        x = torch.tensor([float(rank)])
+        transport.all_reduce(x)
+        sums.append(x.item())
+        transport.close()
+    else:
+        with pytest.raises(UsageError, match="not in the group"):
+            C10dTransport(odd, TIMEOUT)
+    first, second = C10dTransport(None, TIMEOUT), C10dTransport(dist.group.WORLD, TIMEOUT)
+    first.close()
+    x = torch.tensor([float(rank)])
+    second.all_reduce(x)
+    dist.all_reduce(x)  # the group itself is as usable as before
+    return [*sums, x.item()]
+
+
+def test_groups_and_several_transports_of_one_group() -> None:
+    assert run_ranks(use_groups, 4) == [[24.0], [4.0, 24.0], [24.0], [4.0, 24.0]]
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(UsageError, match="init_process_group"):
+        C10dTransport()
+
+
+def gloo_sums(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=TIMEOUT)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(50_000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        ours, theirs = x.clone(), x.clone()
+        transport.all_reduce(ours)
+        dist.all_reduce(theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)  # gloo rounds at every step
+
+
+def test_the_sum_is_gloos_within_rounding() -> None:
+    run_ranks(gloo_sums, 3)
+
+
+def drop_it(rank: int, world: int) -> None:
+    transport: Transport | None = C10dTransport(timeout=60)
+    assert transport is not None
+    transport.barrier()
+    if rank == 0:
+        del transport
+        gc.collect()
+        return
+    with pytest.raises(TransportError, match="rank 0 closed its transport after collective 1") as caught:
+        transport.barrier()
+    assert caught.value.ranks == (0,)
+
+
+def test_a_transport_that_nobody_holds_is_closed() -> None:
+    run_ranks(drop_it, 2)
+
+
+def file_size(rank: int, world: int) -> tuple[int, int]:
+    transport = C10dTransport(timeout=2.0)
+    transport.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    time.sleep(0.5)
+    before = os.path.getsize(store.path)
+    for _ in range(20):
+        transport.barrier()
+        time.sleep(0.05)
+    return before, os.path.getsize(store.path)
+
+
+def test_a_file_store_does_not_grow_while_all_is_well() -> None:
+    for before, after in run_ranks(file_size, 2):
+        assert before == after
+
+
+def warn(rank: int, world: int) -> list[str]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("fusionlayer").addHandler(handler)
+    transport = C10dTransport(timeout=8, stall_warning=1.0)
+    transport.barrier()
+    if rank == 1:
+        time.sleep(4)
+    transport.barrier()
+    return [record.getMessage() for record in records]
+
+
+def test_a_stall_is_warned_of_once_and_waited_out() -> None:
+    warnings = run_ranks(warn, 3)
+    assert warnings[1] == []
+    for rank in (0, 2):
+        (text,) = warnings[rank]
+        assert f"rank 1 is alive but late: at collective 1 while rank {rank} is at 2" in text
+
+
+def come_alone(rank: int, world: int) -> str:
+    if rank == 1:
+        return ""
+    with pytest.raises(TransportError, match="did not come within 1 s") as caught:
+        C10dTransport(timeout=1.0)
+    assert caught.value.ranks == (1,)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_make_the_transport_is_named() -> None:
+    run_ranks(come_alone, 3)
+
+
+def bad_tag(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=TIMEOUT)
+    with pytest.raises(ConfigError, match="not this rank"):
+        transport.send(torch.zeros(1), rank)
+
+
+def test_a_rank_does_not_send_to_itself() -> None:
+    run_ranks(bad_tag, 2)

@@ -1,0 +1,225 @@
+"""Ranks that are killed, stopped, late or wrong: every survivor must learn in time who it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from fusionlayer.errors import TransportError
+from fusionlayer.transport import C10dTransport
+from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
+
+pytestmark = pytest.mark.medium
+
+TIMEOUT = 3.0
+
+
+def fail_then_raise(transport: C10dTransport, call: Any) -> None:
+    """Make a call that must fail; see that the transport is closed after it, and hand its error on to the test."""
+    try:
+        call()
+    except TransportError as error:
+        with pytest.raises(TransportError, match="collective"):
+            transport.barrier()
+        transport.close()
+        assert error.__cause__ is not None
+        raise
+    raise AssertionError("the call did not fail")
+
+
+def survivors(outcomes: list[Outcome], lost: int, word: str, ranks: tuple[int, ...], sequence: int = 2) -> None:
+    """See that all ranks but the lost one have raised, and have named who must be named."""
+    for rank, outcome in enumerate(outcomes):
+        if rank != lost:
+            assert (outcome.kind, outcome.error[0]) == ("raised", "TransportError"), outcome
+            assert outcome.exit_code in (1, -signal.SIGKILL), outcome  # not aborted
+            assert word in outcome.error[1], outcome.error
+            assert outcome.attributes["ranks"] == ranks, outcome.error
+            assert outcome.attributes["sequence"] == sequence, outcome.error
+
+
+def exchange(transport: C10dTransport, n: int) -> None:
+    sends = [torch.zeros(n, dtype=torch.uint8) for _ in range(transport.size)]
+    transport.exchange(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)])
+
+
+def exchange_after_checkpoint(rank: int, world: int, n: int) -> None:
+    transport = C10dTransport(timeout=TIMEOUT)
+    transport.barrier()
+    checkpoint("exchange")
+    fail_then_raise(transport, lambda: exchange(transport, n))
+
+
+@pytest.mark.parametrize("lost, store", [(1, "file"), (2, "tcp"), (0, "tcp")])
+def test_a_killed_rank_is_gone(lost: int, store: str) -> None:
+    outcomes = outcomes_of(
+        exchange_after_checkpoint, 3, 10_000, signals={(lost, "exchange"): signal.SIGKILL}, store=store
+    )
+    assert (outcomes[lost].kind, outcomes[lost].exit_code) == ("died", -signal.SIGKILL)
+    survivors(outcomes, lost, f"rank {lost} is gone (process ", (lost,))
+
+
+@pytest.mark.parametrize("lost, store", [(1, "file"), (0, "tcp")])
+def test_a_stopped_rank_is_stopped(lost: int, store: str) -> None:
+    outcomes = outcomes_of(
+        exchange_after_checkpoint, 3, 10_000, signals={(lost, "exchange"): signal.SIGSTOP}, store=store
+    )
+    assert outcomes[lost].kind == "hung"
+    survivors(outcomes, lost, f"rank {lost} is stopped (process ", (lost,))
+
+
+def kill_while_it_moves(rank: int, world: int, how: str) -> None:
+    transport = C10dTransport(timeout=20)
+    transport.barrier()
+    x = torch.zeros(1 << 24, dtype=torch.uint8)
+    if rank == 1:
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    def for_ever() -> None:
+        while True:
+            if how == "exchange":
+                transport.exchange([x] * world, [torch.empty_like(x) for _ in range(world)])
+            elif how == "all_reduce":
+                transport.all_reduce(x)
+            elif rank == 0:
+                transport.send(x, 1)
+            else:
+                transport.recv(x, 0)
+
+    fail_then_raise(transport, for_ever)
+
+
+@pytest.mark.parametrize("how", ["exchange", "all_reduce", "send"])
+def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
+    outcomes = outcomes_of(kill_while_it_moves, 2, how, timeout=15)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert outcomes[0].error[0] == "TransportError", outcomes[0]
+    assert "rank 1 is gone" in outcomes[0].error[1]
+
+
+def come_late(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=TIMEOUT)
+    transport.barrier()
+    if rank == 1:
+        time.sleep(TIMEOUT + 1.5)
+    fail_then_raise(transport, lambda: exchange(transport, 10))
+
+
+def test_a_rank_that_is_late_is_named_also_to_itself() -> None:
+    survivors(outcomes_of(come_late, 3), -1, "rank 1 is alive but late: at collective 1 while rank ", (1,))
+
+
+def differ(rank: int, world: int, how: str) -> None:
+    transport = C10dTransport(timeout=8)
+    transport.barrier()
+
+    def call() -> None:
+        if how == "operation":
+            if rank == 1:
+                transport.all_reduce(torch.zeros(5))
+            else:
+                transport.broadcast(torch.zeros(5), 0)
+        elif how == "shape":
+            transport.all_reduce(torch.zeros(100_000 + (rank == 1)))
+        else:
+            n = 100 - {"shorter": 1, "none": 100}[how] * (rank == 1)
+            x = torch.zeros(100, dtype=torch.uint8)
+            transport.exchange([x[:n], x, x[:n]], [torch.empty_like(x) for _ in range(world)])
+
+    fail_then_raise(transport, lambda: [call() for _ in range(3)])
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("shorter", ("rank 1 sends 99 bytes", "expects 100 bytes")),
+        ("none", ("rank 1 sends 0 bytes", "expects 100 bytes")),
+        ("shape", ("all_reduce of 100001 x float32", "all_reduce of 100000 x float32")),
+        ("operation", ("all_reduce of 5 x float32", "broadcast from rank 0 of 5 x float32")),
+    ],
+)
+def test_calls_that_differ_over_ranks_raise_on_all_of_them(how: str, words: tuple[str, ...]) -> None:
+    for outcome in outcomes_of(differ, 3, how):
+        assert outcome.kind == "raised" and outcome.error[0] == "TransportError", outcome
+        assert all(word in outcome.error[1] for word in words), outcome.error
+        assert 1 in outcome.attributes["ranks"]
+
+
+def mismatch_messages(rank: int, world: int, how: str) -> None:
+    transport = C10dTransport(timeout=8)
+    x = torch.zeros(10 + rank)
+    if how == "length":
+        fail_then_raise(transport, lambda: transport.recv(x, 0) if rank else transport.send(x, 1))
+    elif how == "both send":
+        fail_then_raise(transport, lambda: transport.send(x, 1 - rank))
+    else:
+        fail_then_raise(transport, lambda: transport.recv(x, 1 - rank))
+
+
+@pytest.mark.parametrize(
+    "how, word",
+    [
+        ("length", "rank 0 sends 40 bytes to rank 1, which expects 44 bytes"),
+        ("both send", "both wait to send to each other"),
+        ("both receive", "both wait to receive from each other"),
+    ],
+)
+def test_messages_that_do_not_pair_raise_on_both_ranks(how: str, word: str) -> None:
+    for outcome in outcomes_of(mismatch_messages, 2, how):
+        assert outcome.kind == "raised" and outcome.error[0] == "TransportError", outcome
+        assert word in outcome.error[1]
+        assert outcome.attributes["ranks"] == (0, 1)
+
+
+def close_early(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=60)
+    transport.barrier()
+    if rank == 1:
+        transport.close()
+        checkpoint("closed")
+        time.sleep(60)
+    fail_then_raise(transport, lambda: exchange(transport, 10))
+
+
+def test_a_rank_that_closes_is_named() -> None:
+    outcomes = outcomes_of(close_early, 3, signals={(1, "closed"): signal.SIGSTOP})
+    survivors(outcomes, 1, "rank 1 closed its transport after collective 1", (1,))
+
+
+def interrupt_a_call(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=60)
+    transport.barrier()
+    if rank == 1:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    if rank == 0:
+        time.sleep(2)
+    fail_then_raise(transport, lambda: [exchange(transport, 10) for _ in range(2)])
+
+
+def test_a_rank_interrupted_in_a_call_is_named() -> None:
+    outcomes = outcomes_of(interrupt_a_call, 3)
+    assert outcomes[1].error[0] == "KeyboardInterrupt"
+    survivors(outcomes, 1, "rank 1 raised KeyboardInterrupt", (1,), sequence=3)
+
+
+def pause(rank: int, world: int) -> float:
+    transport = C10dTransport(timeout=20)
+    transport.barrier()
+    if rank == 1:
+        resume = subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        resume.wait()
+    x = torch.tensor([1.0])
+    transport.all_reduce(x)
+    return x.item()
+
+
+def test_a_rank_that_is_stopped_for_a_while_does_no_harm() -> None:
+    assert run_ranks(pause, 2) == [2.0, 2.0]
