@@ -188,9 +188,10 @@ def build_cuda(werror: bool) -> Path:
     if not archs:
         raise SetupError(f"{nvcc} compiles for none of sm_{', sm_'.join(map(str, CUDA_ARCHS))}; use CUDA 12.8 or later")
     targets = [(arch, f"sm_{arch}") for arch in archs] + [(archs[-1], f"compute_{archs[-1]}")]
+    gencode = tuple(flag for arch, code in targets for flag in ("-gencode", f"arch=compute_{arch},code={code}"))
     flags = (
         *NVCC_FLAGS,
-        *(flag for arch, code in targets for flag in ("-gencode", f"arch=compute_{arch},code={code}")),
+        *gencode,
         *(("-Werror", "all-warnings") if werror else ()),
     )
     stated = f'-DFL_CUDA_ARCHS="{" ".join(code for _, code in targets)}"'
@@ -201,7 +202,7 @@ def build_cuda(werror: bool) -> Path:
         return Step(output, command, (source, *headers("cuda")), tool)
 
     steps = [compile_step(source) for source in sources("cuda/*.cu")]
-    link = (nvcc, "-shared", "-cudart", "static", "-Xlinker", "-z,defs")
+    link = (nvcc, "-shared", "-cudart", "static", *gencode, "-Xlinker", "-z,defs")
     return build_library("libfusionlayer_cuda.so", steps, link, tool)
 
 
@@ -310,7 +311,6 @@ def version() -> str:
 def main() -> None:
     """Run the command line."""
     os.chdir(Path(__file__).resolve().parent)
-    readme = Path("README.md")
     demo = ["rich"]
     dev = [
         *demo,
@@ -329,7 +329,7 @@ def main() -> None:
         name="fusionlayer",
         version=version(),
         description="Fused, compressed, overlapped communication for PyTorch training",
-        long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+        long_description=Path("README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         python_requires=">=3.10",

@@ -25,6 +25,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -78,7 +79,8 @@ def main() -> int:
     try:
         compare(console, link, methods, steps, options.timeout)
     except RunFailed as failure:
-        console.print(f"\n[bold red]The demo failed:[/] {failure}", markup=True)
+        console.print("\n[bold red]The demo failed:[/]", end=" ")
+        console.print(str(failure), markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("\nInterrupted; nothing is left running.")
@@ -110,7 +112,7 @@ def describe(console: Console, steps: int, link: Network, obstacle: str | None) 
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     console.print(f"[bold]fusionlayer beside DDP[/]: {WORKERS} workers, {steps} steps, the same weights and data\n")
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("machine", f"{cpu_name()}, {cores} cores, {platform.system()} {platform.release()}")
+    facts.add_row("machine", f"{escape(cpu_name())}, {cores} cores, {platform.system()} {platform.release()}")
     if load > cores / 2:
         facts.add_row("", f"[yellow]busy with other work (load {load:.1f}), so steps take longer than they need[/]")
     facts.add_row("software", f"PyTorch {version('torch')}, fusionlayer {version('fusionlayer')}")
@@ -119,7 +121,7 @@ def describe(console: Console, steps: int, link: Network, obstacle: str | None) 
     if obstacle is None:
         facts.add_row("link", f"{in_words(link)}, emulated: two network namespaces shaped by tc")
     else:
-        facts.add_row("link", f"[yellow]not emulated, so no time can be saved here: {obstacle}[/]")
+        facts.add_row("link", f"[yellow]not emulated, so no time can be saved here: {escape(obstacle)}[/]")
     console.print(facts)
 
 

@@ -42,10 +42,11 @@ CAST, INT = 0, 1
 INT_HADAMARD, INT_STOCHASTIC = 1, 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+DEVICE_ERROR = 3
 _STATUS = {
     1: "the codec core refused an argument",
     2: "this build of the codec core does not have that codec or option",
-    3: "CUDA reported an error",
+    DEVICE_ERROR: "CUDA reported an error",
 }
 
 
@@ -201,8 +202,8 @@ def _call(verb: str, device: torch.device, *arguments: object) -> None:
         library = cpu()
         status = getattr(library, verb)(*arguments, None)
     if status:
-        detail = library.fl_last_error().decode()
-        raise FusionLayerError(f"{verb}: {_STATUS.get(status, f'status {status}')}{': ' if detail else ''}{detail}")
+        detail = f": {library.fl_last_error().decode()}" if status == DEVICE_ERROR else ""
+        raise FusionLayerError(f"{verb}: {_STATUS.get(status, f'status {status}')}{detail}")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -96,7 +96,7 @@ class FusionPlan:
     ) -> FusionPlan:
         """Return the plan that sends each run of tensors in one bucket.
 
-        Slots begin at multiples of ``align`` elements, so that tensors do not share a scale.
+        Slots begin at multiples of ``align`` elements: where that is the codec's block, tensors share no metadata.
         """
         buckets = []
         for run in runs:

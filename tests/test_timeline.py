@@ -82,7 +82,6 @@ def test_without_a_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.medium
 def test_a_process_that_forgets_to_close_leaves_a_whole_file(tmp_path: Path) -> None:
     code = "import sys; from fusionlayer.timeline import Timeline\nwith Timeline(sys.argv[1], 0).span('A'): pass"
     subprocess.run([sys.executable, "-c", code, tmp_path / "trace"], check=True)

@@ -128,7 +128,7 @@ class Engine:
         """Take a gradient, which ``synchronize`` will have replaced by its scaled sum over ranks.
 
         Raises:
-            UsageError: this step has it already, or it is none of the engine's tensors.
+            UsageError: this step has it already, it is none of the engine's tensors, or it has another size.
             FusionLayerError: a step before has failed; the same error again.
         """
         if self.failure is not None:
@@ -136,6 +136,10 @@ class Engine:
         with self._lock:
             if name not in self._tensors:
                 raise UsageError(f"gradient {name!r} is none of this engine's {len(self._tensors)} tensors")
+            if gradient.numel() != self._tensors[name].numel:
+                raise UsageError(
+                    f"gradient {name!r} has {gradient.numel()} elements, expected {self._tensors[name].numel}"
+                )
             if name in self._arrived:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
             self._arrived[name] = gradient

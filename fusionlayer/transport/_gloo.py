@@ -29,7 +29,7 @@ __all__ = ["GlooLink"]
 # gloo fails the waits of a lost connection, save for the message that is just being read or written. So a long message
 # travels as head and tail, and the tail is waited for first; and the receiver of a very long one acknowledges it.
 TAIL_BYTES = 4096
-SPLIT_FROM_BYTES = 64 << 10
+SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
 
 # A sum is made by one exchange of everything below the first length, by two exchanges of a share each below the second
@@ -149,7 +149,10 @@ class GlooLink(Link):
         # The group's own threads may be in a collective until its time is out, and its destructor waits for them.
         last = [group]
         del group
-        threading.Thread(target=last.clear, name="fusionlayer gloo", daemon=True).start()
+        ending = threading.Thread(target=last.clear, name="fusionlayer gloo", daemon=True)
+        ending.start()
+        # A daemon thread that is in there when Python ends aborts the process.
+        ending.join(1.0)
 
     def _ring_all_reduce(self, x: Tensor, key: int, deadline: float) -> None:
         following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
@@ -191,7 +194,7 @@ class GlooLink(Link):
 
 
 def _split(data: Tensor) -> tuple[Tensor | None, Tensor]:
-    if data.numel() < SPLIT_FROM_BYTES:
+    if data.numel() <= SPLIT_ABOVE_BYTES:
         return None, data
     return data[:-TAIL_BYTES], data[-TAIL_BYTES:]
 

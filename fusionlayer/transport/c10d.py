@@ -170,16 +170,12 @@ class C10dTransport(Transport):
                 is_overdue=lambda: any(link.is_overdue() for link in links.values()),
                 interrupt=lambda: _close_all(links),
             )
-            missing = watch.meet(self.timeout)
+            failure = watch.meet(self.timeout)
         except RuntimeError as error:
             lost = lost_store(meeting.store, meeting.keeper)
             raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
-        if missing:
-            raise TransportError(
-                f"rank {self.rank}: ranks {missing} did not come within {self.timeout:g} s to make a transport; every "
-                "rank of the group must make it",
-                missing,
-            )
+        if failure:
+            raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
         self._watch = watch
         store = dist.PrefixStore(meeting.name, meeting.store)
         try:
@@ -199,8 +195,7 @@ class C10dTransport(Transport):
     @contextmanager
     def _in(self, call: Call, counted: bool) -> Iterator[None]:
         """What surrounds every call: the other ranks can learn of it, and its failure is the end of the transport."""
-        if self._failure is not None:
-            raise TransportError(str(self._failure), self._failure.ranks, sequence=self._failure.sequence)
+        self._check_open()
         self.sequence += counted
         if self._watch is None:
             yield
@@ -209,6 +204,7 @@ class C10dTransport(Transport):
         try:
             yield
         except LinkError as error:
+            self._check_open()
             raise self._fail(error, call.what) from error
         except BaseException as error:
             # What the peers have received of this call is unknown, so there can be no next one.
@@ -216,6 +212,10 @@ class C10dTransport(Transport):
             self._shut(TransportError(text, [self.rank], sequence=self.sequence), Finding((self.rank,), text, True))
             raise
         self._watch.leave()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise TransportError(str(self._failure), self._failure.ranks, sequence=self._failure.sequence)
 
     def _fail(self, error: LinkError, what: str) -> TransportError:
         """Close the transport for what has gone wrong; return the error that says what that was."""
@@ -266,13 +266,17 @@ def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:
     made[ranks] += 1
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     store = dist.distributed_c10d._get_default_store()
+    # A backend of another name wraps one of the two, and moves CUDA tensors best as NCCL does.
+    nccl = (
+        backends.get("cuda", "gloo") not in ("gloo", "mpi") and dist.is_nccl_available() and torch.cuda.is_available()
+    )
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _Meeting(
         store,
         f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
         rank,
         len(ranks),
-        nccl=backends.get("cuda") == "nccl",
-        gloo=backends.get("cpu", "nccl") != "nccl",
+        nccl=nccl,
+        gloo="cpu" in backends or not nccl,
         keeper=ranks.index(0) if 0 in ranks and not by_launcher else None,
     )

@@ -100,17 +100,24 @@ class Watch:
         self.write_state()
         self._store.set(f"who/{rank}", json.dumps(asdict(self._identity)))
 
-    def meet(self, timeout: float) -> list[int]:
-        """Learn who the other ranks are; return the ranks that did not come within ``timeout`` seconds."""
+    def meet(self, timeout: float) -> Finding | None:
+        """Learn who the other ranks are; return why that failed, such as that one did not come in ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         keys = [f"who/{rank}" for rank in range(self.size)]
         while not self._store.check(keys):
             if time.monotonic() > deadline:
-                return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
+                text = f"ranks {list(missing)} did not come within {timeout:g} s; make it on every rank of the group"
+                self._farewell = {"state": "failed", "ranks": missing, "text": text}
+                self.write_state()
+                return Finding(missing, text, True)
             time.sleep(_MEETING_POLL)
+        for state in self.read_states(self.others()).values():
+            if "text" in state:
+                return Finding(tuple(state["ranks"]), state["text"], True)
         self._identities = [Identity(**json.loads(text)) for text in self._store.multi_get(keys)]
         monitor.add(self)
-        return []
+        return None
 
     def enter(self, call: Call, sequence: int) -> None:
         """A call begins."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 from fusionlayer import codecs
 from fusionlayer.codecs.integer import Int
 from fusionlayer.errors import ConfigError
+from fusionlayer.seeds import derive_seed
 from tests.synthetic import awkward, gradient
 
 from . import int_reference as reference
@@ -113,3 +114,18 @@ def test_bits_per_element_are_as_documented() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         codecs.get("int", **options)
+
+
+def test_noise_is_uniform_and_independent_over_elements_seeds_and_ranks() -> None:
+    """The reference's noise, which is the core's: its bytes are compared above."""
+    count = 1 << 18
+    streams = [reference.uniform(derive_seed(step, rank, 0), 0, count) for step in range(2) for rank in range(3)]
+    limit = 5 / count**0.5
+    for noise in streams:
+        assert noise.min() >= -0.5 and noise.max() < 0.5
+        assert abs(noise.mean(dtype=np.float64)) < limit * 12**-0.5
+        assert np.histogram(noise, 256)[0].std() < 1.2 * (count / 256) ** 0.5
+    shifted = [(noise, np.roll(noise, lag)) for noise in streams[:2] for lag in (*range(1, 33), 64, 128, 256, 4096)]
+    for a, b in [*shifted, *combinations(streams, 2)]:
+        for power in (1, 2):
+            assert abs(np.corrcoef(a**power, b**power)[0, 1]) < limit

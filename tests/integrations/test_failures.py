@@ -208,16 +208,17 @@ class Damaging(Transport):
 
 
 def receive_damaged_bytes(rank: int, world: int, at: int) -> tuple[str, str]:
-    """Return type and text of the error of this rank."""
-    model = make_model()
+    """Return type and text of the error of this rank. No rank ends before all have their error."""
+    model, found = make_model(), ("", "")
     optimizer = wrap(model, codec="int8", group=Damaging(fl.context.transport(), at))
     try:
         train(model, optimizer, rank, range(5))
     except fl.FusionLayerError as error:
+        found = type(error).__name__, str(error)
         with pytest.raises(type(error)):
             optimizer.step()
-        return type(error).__name__, str(error)
-    return "", ""
+    fl.context.transport().barrier()
+    return found
 
 
 def receive_damaged_bytes_in_a_process(rank: int, world: int, folder: str, at: int) -> tuple[str, str]:
@@ -231,6 +232,7 @@ def assert_damage_is_told(results: list[tuple[str, str]]) -> None:
     assert "step 1, bucket 0 (" in text
     for kind, text in (results[0], results[2]):
         assert kind == "TransportError" and "rank 1" in text, results
+        assert " within " not in text, "rank 1 has not let go of the others: they have waited until the deadline"
 
 
 # Step 0 makes two exchanges of data; damage in the third and fourth is damage in step 1.
@@ -238,7 +240,7 @@ def assert_damage_is_told(results: list[tuple[str, str]]) -> None:
 def test_damaged_bytes_are_an_error_on_every_rank(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "settings.yaml").write_text("checksum: true\n")
     monkeypatch.setenv("FUSIONLAYER_CONFIG", str(tmp_path / "settings.yaml"))
-    assert_damage_is_told(local.run(lambda rank: receive_damaged_bytes(rank, 3, at), 3, timeout=4))
+    assert_damage_is_told(local.run(lambda rank: receive_damaged_bytes(rank, 3, at), 3, timeout=8))
     if at == 3:
         outcome = run_ranks(receive_damaged_bytes_in_a_process, 3, str(tmp_path), at, backend=None, timeout=45)
         assert_damage_is_told(outcome)

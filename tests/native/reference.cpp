@@ -107,8 +107,7 @@ void encode_values(const Codec &codec, std::vector<float> values, float *residua
   codec.encode(values, out, m);
   if (!residual) return;
   const std::vector<float> decoded = codec.decode(out, m);
-  for (size_t i = 0; i < values.size(); ++i)
-    residual[i] = fl::residual_after(values[i], decoded[i], residual[i]);
+  for (size_t i = 0; i < values.size(); ++i) residual[i] = fl::residual_after(values[i], decoded[i], residual[i]);
 }
 
 template <class Codec>

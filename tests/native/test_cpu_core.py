@@ -153,10 +153,12 @@ def test_element_numbers_have_64_bits(cpu: ctypes.CDLL, reference: ctypes.CDLL, 
     check(cpu, reference, int_case(8, 128, STOCHASTIC, F32, 700, count=2, offset=offset))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_any_message_is_decoded_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, bits: int) -> None:
-    for group, flags, dtype in itertools.product((32, 128, 2048), (0, HADAMARD), DTYPES.values()):
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_any_message_is_decoded_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int) -> None:
+    for group, flags, bits in itertools.product((32, 128, 2048), (0, HADAMARD), (4, 8)):
         check(cpu, reference, int_case(bits, group, flags, dtype, 4999, count=2), garbage=True)
+    for wire in DTYPES.values():
+        check(cpu, reference, cast_case(wire, dtype, 4999, count=2), garbage=True)
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
@@ -238,9 +240,14 @@ def test_a_forked_child_has_its_own_threads(cpu: ctypes.CDLL, wanted: Wanted) ->
     def use_threads() -> None:
         assert_same(results(cpu, MIXED[0], cpu), wanted[MIXED[0]], MIXED[0])
 
+    def child() -> None:
+        assert len(os.listdir("/proc/self/task")) == 1
+        use_threads()
+        assert len(os.listdir("/proc/self/task")) == 3
+
     native.set_threads(3)
     use_threads()
-    assert in_child(use_threads) == 0
+    assert in_child(child) == 0
     use_threads()
 
 
@@ -260,6 +267,19 @@ def test_the_callers_flushing_of_subnormals(isa: ctypes.CDLL, reference: ctypes.
         torch.set_flush_denormal(False)
     for case, g, w in zip(cases, got, wanted, strict=True):
         assert_same(g, w, case)
+
+
+def test_threads_started_while_subnormals_are_flushed(cpu: ctypes.CDLL, reference: ctypes.CDLL) -> None:
+    copied, cast = cast_case(F32, F32, LARGE), cast_case(F16, F32, LARGE)
+    wanted = [list(results(reference, case, reference)) for case in (copied, cast)]
+
+    def child() -> None:  # a forked process starts its own threads, here for the plain copy
+        torch.set_flush_denormal(True)
+        for case, want in zip((copied, cast), wanted, strict=True):
+            assert_same(results(cpu, case, cpu), want, case)
+
+    native.set_threads(3)
+    assert in_child(child) == 0
 
 
 def test_the_callers_rounding_mode(isa: ctypes.CDLL) -> None:
@@ -481,6 +501,19 @@ def test_noise_of_different_seeds_is_independent(noise: Callable[[int, int], Flo
     for (a, x), (b, y) in itertools.combinations(streams.items(), 2):
         assert abs(12 * float(x @ y) / math.sqrt(N)) < 5, f"streams {a} and {b} are correlated"
         assert dependence(x, y) < 5, f"streams {a} and {b} depend on each other"
+
+
+def test_noise_never_leaves_the_range(isa: ctypes.CDLL, noise: Callable[[int, int], Floats]) -> None:
+    """The least noise, -1/2, would take -qmax to the even number below it."""
+    draws = ((first, np.flatnonzero(noise(7, first) == -0.5)) for first in range(0, 128 * N, N))
+    number = next(first + int(found[0]) for first, found in draws if found.size)
+    for bits, qmax in ((4, 7), (8, 127)):
+        case = int_case(bits, 128, STOCHASTIC, F32, 128, seed=7, offset=number // 128 * 128)
+        planes, spec = Planes(case, 1), case.spec
+        x, out = np.full(128, -qmax, np.float32), np.empty(128, np.float32)
+        assert isa.fl_encode(ctypes.byref(spec), x.ctypes.data, None, ctypes.byref(planes.messages), None) == OK
+        assert isa.fl_decode(ctypes.byref(spec), ctypes.byref(planes.messages), out.ctypes.data, None) == OK
+        assert (out == -qmax).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 
 import pytest
@@ -139,17 +140,32 @@ def test_a_stall_is_warned_of_once_and_waited_out() -> None:
         assert f"rank 1 is alive but late: at collective 1 while rank {rank} is at 2" in text
 
 
-def come_alone(rank: int, world: int) -> str:
+def close_from_another_thread(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=60)
+    transport.barrier()
+    if rank == 0:
+        threading.Timer(0.5, transport.close).start()
+        with pytest.raises(TransportError, match="rank 0: this transport is closed"):
+            transport.recv(torch.empty(5), 1)
+    else:
+        with pytest.raises(TransportError, match="rank 0 closed its transport after collective 1"):
+            transport.recv(torch.empty(5), 0)
+
+
+def test_closing_ends_a_call_in_flight() -> None:
+    run_ranks(close_from_another_thread, 2)
+
+
+def come_late(rank: int, world: int) -> None:
     if rank == 1:
-        return ""
-    with pytest.raises(TransportError, match="did not come within 1 s") as caught:
+        time.sleep(2.5)
+    with pytest.raises(TransportError, match=r"ranks \[1\] did not come within 1 s") as caught:
         C10dTransport(timeout=1.0)
     assert caught.value.ranks == (1,)
-    return str(caught.value)
 
 
-def test_a_rank_that_does_not_make_the_transport_is_named() -> None:
-    run_ranks(come_alone, 3)
+def test_a_rank_that_does_not_make_the_transport_is_named_also_to_itself() -> None:
+    run_ranks(come_late, 3)
 
 
 def bad_tag(rank: int, world: int) -> None:

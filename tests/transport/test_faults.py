@@ -126,8 +126,8 @@ def differ(rank: int, world: int, how: str) -> None:
                 transport.all_reduce(torch.zeros(5))
             else:
                 transport.broadcast(torch.zeros(5), 0)
-        elif how == "shape":
-            transport.all_reduce(torch.zeros(100_000 + (rank == 1)))
+        elif how in ("short", "long"):
+            transport.all_reduce(torch.zeros({"short": 100_000, "long": 1_000_000}[how] + (rank == 1)))
         else:
             n = 100 - {"shorter": 1, "none": 100}[how] * (rank == 1)
             x = torch.zeros(100, dtype=torch.uint8)
@@ -141,7 +141,8 @@ def differ(rank: int, world: int, how: str) -> None:
     [
         ("shorter", ("rank 1 sends 99 bytes", "expects 100 bytes")),
         ("none", ("rank 1 sends 0 bytes", "expects 100 bytes")),
-        ("shape", ("all_reduce of 100001 x float32", "all_reduce of 100000 x float32")),
+        ("short", ("all_reduce of 100001 x float32", "all_reduce of 100000 x float32")),
+        ("long", ("all_reduce of 1000001 x float32", "all_reduce of 1000000 x float32")),
         ("operation", ("all_reduce of 5 x float32", "broadcast from rank 0 of 5 x float32")),
     ],
 )

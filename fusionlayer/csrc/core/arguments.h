@@ -29,7 +29,8 @@ inline int check_spec(const fl_spec *spec) {
   if (spec->codec > FL_INT) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   const uint32_t *param = spec->param;
-  if (spec->codec == FL_CAST) return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
+  if (spec->codec == FL_CAST)
+    return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
   const uint32_t bits = param[0], group = param[1];
   if (bits != 4 && bits != 8) return FL_BAD_ARGUMENT;
   if (group < 32 || group > 4096 || (group & (group - 1)) || param[3]) return FL_BAD_ARGUMENT;
@@ -44,7 +45,9 @@ inline int check_array(const void *p, int64_t numel, int64_t size) {
   return numel == 0 || (p && aligned(p, size)) ? FL_OK : FL_BAD_ARGUMENT;
 }
 
-inline int check_optional(const void *p, int64_t numel, int64_t size) { return p ? check_array(p, numel, size) : FL_OK; }
+inline int check_optional(const void *p, int64_t numel, int64_t size) {
+  return p ? check_array(p, numel, size) : FL_OK;
+}
 
 // Messages do not overlap: with more than one, each plane ends before the same plane of the next begins.
 inline int check_messages(const fl_spec &spec, const fl_messages *messages) {
@@ -64,8 +67,7 @@ inline int check_encode(const fl_spec *spec, const void *x, const float *residua
   if (const int bad = check_spec(spec)) return bad;
   if (const int bad = check_messages(*spec, out)) return bad;
   const int64_t numel = spec->numel * out->count;
-  return first_error(check_array(x, numel, element_size(spec->dtype)),
-                     check_optional(residual, numel, 4));
+  return first_error(check_array(x, numel, element_size(spec->dtype)), check_optional(residual, numel, 4));
 }
 
 inline int check_decode(const fl_spec *spec, const fl_messages *in, const void *out) {

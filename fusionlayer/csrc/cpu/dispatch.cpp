@@ -151,14 +151,15 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
 }
 
 const char *fl_build_info(void) {
-  return "abi=" FL_STRING(FL_ABI_VERSION) "\nkind=cpu\ncompiler=" FL_COMPILER "\nisas="
+  return "abi=" FL_STRING(FL_ABI_VERSION) "\nkind=cpu\ncompiler=" FL_COMPILER
+                                          "\nisas="
 #if defined(FL_HAVE_AVX512)
-         "avx512,"
+                                          "avx512,"
 #endif
 #if defined(FL_HAVE_AVX2)
-         "avx2,"
+                                          "avx2,"
 #endif
-         "baseline\n";
+                                          "baseline\n";
 }
 
 const char *fl_last_error(void) { return ""; }

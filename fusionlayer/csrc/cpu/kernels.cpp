@@ -40,12 +40,11 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
     hadamard ? with_rounding<kEncodes, 4, true>(job, body) : with_rounding<kEncodes, 4, false>(job, body);
 }
 
-#define FL_VERB(verb, encodes)                                                                                  \
-  void run_##verb(const Job &job, int64_t begin, int64_t end) {                                                 \
-    with_codec<encodes>(job, [&](const auto &codec) {                                                           \
-      with_dtype(job.spec->dtype,                                                                               \
-                 [&](auto type) { verb<typename decltype(type)::type>(codec, job, begin, end); });              \
-    });                                                                                                         \
+#define FL_VERB(verb, encodes)                                                                                      \
+  void run_##verb(const Job &job, int64_t begin, int64_t end) {                                                     \
+    with_codec<encodes>(job, [&](const auto &codec) {                                                               \
+      with_dtype(job.spec->dtype, [&](auto type) { verb<typename decltype(type)::type>(codec, job, begin, end); }); \
+    });                                                                                                             \
   }
 FL_VERB(encode, true)
 FL_VERB(decode, false)

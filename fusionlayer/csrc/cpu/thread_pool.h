@@ -10,7 +10,8 @@ class RangeTask {
  public:
   template <class F>
   explicit RangeTask(const F &f)
-      : self_(&f), call_([](const void *self, int64_t begin, int64_t end) { (*static_cast<const F *>(self))(begin, end); }) {}
+      : self_(&f),
+        call_([](const void *self, int64_t begin, int64_t end) { (*static_cast<const F *>(self))(begin, end); }) {}
   void operator()(int64_t begin, int64_t end) const { call_(self_, begin, end); }
 
  private:

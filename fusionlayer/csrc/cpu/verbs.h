@@ -26,7 +26,8 @@ struct Tile {
 
 // Calls body(tile) for the units begin..end - 1 of all messages.
 template <class Codec, class Body>
-FL_INLINE void for_each_tile(const Codec &codec, int tile, int64_t numel, int64_t begin, int64_t end, const Body &body) {
+FL_INLINE void for_each_tile(const Codec &codec, int tile, int64_t numel, int64_t begin, int64_t end,
+                             const Body &body) {
   const int64_t units = (numel + codec.unit() - 1) / codec.unit();
   const int64_t tile_units = tile > codec.unit() ? tile / codec.unit() : 1;
   while (begin < end) {
@@ -63,9 +64,8 @@ class Values {
 
   template <class X, class Y>
   void set_sum(const X *x, const Y *y) {
-    for_each_block(n_, [&](int i, auto access) FL_LAMBDA {
-      store_block(v_ + i, access.load(x + i) + access.load(y + i));
-    });
+    for_each_block(n_,
+                   [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(x + i) + access.load(y + i)); });
   }
 
   __attribute__((noinline)) void decode(typename Codec::Message message) {

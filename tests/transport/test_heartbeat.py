@@ -1,0 +1,136 @@
+"""What is made of the signs of life, without any ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusionlayer.transport._calls import Call
+from fusionlayer.transport._processes import Identity
+from fusionlayer.transport._signs import Finding, Sign, judge, lost_store
+
+pytestmark = pytest.mark.short
+
+GONE = Sign(1, "gone", "rank 1 is gone")
+STOPPED = Sign(2, "stopped", "rank 2 is stopped")
+SILENT = Sign(3, "silent", "rank 3 is silent")
+LATE = Sign(4, "late", "rank 4 is late")
+FAILED = Sign(5, "failed", "rank 5 failed")
+TOLD = Sign(6, "told", "rank 9 is gone", (9,))
+
+
+@pytest.mark.parametrize(
+    "signs, ranks",
+    [
+        ([FAILED, LATE, SILENT, TOLD, STOPPED, GONE], (1,)),
+        ([FAILED, LATE, SILENT, TOLD, STOPPED], (2,)),
+        ([FAILED, LATE, SILENT, TOLD], (9,)),
+        ([FAILED, LATE, SILENT], (3,)),
+        ([FAILED, LATE], (4,)),
+        ([FAILED, Sign(7, "failed", "rank 7 failed")], (5, 7)),
+    ],
+)
+def test_a_cause_is_blamed_before_its_consequences(signs: list[Sign], ranks: tuple[int, ...]) -> None:
+    finding = judge(signs, None)
+    assert finding is not None and finding.ranks == ranks
+
+
+def test_nothing_speaks_against_anybody() -> None:
+    assert judge([], None) is None
+
+
+def test_the_partner_of_a_message_is_blamed_before_others() -> None:
+    call = Call("message with tag 0", sends=(4,), partner=4)
+    assert judge([STOPPED, LATE], call) == Finding((4,), LATE.text, False)
+    assert judge([STOPPED], call) == Finding((2,), STOPPED.text, False)
+
+
+def test_a_stopped_rank_may_come_back_and_a_dead_one_may_not() -> None:
+    stopped, gone = judge([STOPPED], None), judge([GONE], None)
+    assert stopped is not None and gone is not None
+    assert (stopped.final, gone.final) == (False, True)
+
+
+def test_a_lost_store_is_blamed_on_its_keeper() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    nested = dist.PrefixStore("a", dist.PrefixStore("b", store))
+    kept_by_a_rank = lost_store(nested, 3)
+    assert kept_by_a_rank.ranks == (3,) and f":{store.port}, kept by rank 3" in kept_by_a_rank.text
+    assert lost_store(nested, None).ranks == ()
+    assert lost_store(dist.HashStore(), 0).ranks == ()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], Identity]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    assert process.stdout is not None
+    process.stdout.readline()
+    own = Identity.own()
+    stat = Path(f"/proc/{process.pid}/stat").read_text()
+    started = stat[stat.rindex(")") + 2 :].split()[19]
+    yield process, replace(own, pid=process.pid, started=started)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="without /proc nothing can be seen of a process")
+def test_processes_of_this_host_are_looked_at(sleeper: tuple[subprocess.Popen[bytes], Identity]) -> None:
+    process, identity = sleeper
+    own = Identity.own()
+    assert identity.trouble(own) is None
+    assert replace(identity, started="1").trouble(own) == "gone"  # another process has its pid now
+    assert replace(identity, place="another host", started="1").trouble(own) is None
+    process.send_signal(signal.SIGSTOP)
+    while identity.trouble(own) is None:
+        time.sleep(0.01)
+    assert identity.trouble(own) == "stopped"
+    process.kill()
+    while identity.trouble(own) == "stopped":
+        time.sleep(0.01)
+    assert identity.trouble(own) == "gone"  # though nobody has waited for it yet
+    process.wait()
+    assert identity.trouble(own) == "gone"
+
+
+def exchange(sends: list[int], recvs: list[int], rank: int) -> Call:
+    xs, ys = ([torch.zeros(n, dtype=torch.uint8) for n in lengths] for lengths in (sends, recvs))
+    return Call.exchange(rank, len(sends), xs, ys)
+
+
+def test_calls_that_fit_and_calls_that_do_not() -> None:
+    first, second = exchange([0, 5], [0, 6], 0), exchange([6, 1], [5, 1], 1)
+    assert first.conflict(0, second, 1) is None and second.conflict(1, first, 0) is None
+    wrong = exchange([7, 1], [5, 1], 1)
+    expected = "rank 1 sends 7 bytes to rank 0, which expects 6 bytes"
+    assert first.conflict(0, wrong, 1) == expected and wrong.conflict(1, first, 0) == expected
+    assert (
+        first.conflict(0, Call.all_reduce(torch.zeros(3)), 1)
+        == "rank 0 is in exchange, rank 1 in all_reduce of 3 x float32"
+    )
+    assert Call.all_reduce(torch.zeros(3)).conflict(0, Call.all_reduce(torch.zeros(3)), 1) is None
+
+
+def test_messages_that_pair_and_messages_that_do_not() -> None:
+    send, recv = Call.send(torch.zeros(3), 0, 1, 7, 3), Call.recv(torch.zeros(3), 1, 0, 7, 3)
+    assert send.conflict(0, recv, 1) is None and recv.conflict(1, send, 0) is None
+    longer = Call.recv(torch.zeros(4), 1, 0, 7, 3)
+    assert send.conflict(0, longer, 1) == "rank 0 sends 12 bytes to rank 1, which expects 16 bytes"
+    assert longer.conflict(1, send, 0) == send.conflict(0, longer, 1)
+    other_tag, other_rank = Call.recv(torch.zeros(4), 1, 0, 8, 3), Call.recv(torch.zeros(4), 1, 2, 7, 3)
+    assert send.conflict(0, other_tag, 1) is None and send.conflict(0, other_rank, 1) is None
+    assert "both wait to send" in str(send.conflict(0, Call.send(torch.zeros(3), 1, 0, 7, 3), 1))
+
+
+def test_keys_tell_calls_apart() -> None:
+    a, b = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(3, dtype=torch.int32))
+    assert len({a.key(1), a.key(2), b.key(1), b.key(2), Call.broadcast(torch.zeros(3), 0, 2).key(1)}) == 5
