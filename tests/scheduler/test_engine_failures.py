@@ -66,11 +66,13 @@ def test_a_missing_gradient_is_named_and_can_still_come() -> None:
 
 
 @pytest.mark.parametrize("plan", [None, PLAN], ids=["learned plan", "given plan"])
-def test_an_unknown_gradient_is_refused(plan: FusionPlan | None) -> None:
+def test_a_gradient_that_is_unknown_or_of_another_size_is_refused(plan: FusionPlan | None) -> None:
     def body(transport: Transport) -> None:
         engine = make_engine(transport, plan=plan)
         with pytest.raises(UsageError, match="gradient 'head' is none of this engine's 6 tensors"):
             engine.submit("head", torch.ones(3))
+        with pytest.raises(UsageError, match="gradient 'w2' has 3 elements, expected "):
+            engine.submit("w2", torch.ones(3))
         assert not engine.pending
         run_step(engine, gradients(transport.rank, 0))
         engine.close()
