@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -21,10 +20,11 @@ from .. import context
 from ..codecs import Codec
 from ..errors import ConfigError, UsageError
 from ..functional import Average, Group, ReduceOp, check_op, make_codec
-from ..plan import FusionPlan, TensorInfo
+from ..plan import FusionPlan
 from ..scheduler import Engine, Scaling, planners
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
+from .parameters import describe, name_parameters, one_device
 
 __all__ = ["DistributedOptimizer"]
 
@@ -89,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if num_groups:
         warnings.warn("num_groups is deprecated; give groups=<number>", DeprecationWarning, stacklevel=2)
         groups = groups if groups is not None else num_groups
-    names = _name_parameters(optimizer, named_parameters)
+    names = name_parameters(optimizer, named_parameters)
     _refuse_twice(names)
     engine = None
     transport = context.transport(group)
@@ -104,13 +104,13 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             before = 1 / transport.size if gradient_predivide_factor == 1.0 else 1 / gradient_predivide_factor
             after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
         engine = Engine(
-            _describe(names, groups),
+            describe(names, groups),
             transport.duplicate(),
             codec=chosen.bare,
             algorithm=algorithm if algorithm is not None else settings.algorithm,
             planner=_make_planner(planner),
             plan=FusionPlan.from_yaml(plan) if isinstance(plan, (str, Path)) else plan,
-            device=_one_device(names),
+            device=one_device(names),
             error_feedback=error_feedback if error_feedback is not None else settings.error_feedback,
             scaling=Scaling(before, after),
             checksum=settings.checksum,
@@ -345,51 +345,6 @@ def _refuse_twice(names: Mapping[Tensor, str]) -> None:
                 )
 
 
-def _name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter that gets gradients, in the optimizer's order."""
-    parameters = [(i, j, p) for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])]
-    if named_parameters is None:
-        named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
-    else:
-        pairs = list(named_parameters)
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise ConfigError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
-        counts: dict[str, int] = {}
-        for name, _ in pairs:
-            counts[name] = counts.get(name, 0) + 1
-        twice = [name for name, count in counts.items() if count > 1]
-        if twice:
-            raise ConfigError(f"named_parameters has {twice[0]!r} more than once; names must be unique over all models")
-        named = {parameter: name for name, parameter in pairs}
-    for i, j, parameter in parameters:
-        if parameter not in named:
-            raise ConfigError(
-                f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, is not in named_parameters; name all "
-                "parameters of the optimizer, or none"
-            )
-        _refuse_sharded(named[parameter], parameter)
-    return {p: named[p] for _, _, p in parameters if p.requires_grad}
-
-
-def _refuse_sharded(name: str, parameter: Tensor) -> None:
-    """FSDP calls the same hooks after a reduction of its own: reducing its shards again would be wrong."""
-    if type(parameter).__name__ in ("DTensor", "FlatParameter") or hasattr(parameter, "_sharded_param_data"):
-        raise ConfigError(
-            f"parameter {name!r} is sharded by FSDP, which reduces gradients itself; do not wrap its optimizer, "
-            "use fusionlayer.fsdp.compress(model) instead"
-        )
-
-
-def _one_device(names: Mapping[Tensor, str]) -> torch.device:
-    devices = {parameter.device for parameter in names}
-    if len(devices) != 1:
-        raise ConfigError(
-            f"parameters that get gradients are on {sorted(map(str, devices)) or 'no device: there are none'}; one "
-            "optimizer reduces tensors of one device: move them, or wrap one optimizer for each device"
-        )
-    return next(iter(devices))
-
-
 def _make_planner(planner: str | Planner | None) -> Planner:
     if isinstance(planner, Planner):
         return planner
@@ -397,41 +352,3 @@ def _make_planner(planner: str | Planner | None) -> Planner:
         return planners.get(planner)
     settings = context.settings()
     return planners.get(settings.planner, **settings.planner_options)
-
-
-def _describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> list[TensorInfo]:
-    """Return what a planner needs to know of each parameter."""
-    number = _number_groups(names, groups)
-    return [
-        TensorInfo(
-            name,
-            parameter.numel(),
-            str(parameter.dtype).removeprefix("torch."),
-            parameter.itemsize,
-            number.get(parameter),
-        )
-        for parameter, name in names.items()
-    ]
-
-
-def _number_groups(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> dict[Tensor, int]:
-    if groups is None:
-        return {}
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ConfigError(f"groups={groups}; expected a number of buckets, 0 to let the planner decide")
-        count = min(groups, len(names))
-        return {parameter: i * count // len(names) for i, parameter in enumerate(names)} if count else {}
-    number: dict[Tensor, int] = {}
-    for index, members in enumerate(groups):
-        for parameter in members:
-            if not isinstance(parameter, Parameter | Tensor) or parameter not in names:
-                raise ConfigError(
-                    f"groups[{index}] has something that is not a parameter of the optimizer with a gradient"
-                )
-            if parameter in number:
-                raise ConfigError(
-                    f"parameter {names[parameter]!r} is in groups {number[parameter]} and {index}; one is enough"
-                )
-            number[parameter] = index
-    return number

@@ -119,11 +119,6 @@ class Engine:
         """Names that have been submitted since the last ``synchronize``."""
         return frozenset(self._arrived)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor has been submitted since the last ``synchronize``."""
-        return len(self._arrived) == len(self._tensors)
-
     def submit(self, name: str, gradient: Tensor) -> None:
         """Take a gradient, which ``synchronize`` will have replaced by its scaled sum over ranks.
 

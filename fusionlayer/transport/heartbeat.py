@@ -27,7 +27,7 @@ __all__ = ["Watch"]
 _logger = logging.getLogger("fusionlayer")
 
 _POLL = 0.1
-_MEETING_POLL = 0.01
+_MEETING_POLL = _LOOK_POLL = 0.01
 
 
 class _Place(NamedTuple):
@@ -93,7 +93,7 @@ class Watch:
         self._next_look = 0.0
         self._warned = False
         self._wanted = False
-        self._seen_at_once: list[Sign] = []
+        self._seen_first: list[Sign] = []
         self._found = threading.Event()
         self._finding: Finding | None = None
         self._store.set("ask", "")
@@ -101,7 +101,7 @@ class Watch:
         self._store.set(f"who/{rank}", json.dumps(asdict(self._identity)))
 
     def meet(self, timeout: float) -> Finding | None:
-        """Learn who the other ranks are; return why that failed, such as that one did not come in ``timeout`` seconds."""
+        """Learn who the other ranks are; return why that failed, such as one not coming in ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         keys = [f"who/{rank}" for rank in range(self.size)]
         while not self._store.check(keys):
@@ -135,14 +135,16 @@ class Watch:
 
     def diagnose(self) -> Finding:
         """Return why the call in flight has failed. Takes a tenth of a second, or three intervals at most."""
-        # Seen now, before the ranks that have failed for the same reason end too.
-        self._seen_at_once = self._look_around()
         self._farewell = {"state": "failed"}
         self._wanted = True
         monitor.wake()
         started = time.monotonic()
-        while not self._found.wait(_POLL):
-            # Processes of this host are looked at without the store, which may be what is lost.
+        while True:
+            # Processes of this host are looked at without the store, which may be what is lost; and often, to see who
+            # is gone first, before ranks that have failed for the same reason end too.
+            self._seen_first = self._seen_first or self._look_around()
+            if self._found.wait(_LOOK_POLL):
+                break
             waited = time.monotonic() - started
             finding = self._judge_without_store()
             if waited > (STORE_PATIENCE if finding is not self._lost_store else 3 * self.interval + STORE_PATIENCE):
@@ -257,10 +259,7 @@ class Watch:
         return [sign for rank in self.others() if (sign := self._look_at(rank))]
 
     def _judge_without_store(self) -> Finding:
-        signs = self._seen_at_once or self._look_around()
-        # That the keeper of the store is gone says it all; what the others have left word of cannot be read.
-        signs = [sign for sign in signs if sign.rank in self._lost_store.ranks] or signs
-        return judge(signs, self._place.call) or self._lost_store
+        return judge(self._seen_first or self._look_around(), self._place.call) or self._lost_store
 
     def _is_time_to_look(self) -> bool:
         now = time.monotonic()

@@ -66,7 +66,7 @@ def check_training(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_training(world: int) -> None:
-    run_ranks(check_training, world)
+    run_ranks(check_training, world, timeout=50)
 
 
 def check_feedback(rank: int, world: int) -> None:
@@ -114,7 +114,7 @@ def check_feedback(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_error_feedback_survives_the_rebuilding_of_buckets_and_a_checkpoint(world: int) -> None:
-    run_ranks(check_feedback, world)
+    run_ranks(check_feedback, world, timeout=50)
 
 
 class Branches(nn.Module):
@@ -171,7 +171,7 @@ def check_ways(rank: int, world: int) -> None:
 
 
 def test_accumulation_unused_parameters_and_two_models() -> None:
-    run_ranks(check_ways, 2)
+    run_ranks(check_ways, 2, timeout=50)
 
 
 def check_refusals(rank: int, world: int) -> None:
@@ -203,4 +203,4 @@ def check_refusals(rank: int, world: int) -> None:
 
 
 def test_what_cannot_be_is_refused_on_every_rank() -> None:
-    run_ranks(check_refusals, 2)
+    run_ranks(check_refusals, 2, timeout=50)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,11 @@ def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, 
             again()
     with pytest.raises((fl.TransportError, RuntimeError)):
         loss_of(ddp, rank, 4).backward()
+
+    # A survivor that ends while the other still looks for its peers would be a second one that is lost.
+    (Path(folder) / f"done {rank}").touch()
+    while not all((Path(folder) / f"done {survivor}").exists() for survivor in (0, 2)):
+        time.sleep(0.05)
     return found
 
 
@@ -165,7 +171,7 @@ def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:
 
 
 def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
-    run_ranks(check_disagreements, 3)
+    run_ranks(check_disagreements, 3, timeout=50)
 
 
 class Damaging(Transport):

@@ -285,26 +285,29 @@ def test_two_processes_meet_through_a_stand_in_for_horovodruns_key_value_server(
             "HOROVOD_HOSTNAME": "localhost",
         }
         variables = [{**shared, **environment("horovodrun", rank, 2, rank, 2)} for rank in range(2)]
-        printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None)
+        printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
 
 
 @pytest.mark.medium
 def test_processes_of_one_parent_meet_through_a_file(tmp_path: Path) -> None:
     variables = [{**environment("mpich", rank, 2), "TMPDIR": str(tmp_path)} for rank in range(2)]
-    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None) == ["0 2 0 2 True", "1 2 1 2 True"]
+    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50) == [
+        "0 2 0 2 True",
+        "1 2 1 2 True",
+    ]
     assert not list(tmp_path.glob("fusionlayer-*")), "the file by which they met was left behind"
 
 
 @pytest.mark.medium
 def test_one_process_needs_no_launcher() -> None:
-    assert run_ranks(run_script, 1, UNINITIALIZED + TRAIN + AGAIN, [{}], backend=None) == ["0 1 0 1 False"]
+    assert run_ranks(run_script, 1, UNINITIALIZED + TRAIN + AGAIN, [{}], backend=None, timeout=50) == ["0 1 0 1 False"]
 
 
 @pytest.mark.medium
 def test_group_that_exists_already_is_used_and_left() -> None:
     script = TRAIN + AGAIN + "torch.distributed.barrier()\n"
-    printed = run_ranks(run_script, 2, script, [environment("torchrun", rank, 2) for rank in range(2)])
+    printed = run_ranks(run_script, 2, script, [environment("torchrun", rank, 2) for rank in range(2)], timeout=50)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
 
 
@@ -345,7 +348,7 @@ def check_jobs_that_cannot_begin(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.medium
 def test_job_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None)
+    run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None, timeout=50)
 
 
 @pytest.mark.short

@@ -76,7 +76,7 @@ def check_dynamic(rank: int, world: int) -> None:
 
 
 def test_dynamic_graphs_scaler_and_two_optimizers() -> None:
-    run_ranks(check_dynamic, 3)
+    run_ranks(check_dynamic, 3, timeout=50)
 
 
 def check_fsdp(rank: int, world: int) -> str:
@@ -89,7 +89,7 @@ def check_fsdp(rank: int, world: int) -> str:
 
 
 def test_sharded_parameters_are_refused() -> None:
-    for message in run_ranks(check_fsdp, 2):
+    for message in run_ranks(check_fsdp, 2, timeout=50):
         assert "'0.weight' is sharded by FSDP" in message
         assert "fusionlayer.fsdp.compress(model)" in message
 
@@ -128,4 +128,4 @@ def check_state(rank: int, world: int) -> None:
 
 
 def test_start_save_and_resume() -> None:
-    run_ranks(check_state, 2)
+    run_ranks(check_state, 2, timeout=50)

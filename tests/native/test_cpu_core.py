@@ -194,6 +194,48 @@ def test_casts_round_as_torch_does(isa: ctypes.CDLL, wire: int, torch_dtype: tor
     assert torch.equal(got.view(torch.int16)[~got.isnan()], want.view(torch.int16)[~want.isnan()])
 
 
+def decode_into(library: ctypes.CDLL, case: Case, planes: Planes, first: int, out: int) -> None:
+    """Decode messages ``first`` to ``first + case.count - 1`` of ``planes`` to the address ``out``."""
+    spec, source = case.spec, planes.messages
+    shifted = (ctypes.c_void_p * native.MAX_PLANES)(*(p and p + first * source.stride for p in source.plane))
+    messages = native.Messages(shifted, source.stride, case.count)
+    assert library.fl_decode(ctypes.byref(spec), ctypes.byref(messages), out, None) == OK
+
+
+@pytest.mark.parametrize("numel", [1 << 20, (1 << 20) + 1])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_large_results_are_like_small_ones(isa: ctypes.CDLL, dtype: int, numel: int) -> None:
+    """From 32 MiB on results go past the caches: those of one call with many messages and of many calls are equal."""
+    count = (33 << 20) // (numel * itemsize(dtype)) + 1
+    small, x = int_case(8, 128, HADAMARD, dtype, numel), np.frombuffer(values(1, dtype, numel), np.uint8)
+    large, spec = replace(small, count=count), small.spec
+    planes = Planes(large, count)
+    one = native.Messages(planes.messages.plane, planes.messages.stride, 1)
+    assert isa.fl_encode(ctypes.byref(spec), x.ctypes.data, None, ctypes.byref(one), None) == OK
+    rows = planes.area.data.reshape(count, -1)
+    rows[1:] = rows[0]
+    nbytes = numel * itemsize(dtype)
+    whole, part = Area(np.zeros(count * nbytes, np.uint8)), Area(np.zeros(nbytes, np.uint8))
+    decode_into(isa, large, planes, 0, whole.address)
+    decode_into(isa, small, planes, count - 1, part.address)
+    assert (whole.data.reshape(count, -1) == part.data).all()
+    assert whole.guards_hold()
+
+
+@pytest.mark.parametrize("wire", DTYPES.values(), ids=DTYPES)
+def test_large_casts_are_like_small_ones(isa: ctypes.CDLL, wire: int) -> None:
+    numel = (1 << 20) + 3
+    count = (33 << 20) // (numel * itemsize(wire)) + 1
+    dtype = F16 if wire == F32 else F32
+    x = np.tile(values(1, dtype, numel), count)
+    planes = [Planes(cast_case(wire, dtype, numel), n) for n in (count, 1)]
+    spec = cast_case(wire, dtype, numel).spec
+    for each in planes:
+        assert isa.fl_encode(ctypes.byref(spec), x.ctypes.data, None, ctypes.byref(each.messages), None) == OK
+        assert each.area.guards_hold()
+    assert (planes[0].area.data.reshape(count, -1) == planes[1].area.data).all()
+
+
 # ---- what must change nothing ---------------------------------------------------------------------------------------
 
 MIXED = (

@@ -13,7 +13,7 @@ class CastCodec {
 
   using Message = Wire *;
 
-  explicit CastCodec(const Job &) {}
+  explicit CastCodec(const Job &job) : streamed_(job.streamed) {}
 
   int unit() const { return kCastUnit; }
 
@@ -24,13 +24,20 @@ class CastCodec {
 
   template <class T>
   void encode(const T *x, int n, Message out, int64_t) const {
-    for_each_block(n, [&](int i, auto access) FL_LAMBDA { access.store(out + i, canonical(load_block(x + i))); });
+    with_store(streamed_, out, [&](auto way) FL_LAMBDA {
+      constexpr Store kStore = decltype(way)::value;
+      for_each_block(n, [&](int i, auto access)
+                            FL_LAMBDA { access.template store<kStore>(out + i, canonical(load_block(x + i))); });
+    });
   }
 
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
     for_each_block(n, [&](int i, auto access) FL_LAMBDA { sink(i, access.load(in + i)); });
   }
+
+ private:
+  bool streamed_;
 };
 
 }  // namespace fl::FL_ISA

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kInlineElements = 64 * 1024;  // 256 KiB of f32: below, waking threads costs more than it gains
 constexpr int64_t kGrainElements = 16 * 1024;
+constexpr int64_t kStreamedBytes = int64_t(32) << 20;  // of results: more than a thread's share of any cache
 constexpr int kMaxThreads = 1024;
 
 struct Isa {
@@ -56,14 +57,15 @@ const Kernels &kernels() {
   return *(isa ? isa : best)->kernels;
 }
 
-// Runs a verb over `messages` messages whose values each take `inputs` values to make.
-int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs) {
+// Runs a verb over `messages` messages; each value takes `inputs` values to make, all results have `result_bytes`.
+int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs, int64_t result_bytes) {
   const fl_spec &spec = *job.spec;
   const int64_t unit = spec.codec == FL_INT ? spec.param[1] : kCastUnit;
   const int64_t units = messages * ((spec.numel + unit - 1) / unit);
   const int64_t work = std::max<int64_t>(1, inputs) * unit;  // of one unit, in elements
   if (units == 0) return FL_OK;
   job.key = make_key(spec.seed);
+  job.streamed = result_bytes >= kStreamedBytes;
   const FloatEnvironment ieee;
   const auto task = [&job, kernel = kernels().*verb](int64_t begin, int64_t end) { kernel(job, begin, end); };
   const int64_t grain = units * work < kInlineElements ? units : std::max<int64_t>(1, kGrainElements / work);
@@ -103,29 +105,29 @@ int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_mess
   if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
   if (fl::copies(*spec) && !residual) {
     const int64_t bytes = fl::plane_bytes(*spec, 0);
-    return fl::copy(static_cast<uint8_t *>(out->plane[0]), out->stride, static_cast<const uint8_t *>(x), bytes, bytes,
-                    out->count);
+    const auto to = static_cast<uint8_t *>(out->plane[0]);
+    return fl::copy(to, out->stride, static_cast<const uint8_t *>(x), bytes, bytes, out->count);
   }
   fl::Job job{};
   job.spec = spec;
   job.x = x;
   job.residual = residual;
   job.out = out;
-  return fl::run(&fl::Kernels::encode, job, out->count, 1);
+  return fl::run(&fl::Kernels::encode, job, out->count, 1, out->count * fl::plane_bytes(*spec, 0));
 }
 
 int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *) {
   if (const int bad = fl::check_decode(spec, in, out)) return bad;
   if (fl::copies(*spec)) {
     const int64_t bytes = fl::plane_bytes(*spec, 0);
-    return fl::copy(static_cast<uint8_t *>(out), bytes, static_cast<const uint8_t *>(in->plane[0]), in->stride, bytes,
-                    in->count);
+    const auto from = static_cast<const uint8_t *>(in->plane[0]);
+    return fl::copy(static_cast<uint8_t *>(out), bytes, from, in->stride, bytes, in->count);
   }
   fl::Job job{};
   job.spec = spec;
   job.in = in;
   job.y = out;
-  return fl::run(&fl::Kernels::decode, job, in->count, 1);
+  return fl::run(&fl::Kernels::decode, job, in->count, 1, in->count * spec->numel * fl::element_size(spec->dtype));
 }
 
 int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *) {
@@ -135,7 +137,7 @@ int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add
   job.in = in;
   job.y = out;
   job.add = add != 0;
-  return fl::run(&fl::Kernels::decode_sum, job, 1, in->count);
+  return fl::run(&fl::Kernels::decode_sum, job, 1, in->count, spec->numel * fl::element_size(spec->dtype));
 }
 
 int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
@@ -147,7 +149,7 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
   job.x = x;
   job.residual = residual;
   job.out = out;
-  return fl::run(&fl::Kernels::recode, job, 1, in->count);
+  return fl::run(&fl::Kernels::recode, job, 1, in->count, fl::plane_bytes(*spec, 0));
 }
 
 const char *fl_build_info(void) {

@@ -45,6 +45,7 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
     with_codec<encodes>(job, [&](const auto &codec) {                                                               \
       with_dtype(job.spec->dtype, [&](auto type) { verb<typename decltype(type)::type>(codec, job, begin, end); }); \
     });                                                                                                             \
+    if (job.streamed) finish_streaming();                                                                           \
   }
 FL_VERB(encode, true)
 FL_VERB(decode, false)

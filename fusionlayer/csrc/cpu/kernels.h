@@ -15,6 +15,7 @@ struct Job {
   float *residual;
   void *y;
   bool add;
+  bool streamed;  // results are large: they need not pass through the caches
 };
 
 // Work is counted in units that no two threads share: groups, or kCastUnit elements. The units of encode and decode run

@@ -68,9 +68,30 @@ FL_INLINE vf load(const float *p) {
   typedef vf unaligned __attribute__((aligned(4), may_alias));
   return *reinterpret_cast<const unaligned *>(p);
 }
-FL_INLINE void store(float *p, vf v) {
-  typedef vf unaligned __attribute__((aligned(4), may_alias));
+
+// How to store: through the caches, or past them, which halves the traffic of results that are too large to stay there.
+// The latter needs p aligned to kStreamAlignment, and finish_streaming before others may read.
+enum class Store { kCached, kStreamed };
+constexpr int kStreamAlignment = 64;
+
+template <Store kStore = Store::kCached, class V>
+FL_INLINE void store(void *p, V v) {
+#if defined(__x86_64__)
+  if constexpr (kStore == Store::kStreamed && sizeof v == 64)
+    return _mm512_stream_si512(reinterpret_cast<__m512i *>(p), (__m512i)v);
+  else if constexpr (kStore == Store::kStreamed && sizeof v == 32)
+    return _mm256_stream_si256(reinterpret_cast<__m256i *>(p), (__m256i)v);
+  else if constexpr (kStore == Store::kStreamed)
+    return _mm_stream_si128(reinterpret_cast<__m128i *>(p), (__m128i)v);
+#endif
+  typedef V unaligned __attribute__((aligned(1), may_alias));
   *reinterpret_cast<unaligned *>(p) = v;
+}
+
+FL_INLINE void finish_streaming() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 // v limited to -bound..bound; not for NaN.
@@ -172,18 +193,18 @@ FL_INLINE vi max_of_each(const vi *v) {
 // The low bytes of 16 lanes.
 FL_INLINE void store_low_bytes(uint8_t *p, const vi (&v)[kQuad]) {
 #if defined(FL_AVX512)
-  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8((__m512i)v[0]));
+  store(p, _mm512_cvtepi32_epi8((__m512i)v[0]));
 #elif defined(FL_AVX2)
   const vi low = broadcast(255);
   const __m256i halves = _mm256_packus_epi32((__m256i)(v[0] & low), (__m256i)(v[1] & low));
   const __m256i bytes = _mm256_packus_epi16(halves, halves);  // 32-bit units 0 2 0 2 | 1 3 1 3
   const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
-  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_castsi256_si128(ordered));
+  store(p, _mm256_castsi256_si128(ordered));
 #elif defined(FL_SSE2)
   const vi low = broadcast(255);
   const __m128i a = _mm_packs_epi32((__m128i)(v[0] & low), (__m128i)(v[1] & low));
   const __m128i b = _mm_packs_epi32((__m128i)(v[2] & low), (__m128i)(v[3] & low));
-  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm_packus_epi16(a, b));
+  store(p, _mm_packus_epi16(a, b));
 #else
   for (int i = 0; i < 16; ++i) p[i] = uint8_t(v[i / kLanes][i % kLanes]);
 #endif
@@ -211,20 +232,20 @@ FL_INLINE void load_bytes(const uint8_t *p, vi (&v)[kQuad]) {
 
 // 32 half words <-> upper halves of 32 lanes of 32 bits ----------------------------------------------------------------
 
+template <Store kStore>
 FL_INLINE void store_high_halves(uint16_t *p, const vi (&v)[kVectors]) {
 #if defined(FL_AVX512)
   const vu odd = (iota() * 4 + 1) | (iota() * 4 + 3) << 16;  // of the 64 halves of both
-  _mm512_storeu_si512(p, _mm512_permutex2var_epi16((__m512i)v[0], (__m512i)odd, (__m512i)v[1]));
+  store<kStore>(p, _mm512_permutex2var_epi16((__m512i)v[0], (__m512i)odd, (__m512i)v[1]));
 #elif defined(FL_AVX2)
   for (int j = 0; j < 2; ++j) {
     const __m256i a = (__m256i)((vu)v[2 * j] >> 16), b = (__m256i)((vu)v[2 * j + 1] >> 16);
     const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);  // it packs 64-bit units 0 2 1 3
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p + 16 * j), halves);
+    store<kStore>(p + 16 * j, halves);
   }
 #elif defined(FL_SSE2)
   for (int j = 0; j < 4; ++j)
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j),
-                     _mm_packs_epi32((__m128i)(v[2 * j] >> 16), (__m128i)(v[2 * j + 1] >> 16)));
+    store<kStore>(p + 8 * j, _mm_packs_epi32((__m128i)(v[2 * j] >> 16), (__m128i)(v[2 * j + 1] >> 16)));
 #else
   for (int i = 0; i < kBlock; ++i) p[i] = uint16_t(v[i / kLanes][i % kLanes] >> 16);
 #endif
@@ -336,31 +357,45 @@ FL_INLINE Block load_block(const F16 *p) {
 }
 
 // Stores round to the element type. A NaN is given in its canonical form, and so it arrives.
+template <Store kStore = Store::kCached>
 FL_INLINE void store_block(float *p, const Block &b) {
-  for (int j = 0; j < kVectors; ++j) store(p + j * kLanes, b.v[j]);
+  for (int j = 0; j < kVectors; ++j) store<kStore>(p + j * kLanes, b.v[j]);
 }
 
+template <Store kStore = Store::kCached>
 FL_INLINE void store_block(Bf16 *p, const Block &b) {
   vi rounded[kVectors];
   for (int j = 0; j < kVectors; ++j) {
     const vu u = (vu)b.v[j];
     rounded[j] = (vi)(u + 0x7fff + (u >> 16 & 1));
   }
-  store_high_halves(&p->bits, rounded);
+  store_high_halves<kStore>(&p->bits, rounded);
 }
 
+template <Store kStore = Store::kCached>
 FL_INLINE void store_block(F16 *p, const Block &b) {
 #if defined(FL_AVX512)
-  for (int j = 0; j < kVectors; ++j)
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p + 16 * j), _mm512_cvtps_ph(b.v[j], _MM_FROUND_TO_NEAREST_INT));
+  for (int j = 0; j < kVectors; ++j) store<kStore>(p + 16 * j, _mm512_cvtps_ph(b.v[j], _MM_FROUND_TO_NEAREST_INT));
 #elif defined(FL_AVX2)
-  for (int j = 0; j < kVectors; ++j)
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8 * j), _mm256_cvtps_ph(b.v[j], _MM_FROUND_TO_NEAREST_INT));
+  for (int j = 0; j < kVectors; ++j) store<kStore>(p + 8 * j, _mm256_cvtps_ph(b.v[j], _MM_FROUND_TO_NEAREST_INT));
 #else
   vi h[kVectors];
   for (int j = 0; j < kVectors; ++j) h[j] = f32_to_f16(b.v[j]);
-  store_high_halves(&p->bits, h);
+  store_high_halves<kStore>(&p->bits, h);
 #endif
+}
+
+// Calls body with the way to store at p.
+template <Store kStore>
+struct StoreChoice {
+  static constexpr Store value = kStore;
+};
+template <class Body>
+FL_INLINE void with_store(bool streamed, const void *p, const Body &body) {
+  if (streamed && reinterpret_cast<uintptr_t>(p) % kStreamAlignment == 0)
+    body(StoreChoice<Store::kStreamed>{});
+  else
+    body(StoreChoice<Store::kCached>{});
 }
 
 // How a loop over blocks reaches an array: whole blocks directly, the first n elements of the last one through a buffer.
@@ -369,9 +404,9 @@ struct Whole {
   FL_INLINE Block load(const T *p) const {
     return load_block(p);
   }
-  template <class T>
+  template <Store kStore = Store::kCached, class T>
   FL_INLINE void store(T *p, const Block &b) const {
-    store_block(p, b);
+    store_block<kStore>(p, b);
   }
 };
 struct Part {
@@ -382,7 +417,7 @@ struct Part {
     __builtin_memcpy(whole, p, n * sizeof(T));
     return load_block(whole);
   }
-  template <class T>
+  template <Store kStore = Store::kCached, class T>
   FL_INLINE void store(T *p, const Block &b) const {
     T whole[kBlock];
     store_block(whole, b);

@@ -83,8 +83,12 @@ class Values {
   }
 
   template <class X>
-  void copy_to(X *out) const {
-    for_each_block(n_, [&](int i, auto access) FL_LAMBDA { access.store(out + i, canonical(load_block(v_ + i))); });
+  void copy_to(X *out, bool streamed) const {
+    with_store(streamed, out, [&](auto way) FL_LAMBDA {
+      constexpr Store kStore = decltype(way)::value;
+      for_each_block(n_, [&](int i, auto access)
+                             FL_LAMBDA { access.template store<kStore>(out + i, canonical(load_block(v_ + i))); });
+    });
   }
 
   // Leaves in residual what was lost when the values became `message`.
@@ -140,10 +144,13 @@ void decode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
     if (tile.size % codec.unit()) {
       Values<float, Codec> values(codec, tile.size);
       values.decode(in);
-      values.copy_to(out);
+      values.copy_to(out, job.streamed);
     } else {
-      codec.decode(in, tile.size, [&](int i, const Block &b) FL_LAMBDA {
-        store_block(out + i, Codec::kCanonical ? b : canonical(b));
+      with_store(job.streamed, out, [&](auto way) FL_LAMBDA {
+        constexpr Store kStore = decltype(way)::value;
+        codec.decode(in, tile.size, [&](int i, const Block &b) FL_LAMBDA {
+          store_block<kStore>(out + i, Codec::kCanonical ? b : canonical(b));
+        });
       });
     }
   });
@@ -161,7 +168,7 @@ void decode_sum(const Codec &codec, const Job &job, int64_t begin, int64_t end) 
     Values<float, Codec> values(codec, tile.size);
     job.add ? values.set(out) : values.clear();
     add_messages(codec, values, job, tile.unit);
-    values.copy_to(out);
+    values.copy_to(out, job.streamed);
   });
 }
 

@@ -1,0 +1,98 @@
+"""What ``DistributedOptimizer`` wants to know of an optimizer's parameters: names, sizes, device, groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from ..plan import TensorInfo
+
+__all__ = ["describe", "name_parameters", "one_device"]
+
+
+def name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """Return the name of every parameter that gets gradients, in the optimizer's order."""
+    parameters = [(i, j, p) for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])]
+    if named_parameters is None:
+        named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
+    else:
+        pairs = list(named_parameters)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ConfigError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
+        counts: dict[str, int] = {}
+        for name, _ in pairs:
+            counts[name] = counts.get(name, 0) + 1
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise ConfigError(f"named_parameters has {twice[0]!r} more than once; names must be unique over all models")
+        named = {parameter: name for name, parameter in pairs}
+    for i, j, parameter in parameters:
+        if parameter not in named:
+            raise ConfigError(
+                f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, is not in named_parameters; name all "
+                "parameters of the optimizer, or none"
+            )
+        _refuse_sharded(named[parameter], parameter)
+    return {p: named[p] for _, _, p in parameters if p.requires_grad}
+
+
+def _refuse_sharded(name: str, parameter: Tensor) -> None:
+    """FSDP calls the same hooks after a reduction of its own: reducing its shards again would be wrong."""
+    if type(parameter).__name__ in ("DTensor", "FlatParameter") or hasattr(parameter, "_sharded_param_data"):
+        raise ConfigError(
+            f"parameter {name!r} is sharded by FSDP, which reduces gradients itself; do not wrap its optimizer, "
+            "use fusionlayer.fsdp.compress(model) instead"
+        )
+
+
+def one_device(names: Mapping[Tensor, str]) -> torch.device:
+    """Return the device of all gradients; ``ConfigError`` if there are several, or none."""
+    devices = {parameter.device for parameter in names}
+    if len(devices) != 1:
+        raise ConfigError(
+            f"parameters that get gradients are on {sorted(map(str, devices)) or 'no device: there are none'}; one "
+            "optimizer reduces tensors of one device: move them, or wrap one optimizer for each device"
+        )
+    return next(iter(devices))
+
+
+def describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> list[TensorInfo]:
+    """Return what a planner needs to know of each parameter."""
+    number = _number_groups(names, groups)
+    return [
+        TensorInfo(
+            name,
+            parameter.numel(),
+            str(parameter.dtype).removeprefix("torch."),
+            parameter.itemsize,
+            number.get(parameter),
+        )
+        for parameter, name in names.items()
+    ]
+
+
+def _number_groups(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> dict[Tensor, int]:
+    if groups is None:
+        return {}
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ConfigError(f"groups={groups}; expected a number of buckets, 0 to let the planner decide")
+        count = min(groups, len(names))
+        return {parameter: i * count // len(names) for i, parameter in enumerate(names)} if count else {}
+    number: dict[Tensor, int] = {}
+    for index, members in enumerate(groups):
+        for parameter in members:
+            if not isinstance(parameter, Tensor) or parameter not in names:
+                raise ConfigError(
+                    f"groups[{index}] has something that is not a parameter of the optimizer with a gradient"
+                )
+            if parameter in number:
+                raise ConfigError(
+                    f"parameter {names[parameter]!r} is in groups {number[parameter]} and {index}; one is enough"
+                )
+            number[parameter] = index
+    return number
