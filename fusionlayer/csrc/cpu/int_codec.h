@@ -88,7 +88,7 @@ class IntCodec {
 
  private:
   static constexpr int kMaxGroups = kMaxTile / kBlock;
-  static constexpr int kSideBySide = 4;  // blocks
+  static constexpr int kSideBySide = kLanes / 4;  // blocks in 8 registers
 
   int group_bytes() const { return group_ * kBits / 8; }
 

@@ -75,7 +75,7 @@ FL_API int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, 
 FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual,
                      const fl_messages *out, void *stream);
 
-/* What this library is: "key=value" lines (abi, kind, compiler, isa or archs). Static storage. */
+/* What this library is: "key=value" lines (abi, kind, compiler, isas or archs). Static storage. */
 FL_API const char *fl_build_info(void);
 
 /* Text of the calling thread's last FL_DEVICE_ERROR, or "". */
