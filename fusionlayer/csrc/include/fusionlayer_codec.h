@@ -26,9 +26,9 @@ extern "C" {
 
 enum fl_status {
   FL_OK = 0,
-  FL_BAD_ARGUMENT = 1,   /* a field of the spec, a null pointer or a misaligned plane; nothing was written */
-  FL_UNSUPPORTED = 2,    /* this library does not know the codec or the option */
-  FL_DEVICE_ERROR = 3    /* CUDA reported an error: fl_last_error() has its text */
+  FL_BAD_ARGUMENT = 1, /* a field of the spec, a null pointer or a misaligned plane; nothing was written */
+  FL_UNSUPPORTED = 2,  /* this library does not know the codec or the option */
+  FL_DEVICE_ERROR = 3  /* CUDA reported an error: fl_last_error() has its text */
 };
 
 enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
@@ -72,8 +72,8 @@ FL_API int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, 
 
 /* out[0] = encode((x ? x : 0) + decode(in[0]) + decode(in[1]) + ...), the sum kept in f32; out->count is 1. Residual as
  * in fl_encode, added last. */
-FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual,
-                     const fl_messages *out, void *stream);
+FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
+                     void *stream);
 
 /* What this library is: "key=value" lines (abi, kind, compiler, isas or archs). Static storage. */
 FL_API const char *fl_build_info(void);
