@@ -1,0 +1,124 @@
+"""What README and docs tell people to run, runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusionlayer as fl
+from fusionlayer.codecs._base import registry
+from fusionlayer.config import describe
+from tests.codecs.conformance import CHECKS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced code of one language, "" for none."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.short
+def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks() -> None:
+    (diff,) = blocks(README, "diff")
+    added = [line for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) == 2, "the first screen promises two lines"
+    code = compile("\n".join(line[1:] for line in diff.splitlines()), "README.md", "exec")
+
+    def train(rank: int) -> list[Tensor]:
+        class Loss(nn.Linear):
+            def __init__(self, config: int) -> None:
+                super().__init__(config, 1)
+                with torch.no_grad():
+                    self.weight.fill_(0.5)
+                    self.bias.fill_(0.0)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x).square().mean()
+
+        data = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(rank))
+        names: dict[str, Any] = {"torch": torch, "GPT": Loss, "config": 5, "data": data}
+        exec(code, names)
+        names["optimizer"].close()
+        return [parameter.detach() for parameter in names["model"].parameters()]
+
+    first, second = fl.transport.local.run(train, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], torch.full((1, 5), 0.5)), "nothing was learnt"
+
+
+@pytest.mark.short
+def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
+    hook, reduction, codec = blocks(README, "python")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        exec(hook, {"fl": fl, "model": model})
+        model(torch.ones(1, 4)).sum().backward()
+    finally:
+        fl.shutdown()
+        dist.destroy_process_group()
+
+    def reduce(rank: int) -> Tensor:
+        tensor = torch.full((300,), float(rank + 1))
+        exec(reduction, {"fl": fl, "tensor": tensor})
+        return tensor
+
+    for result in fl.transport.local.run(reduce, 2):
+        torch.testing.assert_close(result, torch.full((300,), 3.0), rtol=0.02, atol=0)
+
+    names: dict[str, Any] = {"fl": fl, "x": torch.randn(10, 30, generator=torch.Generator().manual_seed(0))}
+    exec(codec, names)
+    assert names["y"].shape == names["x"].shape
+    assert (names["y"] - names["x"]).norm() < 0.3 * names["x"].norm()
+
+
+@pytest.mark.medium
+def test_the_commands_of_the_readme_run() -> None:
+    build_info = next(line for line in README.splitlines() if line.startswith("python -c"))
+    out = subprocess.run([sys.executable, *shlex.split(build_info)[1:]], capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0 and out.stdout.startswith(f"fusionlayer {fl.__version__}"), out
+    command = re.search(r"`(torchrun [^`]*train_gpt[^`]*)`", README)
+    assert command is not None
+    script = [str(ROOT / part) if part.startswith("examples/") else part for part in shlex.split(command[1])]
+    small = ["--steps", "2", "--width", "32", "--layers", "1"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *script[1:], *small]
+    out = subprocess.run(run, capture_output=True, text=True, timeout=55)
+    assert out.returncode == 0 and "replicas          identical" in out.stdout, out
+    for target in re.findall(r"^make (\S+)", README, re.MULTILINE):
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=20)
+
+
+@pytest.mark.short
+def test_the_codec_of_the_tutorial_conforms() -> None:
+    (code,) = blocks((ROOT / "docs/adding_a_codec.md").read_text(), "python")
+    try:
+        exec(compile(code, "adding_a_codec.md", "exec"), {"__name__": "tutorial"})
+        for check in CHECKS.values():
+            check(fl.codecs.get("e5m2"), torch.float32, torch.device("cpu"))
+    finally:
+        registry.remove("e5m2")
+
+
+@pytest.mark.short
+def test_the_page_on_configuration_is_current() -> None:
+    assert (ROOT / "docs/config.md").read_text() == describe(), "write it anew with 'make docs'"
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
