@@ -104,7 +104,7 @@ def test_the_commands_of_the_readme_run() -> None:
 def test_the_codec_of_the_tutorial_conforms() -> None:
     (code,) = blocks((ROOT / "docs/adding_a_codec.md").read_text(), "python")
     try:
-        exec(compile(code, "adding_a_codec.md", "exec"), {"__name__": "tutorial"})
+        exec(compile(code, "adding_a_codec.md", "exec"), {"__name__": __name__})
         for check in CHECKS.values():
             check(fl.codecs.get("e5m2"), torch.float32, torch.device("cpu"))
     finally:
