@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
@@ -7,6 +9,10 @@ from hypothesis import settings
 # No test asserts a time, and a failure that is seen once can be seen again.
 settings.register_profile("fusionlayer", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("fusionlayer")
+
+# A shell that starts a job in the background has it ignore Ctrl-C, and all processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -131,7 +131,8 @@ for step in range(2):
     model(torch.randn(4, 300)).square().sum().backward()
     optimizer.step()
 assert fl.all_gather(model.weight.detach().flatten()[None], "raw").unique(dim=0).shape[0] == 1
-print(f"{fl.rank()} {fl.size()} {fl.local_rank()} {fl.local_size()} {optimizer._fl_engine is not None}", flush=True)
+place = f"{fl.rank()} {fl.size()} {fl.local_rank()} {fl.local_size()}"
+print(f"{place} {optimizer._fl_engine is not None}\\n", end="", flush=True)  # one write, so that lines stay whole
 """
 
 AGAIN = """
