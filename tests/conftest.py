@@ -10,7 +10,7 @@ from hypothesis import settings
 settings.register_profile("fusionlayer", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("fusionlayer")
 
-# A shell that starts a job in the background has it ignore Ctrl-C, and all processes that tests start would inherit that.
+# A job that a shell has put into the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
