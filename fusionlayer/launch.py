@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -172,17 +173,19 @@ def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: boo
         raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {str(error).splitlines()[0]}", [0]) from error
 
 
-class _Board:
+class _Board(ABC):
     """A place where rank 0 leaves its address and the others look for it until ``timeout``."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
+    @abstractmethod
     def publish(self, address: str) -> None:
-        raise NotImplementedError
+        """Leave rank 0's address."""
 
+    @abstractmethod
     def look(self) -> str | None:
-        raise NotImplementedError
+        """Return the address if it is there already."""
 
     def read(self) -> str:
         end = time.monotonic() + self._timeout
