@@ -27,6 +27,7 @@ def test_spans_become_complete_events(tmp_path: Path) -> None:
     for event in (inner, outer, failed):
         assert (event["ph"], event["pid"], event["tid"]) == ("X", 3, "MainThread")
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
+    assert 0 <= inner["tdur"] <= outer["tdur"], "the thread's own CPU time"
     assert process == {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}
 
 
