@@ -33,7 +33,7 @@ class Config:
         "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "horovod"
     )
     planner_options: Mapping[str, Any] = _setting(
-        "options of that planner; sizes in bytes", factory=lambda: {"threshold": 8 << 20}
+        "options of that planner; sizes in bytes", factory=lambda: {"threshold": 8 << 20, "parts": 4}
     )
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None

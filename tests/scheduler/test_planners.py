@@ -56,6 +56,15 @@ def test_horovod_fills_buckets_to_the_threshold(model: list[TensorInfo], thresho
             assert sum(tensor.nbytes for tensor in [*run, following[0]]) > threshold, "room was left"
 
 
+@given(models(), st.integers(1, 20_000), st.integers(1, 8))
+def test_horovod_in_parts_is_a_smaller_threshold(model: list[TensorInfo], threshold: int, parts: int) -> None:
+    for dtype in SIZES:
+        free = [tensor for tensor in model if (tensor.dtype, tensor.group) == (dtype, None)]
+        part = max(1, -(-sum(tensor.nbytes for tensor in free) // parts))
+        runs = planners.get("horovod", threshold=threshold, parts=parts)(free)
+        assert runs == planners.get("horovod", threshold=min(threshold, part))(free)
+
+
 @given(models())
 def test_wfbp_fuses_nothing_but_groups(model: list[TensorInfo]) -> None:
     assert all(len(run) == 1 for run in planners.get("wfbp")(model) if run[0].group is None)
@@ -67,12 +76,20 @@ def test_an_example() -> None:
     assert [[tensor.name for tensor in run] for run in runs] == [["d", "c"], ["b", "a"]]
     runs = planners.get("horovod", threshold=100)(model)
     assert [[tensor.name for tensor in run] for run in runs] == [["d"], ["c"], ["b", "a"]]
+    runs = planners.get("horovod", parts=2)(model)
+    assert [[tensor.name for tensor in run] for run in runs] == [["d"], ["c"], ["b", "a"]]
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 1.5, "8MB", None, True])
 def test_a_threshold_that_is_no_size_is_refused(threshold: object) -> None:
     with pytest.raises(ConfigError, match="threshold=.*; expected bytes"):
         planners.get("horovod", threshold=threshold)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 1.5, "4", None, True])
+def test_parts_that_are_no_number_are_refused(parts: object) -> None:
+    with pytest.raises(ConfigError, match="parts=.*; expected a whole number"):
+        planners.get("horovod", parts=parts)
 
 
 def test_unknown_names_are_refused() -> None:
