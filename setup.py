@@ -312,8 +312,10 @@ def main() -> None:
     """Run the command line."""
     os.chdir(Path(__file__).resolve().parent)
     demo = ["rich"]
+    bench = ["matplotlib", "mpi4py", "scikit-learn"]
     dev = [
         *demo,
+        *bench,
         "clang-format==22.1.8",
         "hypothesis",
         "import-linter",
@@ -334,7 +336,8 @@ def main() -> None:
         license="Apache-2.0",
         python_requires=">=3.10",
         install_requires=["numpy", "PyYAML", "torch>=2.11"],
-        extras_require={"demo": demo, "dev": dev},
+        extras_require={"demo": demo, "bench": bench, "dev": dev},
+        entry_points={"console_scripts": ["fusionlayer = fusionlayer.cli:main"]},
         packages=find_packages(include=["fusionlayer", "fusionlayer.*"]),
         package_data={"fusionlayer": ["py.typed"]},
         distclass=NativeDistribution,
