@@ -60,6 +60,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--algorithm", choices=fl.collectives.names(), help="how it travels (default: chosen by codec)")
     parser.add_argument("--planner", choices=fl.planners.names(), help="how gradients are fused (default: configured)")
+    parser.add_argument(
+        "--overlap-forward", action="store_true", help="let the next forward begin before all gradients have arrived"
+    )
     parser.add_argument("--steps", type=positive, default=200, help="optimizer steps (default 200)")
     parser.add_argument("--batch-size", type=positive, default=8, help="pieces of text per worker and step (default 8)")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak (default 0.004)")
@@ -129,6 +132,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             codec=options.codec,
             algorithm=options.algorithm,
             planner=options.planner,
+            overlap_forward=network if options.overlap_forward else None,
             **dict(options.codec_option),
         )
 

@@ -46,6 +46,9 @@ class Config:
     timeline: str | None = _setting(
         "file for a timeline in Chrome's trace format, `.<rank>` appended; `FUSIONLAYER_TIMELINE` overrides it", None
     )
+    lanes: int | None = _setting(
+        "buckets of an optimizer that are under way at once; null: 2 on the CPU, 1 on a GPU", None
+    )
     threads: int | None = _setting("threads of one codec call on the CPU; null: as many as torch uses, at most 8", None)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,7 @@ class Config:
             "timeout": (int, float),
             "stall_warning": (int, float),
             "timeline": (str, type(None)),
+            "lanes": (int, type(None)),
             "threads": (int, type(None)),
         }
         for name, kind in kinds.items():
@@ -69,8 +73,9 @@ class Config:
         for name in ("timeout", "stall_warning"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"config: {name}={getattr(self, name)!r}; expected seconds above 0")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"config: threads={self.threads}; expected at least 1, or null")
+        for name in ("lanes", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"config: {name}={getattr(self, name)}; expected at least 1, or null")
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:

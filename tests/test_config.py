@@ -49,6 +49,7 @@ WRONG = {
     "timeout": "soon",
     "stall_warning": "true",
     "timeline": "7",
+    "lanes": "true",
     "threads": "2.5",
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +24,8 @@ from ..plan import FusionPlan
 from ..scheduler import Engine, Scaling, planners
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
+from . import overlap
+from .overlap import ForwardOverlap
 from .parameters import describe, name_parameters, one_device
 
 __all__ = ["DistributedOptimizer"]
@@ -43,6 +45,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    overlap_forward: nn.Module | None = None,
     group: Group = None,
     **codec_options: Any,
 ) -> Optimizer:
@@ -71,6 +74,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         groups: number of buckets of about equally many tensors, or lists of the tensors that belong together; each
             group is one bucket.
         sparse_as_dense: make sparse gradients dense; without it they are refused.
+        overlap_forward: the model, whose next forward may begin while results are still under way: ``step`` returns at
+            once, and the parameters of each module are updated just before it runs, to the same values. It pays where
+            the network is the bottleneck. Between ``step`` and the next forward, call ``synchronize`` before you look
+            at parameters other than by ``state_dict()``; after ``step`` gradients are gone. Parameters are used in
+            the forward of the module that has them, and the optimizer is one of torch's that treats each parameter by
+            itself.
         group: process group or transport to reduce over; None means all ranks.
         codec_options: options of a codec given by name.
 
@@ -91,6 +100,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         groups = groups if groups is not None else num_groups
     names = name_parameters(optimizer, named_parameters)
     _refuse_twice(names)
+    if overlap_forward is not None:
+        overlap.check(optimizer, names, overlap_forward)
     engine = None
     transport = context.transport(group)
     if transport.size > 1:
@@ -103,6 +114,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             # Dividing first keeps half-precision sums in range; only a factor of the user's asks for anything else.
             before = 1 / transport.size if gradient_predivide_factor == 1.0 else 1 / gradient_predivide_factor
             after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
+        device = one_device(names)
         engine = Engine(
             describe(names, groups),
             transport.duplicate(),
@@ -110,18 +122,20 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             algorithm=algorithm if algorithm is not None else settings.algorithm,
             planner=_make_planner(planner),
             plan=FusionPlan.from_yaml(plan) if isinstance(plan, (str, Path)) else plan,
-            device=one_device(names),
+            device=device,
             error_feedback=error_feedback if error_feedback is not None else settings.error_feedback,
             scaling=Scaling(before, after),
             checksum=settings.checksum,
             timeline=Timeline(settings.timeline, transport.rank),
+            lanes=settings.lanes or (1 if device.type == "cuda" else 2),  # a GPU encodes in no time
+            overlap_forward=overlap_forward is not None,
         )
     base = type(optimizer)
     # A scheduler that was made before has put a wrapper here, which would go past the class's new step().
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Distributed)
-    optimizer._attach(engine, names, backward_passes_per_step, sparse_as_dense)
+    optimizer._attach(engine, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer
 
 
@@ -131,7 +145,12 @@ class _Distributed(Optimizer):
     _fl_engine: Engine | None
 
     def _attach(
-        self, engine: Engine | None, names: dict[Tensor, str], passes_per_step: int, sparse_as_dense: bool
+        self,
+        engine: Engine | None,
+        names: dict[Tensor, str],
+        passes_per_step: int,
+        sparse_as_dense: bool,
+        overlap_forward: nn.Module | None,
     ) -> None:
         self._fl_engine = engine
         self._fl_names = names
@@ -139,13 +158,18 @@ class _Distributed(Optimizer):
         self._fl_sparse_as_dense = sparse_as_dense
         self._fl_passes_left = dict.fromkeys(names, passes_per_step)
         self._fl_reduced = False
+        self._fl_stepped = False
         self._fl_asked_to_synchronize = False
         self._fl_step_synchronizes = True
         self._fl_release: Callable[[], object] = _nothing
+        self._fl_overlap: ForwardOverlap | None = None
         if engine is not None:
             # The parameters live longer than the optimizer: their hooks must neither keep it nor outlive it.
             me = weakref.ref(self)
             hooks = [p.register_post_accumulate_grad_hook(partial(_take, me)) for p in names]
+            if overlap_forward is not None:
+                self._fl_overlap = ForwardOverlap(engine, names, self._fl_update)
+                hooks += self._fl_overlap.watch(overlap_forward)
             self._fl_release = weakref.finalize(self, _release, engine, hooks)
             self._fl_release.atexit = False
             with _live_lock:
@@ -163,8 +187,13 @@ class _Distributed(Optimizer):
                 "call step() or synchronize() after each backward, or raise backward_passes_per_step to accumulate "
                 "gradients locally"
             )
+        if engine.awaits(self._fl_names[parameter]):
+            raise UsageError(
+                f"parameter {self._fl_names[parameter]!r} was used outside the forward of its module, so before its "
+                "update; leave overlap_forward out for such a model"
+            )
         self._fl_passes_left[parameter] -= 1
-        self._fl_reduced = False
+        self._fl_reduced = self._fl_stepped = False
         if self._fl_passes_left[parameter] == 0:
             engine.submit(self._fl_names[parameter], self._fl_gradient(parameter))
 
@@ -185,11 +214,15 @@ class _Distributed(Optimizer):
         """Wait until every gradient is the reduced one; ``step`` does it by itself.
 
         Call it before the gradients are looked at, to clip them for instance, and ``step`` in ``skip_synchronize``.
+        With ``overlap_forward``, between ``step`` and the next backward: wait until every parameter is the updated one.
 
         Raises:
             PlanMismatch: ranks disagree on model, plan or options.
             TransportError: a peer was lost, stopped or too late.
         """
+        if self._fl_overlap is not None and self._fl_stepped:
+            self._fl_overlap.flush()
+            return
         self._fl_synchronize()
         self._fl_asked_to_synchronize = True
 
@@ -197,13 +230,23 @@ class _Distributed(Optimizer):
         engine = self._fl_engine
         if engine is None or self._fl_reduced:
             return
+        self._fl_submit_rest(engine)
+        if self._fl_overlap is not None:
+            engine.end_step()
+            self._fl_overlap.deliver()
+        else:
+            engine.synchronize()
+        self._fl_reduced = True
+
+    def _fl_submit_rest(self, engine: Engine) -> None:
+        """Submit what backward has not, as zeros."""
+        if self._fl_overlap is not None:
+            self._fl_overlap.flush()
         submitted = engine.pending
         for parameter, name in self._fl_names.items():
             if name not in submitted:
                 engine.submit(name, self._fl_gradient(parameter))
-        engine.synchronize()
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
-        self._fl_reduced = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -217,9 +260,12 @@ class _Distributed(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Wait for the reduced gradients, then take the step of the wrapped optimizer.
 
-        A ``closure`` is evaluated as often as the optimizer asks; each time the gradients it leaves are reduced.
+        A ``closure`` is evaluated as often as the optimizer asks; each time the gradients it leaves are reduced. With
+        ``overlap_forward``, and without a closure, nothing is waited for here.
         """
         self._opt_called = True
+        if self._fl_overlap is not None and closure is None and self._fl_step_synchronizes and not self._fl_reduced:
+            return self._fl_step_ahead(self._fl_overlap)
         if closure is not None:
             return super().step(self._fl_reducing(closure), **kwargs)
         if not self._fl_step_synchronizes:
@@ -239,6 +285,28 @@ class _Distributed(Optimizer):
 
     # Marks of torch's: step hooks are run by the class below; schedulers need not wrap a step that sets _opt_called.
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _fl_step_ahead(self, overlap: ForwardOverlap) -> None:
+        engine = self._fl_engine
+        assert engine is not None
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            raise UsageError(
+                "step hooks of the optimizer would run once for each bucket with overlap_forward; remove them, or leave "
+                "overlap_forward out"
+            )
+        self._fl_submit_rest(engine)
+        engine.end_step()
+        overlap.begin(self.__dict__["param_groups"])
+        self._fl_stepped = True
+
+    def _fl_update(self, groups: list[dict[str, Any]]) -> None:
+        """Take the step of the wrapped optimizer with other parameter groups."""
+        own = self.__dict__["param_groups"]
+        self.__dict__["param_groups"] = groups
+        try:
+            super().step()
+        finally:
+            self.__dict__["param_groups"] = own
 
     def _fl_reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
@@ -280,6 +348,7 @@ class _Distributed(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state and, under "fusionlayer", this rank's step number and error feedback."""
+        self._fl_flush()
         state = super().state_dict()
         engine = self._fl_engine
         if engine is not None:
@@ -291,6 +360,7 @@ class _Distributed(Optimizer):
         """Take over what ``state_dict`` returned; error feedback only if it is this rank's, of as many ranks."""
         state = dict(state_dict)
         saved = state.pop("fusionlayer", None)
+        self._fl_flush()
         super().load_state_dict(state)
         engine = self._fl_engine
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
@@ -301,10 +371,16 @@ class _Distributed(Optimizer):
 
     def close(self) -> None:
         """End the background thread; gradients are no longer reduced. For programs that go on after training."""
+        if self._fl_engine is not None and self._fl_engine.failure is None:
+            self._fl_flush()
         with _live_lock:
             _live.discard(self)
         self._fl_release()
-        self._fl_engine = None
+        self._fl_engine = self._fl_overlap = None
+
+    def _fl_flush(self) -> None:
+        if self._fl_overlap is not None and self._fl_stepped:
+            self._fl_overlap.flush()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: a copy would share the background thread."""

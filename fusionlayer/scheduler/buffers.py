@@ -17,7 +17,7 @@ __all__ = ["FlatBuffer"]
 class FlatBuffer:
     """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
 
-    Hooks call ``put``; the communication thread calls ``run``.
+    Hooks call ``put``; the communication thread calls ``run``; who waits for the results calls ``take``.
 
     Args:
         bucket: what belongs into the buffer, and where.
@@ -27,6 +27,7 @@ class FlatBuffer:
         prescale: factor on every gradient before the sum.
         postscale: factor on the sum.
         device: of the gradients.
+        in_place: results replace the gradients; otherwise those are left as they are and let go of.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class FlatBuffer:
         prescale: float,
         postscale: float,
         device: torch.device,
+        in_place: bool = True,
     ) -> None:
         self.bucket = bucket
         self._codec = codec
@@ -45,11 +47,14 @@ class FlatBuffer:
         self._residual = residual
         self._prescale = prescale
         self._postscale = postscale
+        self._in_place = in_place
         self._flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
         self._slots = {slot.name: self._flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
         self._gaps = [gap for x in (self._flat, residual) if x is not None for gap in _gaps(bucket, x)]
         self._gradients: dict[str, Tensor] = {}
         self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._results: dict[str, Tensor] = {}
+        self._done: torch.cuda.Event | None = None
 
     @property
     def full(self) -> bool:
@@ -57,18 +62,18 @@ class FlatBuffer:
         return len(self._gradients) == len(self._slots)
 
     def put(self, name: str, gradient: Tensor) -> None:
-        """Take note of a gradient (any shape of the slot's size); it is read and overwritten by ``run``."""
+        """Take note of a gradient (any shape of the slot's size), which ``run`` will read."""
         self._gradients[name] = gradient.detach()
         if gradient.is_cuda:
             stream = torch.cuda.current_stream(gradient.device)
             self._arrivals[stream] = stream.record_event()
 
     def run(self, transport: Transport, timeline: Timeline, seed: int) -> None:
-        """Replace every gradient that was put by its scaled sum over ranks, and be empty again."""
+        """Sum what was put over ranks, scaled; let go of it and be empty again."""
         for arrival in self._arrivals.values():
             torch.cuda.current_stream().wait_event(arrival)
-        slots = [self._slots[name].view(gradient.shape) for name, gradient in self._gradients.items()]
         gradients = list(self._gradients.values())
+        slots = [self._slots[name].view(gradient.shape) for name, gradient in self._gradients.items()]
         with timeline.span("MEMCPY_IN_FUSION_BUFFER"):
             torch._foreach_copy_(slots, gradients)
             if self._gaps:
@@ -80,9 +85,23 @@ class FlatBuffer:
         with timeline.span("MEMCPY_OUT_FUSION_BUFFER"):
             if self._postscale != 1:
                 self._flat.mul_(self._postscale)
-            torch._foreach_copy_(gradients, slots)
+            if self._in_place:
+                torch._foreach_copy_(gradients, slots)
+        if self._flat.is_cuda:
+            stream = torch.cuda.current_stream()
+            for gradient in gradients:
+                gradient.record_stream(stream)
+            self._done = stream.record_event()
+        self._results = dict(zip(self._gradients, gradients if self._in_place else slots, strict=True))
         self._gradients.clear()
         self._arrivals.clear()
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the results of the last ``run`` by name, to be used on the current stream."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._flat.device).wait_event(self._done)
+        results, self._results = self._results, {}
+        return results
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:

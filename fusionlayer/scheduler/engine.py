@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,9 +23,11 @@ from ..transport import Transport
 from ..wire import WIRE_VERSION
 from .buffers import FlatBuffer
 from .failure import located
+from .lane import Lane
 from .memory import Memory
+from .order import SendOrder
 from .planners import Planner
-from .worker import Job, Worker
+from .worker import Job
 
 __all__ = ["Engine", "Scaling"]
 
@@ -40,15 +43,16 @@ class Scaling:
 
 
 class Engine:
-    """Sums gradients over ranks on a thread of its own, while backward goes on.
+    """Sums gradients over ranks on threads of its own, while backward goes on.
 
-    Each step: ``submit`` every tensor once, in any order; ``synchronize`` once. The first step learns the order in
-    which gradients arrive and makes the plan, unless one is given; from the second step on a bucket leaves as soon as
-    it and all buckets before it are complete. Before the first payload the ranks compare what they are about to do.
+    Each step: ``submit`` every tensor once, in any order; then ``synchronize`` once, or ``end_step`` and ``take`` each
+    bucket. The first step learns the order in which gradients arrive and makes the plan, unless one is given; from the
+    second step on a bucket leaves as soon as it and all buckets before it are complete. Before the first payload the
+    ranks compare what they are about to do.
 
     Args:
         tensors: every tensor of a step, in any order.
-        transport: used by the engine's thread alone from now on, and closed with the engine.
+        transport: used by the engine's threads alone from now on, and closed with the engine.
         codec: for the plan that is made here; a given plan names its own.
         algorithm: collective for that plan; None chooses.
         planner: makes that plan.
@@ -58,8 +62,11 @@ class Engine:
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
         checksum: put a verified header on every message.
-        timeline: record of the thread's work.
-        name: of the thread.
+        timeline: record of the threads' work.
+        lanes: buckets that are under way at once; while one is encoded or decoded, another travels.
+        overlap_forward: buckets are taken one by one while the next forward runs, and after some steps leave in the
+            order in which it wants them: of those that are complete, the one that backward completed last.
+        name: of the threads.
 
     Attributes:
         failure: what a step has failed with, or None. The engine is closed by then and raises it again and again.
@@ -80,10 +87,11 @@ class Engine:
         scaling: Scaling = Scaling(),
         checksum: bool = False,
         timeline: Timeline | None = None,
+        lanes: int = 1,
+        overlap_forward: bool = False,
         name: str = "fusionlayer",
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._transport = transport
         self._codec = codec
         self._algorithm = algorithm or collectives.choose(codec.lossless, transport.size)
         collectives.get(self._algorithm)
@@ -94,7 +102,7 @@ class Engine:
         self._scaling = scaling
         self._checksum = checksum
         self._timeline = timeline or Timeline(None, transport.rank)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._overlap_forward = overlap_forward
         if plan is not None:
             plan.check(tensors, transport.size)
             for bucket in plan.buckets:
@@ -106,24 +114,41 @@ class Engine:
         self.step = 0
         self._buffers: list[FlatBuffer] = []
         self._bucket_of: dict[str, int] = {}
+        self._order = SendOrder(0, lanes)
         self._arrived: dict[str, Tensor] = {}
-        self._jobs: list[Job] = []
-        self._next = 0
+        self._jobs: dict[int, Job] = {}
+        self._ended: dict[int, Job] = {}
         self._lock = threading.Lock()
-        self._worker = Worker(name)
+        transport.check_agreement("the number of lanes", lanes.to_bytes(2, "little"))
+        self._lanes = [Lane(transport, device, name)]
+        self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self._agreement: Job | None = None
         self.failure: BaseException | None = None
 
     @property
     def pending(self) -> frozenset[str]:
-        """Names that have been submitted since the last ``synchronize``."""
+        """Names that have been submitted in the step that has not ended."""
         return frozenset(self._arrived)
 
+    @property
+    def untaken(self) -> frozenset[int]:
+        """Buckets of the last step whose results nobody has taken yet."""
+        return frozenset(self._ended)
+
+    def bucket_of(self, name: str) -> int:
+        """Return the index of the bucket in which a tensor travels; known from the end of the first step on."""
+        return self._bucket_of[name]
+
+    def awaits(self, name: str) -> bool:
+        """Return whether the last step's result of a tensor has not been taken yet."""
+        return self._bucket_of.get(name) in self._ended
+
     def submit(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient, which ``synchronize`` will have replaced by its scaled sum over ranks.
+        """Take a gradient; its scaled sum over ranks replaces it, or with ``overlap_forward`` waits for ``take``.
 
         Raises:
-            UsageError: this step has it already, it is none of the engine's tensors, or it has another size.
+            UsageError: this step has it already, it is none of the engine's tensors, it has another size, or the last
+                step's result has not been taken.
             FusionLayerError: a step before has failed; the same error again.
         """
         if self.failure is not None:
@@ -137,60 +162,90 @@ class Engine:
                 )
             if name in self._arrived:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
+            if self.awaits(name):
+                raise UsageError(f"gradient {name!r} was submitted before its result of the last step was taken")
             self._arrived[name] = gradient
             try:
                 if self._agreement is None and self.plan is not None:
-                    self._agreement = self._worker.put(self._agree)
+                    self._agree_first(self._agree)
                     self._make_buffers(self.plan)
                 if self._buffers:
-                    self._buffers[self._bucket_of[name]].put(name, gradient)
+                    self._put(name, gradient)
                     self._launch()
             except BaseException as error:
                 self._fail(error)
                 raise
 
-    def synchronize(self) -> None:
-        """Wait until every gradient of this step holds its result; ends the step.
+    def end_step(self) -> None:
+        """Let the step end without waiting for its results.
 
         Raises:
             UsageError: tensors are missing.
             PlanMismatch: ranks disagree on model, plan or options.
-            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
+            TransportError: a peer was lost, stopped or too late.
         """
         missing = [name for name in self._tensors if name not in self._arrived]
         if missing:
             raise UsageError(
                 f"{len(missing)} gradients were not submitted in step {self.step}, the first: {missing[0]!r}"
             )
-        try:
+        with self._failing():
             if self.plan is None:
-                self._agreement = self._worker.put(self._agree_and_plan)
-                self._agreement.wait()
+                self._agree_first(self._agree_and_plan).wait()
                 assert self.plan is not None
                 self._make_buffers(self.plan)
                 for name, gradient in self._arrived.items():
-                    self._buffers[self._bucket_of[name]].put(name, gradient)
+                    self._put(name, gradient)
                 self._launch()
-            for job in [self._agreement, *self._jobs]:
-                if job is not None:
-                    job.wait()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            elif self._overlap_forward and self._order.due:
+                self._lanes[0].put(self._order.agree).wait()
+            self._order.end_step()
         self._arrived.clear()
-        self._jobs.clear()
-        self._next = 0
+        self._ended, self._jobs = self._jobs, {}
         self.step += 1
 
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
+
+        They are the caller's until the bucket's first gradient of the next step is submitted. Only with
+        ``overlap_forward``, once for each bucket.
+
+        Raises:
+            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
+        """
+        with self._failing():
+            self._ended[index].wait()
+        del self._ended[index]
+        return self._buffers[index].take()
+
+    def synchronize(self) -> None:
+        """End the step and wait until every gradient holds its result.
+
+        Raises:
+            UsageError: tensors are missing.
+            PlanMismatch: ranks disagree on model, plan or options.
+            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
+        """
+        self.end_step()
+        for index in list(self._ended):
+            self.take(index)
+
     def close(self) -> None:
-        """End the thread and give the transport up. Twice is once."""
-        self._worker.close()
-        self._transport.close()
+        """End the threads and give the transports up. Twice is once."""
+        for lane in self._lanes:
+            lane.close()
         self._timeline.close()
 
-    # ---- called with the lock held, or by synchronize when no hook can run ------------------------------------------
+    # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
+
+    def _agree_first(self, work: Callable[[Transport], None]) -> Job:
+        """Queue ``work`` before everything else; no lane sends anything until it is done."""
+        first, *others = self._lanes
+        agreement = first.put(work)
+        for lane in others:
+            lane.put(lambda _: agreement.wait())
+        self._agreement = agreement
+        return agreement
 
     def _make_buffers(self, plan: FusionPlan) -> None:
         for index, bucket in enumerate(plan.buckets):
@@ -199,37 +254,55 @@ class Engine:
             feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
             residual = self.memory.flat(bucket, self._device) if feedback and not codec.lossless else None
             before, after = self._scaling.before, self._scaling.after
-            self._buffers.append(FlatBuffer(bucket, codec, all_reduce, residual, before, after, self._device))
+            in_place = not self._overlap_forward
+            self._buffers.append(FlatBuffer(bucket, codec, all_reduce, residual, before, after, self._device, in_place))
             self._bucket_of.update(dict.fromkeys(bucket.names, index))
+        self._order = SendOrder(len(self._buffers), len(self._lanes))
 
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: BaseException) -> None:
         """Let go of the peers, which are out of step with this rank now, and of the gradients."""
         self.failure = error
         self._arrived.clear()
+        self._ended.clear()
         self.close()
 
+    def _put(self, name: str, gradient: Tensor) -> None:
+        index = self._bucket_of[name]
+        self._buffers[index].put(name, gradient)
+        if self._buffers[index].full:
+            self._order.note_complete(index)
+
     def _launch(self) -> None:
-        while self._next < len(self._buffers) and self._buffers[self._next].full:
-            self._jobs.append(self._worker.put(partial(self._run, self._next, self.step)))
-            self._next += 1
+        order = self._order.sequence
+        while len(self._jobs) < len(order) and self._buffers[order[len(self._jobs)]].full:
+            lane = self._lanes[len(self._jobs) % len(self._lanes)]
+            index = order[len(self._jobs)]
+            self._jobs[index] = lane.put(partial(self._run, index, self.step))
 
-    # ---- on the communication thread --------------------------------------------------------------------------------
+    # ---- on the communication threads -------------------------------------------------------------------------------
 
-    def _run(self, index: int, step: int) -> None:
+    def _run(self, index: int, step: int, transport: Transport) -> None:
         buffer = self._buffers[index]
-        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        start = time.perf_counter()
         with (
-            located(step, index, buffer.bucket, self._transport),
-            torch.no_grad(),
-            stream,
+            located(step, index, buffer.bucket, transport),
             self._timeline.span("ALLREDUCE", step=step, bucket=index),
         ):
-            buffer.run(self._transport, self._timeline, derive_seed(step, index))
+            buffer.run(transport, self._timeline, derive_seed(step, index))
+        self._order.note_sent(index, time.perf_counter() - start)
 
-    def _agree(self) -> None:
+    def _agree(self, transport: Transport) -> None:
         """Compare with the other ranks what this engine is about to do."""
         names = sorted(self._tensors)
         parts = [repr(self._tensors[name]) for name in names]
@@ -238,6 +311,7 @@ class Engine:
             f"scaling {self._scaling}",
             f"checksum {self._checksum}",
             f"feedback {self._error_feedback}",
+            f"overlap {self._overlap_forward}",
         ]
         if self.plan is not None:
             parts.append(self.plan.digest().hex())
@@ -245,19 +319,19 @@ class Engine:
             parts += [str(self._codec), self._algorithm, str(self._planner)]
         digest = hashlib.sha256("\n".join(parts).encode()).digest()
         with self._timeline.span("NEGOTIATE_ALLREDUCE"):
-            self._transport.check_agreement("the fusion plan (model, codec, options)", digest)
+            transport.check_agreement("the fusion plan (model, codec, options)", digest)
 
-    def _agree_and_plan(self) -> None:
+    def _agree_and_plan(self, transport: Transport) -> None:
         """Compare, take rank 0's order of arrival, plan with it, and compare the plans."""
-        self._agree()
+        self._agree(transport)
         names = sorted(self._tensors)
         position = {name: i for i, name in enumerate(names)}
         order = torch.tensor([position[name] for name in self._arrived])
-        self._transport.broadcast(order, 0)
+        transport.broadcast(order, 0)
         runs = self._planner([self._tensors[names[i]] for i in order.tolist()])
         codec = self._codec
         align = min(max(codec.block, 1), SLOT_ALIGNMENT)
-        plan = FusionPlan.build(runs, self._transport.size, codec.name, codec.options, self._algorithm, align)
-        plan.check(self._tensors.values(), self._transport.size)
-        self._transport.check_agreement("the fusion plan that was made", plan.digest())
+        plan = FusionPlan.build(runs, transport.size, codec.name, codec.options, self._algorithm, align)
+        plan.check(self._tensors.values(), transport.size)
+        transport.check_agreement("the fusion plan that was made", plan.digest())
         self.plan = plan

@@ -214,7 +214,8 @@ def test_a_given_plan_names_codec_and_collective() -> None:
         return transport.bytes_sent
 
     payload = codecs.get("bf16").bare.wire(plan.buckets[0].numel).capacity
-    assert all(sent == payload + 32 for sent in over_threads(2, body))
+    agreed = 2 + 32  # the number of lanes and the digest of the plan
+    assert all(sent == payload + agreed for sent in over_threads(2, body))
 
 
 def test_a_plan_that_does_not_fit_is_refused_at_once() -> None:
@@ -251,7 +252,7 @@ def test_checksums_put_a_header_on_every_message() -> None:
         sent = []
         for checksum in (False, True):
             engine = make_engine(transport.duplicate(), MODEL[:1], checksum=checksum)
-            own = engine._transport
+            own = engine._lanes[0].transport
             value = run_step(engine, gradients(transport.rank, 0, MODEL[:1]))["w0"]
             engine.close()
             sent.append(own.bytes_sent)

@@ -1,0 +1,42 @@
+"""A lane: a communication thread with the transport and, on CUDA, the stream that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..transport import Transport
+from .worker import Job, Worker
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """Does work on its transport, one piece after the other. Several lanes keep the network busy while one computes.
+
+    Args:
+        transport: used by this lane's thread alone, and closed with it.
+        device: of the tensors.
+        name: of the thread.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, name: str) -> None:
+        self.transport = transport
+        self._worker = Worker(name)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def put(self, work: Callable[[Transport], None]) -> Job:
+        """Queue ``work(transport)``, which runs on the lane's stream without recording gradients; return its job."""
+
+        def run() -> None:
+            # torch.cuda.stream(None) changes nothing.
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                work(self.transport)
+
+        return self._worker.put(run)
+
+    def close(self) -> None:
+        """End the thread when queued work is done, and give the transport up. Twice is once."""
+        self._worker.close()
+        self.transport.close()
