@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,6 +28,7 @@ class _Job:
 
 
 _job: _Job | None = None
+_before_shutdown: list[Callable[[], None]] = []
 _lock = threading.RLock()
 
 
@@ -84,12 +86,19 @@ def shutdown() -> None:
     with _lock:
         if _job is None:
             return
+        for callback in _before_shutdown:
+            callback()
         job, _job = _job, None
         atexit.unregister(shutdown)
         for transport in job.transports.values():
             transport.close()
         if job.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def before_shutdown(callback: Callable[[], None]) -> None:
+    """Let ``callback`` be called each time the job is left, while the other ranks can still be reached."""
+    _before_shutdown.append(callback)
 
 
 def is_initialized() -> bool:

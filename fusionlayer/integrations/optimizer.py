@@ -159,6 +159,7 @@ class _Distributed(Optimizer):
         self._fl_passes_left = dict.fromkeys(names, passes_per_step)
         self._fl_reduced = False
         self._fl_stepped = False
+        self._fl_updating = False
         self._fl_asked_to_synchronize = False
         self._fl_step_synchronizes = True
         self._fl_release: Callable[[], object] = _nothing
@@ -291,8 +292,8 @@ class _Distributed(Optimizer):
         assert engine is not None
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise UsageError(
-                "step hooks of the optimizer would run once for each bucket with overlap_forward; remove them, or leave "
-                "overlap_forward out"
+                "step hooks of the optimizer would run once for each bucket with overlap_forward; remove them, or "
+                "leave overlap_forward out"
             )
         self._fl_submit_rest(engine)
         engine.end_step()
@@ -303,10 +304,12 @@ class _Distributed(Optimizer):
         """Take the step of the wrapped optimizer with other parameter groups."""
         own = self.__dict__["param_groups"]
         self.__dict__["param_groups"] = groups
+        self._fl_updating = True
         try:
             super().step()
         finally:
             self.__dict__["param_groups"] = own
+            self._fl_updating = False
 
     def _fl_reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
@@ -333,7 +336,8 @@ class _Distributed(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Who reads gradients through them, as GradScaler does, finds the reduced ones."""
         engine = self._fl_engine
-        if engine is not None and engine.pending and torch._C._current_graph_task_id() < 0:  # no backward is running
+        no_backward_runs = torch._C._current_graph_task_id() < 0
+        if engine is not None and engine.pending and no_backward_runs and not self._fl_updating:
             self._fl_synchronize()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
@@ -371,8 +375,7 @@ class _Distributed(Optimizer):
 
     def close(self) -> None:
         """End the background thread; gradients are no longer reduced. For programs that go on after training."""
-        if self._fl_engine is not None and self._fl_engine.failure is None:
-            self._fl_flush()
+        self._fl_flush()
         with _live_lock:
             _live.discard(self)
         self._fl_release()
@@ -407,6 +410,17 @@ def _release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
     engine.close()
+
+
+def _flush_all() -> None:
+    """Make the updates that are still to be made: other ranks need this one's part of them."""
+    with _live_lock:
+        optimizers = list(_live)
+    for optimizer in optimizers:
+        optimizer._fl_flush()
+
+
+context.before_shutdown(_flush_all)
 
 
 def _refuse_twice(names: Mapping[Tensor, str]) -> None:

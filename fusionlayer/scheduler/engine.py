@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -231,7 +231,13 @@ class Engine:
             self.take(index)
 
     def close(self) -> None:
-        """End the threads and give the transports up. Twice is once."""
+        """End the threads and give the transports up, an ended step's buckets first: other ranks need them.
+
+        Twice is once.
+        """
+        for job in self._ended.values():
+            with suppress(Exception):
+                job.wait()
         for lane in self._lanes:
             lane.close()
         self._timeline.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -46,6 +47,27 @@ def check_training(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_training(world: int) -> None:
     run_ranks(check_training, world, timeout=50)
+
+
+def check_overlap(rank: int, world: int) -> None:
+    """The next forward begins early: the same bits, and what is under way at a rank's end still reaches the others."""
+    expected = trained(rank, 12, codec="int4", planner="wfbp")
+    model = make_model()
+    optimizer: Any = fl.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), codec="int4", planner="wfbp", overlap_forward=model
+    )
+    train(model, optimizer, rank, range(12))
+    if rank:
+        time.sleep(0.5)
+        optimizer.synchronize()
+    else:
+        fl.shutdown()
+    assert torch.equal(weights(model), expected)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_overlap_with_the_next_forward(world: int) -> None:
+    run_ranks(check_overlap, world, timeout=50)
 
 
 def check_dynamic(rank: int, world: int) -> None:
