@@ -75,11 +75,13 @@ class FlatBuffer:
         gradients = list(self._gradients.values())
         slots = [self._slots[name].view(gradient.shape) for name, gradient in self._gradients.items()]
         with timeline.span("MEMCPY_IN_FUSION_BUFFER"):
-            torch._foreach_copy_(slots, gradients)
+            if self._prescale == 1:
+                torch._foreach_copy_(slots, gradients)
+            else:
+                for slot, gradient in zip(slots, gradients, strict=True):
+                    torch.mul(gradient, self._prescale, out=slot)
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
-            if self._prescale != 1:
-                self._flat.mul_(self._prescale)
         with timeline.span(self.bucket.algorithm.upper(), codec=str(self._codec), elements=self.bucket.numel):
             self._all_reduce(self._flat, self._codec, transport, seed=seed, residual=self._residual)
         with timeline.span("MEMCPY_OUT_FUSION_BUFFER"):

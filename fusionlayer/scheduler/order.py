@@ -13,7 +13,7 @@ from ..transport import Transport
 __all__ = ["SendOrder", "send_order"]
 
 WARM_UP = 2
-MEASURED = 6
+MEASURED = 3
 
 
 def send_order(ready: Sequence[float], cost: Sequence[float]) -> list[int]:
