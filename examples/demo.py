@@ -32,7 +32,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.lab.link import Network, launch, why_not  # noqa: E402
+from benchmarks.lab import Network, launch, why_not  # noqa: E402
 
 WORKERS = 2
 METHODS = {

@@ -1,5 +1,6 @@
 """Emulated networks on one machine: hosts are network namespaces, their links are shaped by the kernel."""
 
-from .link import Network, launch, why_not
+from .launcher import launch, why_not
+from .network import Network, Obstacle
 
-__all__ = ["Network", "launch", "why_not"]
+__all__ = ["Network", "Obstacle", "launch", "why_not"]

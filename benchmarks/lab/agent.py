@@ -1,7 +1,7 @@
-"""The inner side of ``link``: makes the hosts of a network, runs the workers in them and sees to their end.
+"""The inner side of a lab: makes the hosts, runs the workers in them and sees to their end.
 
-Started by ``link.launch`` with a ``Job`` as JSON, in network and process namespaces of its own where the job asks for
-them. Its standard input is the lifeline: when the other end closes, for whatever reason, all workers end.
+Started by ``launch`` with a ``Job`` as JSON, as process 1 of namespaces of its own where the job asks for them. Its
+standard input is the lifeline: when the other end closes, for whatever reason, all workers end.
 """
 
 from __future__ import annotations
@@ -17,128 +17,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import IO
 
-__all__ = ["TIMED_OUT", "Job", "main"]
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # this file runs as a script, wherever the workers are to run
 
-TIMED_OUT = 124
-"""Exit status after a deadline, as of timeout(1)."""
+from benchmarks.lab.hosts import Host, existing_hosts, make_hosts  # noqa: E402
+from benchmarks.lab.job import TIMED_OUT, Job  # noqa: E402
+from benchmarks.lab.mpi import mpirun  # noqa: E402
+from benchmarks.lab.network import Obstacle  # noqa: E402
+
+__all__ = ["main"]
 
 _GRACE = 5.0
 """Seconds that workers have after the first failure, or to show where they hang after the deadline."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is to be run, and where.
-
-    Attributes:
-        command: program and arguments of every worker.
-        workers: number of workers on each host.
-        timeout: seconds until all of them are ended.
-        hosts: number of hosts.
-        rate: of each host's link, both ways, in the words of tc; None: as fast as this machine can.
-        isolated: hosts are network namespaces; otherwise the one host is this machine as it is.
-    """
-
-    command: tuple[str, ...]
-    workers: int
-    timeout: float
-    hosts: int
-    rate: str | None
-    isolated: bool
-
-
-@dataclass(frozen=True)
-class Host:
-    """A place for workers: the command that enters it, its network, and the process that keeps its namespace."""
-
-    enter: tuple[str, ...]
-    address: str
-    device: str
-    keeper: subprocess.Popen[bytes] | None = None
-
-
-LOOPBACK = Host((), "127.0.0.1", "lo")
-"""The namespace that this process is in."""
-
-
-def run(*command: str) -> None:
-    """Run ``command``, or raise ``CalledProcessError`` with what it wrote to stderr."""
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def make_hosts(count: int, rate: str | None) -> list[Host]:
-    """Return ``count`` hosts made in the network namespace of this process, which must be one of its own.
-
-    One host is that namespace itself. More are namespaces of their own, joined by a bridge in this one; each link is
-    shaped at both ends. They last as long as the processes in them, so nothing is ever taken down.
-    """
-    run("ip", "link", "set", "lo", "up")
-    if count == 1:
-        return [LOOPBACK]
-    run("ip", "link", "add", "switch", "type", "bridge")
-    run("ip", "link", "set", "switch", "up")
-    return [_attach_host(f"10.77.0.{i + 1}", f"port{i}", rate) for i in range(count)]
-
-
-def _attach_host(address: str, port: str, rate: str | None) -> Host:
-    # `cat` keeps the namespace while its stdin is open; its echo tells that the namespace is there.
-    keeper = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-    assert keeper.stdin is not None and keeper.stdout is not None
-    keeper.stdin.write(b"\n")
-    keeper.stdout.read(1)
-    enter = ("nsenter", f"--net=/proc/{keeper.pid}/ns/net", "--")
-    # Small GSO packets and a small burst: what has been idle may send no more than 32 kB faster than the rate.
-    veth = ("gso_max_size", "16384", "type", "veth")
-    run("ip", "link", "add", "eth0", "netns", str(keeper.pid), *veth, "peer", "name", port, "gso_max_size", "16384")
-    run("ip", "link", "set", port, "master", "switch", "up")
-    run(*enter, "ip", "link", "set", "lo", "up")
-    run(*enter, "ip", "address", "add", f"{address}/24", "dev", "eth0")
-    run(*enter, "ip", "link", "set", "eth0", "up")
-    if rate is not None:
-        shape = ("root", "tbf", "rate", rate, "burst", "32kb", "latency", "50ms")
-        run("tc", "qdisc", "add", "dev", port, *shape)
-        run(*enter, "tc", "qdisc", "add", "dev", "eth0", *shape)
-    return Host(enter, address, "eth0", keeper)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Worker:
-    """One process of the job, with the environment that torchrun would give it; its stderr is kept until ``report``."""
+    """A process of the job; its stderr is kept until ``report``."""
 
-    def __init__(self, job: Job, hosts: Sequence[Host], rank: int, port: int) -> None:
-        host = hosts[rank // job.workers]
-        size = len(hosts) * job.workers
-        environment = {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // size)),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses of such a network have no names, and torch warns of it
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank % job.workers),
-            "LOCAL_WORLD_SIZE": str(job.workers),
-            "MASTER_ADDR": hosts[0].address,
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": host.device,
-            "PYTHONFAULTHANDLER": "1",
-        }
-        self.rank = rank
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.name = name
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by report()
         self._process = subprocess.Popen(
-            [*host.enter, *job.command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=self._errors,
-            start_new_session=True,
+            command, env=environment, stdin=subprocess.DEVNULL, stderr=self._errors, start_new_session=True
         )
 
     @property
@@ -147,8 +51,15 @@ class Worker:
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
-    def send(self, number: signal.Signals) -> None:
-        """Signal the process and its children."""
+    def kill(self) -> None:
+        """End the process and its children."""
+        self._send(signal.SIGKILL)
+
+    def abort(self) -> None:
+        """Have the process say where it is, and end."""
+        self._send(signal.SIGABRT)
+
+    def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -161,16 +72,27 @@ class Worker:
         self._errors.close()
 
 
-def supervise(starting: Iterable[Worker], timeout: float) -> int:
+class Mpirun(Worker):
+    """The process that has started all workers, and passes on what they write."""
+
+    def abort(self) -> None:
+        """Have the workers say where they are, and end; this process follows them."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if b"OMPI_COMM_WORLD_RANK=" in (process / "environ").read_bytes():
+                    os.kill(int(process.name), signal.SIGABRT)
+
+
+def supervise(starting: Iterable[Worker], timeout: float, broken: Callable[[], bool]) -> int:
     """Return the status of the first worker that failed, 0 if none did; afterwards none of them runs.
 
     The first failure ends the others, after a moment in which they can say what they saw. What the first one wrote to
-    stderr comes last.
+    stderr comes last. So does a network that is ``broken``.
     """
     workers: list[Worker] = []
     end = time.monotonic() + timeout
     first: Worker | None = None
-    timed_out = False
+    timed_out = network_lost = False
     try:
         workers.extend(starting)
         while any(worker.status is None for worker in workers):
@@ -178,43 +100,115 @@ def supervise(starting: Iterable[Worker], timeout: float) -> int:
                 end = min(end, time.monotonic() + _GRACE)
             if select.select([sys.stdin], [], [], 0.05)[0]:
                 return TIMED_OUT
+            if network_lost := broken():
+                break
             if time.monotonic() > end:
                 if first is not None or timed_out:
                     break
                 timed_out = True
                 end += _GRACE
                 for worker in workers:
-                    worker.send(signal.SIGABRT)
+                    worker.abort()
     finally:
         for worker in workers:
-            worker.send(signal.SIGKILL)
+            worker.kill()
     first = first or next((worker for worker in workers if worker.status), None)
     for worker in sorted(workers, key=lambda worker: worker is first):
         worker.report()
+    if network_lost:
+        print("the switch between the hosts has ended; the workers were ended too", file=sys.stderr)
+        return 1
     if timed_out:
         print(f"the workers were ended after {timeout:g} s; above is where they were", file=sys.stderr)
         return TIMED_OUT
     if first is None:
         return 0
-    print(f"worker {first.rank} failed first, with exit status {first.status}", file=sys.stderr)
+    print(f"{first.name} failed first, with exit status {first.status}", file=sys.stderr)
     return first.status or 1
+
+
+def starting(job: Job, hosts: Sequence[Host], scratch: Path | None) -> Iterable[Worker]:
+    """Yield the workers of ``job`` as they start, with the environment that torchrun, or Open MPI, would give them."""
+    size = len(hosts) * job.workers
+    common = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // size)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses of such a network have no names, and torch warns of it
+        **os.environ,
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(29500 if job.network.isolated else _free_port()),
+        "PYTHONFAULTHANDLER": "1",
+    }
+    if scratch is not None:
+        command, more = mpirun(job.command, hosts, job.workers, scratch)
+        yield Mpirun("mpirun", command, {**common, **more, "GLOO_SOCKET_IFNAME": hosts[0].device})
+        return
+    for rank in range(size):
+        host = hosts[rank // job.workers]
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank % job.workers),
+            "LOCAL_WORLD_SIZE": str(job.workers),
+            "GLOO_SOCKET_IFNAME": host.device,
+        }
+        yield Worker(f"worker {rank}", [*host.enter, *job.command], {**common, **place})
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _sent(host: Host) -> int:
+    command = [*host.enter, "ip", "-json", "-statistics", "link", "show", "dev", host.device]
+    links = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    count: int = links[0]["stats64"]["tx"]["bytes"]
+    return count
+
+
+def _run(job: Job) -> int:
+    switch = None
+    if job.kept or not job.network.isolated:
+        hosts = existing_hosts(list(job.namespaces))
+    else:
+        hosts, switch = make_hosts(job.network)
+    used = hosts if job.host is None else [hosts[job.host]]
+    with ExitStack() as stack:
+        before = [_sent(host) for host in used] if job.count_bytes else []
+        scratch = None
+        if job.mpi:
+            folder = tempfile.TemporaryDirectory(prefix="fusionlayer-lab-", ignore_cleanup_errors=True)
+            scratch = Path(stack.enter_context(folder))
+            stack.callback(_end_all)  # before the folder goes: what Open MPI has started elsewhere may write there
+        status = supervise(
+            starting(job, used, scratch), job.timeout, lambda: switch is not None and switch.poll() is not None
+        )
+        for host, count in zip(used, before, strict=False):
+            print(f"{host.name} ({host.address}) sent {_sent(host) - count} bytes", file=sys.stderr)
+    return status
+
+
+def _end_all() -> None:
+    """End all processes of this namespace but this one, which is its first."""
+    if os.getpid() != 1:
+        raise RuntimeError("not in a process namespace of its own")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
 
 
 def main() -> int:
     """Run the job given as JSON in the first argument; return the exit status."""
-    job = Job(**json.loads(sys.argv[1]))
+    job = Job.from_json(sys.argv[1])
     faulthandler.dump_traceback_later(job.timeout + 6 * _GRACE, exit=True)
     try:
-        hosts = make_hosts(job.hosts, job.rate) if job.isolated else [LOOPBACK]
-    except subprocess.CalledProcessError as error:
-        print(f"{' '.join(error.cmd)}: {error.stderr.strip().splitlines()[0]}", file=sys.stderr)
-        return 1
-    port = 29500 if job.isolated else _free_port()
-    try:
-        return supervise((Worker(job, hosts, rank, port) for rank in range(len(hosts) * job.workers)), job.timeout)
+        return _run(job)
+    except Obstacle as obstacle:
+        print(obstacle, file=sys.stderr)
     except OSError as error:
         print(f"{job.command[0]}: {error.strerror}", file=sys.stderr)
-        return 1
+    return 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lab.link import Network, launch
+from benchmarks.lab import Network, launch
 
 from .places import EXAMPLES, NAMESPACES_WORK
 

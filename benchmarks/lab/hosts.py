@@ -1,0 +1,169 @@
+"""Makes the hosts of a network, in network and mount namespaces of its own; run as process 1 of a process namespace.
+
+Nothing here is ever taken down: namespaces, links, shapers and the switch end with the process that made them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+
+from benchmarks.lab.network import Network, Obstacle
+from benchmarks.lab.switch import start_switch
+
+__all__ = ["Host", "existing_hosts", "make_hosts"]
+
+_QUEUE = 0.05
+"""Seconds of sending that may wait in a shaper."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A place for workers.
+
+    Attributes:
+        name: what it calls itself where that matters.
+        address: IPv4.
+        device: its network device.
+        namespace: number of the open file, of process 1, that is its network namespace; None: that of this process.
+    """
+
+    name: str
+    address: str
+    device: str
+    namespace: int | None = None
+
+    @property
+    def path(self) -> str:
+        """Path of the network namespace."""
+        return "/proc/self/ns/net" if self.namespace is None else f"/proc/1/fd/{self.namespace}"
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """Start of a command that runs in this host."""
+        return () if self.namespace is None else ("nsenter", f"--net={self.path}", "--")
+
+
+def existing_hosts(namespaces: list[int]) -> list[Host]:
+    """Return the hosts whose network namespaces are these open files; none: the one host that this process is in."""
+    if not namespaces:
+        return [Host("node0", "127.0.0.1", "lo")]
+    return [Host(f"node{i}", f"10.77.0.{i + 1}", "eth0", namespace) for i, namespace in enumerate(namespaces)]
+
+
+def make_hosts(network: Network) -> tuple[list[Host], subprocess.Popen[str] | None]:
+    """Return new hosts, and the switch that joins them where that is a process.
+
+    Raises:
+        Obstacle: the machine refuses something.
+    """
+    _run("ip", "link", "set", "lo", "up")
+    hosts = existing_hosts([_new_namespace() for _ in range(network.hosts)] if network.hosts > 1 else [])
+    if network.congestion is not None:
+        for host in hosts:
+            _choose_congestion(host, network.congestion)
+    if network.hosts == 1:
+        return hosts, None
+    impaired = network.delay_seconds > 0 or network.loss > 0 or network.corruption > 0
+    # Netem repairs the checksum before it flips a bit, so TCP would notice: corruption needs the other switch.
+    netem = impaired and network.corruption == 0 and _has_netem()
+    if impaired and not netem:
+        switch = start_switch(network, [host.path for host in hosts])
+        for host in hosts:
+            _run(*host.enter, "ip", "link", "set", "eth0", "gso_max_size", str(_burst(network)))
+    else:
+        switch = None
+        _join_by_bridge(hosts, network, netem)
+    for host in hosts:
+        _run(*host.enter, "ip", "link", "set", "lo", "up")
+        _run(*host.enter, "ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        _run(*host.enter, "ip", "link", "set", "eth0", "up")
+        _shape("eth0", network, host.enter)
+    return hosts, switch
+
+
+def _new_namespace() -> int:
+    # `cat` keeps the namespace until it is open here; its echo tells that the namespace is there.
+    with subprocess.Popen(
+        ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as keeper:
+        assert keeper.stdin is not None and keeper.stdout is not None
+        keeper.stdin.write(b"\n")
+        if not keeper.stdout.read(1):
+            raise Obstacle("unshare --net: this user may make no network namespace")
+        return os.open(f"/proc/{keeper.pid}/ns/net", os.O_RDONLY)
+
+
+def _join_by_bridge(hosts: list[Host], network: Network, netem: bool) -> None:
+    _run("ip", "link", "add", "switch", "type", "bridge")
+    _run("ip", "link", "set", "switch", "up")
+    longest = ("gso_max_size", str(_burst(network)))
+    for i, host in enumerate(hosts):
+        port = f"port{i}"
+        veth = (*longest, "type", "veth", "peer", "name", port, *longest)
+        _run("ip", "link", "add", "eth0", "netns", host.path, *veth)
+        _run("ip", "link", "set", port, "master", "switch", "up")
+        if netem and network.loss > 0:  # one chance for each frame, rather than for a packet of many
+            _run(*host.enter, "ip", "link", "set", "eth0", "gso_max_segs", "1")
+        _shape(port, network, leaf=_netem(network) if netem else None)
+
+
+def _burst(network: Network) -> int:
+    """Return how many bytes an idle link passes faster than its rate, and the longest packet that TCP hands to it.
+
+    Longer packets cost less CPU, but a shaper lets one through as soon as it owes nothing. So it is what leaves in
+    1/8 ms, but three full frames at least, which is what slow links need to reach their rate.
+    """
+    rate = network.bits_per_second
+    return 65536 if rate is None else int(min(65536, max(4608, rate / 8 * 125e-6)))
+
+
+def _shape(device: str, network: Network, enter: tuple[str, ...] = (), leaf: tuple[str, ...] | None = None) -> None:
+    """Limit what ``device`` sends to the rate; what it has let pass goes through ``leaf``.
+
+    htb rather than tbf: while both directions of a link are full, tbf falls to nine tenths of its rate.
+    """
+    add = (*enter, "tc", "qdisc", "add", "dev", device)
+    rate = network.bits_per_second
+    if rate is None:
+        if leaf:
+            _run(*add, "root", *leaf)
+        return
+    burst = str(_burst(network))
+    limits = ("rate", f"{rate:.0f}bit", "burst", burst, "cburst", burst, "quantum", burst)
+    _run(*add, "root", "handle", "1:", "htb", "default", "1")
+    _run(*enter, "tc", "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *limits)
+    _run(*add, "parent", "1:1", *(leaf or ("bfifo", "limit", f"{max(rate / 8 * _QUEUE, 65536):.0f}")))
+
+
+def _netem(network: Network) -> tuple[str, ...]:
+    # Whatever is on its way at 1 Gbit/s, and 50 ms of queue, must fit; the default of 1000 packets would lose some.
+    packets = int((network.delay_seconds + _QUEUE) * 1e9 / 8 / 1500) + 1000
+    delay = ("delay", f"{network.delay_seconds * 1e6:.0f}us") if network.delay_seconds > 0 else ()
+    loss = ("loss", f"{network.loss * 100:g}%") if network.loss > 0 else ()
+    return ("netem", "limit", str(packets), *delay, *loss)
+
+
+def _has_netem() -> bool:
+    probe = subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "netem"], capture_output=True)
+    if probe.returncode == 0:
+        _run("tc", "qdisc", "del", "dev", "lo", "root")
+    return probe.returncode == 0
+
+
+def _choose_congestion(host: Host, name: str) -> None:
+    settings = "/proc/sys/net/ipv4/tcp_"
+    script = f'echo "$1" > {settings}congestion_control'
+    done = subprocess.run([*host.enter, "sh", "-c", script, "sh", name], capture_output=True, text=True)
+    if done.returncode:
+        with open(f"{settings}allowed_congestion_control") as file:
+            allowed = ", ".join(file.read().split())
+        raise Obstacle(f"congestion={name!r} is not allowed by this kernel; expected one of: {allowed}")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no word why"]
+        raise Obstacle(f"{' '.join(command)}: {lines[0]}")

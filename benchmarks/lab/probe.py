@@ -1,0 +1,158 @@
+"""Measures the link between the first two hosts of a lab; runs in both, and the first prints what it saw as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["main"]
+
+MESSAGE = 65536
+"""Bytes of the message that is sent over an idle link."""
+
+_PORT = 29400
+_CHUNK = bytes(1 << 18)
+_WARM_UP = 0.5
+"""Seconds of a stream that are not counted: TCP finds its speed, and queues fill."""
+
+
+def _receive(peer: socket.socket, size: int) -> None:
+    buffer = memoryview(bytearray(size))
+    while size:
+        count = peer.recv_into(buffer, size)
+        if not count:
+            raise ConnectionError("the other host has closed the connection")
+        size -= count
+
+
+def _send_for(peer: socket.socket, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        peer.sendall(_CHUNK)
+    peer.shutdown(socket.SHUT_WR)
+
+
+def _goodput(peer: socket.socket) -> float:
+    """Return how many bits arrived per second, from the end of the warm-up to the end of the stream."""
+    buffer = bytearray(len(_CHUNK))
+    counted = 0
+    begin = last = None
+    start = time.monotonic()
+    while size := peer.recv_into(buffer):
+        last = time.monotonic()
+        if begin is not None:
+            counted += size
+        elif last - start >= _WARM_UP:
+            begin = last
+    if begin is None or last is None or last <= begin:
+        raise ConnectionError("the stream ended before it could be measured")
+    return counted * 8 / (last - begin)
+
+
+def _busy_seconds() -> float:
+    """Return how long the processes of this lab have been at work, in sum, and this machine's kernel in interrupts."""
+    ticks = sum(map(int, Path("/proc/stat").read_text().split()[6:8]))
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _answer(listener: socket.socket) -> None:
+    """Play the second host's part."""
+    first, _ = listener.accept()
+    first.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while size := int.from_bytes(first.recv(4, socket.MSG_WAITALL), "big"):
+        _receive(first, size)
+        first.sendall(b"!")
+    for both in (False, True):
+        stream, _ = listener.accept()
+        seconds = float(int.from_bytes(first.recv(4, socket.MSG_WAITALL), "big")) / 1000
+        sender = threading.Thread(target=_send_for, args=(stream, seconds))
+        if both:
+            sender.start()
+        first.sendall(json.dumps(_goodput(stream)).encode() + b"\n")
+        if both:
+            sender.join()
+        stream.close()
+
+
+def _connect(address: str) -> socket.socket:
+    end = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection((address, _PORT), timeout=20)
+        except (ConnectionRefusedError, TimeoutError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def _ask(address: str, seconds: float) -> dict[str, object]:
+    """Play the first host's part; return what was seen."""
+    second = _connect(address)
+    second.settimeout(None)
+    second.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    congestion = second.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+    def exchange(size: int, idle: float) -> float:
+        time.sleep(idle)
+        begin = time.perf_counter()
+        second.sendall(size.to_bytes(4, "big") + bytes(size))
+        _receive(second, 1)
+        return time.perf_counter() - begin
+
+    round_trips = [exchange(1, 0.0) for _ in range(50)]
+    after_idle = [exchange(MESSAGE, 0.1) for _ in range(11)]
+    second.sendall(bytes(4))
+    answers = second.makefile("r")
+    goodput: list[list[float]] = []
+    cpu: list[float] = []
+    for both in (False, True):
+        stream = _connect(address)
+        stream.settimeout(None)
+        second.sendall(int(seconds * 1000).to_bytes(4, "big"))
+        here: list[float] = []
+        receiver = threading.Thread(target=lambda stream=stream, here=here: here.append(_goodput(stream)))
+        if both:
+            receiver.start()
+        before, begin = _busy_seconds(), time.monotonic()
+        _send_for(stream, seconds)
+        there = float(json.loads(answers.readline()))
+        if both:
+            receiver.join()
+        busy = _busy_seconds() - before
+        goodput.append([there, *here])
+        cpu.append(busy / (sum(goodput[-1]) / 8e6 * (time.monotonic() - begin)))
+        stream.close()
+    return {
+        "congestion": congestion,
+        "round_trip": {"min": min(round_trips), "median": statistics.median(round_trips)},
+        "after_idle": {"min": min(after_idle), "median": statistics.median(after_idle)},
+        "single": goodput[0],
+        "both": goodput[1],
+        "cpu_seconds_per_megabyte": {"single": cpu[0], "both": cpu[1]},
+    }
+
+
+def main() -> None:
+    """Measure as the first host, answer as the second, do nothing as any other."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    seconds = float(os.environ["LAB_PROBE_SECONDS"])
+    second = os.environ["MASTER_ADDR"].rpartition(".")[0] + ".2"
+    if rank == 1 and size > 1:
+        with socket.create_server((second, _PORT)) as listener:
+            _answer(listener)
+    elif rank == 0:
+        print(json.dumps(_ask(second, seconds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What the tests of the lab share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import Network, launch
+from benchmarks.lab.mpi import why_no_mpi
+from tests.examples.places import ROOT, marked, needs_namespaces
+
+__all__ = [
+    "ROOT",
+    "command_of",
+    "mark",
+    "marked",
+    "needs_mpi",
+    "needs_switch",
+    "netns",
+    "run",
+    "state_of_machine",
+    "wait_until",
+]
+
+_SWITCH_CAN_BE = os.access("/dev/net/tun", os.R_OK | os.W_OK) and shutil.which("cc") is not None
+
+netns = [pytest.mark.medium, pytest.mark.netns, needs_namespaces]
+needs_switch = pytest.mark.skipif(not _SWITCH_CAN_BE, reason="needs a C compiler, and /dev/net/tun for this user")
+needs_mpi = pytest.mark.skipif(why_no_mpi() is not None, reason=f"needs Open MPI: {why_no_mpi()}")
+
+
+def run(
+    command: Sequence[str],
+    network: Network,
+    *,
+    workers: int = 1,
+    timeout: float = 30,
+    mpi: bool = False,
+    count_bytes: bool = False,
+) -> tuple[int, str]:
+    """Return exit status and output of ``command`` in ``network``."""
+    with launch(
+        command,
+        network,
+        workers=workers,
+        timeout=timeout,
+        mpi=mpi,
+        count_bytes=count_bytes,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        return process.wait(), output
+
+
+def mark() -> tuple[str, dict[str, str]]:
+    """Return a word that no other process has in its environment, and an environment that has it."""
+    key, value = "FUSIONLAYER_TEST_MARK", f"{os.getpid()}-{time.monotonic_ns()}"
+    return f"{key}={value}", {**os.environ, key: value}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def command_of(process: int) -> str:
+    """Return the name of the program that a process runs; empty if it has ended."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def state_of_machine() -> dict[str, str]:
+    """Return what a lab could leave behind in the network of this machine itself."""
+    commands = {"links": ("ip", "-brief", "link"), "shapers": ("tc", "qdisc"), "namespaces": ("ip", "netns")}
+    told = {
+        name: subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for name, command in commands.items()
+    }
+    return {**told, "labs": "\n".join(_labs())}
+
+
+def _labs() -> list[str]:
+    rows = Path("/proc/net/unix").read_text().splitlines()
+    return sorted(row.split()[-1] for row in rows if "@fusionlayer-lab/" in row)

@@ -1,0 +1,270 @@
+"""The network lab: hosts that are namespaces, links that are shaped, workers that end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lab import Network, launch, why_not
+from benchmarks.lab.check import measure
+
+from .labs import ROOT, command_of, mark, marked, needs_switch, netns, run, wait_until
+
+GREET = """
+import os, socket, subprocess
+rank, master = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+if rank == 0:
+    with socket.create_server((master, 4000)) as server:
+        for _ in range(int(os.environ["WORLD_SIZE"]) - 1):
+            peer, (address, _) = server.accept()
+            print(address, len(peer.makefile("rb").read()))
+else:
+    while True:
+        try:
+            peer = socket.create_connection((master, 4000), timeout=10)
+            break
+        except ConnectionRefusedError:
+            pass
+    peer.sendall(bytes(100_000))
+    peer.close()
+print(subprocess.run(["tc", "class", "show", "dev", "eth0"], capture_output=True, text=True).stdout)
+"""
+
+
+PASS_ON = """
+import os, socket, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+address = "10.77.0.%d"
+if rank > 0:
+    with socket.create_server((address % (rank // 2 + 1), 4000 + rank)) as server:
+        peer, _ = server.accept()
+        assert len(peer.makefile("rb").read()) == 1_000_000
+if rank + 1 < size:
+    end = time.monotonic() + 30
+    while True:
+        try:
+            peer = socket.create_connection((address % ((rank + 1) // 2 + 1), 4001 + rank), timeout=10)
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    peer.sendall(bytes(1_000_000))
+    peer.close()
+"""
+
+
+GATHER = """
+import concurrent.futures, os, socket, time
+if os.environ["RANK"] == "0":
+    with socket.create_server(("10.77.0.1", 4000)) as server:
+        peers = [server.accept()[0] for _ in range(2)]
+    for peer in peers:
+        peer.sendall(b"!")
+    peers[0].recv(1, socket.MSG_PEEK)
+    begin = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(2) as readers:
+        got = sum(readers.map(lambda peer: len(peer.makefile("rb").read()), peers))
+    print("bits per second", int(got * 8 / (time.monotonic() - begin)))
+else:
+    end = time.monotonic() + 30
+    while True:
+        try:
+            peer = socket.create_connection(("10.77.0.1", 4000), timeout=10)
+            break
+        except (ConnectionRefusedError, TimeoutError):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    peer.recv(1)
+    peer.sendall(bytes(1_000_000))
+    peer.close()
+"""
+
+
+def links() -> str:
+    """Return the network devices of this machine."""
+    return "\n".join(line.split(":")[0] for line in Path("/proc/net/dev").read_text().splitlines())
+
+
+class TestLink:
+    pytestmark = netns
+
+    @pytest.mark.parametrize("hosts", [2, 8])
+    def test_hosts_reach_each_other_over_shaped_links(self, hosts: int) -> None:
+        before = links()
+        status, output = run([sys.executable, "-c", GREET], Network(hosts, "20mbit"))
+        assert status == 0, output
+        greeted = sorted(line for line in output.splitlines() if line.endswith(" 100000"))
+        assert greeted == [f"10.77.0.{host} 100000" for host in range(2, hosts + 1)]
+        assert output.count("rate 20Mbit") == hosts
+        assert links() == before
+
+    def test_one_host_has_a_loopback_of_its_own(self) -> None:
+        status, output = run(["cat", "/proc/net/dev"], Network(1), workers=2)
+        assert status == 0, output
+        devices = [line.split()[0] for line in output.splitlines() if ":" in line]
+        assert devices.count("lo:") == 2
+        assert "eth0:" not in devices
+
+    def test_a_network_that_can_be_made_has_no_obstacle(self) -> None:
+        assert why_not(Network(2, "100mbit")) is None
+
+    def test_obstacle_is_what_the_failing_program_says(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        tc = tmp_path / "tc"
+        tc.write_text("#!/bin/sh\necho 'Specified qdisc kind is unknown.' >&2\necho usage >&2\nexit 2\n")
+        tc.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        reason = why_not(Network(2, "100mbit"))
+        assert reason is not None
+        assert reason.startswith("tc qdisc add dev port0 root handle 1: htb")
+        assert reason.endswith("Specified qdisc kind is unknown.")
+
+    def test_congestion_control_that_the_kernel_does_not_allow_is_refused(self) -> None:
+        reason = why_not(Network(2, congestion="nonsense"))
+        assert reason is not None
+        assert reason.startswith("congestion='nonsense' is not allowed by this kernel; expected one of: ")
+        assert "reno" in reason
+
+    def test_check_sees_no_more_than_was_asked(self) -> None:
+        seen = measure(Network(2, "20mbit", congestion="reno"), seconds=1)
+        assert seen.congestion == "reno"
+        assert 10e6 < seen.single < 20e6
+        assert all(10e6 < rate < 20e6 for rate in seen.both)
+        # The shaper owes nothing after a pause, and lets one packet pass at once; the rest of 64 KiB takes its time.
+        assert seen.after_idle[1] > (65536 - 2 * 4608) * 8 / 20e6
+        table = {row[""]: row for row in seen.rows()}
+        assert table["congestion control"]["seen"] == "reno"
+        assert table["one stream"]["asked"] == "19.1 Mbit/s"
+
+    @pytest.mark.parametrize("delay", [None, pytest.param("1ms", marks=needs_switch)])
+    def test_two_hosts_that_send_to_a_third_share_its_link(self, delay: str | None) -> None:
+        status, output = run([sys.executable, "-c", GATHER], Network(3, "20mbit", delay=delay))
+        assert status == 0, output
+        assert 1e6 < int(output.removeprefix("bits per second ")) < 20.5e6
+
+    def test_workers_of_one_host_do_not_load_its_link(self) -> None:
+        status, output = run(
+            [sys.executable, "-c", PASS_ON], Network(2, "100mbit"), workers=2, count_bytes=True, timeout=40
+        )
+        assert status == 0, output
+        sent = dict(re.findall(r"^(node\d) \(\S+\) sent (\d+) bytes$", output, re.MULTILINE))
+        # Worker 0 sends to 1, its neighbour, 1 to 2, on the other host, and 2 to 3.
+        assert 1_000_000 < int(sent["node0"]) < 1_200_000
+        assert int(sent["node1"]) < 200_000
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(Network(1, isolated=False), id="plain"),
+        pytest.param(Network(2), id="namespaces", marks=netns),
+    ],
+)
+class TestWorkers:
+    def workers(self, network: Network) -> int:
+        return 2 // network.hosts
+
+    def test_environment_is_that_of_a_launcher(self, network: Network) -> None:
+        command = ["sh", "-c", "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE"]
+        status, output = run(command, network, workers=self.workers(network))
+        here = self.workers(network)
+        assert status == 0
+        assert sorted(output.splitlines()) == [f"{rank} of 2, {rank % here} of {here}" for rank in range(2)]
+
+    def test_first_failure_ends_the_others_and_comes_last(self, network: Network) -> None:
+        script = "echo rank $RANK >&2; test $RANK = 0 && exit 7; sleep 0.5; exit 8"
+        status, output = run(["sh", "-c", script], network, workers=self.workers(network))
+        assert status == 7
+        assert output.splitlines() == ["rank 1", "rank 0", "worker 0 failed first, with exit status 7"]
+
+    def test_workers_that_hang_are_ended_and_say_where(self, network: Network) -> None:
+        script = "import time\ndef sleepy():\n    time.sleep(600)\nsleepy()"
+        status, output = run([sys.executable, "-c", script], network, workers=self.workers(network), timeout=1)
+        assert status == 124
+        assert output.count("in sleepy") == 2
+        assert output.splitlines()[-1] == "the workers were ended after 1 s; above is where they were"
+
+    def test_missing_program_is_named(self, network: Network) -> None:
+        status, output = run(["no-such-program"], network, workers=self.workers(network))
+        assert status != 0
+        assert "no-such-program" in output
+
+    def test_nothing_outlives_the_launcher(self, network: Network) -> None:
+        word, environment = mark()
+        script = (
+            "import subprocess, sys\n"
+            "from benchmarks.lab import Network, launch\n"
+            f"with launch(['sh', '-c', 'sleep 600 & wait'], {network!r}, workers={self.workers(network)}) as process:\n"
+            "    print('up', flush=True)\n"
+            "    process.wait()\n"
+        )
+        starter = subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert starter.stdout is not None
+        try:
+            assert starter.stdout.readline() == "up\n"
+            wait_until(lambda: sum(command_of(process) == "sleep" for process in marked(word)) == 2)
+        finally:
+            starter.kill()
+            starter.wait()
+            starter.stdout.close()
+        wait_until(lambda: not marked(word))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"hosts": 0}, "hosts=0; expected 1 to 250"),
+        ({"hosts": 2, "rate": "0mbit"}, "rate='0mbit'; expected a number"),
+        ({"hosts": 2, "rate": "fast"}, "rate='fast'; expected a number with kbit, mbit or gbit"),
+        ({"hosts": 1, "rate": "1gbit"}, "needs two"),
+        ({"hosts": 1, "delay": "1ms"}, "delay='1ms' with one host; a link needs two"),
+        ({"rate": "10gbit"}, "above 1gbit the cores of this machine limit an emulated link"),
+        ({"delay": "1"}, "delay='1'; expected a number with us, ms or s"),
+        ({"loss": 1.0}, "loss=1; expected a chance from 0 to below 1"),
+        ({"corruption": -0.1}, "corruption=-0.1; expected a chance from 0 to 1"),
+        ({"congestion": "not one"}, "congestion='not one'; expected the kernel's name"),
+        ({"hosts": 2, "isolated": False}, "more than one host needs them"),
+    ],
+)
+def test_impossible_networks_are_refused(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Network(**arguments)
+
+
+@pytest.mark.short
+def test_a_rate_that_the_cores_limit_can_be_allowed() -> None:
+    assert Network(2, "10gbit", allow_cpu_bound=True).bits_per_second == 10e9
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"host": 2}, "host=2; expected 0 to 1"),
+        ({"workers": 0}, "workers=0; expected 1 or more"),
+        ({"mpi": True, "network": Network(1, isolated=False)}, "mpi without namespaces"),
+    ],
+)
+def test_impossible_runs_are_refused(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint), launch(["true"], **{"network": Network(2), **arguments}):
+        pass
+
+
+@pytest.mark.short
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_not(Network()) == "the program unshare is missing (install util-linux)"
+    assert why_not(Network(1, isolated=False)) is None

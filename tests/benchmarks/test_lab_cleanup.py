@@ -1,0 +1,96 @@
+"""However a run ends, nothing of its lab is left: no process, device, shaper, namespace or file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .labs import ROOT, command_of, mark, marked, needs_mpi, needs_switch, netns, state_of_machine, wait_until
+
+pytestmark = netns
+
+LABS = [
+    pytest.param(["--rate", "10mbit"], id="bridge"),
+    pytest.param(["--rate", "10mbit", "--delay", "1ms"], id="switch", marks=needs_switch),
+    pytest.param(["--mpi"], id="mpi", marks=needs_mpi),
+]
+ENDINGS = {
+    "exit": 0,
+    "failure": 7,
+    "interrupt": 130,
+    "terminate": -signal.SIGTERM,
+    "kill": -signal.SIGKILL,
+}
+SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
+
+
+@pytest.fixture
+def marks() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield what ``mark`` gives; end what a failed test leaves."""
+    word, environment = mark()
+    yield word, environment
+    for process in marked(word):
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("lab", LABS)
+def test_nothing_is_left(lab: list[str], ending: str, marks: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    before = state_of_machine()
+    word, environment = marks
+    # The worker's own child leaves its session, so that signals to the group of the worker do not reach it.
+    last = {"exit": "exit 0", "failure": "exit 7"}.get(ending, "wait")
+    script = f"setsid sleep 600 > /dev/null 2>&1 & while ! test -e {tmp_path}/go; do sleep 0.05; done; {last}"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.lab", "run", "--hosts", "2", *lab, "--", "sh", "-c", script],
+        cwd=ROOT,
+        env={**environment, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: sum(is_child_of_worker(process) for process in marked(word)) == 2)
+        (tmp_path / "go").touch()
+        if ending in SIGNALS:
+            driver.send_signal(SIGNALS[ending])
+        status = driver.wait(20)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert status == ENDINGS[ending]
+    wait_until(lambda: not marked(word) and not list(temporary.iterdir()) and state_of_machine() == before)
+
+
+def is_child_of_worker(process: int) -> bool:
+    try:
+        return command_of(process) == "sleep" and b"600" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_the_agent_may_die_too(marks: tuple[str, dict[str, str]]) -> None:
+    before = state_of_machine()
+    word, environment = marks
+    command = [sys.executable, "-m", "benchmarks.lab", "run", "--rate", "10mbit", "--", "sleep", "600"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as driver:
+        wait_until(lambda: sum(is_child_of_worker(process) for process in marked(word)) == 2)
+        agent = next(process for process in marked(word) if runs_agent(process))
+        os.kill(agent, signal.SIGKILL)
+        assert driver.wait(20) != 0
+    wait_until(lambda: not marked(word) and state_of_machine() == before)
+
+
+def runs_agent(process: int) -> bool:
+    try:
+        first, script, *_ = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        return first.endswith(sys.executable.encode()) and script.endswith(b"agent.py")
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,139 @@
+"""Links that delay, lose and corrupt: what the hosts see of them, and what is said where they cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import Network, Obstacle, launch, switch, why_not
+from benchmarks.lab.check import measure
+
+from .labs import ROOT, needs_switch, netns, run
+
+TRANSFER = """
+import os, random, socket, time
+data = random.Random(1).randbytes(2_000_000)
+if os.environ["RANK"] == "0":
+    with socket.create_server(("10.77.0.1", 4000)) as server:
+        got = server.accept()[0].makefile("rb").read()
+    print("length", len(got), "wrong", sum(a != b for a, b in zip(got, data)))
+else:
+    end = time.monotonic() + 30
+    while True:
+        try:
+            peer = socket.create_connection(("10.77.0.1", 4000), timeout=10)
+            break
+        except (ConnectionRefusedError, TimeoutError):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    peer.sendall(data)
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)
+    names, values = [line.split() for line in open("/proc/net/snmp") if line.startswith("Tcp:")]
+    print("again", dict(zip(names, values))["RetransSegs"])
+"""
+
+
+def transfer(network: Network) -> tuple[int, int, int]:
+    """Return how many bytes of two million arrived, how many of them wrong, and how many segments were sent again."""
+    status, output = run([sys.executable, "-c", TRANSFER], network, timeout=50)
+    assert status == 0, output
+    words = output.split()
+    return tuple(int(words[words.index(key) + 1]) for key in ("length", "wrong", "again"))  # type: ignore[return-value]
+
+
+@needs_switch
+class TestLinks:
+    pytestmark = netns
+
+    def test_delayed(self) -> None:
+        seen = measure(Network(2, "20mbit", delay="5ms"), seconds=1)
+        assert seen.round_trip[1] >= 0.010
+        assert seen.after_idle[1] >= 0.010 + (65536 - 2 * 4608) * 8 / 20e6
+        assert 5e6 < seen.single < 20e6
+        assert all(rate < 20e6 for rate in seen.both)
+
+    def test_lossless_unless_asked(self) -> None:
+        assert transfer(Network(2, "100mbit", delay="1ms"))[:2] == (2_000_000, 0)
+
+    def test_lossy(self) -> None:
+        length, wrong, again = transfer(Network(2, loss=0.02))
+        assert (length, wrong) == (2_000_000, 0)
+        assert again > 0
+
+    def test_corrupting(self) -> None:
+        length, wrong, _ = transfer(Network(2, corruption=0.05))
+        assert length == 2_000_000
+        # 1382 segments, each with one wrong byte at a chance of 5 %: 69, give or take 8.
+        assert 30 < wrong < 120
+
+    def test_workers_end_with_the_switch(self) -> None:
+        script = "test $RANK = 1 || kill -9 $(grep -l ^switch- /proc/[0-9]*/comm | cut -d/ -f3); sleep 600"
+        with launch(
+            ["sh", "-c", script], Network(2, delay="1ms"), timeout=40, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            assert process.stdout is not None
+            output = process.stdout.read()
+            assert process.wait() == 1
+        assert output.splitlines()[-1] == "the switch between the hosts has ended; the workers were ended too"
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_switch_builds_without_warnings(tmp_path: Path) -> None:
+    source = ROOT / "benchmarks" / "lab" / "switch.c"
+    command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(tmp_path / "switch"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class TestBuild:
+    pytestmark = pytest.mark.short
+
+    def test_happens_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        compiler = tmp_path / "cc"
+        compiler.write_text(f'#!/bin/sh\necho >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+        compiler.chmod(0o755)
+        assert switch.build() == switch.build()
+        assert (tmp_path / "calls").read_text() == "\n"
+        assert [path.name for path in (tmp_path / "cache" / "fusionlayer-lab").iterdir()] == [switch.build().name]
+
+    def test_without_compiler_is_refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(Obstacle, match="no C compiler"):
+            switch.build()
+
+    def test_failure_says_what_the_compiler_said(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        compiler = tmp_path / "cc"
+        compiler.write_text("#!/bin/sh\necho 'fatal error: linux/if_tun.h: No such file' >&2\nexit 1\n")
+        compiler.chmod(0o755)
+        with pytest.raises(Obstacle, match="did not build the switch: fatal error: linux/if_tun.h"):
+            switch.build()
+
+
+class TestChoice:
+    pytestmark = netns
+
+    def test_kernel_with_netem_needs_no_switch(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        tc = tmp_path / "tc"
+        tc.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+        tc.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert why_not(Network(2, "100mbit", delay="1ms", loss=0.01)) is None
+        calls = log.read_text()
+        assert "qdisc add dev port1 parent 1:1 netem limit 5250 delay 1000us loss 1%\n" in calls
+        assert "class add dev eth0 parent 1: classid 1:1 htb rate 100000000bit" in calls
+        log.unlink()
+        assert why_not(Network(2, delay="1ms")) is None
+        assert "qdisc add dev port0 root netem limit 5250 delay 1000us\n" in log.read_text()
