@@ -1,0 +1,50 @@
+"""What is trained, and by which methods gradients are averaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.presets import codec_presets
+from examples.gpt import Config
+
+__all__ = ["MODELS", "VALIDATION_PIECES", "Settings", "methods"]
+
+MODELS = {"gpt": Config(width=384, layers=6, heads=6, context=128, tied=False), "small": Config()}
+
+VALIDATION_PIECES = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides a run, but for its method and seed.
+
+    Attributes:
+        model: key of ``MODELS``.
+        workers: number of processes.
+        batch_size: pieces of text per worker and step.
+        steps: optimizer steps.
+        learning_rate: of AdamW, at the end of its warm-up.
+        every: steps between two looks at the validation loss.
+    """
+
+    model: str = "gpt"
+    workers: int = 2
+    batch_size: int = 2
+    steps: int = 600
+    learning_rate: float = 1e-3
+    every: int = 50
+
+    @property
+    def title(self) -> str:
+        """All settings in words: runs of equal titles can be compared."""
+        config = MODELS[self.model]
+        return (
+            f"Convergence: GPT of width {config.width}, {config.layers} layers and context {config.context}; "
+            f"{self.workers} workers with batches of {self.batch_size}; {self.steps} steps of AdamW, learning rate "
+            f"{self.learning_rate:g}; loss on {VALIDATION_PIECES} pieces every {self.every} steps"
+        )
+
+
+def methods() -> list[str]:
+    """Return all that can be compared: DDP as it is, DDP with PowerSGD, and fusionlayer with each codec."""
+    return ["ddp", "powersgd", *codec_presets()]
