@@ -2,7 +2,8 @@
 
 from .engine import Engine, Scaling
 from .failure import located
+from .lane import CPU_LANES
 from .memory import Memory
 from .worker import Job, Worker
 
-__all__ = ["Engine", "Job", "Memory", "Scaling", "Worker", "located"]
+__all__ = ["CPU_LANES", "Engine", "Job", "Memory", "Scaling", "Worker", "located"]

@@ -9,7 +9,10 @@ import torch
 from ..transport import Transport
 from .worker import Job, Worker
 
-__all__ = ["Lane"]
+__all__ = ["CPU_LANES", "Lane"]
+
+CPU_LANES = 2
+"""How many lanes an optimizer of CPU tensors has unless its user says otherwise."""
 
 
 class Lane:

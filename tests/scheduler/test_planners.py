@@ -56,13 +56,15 @@ def test_horovod_fills_buckets_to_the_threshold(model: list[TensorInfo], thresho
             assert sum(tensor.nbytes for tensor in [*run, following[0]]) > threshold, "room was left"
 
 
-@given(models(), st.integers(1, 20_000), st.integers(1, 8))
-def test_horovod_in_parts_is_a_smaller_threshold(model: list[TensorInfo], threshold: int, parts: int) -> None:
-    for dtype in SIZES:
-        free = [tensor for tensor in model if (tensor.dtype, tensor.group) == (dtype, None)]
-        part = max(1, -(-sum(tensor.nbytes for tensor in free) // parts))
-        runs = planners.get("horovod", threshold=threshold, parts=parts)(free)
-        assert runs == planners.get("horovod", threshold=min(threshold, part))(free)
+@given(models(), st.integers(1, 20_000), st.integers(1, 5_000))
+def test_tapered_buckets_double_from_both_ends(model: list[TensorInfo], threshold: int, edge: int) -> None:
+    free = [tensor for tensor in model if (tensor.dtype, tensor.group) == ("float32", None)]
+    runs = planners.get("tapered", threshold=threshold, edge=edge)(free)
+    sizes = [sum(tensor.nbytes for tensor in run) for run in runs]
+    for place, (run, size) in enumerate(zip(runs, sizes, strict=True)):
+        before, after = sum(sizes[:place]), sum(sizes[place + 1 :])
+        assert len(run) == 1 or size <= min(threshold, before + edge), "larger than what is sent meanwhile"
+        assert len(run) == 1 or size <= max(edge, after + edge), "too large for what comes after it"
 
 
 @given(models())
@@ -76,8 +78,14 @@ def test_an_example() -> None:
     assert [[tensor.name for tensor in run] for run in runs] == [["d", "c"], ["b", "a"]]
     runs = planners.get("horovod", threshold=100)(model)
     assert [[tensor.name for tensor in run] for run in runs] == [["d"], ["c"], ["b", "a"]]
-    runs = planners.get("horovod", parts=2)(model)
-    assert [[tensor.name for tensor in run] for run in runs] == [["d"], ["c"], ["b", "a"]]
+
+
+def test_a_tapered_example() -> None:
+    model = [TensorInfo(f"{i}", 25, "float32", 4) for i in range(24)]
+    runs = planners.get("tapered", threshold=800, edge=100)(model)
+    assert [len(run) for run in runs] == [1, 2, 4, 8, 5, 2, 1, 1]
+    runs = planners.get("tapered", threshold=300, edge=100)(model)
+    assert [len(run) for run in runs] == [1, 2, 3, 3, 3, 3, 3, 3, 2, 1]
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 1.5, "8MB", None, True])
@@ -86,10 +94,11 @@ def test_a_threshold_that_is_no_size_is_refused(threshold: object) -> None:
         planners.get("horovod", threshold=threshold)
 
 
-@pytest.mark.parametrize("parts", [0, -1, 1.5, "4", None, True])
-def test_parts_that_are_no_number_are_refused(parts: object) -> None:
-    with pytest.raises(ConfigError, match="parts=.*; expected a whole number"):
-        planners.get("horovod", parts=parts)
+@pytest.mark.parametrize("name", ["threshold", "edge"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, "4", None, True])
+def test_tapered_sizes_that_are_none_are_refused(name: str, size: object) -> None:
+    with pytest.raises(ConfigError, match=f"tapered planner: {name}=.*; expected bytes"):
+        planners.get("tapered", **{name: size})
 
 
 def test_unknown_names_are_refused() -> None:

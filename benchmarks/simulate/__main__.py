@@ -1,0 +1,107 @@
+"""Measure what `fusionlayer simulate` needs to know, and compare what it says with measured training steps.
+
+    python -m benchmarks.simulate measure --model gpt --rates 100mbit,1gbit --out profiles
+    python -m benchmarks.simulate validate RESULTS.json --profile profiles/gpt_HARDWARE_DATE.yaml --update
+
+`measure` takes about two minutes on two cores; it needs network namespaces. `validate` reads a result file of
+benchmarks.training; with --update the profile remembers the errors, and `fusionlayer simulate` shows them as a band.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.arguments import comma_separated
+from benchmarks.quiet import refuse_if_busy
+from benchmarks.report import Environment, result_path, table, write
+from benchmarks.training.workloads import MODELS
+from fusionlayer.errors import FusionLayerError
+from fusionlayer.scheduler.cost_model import parse_rate
+from fusionlayer.scheduler.profile import Profile
+
+from .measure import FULL, QUICK, measure
+from .validate import compare, read_cells, summarize
+
+COMMENT = "A measured cost profile; profiles/README.md has the schema. Written by: {command}"
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    measuring = commands.add_parser("measure", help="measure a profile in the lab")
+    measuring.add_argument("--model", choices=list(MODELS), default="gpt", help="whose step is measured (default gpt)")
+    measuring.add_argument(
+        "--rates", type=comma_separated(_rate), default=("100mbit", "1gbit"), help="default 100mbit,1gbit"
+    )
+    measuring.add_argument("--out", type=Path, default=Path("profiles"), help="folder (default profiles)")
+    measuring.add_argument("--hardware", help="name of the machine in the file name")
+    measuring.add_argument("--quick", action="store_true", help="few sizes and repeats: a trial, not a measurement")
+    measuring.add_argument("--busy-ok", action="store_true", help="measure although other work goes on")
+    measuring.set_defaults(run=_measure)
+    validating = commands.add_parser("validate", help="compare a profile's projections with measured steps")
+    validating.add_argument("results", type=Path, metavar="RESULTS.json", help="of benchmarks.training")
+    validating.add_argument("--profile", type=Path, required=True, metavar="PROFILE.yaml")
+    validating.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
+    validating.add_argument("--update", action="store_true", help="store the errors in the profile")
+    validating.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
+    validating.add_argument("--hardware", help="name of the machine in the file names")
+    validating.set_defaults(run=_validate)
+    options = parser.parse_args()
+    try:
+        options.run(options)
+    except FusionLayerError as error:
+        print(f"benchmarks.simulate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _rate(text: str) -> str:
+    try:
+        parse_rate(text)
+    except FusionLayerError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _measure(options: argparse.Namespace) -> None:
+    refuse_if_busy(options.busy_ok, 2)
+    environment = Environment.here(torch.device("cpu"), options.hardware)
+    profile = measure(options.model, options.rates, QUICK if options.quick else FULL, environment)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = result_path(options.out, options.model, environment).with_suffix(".yaml")
+    profile.to_yaml(path, COMMENT.format(command=environment.command))
+    print(path)
+
+
+def _validate(options: argparse.Namespace) -> None:
+    profile = Profile.from_yaml(options.profile)
+    compared, left_out = compare(read_cells(options.results), profile, options.curves)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    if not compared:
+        raise SystemExit(f"{options.results}: no step in it can be projected from {options.profile}")
+    known = summarize(compared, options.results.name)
+    rows = [each.row() for each in compared]
+    mean, median, largest = known.error
+    title = f"Projected beside measured steps: error {mean:.1%} mean, {median:.1%} median, {largest:.1%} largest"
+    environment = Environment.here(torch.device("cpu"), options.hardware)
+    print(table(title, rows))
+    if options.out:
+        print(write(options.out, f"simulate-{profile.model.name}", title, environment, rows))
+    if options.update:
+        comment = COMMENT.format(command=profile.environment.get("command", "hand"))
+        replace(profile, validation=known).to_yaml(options.profile, comment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

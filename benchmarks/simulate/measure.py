@@ -1,0 +1,102 @@
+"""Measures a cost profile in the lab; nothing in it comes from a training step with communication."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks.lab import Network, launch, why_not
+from benchmarks.report import Environment
+from fusionlayer.scheduler.cost_model import CodecCost, Curve, LinkCost
+from fusionlayer.scheduler.profile import PROFILE_VERSION, Machine, Model, Profile, Tensor
+
+from .worker import Job
+
+__all__ = ["FULL", "QUICK", "measure"]
+
+FULL = Job(
+    model=None,
+    elements=tuple(4**exponent for exponent in range(6, 12)),
+    nbytes=tuple(4**exponent for exponent in range(6, 12)),
+    steps=20,
+    repeats=9,
+)
+QUICK = replace(FULL, elements=FULL.elements[::2], nbytes=FULL.nbytes[1:-1:2], steps=3, repeats=3)
+"""For a look at whether everything works; its figures are rough."""
+
+CROWD = 6
+TIMEOUT = 600.0
+
+
+def measure(model: str, rates: Sequence[str], job: Job, environment: Environment) -> Profile:
+    """Return the profile of ``model`` on this machine, measured by pairs of workers.
+
+    Model, codecs and the link inside a host come from two workers on one host; then each rate from two hosts. What one
+    more message costs comes from the CPU time of an exchange between more workers.
+
+    Raises:
+        SystemExit: the lab cannot be made, or the workers failed; the message, or stderr, says why.
+    """
+    if reason := why_not(Network(2, rates[0])):
+        raise SystemExit(f"a profile needs a network between two hosts, which cannot be made here: {reason}")
+    _say(f"{model}: step, codecs and the link inside a host")
+    local = _run(Network(1), 2, replace(job, model=model))
+    _say(f"the cost of a message, among {CROWD} workers")
+    crowd = _run(Network(1), CROWD, replace(job, nbytes=()))
+    overhead = max(0.0, crowd["call"]["cpu"] - local["call"]["cpu"]) / (CROWD - local["workers"])
+    links = {}
+    for rate in rates:
+        _say(f"{rate}: transfers between two hosts")
+        links[rate] = _link(_run(Network(2, rate), 1, job)["link"], overhead)
+    return Profile(
+        version=PROFILE_VERSION,
+        title=f"{model} on {environment.hardware}",
+        environment={key: str(value) for key, value in asdict(environment).items()},
+        machine=Machine(len(os.sched_getaffinity(0)), local["workers"], local["threads"]),
+        model=_model(model, local["model"]),
+        copy=_curve(local["copy"]),
+        codecs={name: CodecCost(**_with_curves(costs)) for name, costs in local["codecs"].items()},
+        links=links,
+        inside=_link(local["link"], overhead),
+    )
+
+
+def _run(network: Network, workers: int, job: Job) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.simulate.worker", json.dumps(asdict(job))]
+    with launch(command, network, workers=workers, timeout=TIMEOUT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        if process.wait() != 0:
+            raise SystemExit(f"the workers ended with status {process.returncode}; above is what they said")
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    return Curve(tuple((size, seconds) for size, seconds in points))
+
+
+def _with_curves(costs: dict[str, Any]) -> dict[str, Any]:
+    return {key: _curve(value) if isinstance(value, list) else value for key, value in costs.items()}
+
+
+def _link(costs: dict[str, Any], overhead: float) -> LinkCost:
+    return LinkCost(overhead=overhead, **_with_curves(costs))
+
+
+def _model(name: str, found: dict[str, Any]) -> Model:
+    tensors = [
+        Tensor(key, found["numel"][key], round(ready, 7), round(found["used"][key], 7))
+        for key, ready in found["ready"].items()
+    ]
+    tensors.sort(key=lambda tensor: tensor.ready)
+    return Model(name, found["forward"], found["backward"], found["optimizer"], tuple(tensors))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""Compares projected steps with measured ones."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionlayer.errors import ConfigError
+from fusionlayer.scheduler.cost_model import parse_rate
+from fusionlayer.scheduler.profile import Profile, Validation
+from fusionlayer.scheduler.projection import Method, Scenario, project
+from fusionlayer.scheduler.simulation import Compute, run_step
+
+__all__ = ["Comparison", "compare", "read_cells", "summarize"]
+
+_ALIASES = {"ddp-again": "ddp"}
+_ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured step beside the projected one.
+
+    Attributes:
+        cell: facts of the measurement, as its result file has them.
+        method: what was projected.
+        workers: number of ranks.
+        projected: seconds.
+        measured: seconds.
+        projected_bytes: that a host's link carries away; payload alone.
+    """
+
+    cell: Mapping[str, Any]
+    method: Method
+    workers: int
+    projected: float
+    measured: float
+    projected_bytes: float
+
+    @property
+    def error(self) -> float:
+        """projected / measured - 1."""
+        return self.projected / self.measured - 1
+
+    def row(self) -> dict[str, Any]:
+        """Return the comparison for a table and a result file."""
+        counted = self.cell.get("bytes_per_step")
+        return {
+            "model": self.cell["model"],
+            "hosts": self.cell["hosts"],
+            "workers": self.cell["workers"],
+            "rate": self.cell["rate"],
+            "method": self.cell["method"],
+            "measured ms": round(self.measured * 1e3, 1),
+            "projected ms": round(self.projected * 1e3, 1),
+            "error": f"{self.error:+.1%}",
+            "measured MB": round(counted / 1e6, 2) if counted is not None else "",
+            "projected MB": round(self.projected_bytes / 1e6, 2),
+        }
+
+
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a training benchmark's result file; keys beside the needed ones are left alone.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    needed: dict[str, Any] = {"model": str, "hosts": int, "workers": int, "method": str, "step_seconds": (int, float)}
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        for row in rows:
+            for key, kind in needed.items():
+                if not isinstance(row[key], kind):
+                    raise TypeError(f"{key}={row[key]!r}")
+            if row["step_seconds"] <= 0 or not isinstance(row["rate"], (str, type(None))):
+                raise ValueError(f"step_seconds={row['step_seconds']!r}, rate={row['rate']!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no result file of the training benchmark: {error!r}; expected rows with "
+            f"{', '.join([*needed, 'rate'])}"
+        ) from error
+    return list(rows)
+
+
+def compare(
+    cells: Sequence[Mapping[str, Any]], profile: Profile, curves: bool = False
+) -> tuple[list[Comparison], list[str]]:
+    """Return the cells that ``profile`` can project, and in words why others are left out.
+
+    All emulated hosts share the cores of the profile's machine.
+    """
+    compared: list[Comparison] = []
+    left_out: dict[str, None] = {}
+    for cell in cells:
+        try:
+            compared += _project(cell, profile, curves)
+        except ConfigError as error:
+            left_out[f"{cell['method']}: {error}"] = None
+    if models := sorted({cell["model"] for cell in cells} - {profile.model.name}):
+        left_out[f"{', '.join(models)}: the profile is of the model {profile.model.name}"] = None
+    return compared, list(left_out)
+
+
+def _project(cell: Mapping[str, Any], profile: Profile, curves: bool) -> Iterator[Comparison]:
+    if cell["model"] != profile.model.name:
+        return
+    workers = cell["hosts"] * cell["workers"]
+    cores = profile.machine.cores / workers
+    if cell["method"] == _ALONE:
+        model = profile.model
+        compute = Compute(model.forward, model.backward, model.optimizer)
+        alone = run_step(compute, [], cores=cores, threads=profile.machine.threads).seconds
+        raise ConfigError(
+            f"a step of {workers} workers took {cell['step_seconds'] * 1e3:.0f} ms, by the profile {alone * 1e3:.0f} ms"
+        )
+    if cell["rate"] is None:
+        raise ConfigError("a step on a link without limit; its rate is not known")
+    name = _ALIASES.get(cell["method"], cell["method"])
+    scenario = Scenario(cell["rate"], cell["workers"], cores, curves=curves)
+    method = Method.named(name, profile)
+    step = project(profile, method, scenario, workers)
+    yield Comparison(cell, method, workers, step.seconds, float(cell["step_seconds"]), step.sent)
+
+
+def summarize(compared: Sequence[Comparison], source: str) -> Validation:
+    """Return what a profile keeps of comparisons, one at least."""
+    errors = [abs(each.error) for each in compared]
+    ratios = [each.measured / each.projected for each in compared]
+    workers = [each.workers for each in compared]
+    rates = sorted({each.cell["rate"] for each in compared}, key=parse_rate)
+    return Validation(
+        source=source,
+        cells=len(compared),
+        workers=(min(workers), max(workers)),
+        rates=(rates[0], rates[-1]),
+        methods=tuple(dict.fromkeys(each.method.name for each in compared)),
+        error=(statistics.fmean(errors), statistics.median(errors), max(errors)),
+        low=min(ratios),
+        median=statistics.median(ratios),
+        high=max(ratios),
+    )

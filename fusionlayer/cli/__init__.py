@@ -1,0 +1,34 @@
+"""The command ``fusionlayer``: one module for each of its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ..errors import FusionLayerError
+from . import simulate
+
+__all__ = ["main"]
+
+_COMMANDS = (simulate,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, that of the process by default; return the exit status."""
+    parser = argparse.ArgumentParser(prog="fusionlayer", description="What fusionlayer costs and saves, in numbers.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except FusionLayerError as error:
+        print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 141
+    return 0

@@ -1,0 +1,199 @@
+"""Cost functions: seconds as a function of size, measured or given; what a simulation is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..errors import ConfigError
+
+__all__ = ["FREE", "AlphaBeta", "CodecCost", "Cost", "Curve", "LinkCost", "parse_rate"]
+
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def parse_rate(text: str) -> float:
+    """Return bits per second for a rate in the words of tc, such as "100mbit"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", text)
+    if found is None or not float(found[1]):
+        raise ConfigError(f"rate {text!r}; expected a number above 0 with bit, kbit, mbit or gbit, such as 100mbit")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """``alpha + beta * size`` seconds; nothing costs nothing.
+
+    Attributes:
+        alpha: seconds of a call, whatever its size.
+        beta: seconds per unit of size.
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha < float("inf") and 0 <= self.beta < float("inf")):
+            raise ConfigError(f"alpha={self.alpha!r}, beta={self.beta!r}; expected seconds of at least 0 for both")
+
+    def __call__(self, size: float) -> float:
+        """Return seconds."""
+        return self.alpha + self.beta * size if size > 0 else 0.0
+
+
+FREE = AlphaBeta(0.0, 0.0)
+"""What costs nothing."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured seconds, interpolated linearly between the measured sizes.
+
+    Clamped at both ends: a smaller size costs what the smallest does, a larger one what the largest does per unit. What
+    was measured to be cheaper than something smaller counts as noise: the curve never falls. Nothing costs nothing.
+
+    Attributes:
+        points: (size, seconds), sizes above 0 and growing.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if len(sizes) < 2:
+            raise ConfigError(f"a curve of {len(sizes)} points; expected at least 2: [[size, seconds], ...]")
+        if sizes[0] <= 0 or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)):
+            raise ConfigError(f"a curve over the sizes {sizes}; expected sizes above 0, growing")
+        if not all(0 <= seconds < float("inf") for _, seconds in self.points):
+            raise ConfigError(f"a curve with {[s for _, s in self.points]} seconds; expected numbers of at least 0")
+
+    @cached_property
+    def _table(self) -> tuple[np.ndarray, np.ndarray]:
+        sizes, seconds = np.array(self.points, dtype=float).T
+        return sizes, np.maximum.accumulate(seconds)
+
+    def __call__(self, size: float) -> float:
+        """Return seconds."""
+        if size <= 0:
+            return 0.0
+        sizes, seconds = self._table
+        return float(np.interp(size, sizes, seconds)) * max(1.0, size / float(sizes[-1]))
+
+    def fit(self, alpha: float) -> AlphaBeta:
+        """Return the line through ``alpha`` seconds that is nearest, relatively, to the points of the upper decade.
+
+        Small messages are left out: on a shaped link they pass as a burst, faster than the rate.
+        """
+        top = self.points[-1][0]
+        used = [(x, y) for x, y in self.points if x >= top / 10 and y > 0]
+        beta = sum((y - alpha) * x / y**2 for x, y in used) / max(sum((x / y) ** 2 for x, y in used), 1e-300)
+        return AlphaBeta(alpha, max(beta, 0.0))
+
+
+Cost = AlphaBeta | Curve
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a codec costs: CPU seconds of its verbs on one core, by number of elements.
+
+    Attributes:
+        bits: that travel for each element, metadata included.
+        encode: of so many elements, error feedback included where the codec has it by default.
+        decode: of so many elements.
+        sum: of messages with so many elements altogether.
+        recode: sum of messages with so many elements altogether, and encoding the sum.
+        lossless: whether values travel as they are.
+        algorithm: collective that the codec needs; None lets the number of ranks choose.
+    """
+
+    bits: float
+    encode: Cost
+    decode: Cost
+    sum: Cost
+    recode: Cost
+    lossless: bool = False
+    algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bits <= 64:
+            raise ConfigError(f"bits={self.bits!r} for an element; expected 0 to 64")
+
+    def nbytes(self, elements: float) -> float:
+        """Return bytes of a message."""
+        return elements * self.bits / 8
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What a link costs, measured between two ranks.
+
+    Attributes:
+        latency: seconds of an exchange of one byte; every further hop of a collective costs as much.
+        overhead: CPU seconds of a message; every further message of an exchange costs as much.
+        cpu_per_byte: CPU seconds for each byte that a rank sends, and for one that it receives meanwhile.
+        exchange: seconds by bytes that each rank sends, all ranks at once.
+        all_reduce: seconds of the transport's own all-reduce, by bytes that each rank sends.
+    """
+
+    latency: float
+    overhead: float
+    cpu_per_byte: float
+    exchange: Cost
+    all_reduce: Cost
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "overhead", "cpu_per_byte"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"link: {name}={getattr(self, name)!r}; expected seconds of at least 0")
+
+    def fitted(self) -> LinkCost:
+        """Return the same link with alpha-beta costs in place of curves; two ranks make two hops in an all-reduce."""
+        exchange = self.exchange.fit(self.latency) if isinstance(self.exchange, Curve) else self.exchange
+        reduce = self.all_reduce.fit(2 * self.latency) if isinstance(self.all_reduce, Curve) else self.all_reduce
+        return LinkCost(self.latency, self.overhead, self.cpu_per_byte, exchange, reduce)
+
+    def with_latency(self, latency: float) -> LinkCost:
+        """Return the fitted link with another latency, as of a longer way."""
+        line = self.fitted()
+        assert isinstance(line.exchange, AlphaBeta) and isinstance(line.all_reduce, AlphaBeta)
+        return LinkCost(
+            latency,
+            self.overhead,
+            self.cpu_per_byte,
+            AlphaBeta(latency, line.exchange.beta),
+            AlphaBeta(2 * latency, line.all_reduce.beta),
+        )
+
+    @staticmethod
+    def between(rate: float, known: Iterable[tuple[float, LinkCost]]) -> LinkCost:
+        """Return the link of ``rate`` bits per second from links of ``known`` rates.
+
+        Between two known rates all is interpolated on logarithmic axes. Beyond them the nearest one's seconds per byte
+        change with the rate, but never below its CPU time, and the rest stays.
+        """
+        pairs = sorted(((bits, link.fitted()) for bits, link in known), key=lambda pair: pair[0])
+        rates = np.log([bits for bits, _ in pairs])
+        links = [link for _, link in pairs]
+        place = float(np.log(rate))
+
+        def value(name: str) -> float:
+            return float(np.interp(place, rates, [getattr(link, name) for link in links]))
+
+        def beta(name: str) -> float:
+            betas = [max(getattr(link, name).beta, 1e-300) for link in links]
+            inside = float(np.exp(np.interp(place, rates, np.log(betas))))
+            return inside * float(np.exp(np.clip(place, rates[0], rates[-1]) - place))
+
+        latency, cpu_per_byte = value("latency"), value("cpu_per_byte")
+        return LinkCost(
+            latency,
+            value("overhead"),
+            cpu_per_byte,
+            AlphaBeta(latency, max(beta("exchange"), cpu_per_byte)),
+            AlphaBeta(2 * latency, max(beta("all_reduce"), cpu_per_byte)),
+        )

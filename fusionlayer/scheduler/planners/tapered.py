@@ -1,0 +1,51 @@
+"""``tapered``: small buckets at both ends of a step, large ones in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+from ...plan import TensorInfo
+from ._base import Planner
+
+__all__ = ["Tapered"]
+
+
+@dataclass(frozen=True)
+class Tapered(Planner, name="tapered"):
+    """Fuse consecutive tensors into buckets whose size doubles from both ends towards the middle.
+
+    What nothing hides is the wait for the first bucket to fill and, when backward has ended, the way of the last one;
+    both are as long as the bucket is large. In between, larger ones have fewer fixed costs.
+
+    Attributes:
+        threshold: most bytes of gradients in a bucket; a larger tensor travels alone.
+        edge: most bytes of the first and of the last bucket.
+    """
+
+    threshold: int = 8 << 20
+    edge: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "edge"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"tapered planner: {name}={value!r}; expected bytes, a whole number above 0")
+
+    def cut(self, tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
+        """Return runs that are limited by what has come before them and by what comes after them."""
+        after = sum(tensor.nbytes for tensor in tensors)
+        before = 0
+        runs: list[list[TensorInfo]] = []
+        room = 0
+        for tensor in tensors:
+            if not runs or tensor.nbytes > room:
+                runs.append([])
+                # Runs of edge, 2 edge, 4 edge, ...: the next one may be as large as all before it and one edge more.
+                room = min(self.threshold, before + self.edge, max(self.edge, (after + self.edge) // 2))
+            runs[-1].append(tensor)
+            room -= tensor.nbytes
+            before += tensor.nbytes
+            after -= tensor.nbytes
+        return runs

@@ -1,0 +1,231 @@
+"""Profiles are measured, and projections compared with measured steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.presets import codec_presets
+from benchmarks.report import Environment
+from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.costs import measure_codecs, measure_copy, measure_link
+from benchmarks.simulate.measure import measure
+from benchmarks.simulate.step import measure_step
+from benchmarks.simulate.validate import compare, read_cells, summarize
+from benchmarks.simulate.worker import Job, mean
+from benchmarks.training.workloads import Workload
+from fusionlayer.errors import ConfigError
+from fusionlayer.scheduler.cost_model import Curve
+from fusionlayer.scheduler.profile import Profile
+from fusionlayer.scheduler.projection import Method, Scenario, project
+from tests.examples.places import needs_namespaces
+from tests.ranks import over_threads
+from tests.scheduler.profiles import write_example
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_example(tmp_path)
+
+
+def cell(method: str, seconds: float, rate: str | None = "1gbit", hosts: int = 2, **more: Any) -> dict[str, Any]:
+    facts = {"model": "example", "hosts": hosts, "workers": 1, "rate": rate, "method": method, "step_seconds": seconds}
+    return {**facts, **more}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["simulate", *map(str, arguments)])
+    return main()
+
+
+class Toy(Workload):
+    """Two layers, and a parameter that is used outside of the forward of the module that has it."""
+
+    def __init__(self, name: str, seed: int, rank: int) -> None:
+        super().__init__(seed, rank)
+
+    def _model(self) -> nn.Module:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(3, 2, bias=False)
+                self.second = nn.Linear(2, 1, bias=False)
+                self.scale = nn.Parameter(torch.ones(1))
+
+            def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
+                return (self.scale * self.second(self.first(x)) - targets).square().mean()
+
+        return Net()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.ones(4, 3), torch.zeros(4, 1)
+
+
+@pytest.mark.short
+class TestValidate:
+    def test_what_is_projected_is_what_the_profile_says(self, path: Path) -> None:
+        profile = Profile.from_yaml(path)
+        for method, workers, rate in (("ddp", 2, "100mbit"), ("int4+overlap", 2, "1gbit"), ("int4", 4, "500mbit")):
+            step = project(profile, Method.named(method, profile), Scenario(rate, cores=2 / workers), workers)
+            (each,), left_out = compare([cell(method, step.seconds, rate, workers)], profile)
+            assert not left_out
+            assert each.error == pytest.approx(0)
+            assert each.projected_bytes == step.sent
+
+    def test_errors_are_summarized(self, path: Path) -> None:
+        profile = Profile.from_yaml(path)
+        cells = [cell("ddp", 1.0, "100mbit"), cell("ddp-again", 1.0), cell("int4", 1.0, hosts=4), cell("raw", 1.0)]
+        exact, _ = compare(cells, profile)
+        factors = (0.8, 1.0, 1.25, 2.0)
+        cells = [
+            {**each.cell, "step_seconds": each.projected * factor} for each, factor in zip(exact, factors, strict=True)
+        ]
+        compared, _ = compare(cells, profile)
+        known = summarize(compared, "r.json")
+        assert (known.cells, known.workers, known.rates) == (4, (2, 4), ("100mbit", "1gbit"))
+        assert known.methods == ("ddp", "int4", "raw")
+        assert known.error == (pytest.approx((0.25 + 0 + 0.2 + 0.5) / 4), pytest.approx(0.225), pytest.approx(0.5))
+        assert (known.low, known.median, known.high) == (
+            pytest.approx(0.8),
+            pytest.approx(1.125),
+            pytest.approx(2.0),
+        )
+
+    def test_what_cannot_be_projected_is_left_out_and_named(self, path: Path) -> None:
+        cells = [
+            cell("alone", 1.0),
+            cell("powersgd", 1.0),
+            cell("ddp", 1.0, None),
+            cell("ddp", 1.0, model="other"),
+            cell("ddp", 1.0, workers=2),
+        ]
+        compared, left_out = compare(cells, Profile.from_yaml(path))
+        assert not compared
+        alone, powersgd, unlimited, crowded, other = left_out
+        assert alone == "alone: a step of 2 workers took 1000 ms, by the profile 320 ms"
+        assert powersgd.startswith("powersgd: profile has no costs of codec 'powersgd'")
+        assert unlimited == "ddp: a step on a link without limit; its rate is not known"
+        assert crowded.startswith("ddp: 2 workers on a host, and the profile has no costs of a link inside")
+        assert other == "other: the profile is of the model example"
+
+    @pytest.mark.parametrize(
+        ("content", "told"),
+        [
+            ("{", "JSONDecodeError"),
+            ("[]", "TypeError"),
+            ("{}", "KeyError"),
+            ('{"rows": [{"model": "gpt"}]}', "KeyError('hosts')"),
+            (json.dumps({"rows": [cell("ddp", -1.0)]}), "step_seconds=-1.0"),
+            (json.dumps({"rows": [cell("ddp", 1.0, hosts="two")]}), "hosts='two'"),  # type: ignore[arg-type]
+        ],
+    )
+    def test_what_is_no_result_file_is_refused(self, tmp_path: Path, content: str, told: str) -> None:
+        (tmp_path / "r.json").write_text(content)
+        with pytest.raises(ConfigError, match="r.json is no result file of the training benchmark") as caught:
+            read_cells(tmp_path / "r.json")
+        assert told in str(caught.value)
+
+    def test_command_line_updates_the_profile(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        results = tmp_path / "training_x_2026-01-01.json"
+        rows = [cell("ddp", 0.5, further="key"), cell("int4", 0.4, bytes_per_step=2_200_000), cell("powersgd", 1.0)]
+        results.write_text(json.dumps({"title": "t", "environment": {}, "rows": rows}))
+        out = ["--out", tmp_path / "out", "--hardware", "machine"]
+        assert run(monkeypatch, "validate", results, "--profile", path, *out, "--update") == 0
+        captured = capsys.readouterr()
+        assert captured.err.startswith("left out: powersgd: ")
+        known = Profile.from_yaml(path).validation
+        assert known is not None and (known.source, known.cells, known.methods) == (results.name, 2, ("ddp", "int4"))
+        (written,) = (tmp_path / "out").glob("simulate-example_machine_*.json")
+        found = json.loads(written.read_text())["rows"]
+        assert [(row["method"], row["measured ms"]) for row in found] == [("ddp", 500.0), ("int4", 400.0)]
+        assert found[1]["measured MB"] == 2.2 and 2.0 < found[1]["projected MB"] < 2.2
+        mean_error = sum(abs(row["projected ms"] / row["measured ms"] - 1) for row in found) / 2
+        assert known.error[0] == pytest.approx(mean_error, abs=1e-3)
+        assert f"error {known.error[0]:.1%} mean" in captured.out
+
+    def test_nothing_to_compare_is_an_error(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "r.json").write_text(json.dumps({"rows": [cell("powersgd", 1.0)]}))
+        with pytest.raises(SystemExit, match="no step in it can be projected"):
+            run(monkeypatch, "validate", tmp_path / "r.json", "--profile", path)
+        assert run(monkeypatch, "validate", tmp_path / "none.json", "--profile", path) == 1
+        assert "none.json is no result file" in capsys.readouterr().err
+
+
+@pytest.mark.short
+class TestMeasure:
+    def test_a_step_tells_when_gradients_arrive_and_parameters_are_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("benchmarks.simulate.step.make_workload", Toy)
+        found = measure_step("toy", rank=0, warm_up=1, steps=3)
+        assert found["numel"] == {"scale": 1, "first.weight": 6, "second.weight": 2}
+        ready, used = found["ready"], found["used"]
+        assert 0 < ready["second.weight"] < ready["first.weight"]
+        assert 0 < used["first.weight"] < used["second.weight"]
+        assert used["scale"] == 0, "it is not used by a forward of its own module"
+        assert all(found[phase] > 0 for phase in ("forward", "backward", "optimizer"))
+
+    def test_every_codec_has_costs(self) -> None:
+        found = measure_codecs((256, 1024), repeats=1)
+        assert set(found) == {*codec_presets(), "topk"}
+        assert found["raw"]["lossless"] and found["raw"]["bits"] == 32
+        assert found["int4"]["bits"] == pytest.approx(4.25, abs=0.01)
+        assert found["topk"]["algorithm"] == "one_shot" and found["topk"]["bits"] == 0.64
+        for costs in found.values():
+            for verb in ("encode", "decode", "sum", "recode"):
+                assert [size for size, _ in costs[verb]] == [256, 1024]
+                assert all(seconds > 0 for _, seconds in costs[verb])
+        assert [size for size, _ in measure_copy((256, 1024), repeats=1)] == [256, 1024]
+
+    def test_a_link_has_costs_on_every_rank(self) -> None:
+        for found in over_threads(2, lambda transport: measure_link(transport, (1024, 4096), repeats=2)):
+            assert [size for size, _ in found["exchange"]] == [size for size, _ in found["all_reduce"]] == [1024, 4096]
+            assert found["latency"] > 0 and found["cpu_per_byte"] >= 0
+
+    def test_ranks_are_averaged(self) -> None:
+        first = {"a": 1.0, "curve": [[4, 1.0], [8, 2.0]], "name": "x", "n": 3, "inner": {"b": 0.0}}
+        second = {"a": 3.0, "curve": [[4, 2.0], [8, 4.0]], "name": "x", "n": 3, "inner": {"b": 1.0}}
+        assert mean([first, second]) == {
+            "a": 2.0,
+            "curve": [[4, 1.5], [8, 3.0]],
+            "name": "x",
+            "n": 3,
+            "inner": {"b": 0.5},
+        }
+
+
+@pytest.mark.medium
+@pytest.mark.netns
+@pytest.mark.timeout(180)
+@needs_namespaces
+def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
+    job = Job(model=None, elements=(1024, 4096), nbytes=(65536, 262144), steps=2, repeats=2)
+    measured = measure("gpt-small", ["50mbit"], job, Environment.here(torch.device("cpu"), "machine"))
+    path = tmp_path / "profile.yaml"
+    measured.to_yaml(path)
+    profile = Profile.from_yaml(path)
+    assert profile.machine.workers == 2 and profile.model.name == "gpt-small"
+    assert sum(tensor.numel for tensor in profile.model.tensors) == 834_304
+    arrivals = [tensor.ready for tensor in profile.model.tensors]
+    assert arrivals == sorted(arrivals)
+    link = profile.links["50mbit"]
+    for costs in (link.exchange, link.all_reduce):
+        assert isinstance(costs, Curve)
+        assert costs(262144) > 0.7 * 262144 * 8 / 50e6, "what is beyond a burst cannot be faster"
+    assert profile.inside is not None and profile.inside.overhead == link.overhead
+    ddp, int4 = (
+        project(profile, Method.named(name, profile), Scenario("50mbit"), 2).seconds for name in ("ddp", "int4")
+    )
+    assert math.isfinite(ddp) and int4 < ddp

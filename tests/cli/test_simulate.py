@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionlayer.cli import main
+from fusionlayer.cli.tables import plain_table, print_table
+from fusionlayer.scheduler.profile import Profile, Validation
+from tests.packaging.project_tree import ROOT
+from tests.scheduler.profiles import write_example
+
+pytestmark = pytest.mark.short
+
+VALIDATED = Validation("r.json", 3, (2, 4), ("100mbit", "1gbit"), ("ddp", "int4"), (0.1, 0.05, 0.25), 0.9, 1.0, 1.25)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_example(tmp_path)
+
+
+@pytest.fixture
+def validated(path: Path) -> Path:
+    replace(Profile.from_yaml(path), validation=VALIDATED).to_yaml(path)
+    return path
+
+
+def table_rows(output: str) -> list[list[str]]:
+    """Return the cells of the first table's rows."""
+    lines = output.split("\n\n")[1].splitlines()
+    return [line.split() for line in lines[2:]]
+
+
+def test_the_script_of_the_package_is_this_command() -> None:
+    assert '"fusionlayer = fusionlayer.cli:main"' in (ROOT / "setup.py").read_text()
+    assert EntryPoint("fusionlayer", "fusionlayer.cli:main", "console_scripts").load() is main
+
+
+def test_a_process_of_its_own(path: Path) -> None:
+    program = "import sys; from fusionlayer.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "simulate", str(path), "--workers", "2", "--codec", "int4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("example: 1gbit, latency 200 us")
+
+
+def test_tables(validated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(validated), "--workers", "2,64", "--rate", "100mbit", "--codec", "int4"]) == 0
+    output = capsys.readouterr().out
+    rows = table_rows(output)
+    assert [(row[0], row[1]) for row in rows] == [("2", "ddp"), ("2", "int4"), ("64", "ddp"), ("64", "int4")]
+    for row in rows:
+        step, (low, high) = float(row[2]), map(float, row[3].split(".."))
+        assert low == pytest.approx(0.9 * step, abs=1) and high == pytest.approx(1.25 * step, abs=1)
+    assert [row[7:] for row in rows] == [[], [], *[["EXTRAPOLATION:", "64", "workers"]] * 2]
+    assert float(rows[1][4]) > 3, "int4 beats ddp at 100 Mbit/s"
+    assert "Faster than ddp, from 2 to 64 workers" in output
+    assert "Validated with 3 measured steps (2 to 4 workers, 100mbit to 1gbit): error 10% mean, 5% median" in output
+
+
+def test_everything_without_validation_is_extrapolation(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(path), "--workers", "2"]) == 0
+    output = capsys.readouterr().out
+    assert all("EXTRAPOLATION:" in row and "unknown" in row for row in table_rows(output))
+    assert "all of this is EXTRAPOLATION" in output
+
+
+def test_json_says_the_same(validated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", str(validated), "--workers", "2,4096", "--codec", "int4,raw", "--overlap-forward"]
+    assert main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    names = ["ddp", "int4", "int4+overlap", "raw", "raw+overlap"]
+    assert [row["method"] for row in found["steps"]] == names * 2
+    assert found["rate"] == "1gbit", "the fastest measured one"
+    assert set(found["break_even"]) == set(names[1:]) and set(found["latency"]["step_seconds"]) == set(names)
+    by_name = {row["method"]: row for row in found["steps"][5:]}
+    assert by_name["int4"]["extrapolated"] == ["4096 workers"]
+    assert by_name["raw"]["extrapolated"] == ["4096 workers", "raw"]
+    for name, row in by_name.items():
+        low, same, high = found["latency"]["step_seconds"][name]
+        assert low <= same <= high and same == pytest.approx(row["step_seconds"])
+        assert row["low"] <= row["step_seconds"] <= row["high"]
+        assert row["speedup"] == pytest.approx(by_name["ddp"]["step_seconds"] / row["step_seconds"])
+    main(arguments)
+    rows = table_rows(capsys.readouterr().out)
+    assert [float(row[2]) for row in rows] == [round(row["step_seconds"] * 1e3) for row in found["steps"]]
+
+
+def test_where_a_method_is_ahead_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["simulate", str(path), "--codec", "int4", "--algorithm", "one_shot", "--workers", "2,4096"])
+    output = capsys.readouterr().out
+    main(["simulate", str(path), "--codec", "int4", "--algorithm", "one_shot", "--workers", "2,4096", "--json"])
+    (change,) = json.loads(capsys.readouterr().out)["break_even"]["int4/one_shot"]["changes_at"]
+    assert 2 < change < 256
+    assert f"int4/one_shot  below {change}\n" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--codec", "int5"], "fusionlayer simulate: profile has no costs of codec 'int5'; did you mean 'int4'"),
+        (["--rate", "fast"], "fusionlayer simulate: rate 'fast'; expected a number above 0"),
+        (["--per-host", "2"], "fusionlayer simulate: 2 workers on a host, and the profile has no costs"),
+        (["--per-host", "3", "--workers", "2,8"], "fusionlayer simulate: --workers: none is a multiple"),
+        (["--curves", "--latency", "0.1"], "fusionlayer simulate: a given latency cannot be put"),
+        (["--cores", "0"], "fusionlayer simulate: 0.0 cores, 1 threads of a rank; expected more than 0"),
+    ],
+)
+def test_errors_are_one_line(
+    path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["simulate", str(path), *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message) and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--workers", "0"], ["--workers", "two"], ["--algorithm", "star"], ["--per-host", "0"], []]
+)
+def test_words_that_make_no_sense_are_refused(
+    path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(path), *arguments] if arguments else [])
+    assert ended.value.code == 2
+    assert "usage: fusionlayer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", ["2", ",".join(map(str, range(2, 100)))], ids=["short", "long"])
+def test_a_reader_that_has_seen_enough_is_no_error(path: Path, workers: str) -> None:
+    program = "import sys; from fusionlayer.cli import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "simulate", str(path), "--workers", workers],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert (process.wait(50), errors) == (141, "")
+
+
+def test_rich_draws_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_table("title", ("name", "ms"), [("[bold]", "10"), ("b", "9")], right=(1,))
+    assert "│ [bold] │ 10 │" in capsys.readouterr().out
+
+
+def test_plain_tables_line_up() -> None:
+    assert plain_table("title", ("name", "ms"), [("a", "10"), ("long", "9")], right=(1,)) == (
+        "title\n\nname  ms\n----  --\na     10\nlong   9"
+    )
