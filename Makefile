@@ -1,6 +1,7 @@
 # `make install` makes .venv and the package in it; every other target but `gpu` installs first what it needs.
 PYTHON ?= python3
 ARGS ?=
+RESULTS ?= benchmarks/results
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-short lint docs format bench gpu wheel clean
+.PHONY: help install demo test test-short lint docs format bench bench-smoke gpu wheel clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -46,8 +47,11 @@ format: install ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-bench: install ## speed of the codecs beside memcpy
-	$(BIN)/python -m benchmarks.codec $(ARGS)
+bench: install ## all measurements of this machine, half an hour; results and pictures into $(RESULTS)
+	$(BIN)/python -m benchmarks.suite --out $(RESULTS) $(ARGS)
+
+bench-smoke: install ## the same in small, a minute: only to see that all of it works
+	$(BIN)/python -m benchmarks.suite --smoke --out build/bench-smoke $(ARGS)
 
 gpu: ## build, test and measure with the CUDA device and the torch of $(PYTHON); makes no environment
 	FUSIONLAYER_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace

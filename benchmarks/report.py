@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import device as Device  # noqa: N812 - in the class below `torch` is a field
 
 import fusionlayer
 
-__all__ = ["Environment", "table", "write"]
+__all__ = ["Environment", "result_path", "table", "write"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Environment:
     date: str
 
     @classmethod
-    def here(cls, device: torch.device, hardware: str | None = None) -> Environment:
+    def here(cls, device: Device, hardware: str | None = None) -> Environment:
         """Return this machine's and this process's facts."""
         build = str(fusionlayer.build_info()).replace("\n", "; ")
         return cls(
@@ -61,7 +62,7 @@ def _cpu_name() -> str:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
+    fields: dict[str, str] = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
     if "EPYC" in fields.get("model name", "") and fields.get("cpu family") == "25":
         return f"{fields['model name']} Zen {'4' if int(fields['model']) >= 16 else '3'}"
     return fields.get("model name", platform.machine())
@@ -69,7 +70,10 @@ def _cpu_name() -> str:
 
 def _commit() -> str:
     here = Path(__file__).parent
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    try:
+        run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
     return run.stdout.strip() or "unknown"
 
 
@@ -85,12 +89,34 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([f"## {title}", "", lines[0], rule, *lines[1:], ""])
 
 
-def write(folder: Path, theme: str, title: str, environment: Environment, rows: Sequence[dict[str, Any]]) -> None:
-    """Write ``<theme>_<hardware>_<date>.md`` and ``.json`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
+def result_path(folder: Path, theme: str, environment: Environment) -> Path:
+    """Return where ``write`` puts the JSON; the table lies beside it, with the ending ``.md``."""
     hardware = re.sub(r"[^a-z0-9]+", "-", environment.hardware.lower()).strip("-")
-    stem = folder / f"{theme}_{hardware}_{environment.date}"
+    return folder / f"{theme}_{hardware}_{environment.date}.json"
+
+
+def write(
+    folder: Path,
+    theme: str,
+    title: str,
+    environment: Environment,
+    rows: Sequence[dict[str, Any]],
+    shown: Sequence[dict[str, Any]] | None = None,
+) -> Path:
+    """Write ``<theme>_<hardware>_<date>.json`` and ``.md`` into ``folder``; return the path of the JSON.
+
+    The JSON has ``rows``, the table has ``shown`` (default: the same). A file that is there is replaced as a whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = result_path(folder, theme, environment)
     facts = "\n".join(f"- {line}" for line in str(environment).splitlines())
-    stem.with_suffix(".md").write_text(f"{table(title, rows)}\n{facts}\n")
+    _replace(path.with_suffix(".md"), f"{table(title, rows if shown is None else shown)}\n{facts}\n")
     data = {"title": title, "environment": asdict(environment), "rows": list(rows)}
-    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    _replace(path, json.dumps(data, indent=1) + "\n")
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)

@@ -86,7 +86,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy, in nats, of ``targets`` after ``tokens``: (batch, n <= context) each."""
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         logits = self.head(self.norm(self.blocks(x)))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -30,11 +30,9 @@ class Config:
         "collective: a name of `fusionlayer.collectives.names()`; null chooses by codec and number of ranks", None
     )
     planner: str = _setting(
-        "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "horovod"
+        "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "tapered"
     )
-    planner_options: Mapping[str, Any] = _setting(
-        "options of that planner; sizes in bytes", factory=lambda: {"threshold": 8 << 20, "parts": 4}
-    )
+    planner_options: Mapping[str, Any] = _setting("options of that planner; sizes in bytes", factory=dict)
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )

@@ -21,7 +21,7 @@ from ..codecs import Codec
 from ..errors import ConfigError, UsageError
 from ..functional import Average, Group, ReduceOp, check_op, make_codec
 from ..plan import FusionPlan
-from ..scheduler import Engine, Scaling, planners
+from ..scheduler import CPU_LANES, Engine, Scaling, planners
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from . import overlap
@@ -127,7 +127,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             scaling=Scaling(before, after),
             checksum=settings.checksum,
             timeline=Timeline(settings.timeline, transport.rank),
-            lanes=settings.lanes or (1 if device.type == "cuda" else 2),  # a GPU encodes in no time
+            lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
             overlap_forward=overlap_forward is not None,
         )
     base = type(optimizer)
@@ -188,11 +188,8 @@ class _Distributed(Optimizer):
                 "call step() or synchronize() after each backward, or raise backward_passes_per_step to accumulate "
                 "gradients locally"
             )
-        if engine.awaits(self._fl_names[parameter]):
-            raise UsageError(
-                f"parameter {self._fl_names[parameter]!r} was used outside the forward of its module, so before its "
-                "update; leave overlap_forward out for such a model"
-            )
+        if self._fl_overlap is not None:
+            self._fl_overlap.check_used(self._fl_names[parameter])
         self._fl_passes_left[parameter] -= 1
         self._fl_reduced = self._fl_stepped = False
         if self._fl_passes_left[parameter] == 0:

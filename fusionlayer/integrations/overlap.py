@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..scheduler import Engine
 
 __all__ = ["ForwardOverlap", "check"]
@@ -69,6 +69,7 @@ class ForwardOverlap:
         self._parameters = {name: parameter for parameter, name in names.items()}
         self._update = update
         self._groups: list[dict[str, Any]] = []
+        self._stale: set[str] = set()
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
         """Update parameters before every forward of their module, all of them before the model is saved or loaded."""
@@ -78,13 +79,15 @@ class ForwardOverlap:
             model.register_load_state_dict_pre_hook(lambda *_: self.flush()),
         ]
         for module in model.modules():
-            own = [names[parameter] for parameter in module.parameters(recurse=False) if parameter in names]
+            deep = isinstance(module, nn.MultiheadAttention)  # it never calls its projection, but uses its parameters
+            own = [names[parameter] for parameter in module.parameters(recurse=deep) if parameter in names]
             if own:
                 handles.append(module.register_forward_pre_hook(self._before_forward(own)))
         return handles
 
     def _before_forward(self, names: list[str]) -> Callable[..., None]:
         def before_forward(*_: object) -> None:
+            self._stale.difference_update(names)
             for name in names:
                 if self._engine.awaits(name):
                     self._apply(self._engine.bucket_of(name))
@@ -100,9 +103,19 @@ class ForwardOverlap:
         ]
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._stale.update(self._parameters)
+
+    def check_used(self, name: str) -> None:
+        """Raise ``UsageError`` if a parameter has got a gradient, though its module has not run since ``begin``."""
+        if name in self._stale:
+            raise UsageError(
+                f"parameter {name!r} was used outside the forward of its module, so perhaps before its update; call "
+                "the module, or leave overlap_forward out for such a model"
+            )
 
     def flush(self) -> None:
         """Update all parameters that are still to be updated."""
+        self._stale.clear()
         for index in sorted(self._engine.untaken):
             self._apply(index)
 

@@ -37,10 +37,8 @@ def wrap(model: nn.Module, make: Callable[..., Optimizer] = momentum, overlap: b
     return fl.DistributedOptimizer(
         make(model.parameters()),
         model.named_parameters(),
-        codec="int8",
-        planner="wfbp",
         overlap_forward=model if overlap else None,
-        **options,
+        **{"codec": "int8", "planner": "wfbp", **options},
     )
 
 
@@ -211,6 +209,27 @@ def test_accumulated_and_missing_gradients() -> None:
     both(body)
 
 
+def test_attention_uses_the_parameters_of_a_module_that_it_does_not_call() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
+            self.out = nn.Linear(24, 5)
+            fill(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.out(self.attention(*[x[None]] * 3, need_weights=False)[0][0])
+            return y
+
+    def body(rank: int, overlap: bool) -> Tensor:
+        model = Attention()
+        train(model, wrap(model, overlap=overlap), rank, range(4))
+        model.state_dict()
+        return weights(model)
+
+    both(body)
+
+
 def test_saving_and_loading_see_the_updates() -> None:
     def body(rank: int, overlap: bool) -> Tensor:
         model = make_model()
@@ -265,7 +284,10 @@ def test_model_and_optimizer_are_freed() -> None:
 # ---- what cannot be -------------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_used_behind_its_modules_back_is_told() -> None:
+@pytest.mark.parametrize("planner", ["wfbp", "horovod"])
+def test_a_parameter_used_behind_its_modules_back_is_told(planner: str) -> None:
+    """Whether or not another module of its bucket has brought the update."""
+
     class Behind(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -276,7 +298,7 @@ def test_a_parameter_used_behind_its_modules_back_is_told() -> None:
 
     def body(rank: int) -> None:
         model = Behind()
-        optimizer = wrap(model)
+        optimizer = wrap(model, planner=planner)
         train(model, optimizer, rank, [0])
         with pytest.raises(UsageError, match="'inner.2.weight' was used outside the forward of its module"):
             train(model, optimizer, rank, [1])

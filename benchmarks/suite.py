@@ -1,0 +1,78 @@
+"""All benchmarks of this machine, one after the other: results and pictures in one folder.
+
+    python -m benchmarks.suite --out benchmarks/results
+    python -m benchmarks.suite --smoke --out build/bench-smoke
+
+Two cores that have nothing else to do take less than half an hour; ``--smoke`` runs a little of everything in a minute,
+whatever else the machine does, and its figures mean nothing. Benchmarks that need long runs of their own
+(``benchmarks.convergence``) or a GPU are not among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.quiet import refuse_if_busy
+
+__all__ = ["commands", "main"]
+
+TRAINING = (
+    ("--model", "gpt", "--hosts", "2", "--rates", "100mbit,1gbit", "--rounds", "6"),
+    (
+        *("--model", "gpt", "--hosts", "2", "--workers", "2", "--rates", "100mbit", "--rounds", "5"),
+        *("--methods", "ddp-tuned,powersgd,int8,int4,int8+overlap,int4+overlap"),
+    ),
+    ("--model", "resnet", "--hosts", "4", "--rates", "100mbit,1gbit", "--rounds", "8"),
+)
+SMOKE_TRAINING = ("--model", "gpt-small", "--hosts", "2", "--methods", "powersgd,int4,int4+overlap", "--rounds", "2")
+
+
+def commands(smoke: bool, busy_ok: bool, out: Path) -> Iterator[tuple[str, ...]]:
+    """Yield module and arguments of each part, the pictures last."""
+    common = (*(("--busy-ok",) if busy_ok or smoke else ()), "--out", str(out))
+    if smoke:
+        yield ("benchmarks.training", *SMOKE_TRAINING, *common)
+        yield ("benchmarks.collective", "--smoke", *common)
+    else:
+        yield ("benchmarks.codec", "--out", str(out))
+        yield ("benchmarks.collective", *common)
+        for arguments in TRAINING:
+            yield ("benchmarks.training", *arguments, *common)
+    results = sorted(str(path) for theme in ("training", "convergence") for path in out.glob(f"{theme}*.json"))
+    yield ("benchmarks.plots", *results, "--out", str(out / "plots"))
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of results; pictures go into plots/ there")
+    parser.add_argument("--smoke", action="store_true", help="a little of everything, only to see that it works")
+    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on; it is in the result")
+    options = parser.parse_args()
+    refuse_if_busy(options.busy_ok or options.smoke, 2)
+    failed = []
+    for part in commands(options.smoke, options.busy_ok, options.out):
+        words = " ".join(part)
+        print(f"==== {words}", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        status = subprocess.run([sys.executable, "-m", *part], cwd=Path(__file__).parents[1]).returncode
+        print(f"==== {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        if status:
+            failed.append(f"{words} (status {status})")
+    for words in failed:
+        print(f"failed: {words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,127 @@
+"""Train with every method beside DDP on an emulated network: step times, ratios, bytes, CPU seconds, limits.
+
+    python -m benchmarks.training --rate 100mbit --hosts 2 --methods ddp,fp16,powersgd,int8,int4
+    python -m benchmarks.training --rates 100mbit,1gbit --hosts 4 --model resnet --out benchmarks/results
+
+All methods train in one set of processes, each its own copy of the model, in turns whose order is shuffled in every
+round; a ratio compares turns of one round. benchmarks/README.md says how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.arguments import comma_separated, count
+from benchmarks.lab import Network, launch, why_not
+from benchmarks.quiet import pressure, refuse_if_busy
+from benchmarks.report import Environment, table, write
+
+from .cell import Cell, Measured, Round
+from .methods import all_methods, select
+from .summary import columns, readings, rows
+from .workloads import MODELS
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser, options = _parse()
+    try:
+        methods, absent = select(options.methods)
+        networks = [Network(options.hosts, rate) for rate in options.rates]
+    except ValueError as error:
+        parser.error(str(error))
+    for method, reason in absent.items():
+        _say(f"{method} is left out: {reason}")
+    hosts, workers = options.hosts, options.workers
+    if obstacle := why_not(networks[0]):
+        networks = [Network(1, isolated=False)]
+        hosts, workers = 1, hosts * workers
+        _say(f"no network namespaces here ({obstacle}): {workers} workers on loopback, at no given rate")
+    environment = Environment.here(torch.device("cpu"), options.hardware)
+    title = f"Training {options.model}, {hosts} x {workers} workers, {options.rounds} rounds"
+    found: list[dict[str, Any]] = []
+    for network in networks:
+        cell = Cell(options.model, hosts, workers, network.rate, tuple(methods), options.rounds, options.seed)
+        refuse_if_busy(options.busy_ok, hosts * workers)
+        _say(f"{cell}: {len(methods)} methods, {cell.rounds} rounds")
+        before = pressure()
+        measured = _measure(cell, network, options.timeout)
+        if measured is None:
+            return 1
+        cell_rows = rows(cell, measured, {"before": before, "after": pressure()})
+        found += cell_rows
+        print(table(str(cell), [columns(row) for row in cell_rows]))
+        print("\n".join(readings(cell_rows)), end="\n\n", flush=True)
+        if options.out:
+            shown = [{"link": row["rate"] or "no limit", **columns(row)} for row in found]
+            theme = f"training-{options.model}-{hosts}x{workers}"
+            _say(f"wrote {write(options.out, theme, title, environment, found, shown)}")
+    return 0
+
+
+def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    methods = "\n".join(f"  {name:14} {about}" for name, about in all_methods().items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training",
+        description=__doc__,
+        epilog=f"methods, beside the words all, peers, codecs and overlap:\n{methods}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained (default gpt)")
+    parser.add_argument("--hosts", type=count(), default=2, help="number of hosts (default 2)")
+    parser.add_argument("--workers", type=count(), default=1, help="workers on each host (default 1)")
+    parser.add_argument(
+        "--rates",
+        "--rate",
+        type=comma_separated(_rate),
+        default=("100mbit",),
+        help="of each host's link, comma-separated; none for no limit (default 100mbit)",
+    )
+    parser.add_argument("--methods", type=comma_separated(str), help="comma-separated (default: all)")
+    parser.add_argument("--rounds", type=count(), default=8, help="turns of each method (default 8)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and order (default 0)")
+    parser.add_argument("--out", type=Path, help="folder of result files; without it nothing is written")
+    parser.add_argument("--hardware", help="name of the machine in the file names")
+    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on; it is in the result")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one rate (default 3600)")
+    return parser, parser.parse_args()
+
+
+def _rate(text: str) -> str | None:
+    return None if text == "none" else text
+
+
+def _measure(cell: Cell, network: Network, timeout: float) -> dict[str, Measured] | None:
+    """Return what the workers have measured; None if they failed, which they have said on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        worker = [sys.executable, "-m", "benchmarks.training.worker", json.dumps(asdict(cell)), str(result)]
+        with launch(worker, network, workers=cell.workers, timeout=timeout, stdout=sys.stderr.fileno()) as process:
+            if process.wait():
+                return None
+        return {method: _measured(data) for method, data in json.loads(result.read_text()).items()}
+
+
+def _measured(data: dict[str, Any]) -> Measured:
+    plain = Measured(**data)
+    turns = tuple(Round(**turn) for turn in data["rounds"])
+    return replace(plain, rounds=turns, losses=tuple(plain.losses))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,80 @@
+"""The methods that are compared: their names, what each is, and which of them this installation has."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from benchmarks.presets import codec_presets
+from fusionlayer.registry import nearest
+
+__all__ = ["ALWAYS", "BASELINE", "COMPUTE", "NULL", "OVERLAP", "PEERS", "all_methods", "missing", "select"]
+
+COMPUTE = "alone"
+BASELINE = "ddp"
+NULL = "ddp-again"
+OVERLAP = "+overlap"
+"""Ends the name of a fusionlayer method whose communication goes on during the next forward."""
+
+ALWAYS = (COMPUTE, BASELINE, NULL)
+"""Without them nothing else can be read: the limit, what is compared with, and how much equal things differ."""
+
+PEERS = {
+    "alone": "no communication: the time that computing takes",
+    "ddp": "DistributedDataParallel with its defaults",
+    "ddp-again": "the same once more: its ratio is 1 but for noise",
+    "ddp-tuned": "DDP with the bucket size, of a few, that was fastest in a trial before",
+    "ddp-fp16": "DDP with torch's fp16_compress_hook",
+    "ddp-bf16": "DDP with torch's bf16_compress_hook",
+    "powersgd": "DDP with torch's PowerSGD hook: rank 4, warm start, error feedback, one bucket",
+    "horovod": "horovod.torch.DistributedOptimizer",
+    "horovod-fp16": "the same with Compression.fp16",
+}
+
+
+def all_methods() -> dict[str, str]:
+    """Return every method's name and what it is; of fusionlayer, one for each codec and one more with overlap."""
+    codecs = codec_presets()
+    plain = {name: f"fusionlayer with the codec {name}" for name in codecs}
+    overlapped = {name + OVERLAP: f"the same with overlap_forward ({name})" for name in codecs}
+    return {**PEERS, **plain, **overlapped}
+
+
+def missing() -> dict[str, str]:
+    """Return the methods that cannot run here, and why."""
+    if importlib.util.find_spec("horovod") is None:
+        reason = "Horovod is not installed"
+    else:
+        probe = [sys.executable, "-c", "import horovod.torch, horovod.runner.http.http_server"]
+        done = subprocess.run(probe, capture_output=True, text=True)
+        if done.returncode == 0:
+            return {}
+        reason = f"import horovod.torch fails: {(done.stderr.strip().splitlines() or ['?'])[-1]}"
+    return {name: reason for name in PEERS if name.startswith("horovod")}
+
+
+def select(words: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+    """Return the methods to run, in the order of ``all_methods``, and those asked for that cannot run, with reasons.
+
+    Args:
+        words: names; "all", "peers", "codecs" and "overlap" stand for all of a kind. None is "all".
+
+    Raises:
+        ValueError: a name that nothing has.
+    """
+    known = all_methods()
+    kinds = {
+        "all": list(known),
+        "peers": list(PEERS),
+        "codecs": codec_presets(),
+        "overlap": [name for name in known if name.endswith(OVERLAP)],
+    }
+    wanted = set(ALWAYS)
+    for word in words if words is not None else ["all"]:
+        if word not in known and word not in kinds:
+            raise ValueError(f"unknown method {word!r}; {nearest(word, [*kinds, *known])}")
+        wanted |= set(kinds.get(word, [word]))
+    absent = {name: reason for name, reason in missing().items() if name in wanted}
+    return [name for name in known if name in wanted and name not in absent], absent

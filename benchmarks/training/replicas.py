@@ -1,0 +1,238 @@
+"""One copy of the model for each method, and how each method trains it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import fusionlayer as fl
+
+from .methods import COMPUTE, OVERLAP
+from .timed_codec import Clock, timed
+from .workloads import Workload
+
+__all__ = ["Replica", "Trainee", "Turn", "digest", "make_replica"]
+
+POWERSGD_RANK = 4
+POWERSGD_START = 2
+"""Steps before PowerSGD compresses, of which warm start needs two."""
+
+ONE_BUCKET = 1000
+"""Megabytes: more than any model here. With several buckets PowerSGD's collectives come in different orders on
+different ranks, and gloo ends the process."""
+
+TRIAL_MEGABYTES = (1, 4, 16)
+TRIAL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What some consecutive steps took on this worker; seconds."""
+
+    seconds: float
+    cpu: float
+    codec: float | None
+    codec_cpu: float | None
+    losses: tuple[float, ...]
+
+
+class Replica(ABC):
+    """A method's model in training. A turn is ``prepare``, a barrier of the caller's, ``run``, a barrier, ``rest``."""
+
+    warm_up = 2
+    """Turns of one step until every step is like the next: buckets and plans are made, memory is there."""
+
+    lead = 0
+    """Steps at the beginning of a turn that are not timed."""
+
+    note = ""
+
+    @abstractmethod
+    def prepare(self, first: int, steps: int) -> None:
+        """Get the data of the steps ``first``, ``first + 1``, ... ready, those of the lead among them."""
+
+    @abstractmethod
+    def run(self) -> Turn:
+        """Do the steps."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Finish what is under way and leave cores and network to others until the next ``prepare``."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a hash of all parameters."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up threads and processes; all ranks together."""
+
+
+class Trainee(Replica):
+    """A model that is trained by this process.
+
+    Args:
+        workload: model and data.
+        model: whose forward is called: the module itself or a wrapper.
+        optimizer: of its parameters.
+        clock: of the codec.
+        note: what was chosen, in words.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        optimizer: Optimizer,
+        clock: Clock | None = None,
+        note: str = "",
+    ) -> None:
+        self._workload = workload
+        self._model = model
+        self._optimizer = optimizer
+        self._clock = clock
+        self.note = note
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    def prepare(self, first: int, steps: int) -> None:  # noqa: D102 - described in Replica
+        self._batches = [self._workload.batch(step) for step in range(first, first + steps)]
+
+    def run(self) -> Turn:  # noqa: D102 - described in Replica
+        clock = self._clock or Clock()
+        losses = [self._step(*batch) for batch in self._batches[: self.lead]]
+        codec, codec_cpu = clock.seconds, clock.cpu
+        start, cpu = time.perf_counter(), time.process_time()
+        losses += [self._step(*batch) for batch in self._batches[self.lead :]]
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return Turn(
+            seconds,
+            cpu,
+            clock.seconds - codec if self._clock else None,
+            clock.cpu - codec_cpu if self._clock else None,
+            tuple(loss.item() for loss in losses),
+        )
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self._optimizer.zero_grad()
+        loss: Tensor = self._model(inputs, targets)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def rest(self) -> None:  # noqa: D102 - described in Replica
+        self._batches = []
+
+    def digest(self) -> str:  # noqa: D102 - described in Replica
+        return digest(self._model)
+
+    def close(self) -> None:  # noqa: D102 - described in Replica
+        if callable(close := getattr(self._optimizer, "close", None)):
+            close()
+
+
+def digest(model: nn.Module) -> str:
+    """Return a hash of all parameters of ``model``."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def make_replica(method: str, workload: Workload) -> Replica:
+    """Return a new replica for ``method``; all ranks call it together."""
+    if method.startswith("horovod"):
+        from .horovod_replica import HorovodReplica
+
+        return HorovodReplica(method, workload)
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    if method == COMPUTE:
+        return Trainee(workload, model, optimizer)
+    if method == "ddp-tuned":
+        megabytes = _fastest_buckets(workload)
+        wrapper = DistributedDataParallel(model, bucket_cap_mb=megabytes)
+        return Trainee(workload, wrapper, optimizer, note=f"{method}: buckets of {megabytes} MB")
+    if method == "powersgd":
+        return PowerSGD(workload, DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET), optimizer)
+    if method.startswith("ddp"):
+        wrapper = DistributedDataParallel(model)
+        if method in _HOOKS:
+            wrapper.register_comm_hook(None, _HOOKS[method])
+        return Trainee(workload, wrapper, optimizer)
+    return _fusionlayer(method, workload, model, optimizer)
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "ddp-fp16": default_hooks.fp16_compress_hook,
+    # By its own name DDP refuses this hook unless there is a GPU; gloo does what it needs.
+    "ddp-bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
+}
+
+
+class Overlapped(Trainee):
+    """fusionlayer with ``overlap_forward``, in its steady state: each step begins with the last one still under way.
+
+    So a turn is timed from the end of one step to the end of another: as many communications as steps lie in between.
+    """
+
+    warm_up = 4
+    lead = 1
+
+    def rest(self) -> None:  # noqa: D102 - described in Replica
+        self._optimizer.synchronize()  # type: ignore[attr-defined]
+        super().rest()
+
+
+class PowerSGD(Trainee):
+    """DDP with torch's PowerSGD hook."""
+
+    warm_up = POWERSGD_START + 2
+
+    def __init__(self, workload: Workload, model: DistributedDataParallel, optimizer: Optimizer) -> None:
+        super().__init__(workload, model, optimizer)
+        state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer) -> Replica:
+    clock = Clock()
+    codec = timed(fl.codecs.get(method.removesuffix(OVERLAP)), f"{method} (timed)", clock)
+    if not method.endswith(OVERLAP):
+        optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters(), codec)
+        return Trainee(workload, model, optimizer, clock)
+    optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters(), codec, overlap_forward=model)
+    return Overlapped(workload, model, optimizer, clock)
+
+
+def _fastest_buckets(workload: Workload) -> int:
+    """Return which of ``TRIAL_MEGABYTES`` gives DDP the shortest steps, tried on replicas that are thrown away."""
+    found: dict[float, int] = {}
+    for megabytes in TRIAL_MEGABYTES:
+        model = workload.model()
+        wrapper = DistributedDataParallel(model, bucket_cap_mb=megabytes)
+        trainee = Trainee(workload, wrapper, workload.optimizer(model))
+        trainee.prepare(0, 1)
+        seconds = slowest(trainee.run().seconds)
+        steps = max(1, min(8, round(TRIAL_SECONDS / seconds)))
+        trainee.prepare(1, steps)
+        dist.barrier()
+        found[slowest(trainee.run().seconds) / steps] = megabytes
+    return found[min(found)]
+
+
+def slowest(seconds: float) -> float:
+    """Return the largest ``seconds`` of all ranks."""
+    largest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

@@ -1,0 +1,123 @@
+"""What is trained: models, their optimizers and their data, the same for every method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from examples.gpt import GPT, Config, Corpus
+
+from .resnet import ResNet
+
+__all__ = ["MODELS", "Workload", "make_workload"]
+
+
+class Workload(ABC):
+    """A model with its data; every call for the same seed, rank and step gives the same bits.
+
+    Args:
+        seed: of weights and data.
+        rank: of the worker, each of which has data of its own.
+
+    Attributes:
+        name: what ``make_workload`` calls it.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.seed = seed
+        self.rank = rank
+
+    def model(self) -> nn.Module:
+        """Return a new model, whose forward takes a batch and returns its loss."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self._model()
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of one step."""
+        number = (self.seed * 10_007 + self.rank) * 1_000_003 + step
+        return self._batch(torch.Generator().manual_seed(number))
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer for ``model``."""
+
+    @abstractmethod
+    def _model(self) -> nn.Module: ...
+
+    @abstractmethod
+    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]: ...
+
+
+class Text(Workload):
+    """A GPT on the sources of Python's standard library, two pieces of text for each worker."""
+
+    name = "gpt"
+    batch_size = 2
+    config = Config(width=384, layers=6, heads=6, context=128, tied=False)
+
+    def __init__(self, seed: int, rank: int) -> None:
+        super().__init__(seed, rank)
+        self._corpus = Corpus()
+
+    def _model(self) -> nn.Module:
+        return GPT(self.config)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self._corpus.sample(self.batch_size, self.config.context, generator)
+
+
+class SmallText(Text):
+    """The same with the GPT of the examples."""
+
+    name = "gpt-small"
+    config = Config()
+
+
+class Digits(Workload):
+    """A ResNet on scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, 32 for each worker.
+
+    Its batch normalization keeps running means. DDP broadcasts rank 0's before every forward unless told not to, and
+    that is left as it is; other methods leave each worker its own.
+    """
+
+    name = "resnet"
+    batch_size = 32
+
+    def __init__(self, seed: int, rank: int) -> None:
+        super().__init__(seed, rank)
+        try:
+            from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        except ImportError:
+            raise SystemExit("the model resnet trains on scikit-learn's digits; pip install scikit-learn") from None
+        digits = load_digits()
+        self._pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        self._labels = torch.tensor(digits.target)
+
+    def _model(self) -> nn.Module:
+        return ResNet()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(self._labels), (self.batch_size,), generator=generator)
+        return self._pictures[chosen], self._labels[chosen]
+
+
+MODELS: dict[str, type[Workload]] = {kind.name: kind for kind in (Text, SmallText, Digits)}
+
+
+def make_workload(name: str, seed: int, rank: int) -> Workload:
+    """Return the workload of the model ``name``, one of ``MODELS``."""
+    return MODELS[name](seed, rank)
