@@ -19,9 +19,14 @@ import fusionlayer as fl
 from fusionlayer.codecs._base import registry
 from fusionlayer.config import describe
 from tests.codecs.conformance import CHECKS
+from tests.examples.places import needs_namespaces
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/lab/README.md", "profiles/README.md"),
+    *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
+]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -60,7 +65,7 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks() -> None:
 
 @pytest.mark.short
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
-    hook, reduction, codec = blocks(README, "python")
+    hook, overlap, reduction, codec = blocks(README, "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -69,6 +74,16 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
     finally:
         fl.shutdown()
         dist.destroy_process_group()
+
+    def ahead(rank: int) -> None:
+        names: dict[str, Any] = {"fl": fl, "model": nn.Linear(4, 2)}
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+        exec(overlap, names)
+        names["model"](torch.ones(1, 4)).sum().backward()
+        names["optimizer"].step()
+        names["optimizer"].close()
+
+    fl.transport.local.run(ahead, 2)
 
     def reduce(rank: int) -> Tensor:
         tensor = torch.full((300,), float(rank + 1))
@@ -100,6 +115,22 @@ def test_the_commands_of_the_readme_run() -> None:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=20)
 
 
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
+@pytest.mark.timeout(240)
+def test_the_benchmarks_of_the_readme_run() -> None:
+    commands = [shlex.split(line)[1:] for line in README.splitlines() if line.startswith("python -m benchmarks")]
+    assert [words[1] for words in commands] == ["benchmarks.lab", "benchmarks.training"]
+    lab, training = commands
+    split = lab.index("--") + 1
+    assert lab[split] == "python"
+    lab[split:] = [sys.executable, *lab[split + 1 :], "--steps", "2", "--width", "32", "--layers", "1"]
+    for command, told in (lab, "replicas          identical"), ([*training, "--rounds", "1", "--busy-ok"], "of limit"):
+        out = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110)
+        assert out.returncode == 0 and told in out.stdout, out
+
+
 @pytest.mark.short
 def test_the_codec_of_the_tutorial_conforms() -> None:
     (code,) = blocks((ROOT / "docs/adding_a_codec.md").read_text(), "python")
@@ -117,7 +148,7 @@ def test_the_page_on_configuration_is_current() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
