@@ -83,9 +83,9 @@ class TestCommandLine:
     def test_life_of_a_lab(self, user: User, name: str) -> None:
         before = state_of_machine()
         assert user.lab("up", "--name", name, "--hosts", "2", "--rate", "100mbit") == (
-            *(0, f"{name}: 2 hosts, 100mbit\n", ""),
+            *(0, f"{name}: 2 hosts, 100mbit, reno\n", ""),
         )
-        assert f"{name}: 2 hosts, 100mbit; process " in user.lab("list")[1]
+        assert f"{name}: 2 hosts, 100mbit, reno; process " in user.lab("list")[1]
 
         status, output, errors = user.lab("up", "--name", name)
         assert (status, output) == (1, "")
