@@ -39,10 +39,10 @@ def commands(smoke: bool, busy_ok: bool, out: Path) -> Iterator[tuple[str, ...]]
         yield ("benchmarks.training", *SMOKE_TRAINING, *common)
         yield ("benchmarks.collective", "--smoke", *common)
     else:
-        yield ("benchmarks.codec", "--out", str(out))
-        yield ("benchmarks.collective", *common)
         for arguments in TRAINING:
             yield ("benchmarks.training", *arguments, *common)
+        yield ("benchmarks.codec", "--out", str(out))
+        yield ("benchmarks.collective", *common)
     results = sorted(str(path) for theme in ("training", "convergence") for path in out.glob(f"{theme}*.json"))
     yield ("benchmarks.plots", *results, "--out", str(out / "plots"))
 

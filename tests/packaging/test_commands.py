@@ -21,7 +21,7 @@ pytestmark = pytest.mark.short
         ("test-short", "python -m pytest -m short --steps 3"),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
-        ("bench", "python -m benchmarks.codec --steps 3"),
+        ("bench", "python -m benchmarks.suite --out benchmarks/results --steps 3"),
         ("gpu", "python3 -m pytest tests/gpu -m gpu --steps 3"),
         ("docs", "docs/config.md"),
         ("wheel", "python -m pip wheel . --no-deps -w dist"),
