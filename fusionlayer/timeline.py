@@ -1,4 +1,4 @@
-"""A record of what the communication thread does, in Chrome's trace format (chrome://tracing, Perfetto)."""
+"""A record of what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +30,11 @@ class Timeline:
         if self._file:
             atexit.register(self.close)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded."""
+        return self._file is not None
+
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[None]:
         """Record how long the body takes, and how much of the thread's own CPU time, on the calling thread's row."""
@@ -40,20 +45,27 @@ class Timeline:
         try:
             yield
         finally:
-            end, busy = time.perf_counter_ns(), time.thread_time_ns() - cpu
-            event = {
-                "name": name,
-                "ph": "X",
-                "ts": start / 1000,
-                "dur": (end - start) / 1000,
-                "tdur": busy / 1000,
-                "pid": self._rank,
-                "tid": threading.current_thread().name,
-                "args": details,
-            }
-            file = self._file
-            if file is not None:
-                file.write(json.dumps(event) + ",\n")
+            self._write(name, start, time.perf_counter_ns(), details, tdur=(time.thread_time_ns() - cpu) / 1000)
+
+    def record(self, name: str, start: int, end: int, **details: Any) -> None:
+        """Record a span that is over, on the calling thread's row; times of ``time.perf_counter_ns``."""
+        self._write(name, start, end, details)
+
+    def _write(self, name: str, start: int, end: int, details: Mapping[str, Any], **more: float) -> None:
+        file = self._file
+        if file is None:
+            return
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": start / 1000,
+            "dur": (end - start) / 1000,
+            **more,
+            "pid": self._rank,
+            "tid": threading.current_thread().name,
+            "args": details,
+        }
+        file.write(json.dumps(event) + ",\n")
 
     def close(self) -> None:
         """Complete the file, unless others write on. Twice is once."""

@@ -213,7 +213,7 @@ class Engine:
         Raises:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
-        with self._failing():
+        with self._failing(), self._timeline.span("WAIT", step=self.step - 1, bucket=index):
             self._ended[index].wait()
         del self._ended[index]
         return self._buffers[index].take()
