@@ -73,7 +73,7 @@ def toy_sparse() -> Iterator[None]:
                 return
             count, positions, values = planes
             limit = x.float().abs().nan_to_num(torch.inf).sort(descending=True).values[self.pairs(x.numel()) - 1]
-            passed = ~(x.abs() < max(float(limit), self.threshold))
+            passed = ~(x.abs() < max(float(limit), self.threshold)) & (x != 0)
             found = torch.nonzero(passed).view(-1)[: self.pairs(x.numel())]
             for plane in planes:
                 plane.zero_()
