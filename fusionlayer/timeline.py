@@ -45,13 +45,14 @@ class Timeline:
         try:
             yield
         finally:
-            self._write(name, start, time.perf_counter_ns(), details, tdur=(time.thread_time_ns() - cpu) / 1000)
+            busy = (time.thread_time_ns() - cpu) / 1000
+            self._write(name, start, time.perf_counter_ns(), threading.current_thread().name, details, tdur=busy)
 
-    def record(self, name: str, start: int, end: int, **details: Any) -> None:
-        """Record a span that is over, on the calling thread's row; times of ``time.perf_counter_ns``."""
-        self._write(name, start, end, details)
+    def record(self, name: str, start: int, end: int, *, row: str | None = None, **details: Any) -> None:
+        """Record a span that is over, on a ``row``, by default the calling thread's; times of ``perf_counter_ns``."""
+        self._write(name, start, end, row or threading.current_thread().name, details)
 
-    def _write(self, name: str, start: int, end: int, details: Mapping[str, Any], **more: float) -> None:
+    def _write(self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], **more: float) -> None:
         file = self._file
         if file is None:
             return
@@ -62,7 +63,7 @@ class Timeline:
             "dur": (end - start) / 1000,
             **more,
             "pid": self._rank,
-            "tid": threading.current_thread().name,
+            "tid": row,
             "args": details,
         }
         file.write(json.dumps(event) + ",\n")
