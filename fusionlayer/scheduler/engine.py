@@ -291,13 +291,13 @@ class Engine:
             buffer.join()
         self._codecs = [self._codec_of(bucket) for bucket in plan.buckets]
         self._buffers = [
-            self._make_buffer(bucket, codec.at_step(self.step))
-            for bucket, codec in zip(plan.buckets, self._codecs, strict=True)
+            self._make_buffer(index, bucket, codec.at_step(self.step))
+            for index, (bucket, codec) in enumerate(zip(plan.buckets, self._codecs, strict=True))
         ]
         self._bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket.names}
         self._order = SendOrder(len(self._buffers), len(self._lanes))
 
-    def _make_buffer(self, bucket: Bucket, codec: Codec) -> Buffer:
+    def _make_buffer(self, index: int, bucket: Bucket, codec: Codec) -> Buffer:
         device = self._device
         feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
         feedback = feedback and not codec.lossless
@@ -310,7 +310,7 @@ class Engine:
             slot.name: self.memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots
         }
         gather = collectives.get_gather(bucket.algorithm)
-        return AheadBuffer(*common, gather=gather, states=states, rank=self.rank, size=self.size)
+        return AheadBuffer(*common, index=index, gather=gather, states=states, rank=self.rank, size=self.size)
 
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
