@@ -97,11 +97,7 @@ class Engine:
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._codec = codec
-        if ahead is None:
-            ahead = codec.ahead if algorithm is None else algorithm in collectives.gather_names()
-        self._ahead = ahead
-        self._algorithm = algorithm or collectives.choose(codec.lossless, transport.size, ahead=ahead)
-        self._collective_of(self._algorithm, ahead)
+        self._algorithm, self._ahead = collectives.settle(algorithm, ahead, codec, transport.size)
         self._planner = planner
         self._device = device
         self.memory = memory or Memory()
@@ -142,8 +138,7 @@ class Engine:
         """
         plan.check(self._tensors.values(), self.size)
         for bucket in plan.buckets:
-            self._codec_of(bucket)
-            self._collective_of(bucket.algorithm, bucket.ahead)
+            collectives.settle(bucket.algorithm, bucket.ahead, self._codec_of(bucket), self.size)
         self._next_plan = plan
 
     @property
@@ -314,9 +309,6 @@ class Engine:
 
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
-
-    def _collective_of(self, algorithm: str, ahead: bool) -> collectives.AllReduce | collectives.Gather:
-        return collectives.get_gather(algorithm) if ahead else collectives.get(algorithm)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -353,7 +353,7 @@ def test_combinations_that_cannot_be_are_refused() -> None:
     def body(transport: Transport) -> None:
         for options, message in [
             ({"ahead": True, "algorithm": "two_shot"}, "'two_shot' sums a flat tensor.*use ahead=False.*gather"),
-            ({"ahead": False, "algorithm": "gather"}, "'gather' carries tensors.*give ahead=True.*two_shot"),
+            ({"ahead": False, "algorithm": "gather"}, "'gather' carries tensors.*use ahead=True.*two_shot"),
             ({"algorithm": "gather_vv"}, "unknown collective 'gather_vv'"),
             ({"ahead": True, "algorithm": "gather_vv"}, "did you mean 'gather_v'"),
             ({"plan": with_algorithm(plan_of("012345", world=1), "two_shot")}, "use ahead=False"),
