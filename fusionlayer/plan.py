@@ -62,6 +62,7 @@ class Bucket:
         codec: registered name of the codec.
         options: its options.
         algorithm: registered name of the collective.
+        ahead: each gradient is encoded by itself as it arrives, ahead of fusion; otherwise the flat buffer is.
     """
 
     slots: tuple[Slot, ...]
@@ -70,6 +71,7 @@ class Bucket:
     codec: str
     options: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str = "dense"
+    ahead: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,6 +95,7 @@ class FusionPlan:
         options: Mapping[str, Any],
         algorithm: str,
         align: int,
+        ahead: bool = False,
     ) -> FusionPlan:
         """Return the plan that sends each run of tensors in one bucket.
 
@@ -104,7 +107,7 @@ class FusionPlan:
             for tensor in run:
                 slots.append(Slot(tensor.name, tensor.numel, offset))
                 offset += -(-tensor.numel // align) * align
-            buckets.append(Bucket(tuple(slots), offset, run[0].dtype, codec, dict(options), algorithm))
+            buckets.append(Bucket(tuple(slots), offset, run[0].dtype, codec, dict(options), algorithm, ahead))
         return cls(tuple(buckets), world_size)
 
     def check(self, tensors: Iterable[TensorInfo], world_size: int) -> None:
@@ -168,6 +171,7 @@ _KINDS: dict[str, type] = {
     **dict.fromkeys(("name", "dtype", "codec", "algorithm"), str),
     **dict.fromkeys(("buckets", "slots"), list),
     "options": dict,
+    "ahead": bool,
 }
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..scheduler import planners
-from ..scheduler.cost_model import parse_rate
 from ..scheduler.profile import Profile
 from ..scheduler.projection import BASELINE, Band, Method, Scenario, break_even, project, projected_band
 from ..scheduler.simulation import ALGORITHMS, Step
@@ -59,7 +58,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the projection that ``options`` ask for."""
     profile = Profile.from_yaml(options.profile)
-    rate = options.rate or max(profile.links, key=parse_rate)
+    rate = options.rate or profile.fastest_rate
     scenario = Scenario(rate, options.per_host, options.cores, options.latency, curves=options.curves)
     workers = [count for count in options.workers if count % options.per_host == 0]
     if not workers:

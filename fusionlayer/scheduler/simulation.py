@@ -181,6 +181,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "ring": _ring,
     "tree": _tree,
     "one_shot": _one_shot,
+    "gather": _one_shot,  # of messages that were encoded ahead
     "two_shot": _two_shot,
     "two_level": _two_level,
 }
