@@ -27,7 +27,12 @@ class Config:
     codec: str = _setting("codec of gradients: a name of `fusionlayer.codecs.names()`", "raw")
     codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
     algorithm: str | None = _setting(
-        "collective: a name of `fusionlayer.collectives.names()`; null chooses by codec and number of ranks", None
+        "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null chooses by "
+        "codec and number of ranks",
+        None,
+    )
+    ahead: bool | None = _setting(
+        "encode each gradient by itself as it arrives, ahead of fusion; null: as algorithm and codec want it", None
     )
     planner: str = _setting(
         "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "tapered"
@@ -54,6 +59,7 @@ class Config:
             "codec": str,
             "codec_options": Mapping,
             "algorithm": (str, type(None)),
+            "ahead": (bool, type(None)),
             "planner": str,
             "planner_options": Mapping,
             "error_feedback": (bool, type(None)),

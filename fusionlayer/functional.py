@@ -340,6 +340,7 @@ def broadcast_object(obj: T, root_rank: int = 0, group: Group = None) -> T:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, group: Group = None) -> None:
     """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
 
+    Of a ``DistributedOptimizer`` its step, too: seeds and schedules of codecs depend on it.
     What error feedback holds stays as it is: it belongs to each rank. Call it before the first step or after loading a
     checkpoint on the root.
 
@@ -348,7 +349,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """
     buffer = io.BytesIO()
     if context.transport(group).rank == root_rank:
-        state = {key: value for key, value in optimizer.state_dict().items() if key != "fusionlayer"}
+        state = optimizer.state_dict()
+        if "fusionlayer" in state:
+            state["fusionlayer"] = {"step": state["fusionlayer"]["step"]}
         torch.save(state, buffer)
     data = broadcast_bytes(buffer.getvalue(), root_rank, group)
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -40,20 +40,19 @@ class Timeline:
         try:
             yield
         finally:
-            end, busy = time.perf_counter_ns(), time.thread_time_ns() - cpu
-            event = {
-                "name": name,
-                "ph": "X",
-                "ts": start / 1000,
-                "dur": (end - start) / 1000,
-                "tdur": busy / 1000,
-                "pid": self._rank,
-                "tid": threading.current_thread().name,
-                "args": details,
-            }
-            file = self._file
-            if file is not None:
-                file.write(json.dumps(event) + ",\n")
+            busy = time.thread_time_ns() - cpu
+            self._write(name, start, threading.current_thread().name, {"tdur": busy / 1000, "args": details})
+
+    def since(self, start: int, name: str, row: str, **details: Any) -> None:
+        """Record on a ``row`` of its own what has lasted from ``start`` (``time.perf_counter_ns()``) until now."""
+        self._write(name, start, row, {"args": details})
+
+    def _write(self, name: str, start: int, row: str, more: dict[str, Any]) -> None:
+        file = self._file
+        if file is not None:
+            duration = (time.perf_counter_ns() - start) / 1000
+            event = {"name": name, "ph": "X", "ts": start / 1000, "dur": duration, "pid": self._rank, "tid": row}
+            file.write(json.dumps({**event, **more}) + ",\n")
 
     def close(self) -> None:
         """Complete the file, unless others write on. Twice is once."""

@@ -42,6 +42,7 @@ WRONG = {
     "codec": "[raw]",
     "codec_options": "4",
     "algorithm": "true",
+    "ahead": "1",
     "planner": "null",
     "planner_options": "[1]",
     "error_feedback": "1",

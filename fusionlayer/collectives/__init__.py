@@ -1,15 +1,49 @@
 """Collectives: how messages travel. ``get`` and ``names`` are the way to them."""
 
-from ._base import AllReduce, collective, registry
+from ..errors import ConfigError
+from ._base import AllReduce, Gather, Message, collective, gather_collective, gathers, registry
 
-__all__ = ["AllReduce", "choose", "collective", "get", "names"]
+__all__ = [
+    "AllReduce",
+    "Gather",
+    "Message",
+    "choose",
+    "collective",
+    "gather_collective",
+    "gather_names",
+    "get",
+    "get_gather",
+    "names",
+]
 
-get = registry.get
 names = registry.names
+gather_names = gathers.names
 
 
-def choose(lossless: bool, size: int) -> str:
+def get(name: str) -> AllReduce:
+    """Return the collective of flat tensors called ``name``; ``ConfigError`` if it is none."""
+    if name in gathers.names():
+        raise ConfigError(
+            f"algorithm {name!r} carries tensors that were encoded ahead of fusion, one by one, and cannot sum a flat "
+            f"tensor; use ahead=True, or choose one of: {', '.join(names())}"
+        )
+    return registry.get(name)
+
+
+def get_gather(name: str) -> Gather:
+    """Return the collective of messages called ``name``; ``ConfigError`` if it is none."""
+    if name in registry.names():
+        raise ConfigError(
+            f"algorithm {name!r} sums a flat tensor and cannot carry tensors that were encoded ahead of fusion; use "
+            f"ahead=False, or choose one of: {', '.join(gather_names())}"
+        )
+    return gathers.get(name)
+
+
+def choose(lossless: bool, size: int, *, ahead: bool = False) -> str:
     """Return the name of the collective for a codec and a number of ranks when nobody has chosen one."""
+    if ahead:
+        return "gather"
     if lossless:
         return "dense"
     return "one_shot" if size <= 2 else "two_shot"

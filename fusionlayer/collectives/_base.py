@@ -1,21 +1,23 @@
-"""What a collective is: a function that replaces a flat tensor by its sum over ranks."""
+"""What collectives are: all-reduces of a flat tensor, and gathers of messages that were encoded before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..codecs import Codec
 from ..registry import Registry
 from ..transport import Transport
 
-__all__ = ["AllReduce", "collective", "registry", "split_evenly"]
+__all__ = ["AllReduce", "Gather", "Message", "collective", "gather_collective", "gathers", "registry", "split_evenly"]
 
 
 class AllReduce(Protocol):
-    """The signature of a collective."""
+    """The signature of a collective of a flat tensor."""
 
     def __call__(
         self, x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None
@@ -31,14 +33,54 @@ class AllReduce(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Message:
+    """Where a tensor's message lies in a payload: bytes ``start`` to ``stop``, of ``numel`` elements of ``dtype``."""
+
+    numel: int
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+class Gather(Protocol):
+    """The signature of a collective of messages."""
+
+    def __call__(
+        self, payload: Tensor, every: Tensor, messages: Sequence[Message], codec: Codec, transport: Transport
+    ) -> None:
+        """Fill row r of ``every`` (size, nbytes) with the messages of rank r's ``payload`` (nbytes,), both uint8.
+
+        What lies between messages is not part of them and need not travel.
+
+        Args:
+            payload: this rank's messages.
+            every: where those of all ranks go, in rank order.
+            messages: the places of the messages, the same on all ranks.
+            codec: that made them.
+            transport: the ranks; only the calling thread uses it.
+        """
+
+
 registry: Registry[AllReduce] = Registry("collective", __package__)
+gathers: Registry[Gather] = Registry("gathering collective", __package__)
 
 
 def collective(name: str) -> Callable[[AllReduce], AllReduce]:
-    """Register a function as the collective ``name``."""
+    """Register a function as the collective ``name`` of a flat tensor."""
 
     def register(function: AllReduce) -> AllReduce:
         registry.add(name, lambda: function)
+        return function
+
+    return register
+
+
+def gather_collective(name: str) -> Callable[[Gather], Gather]:
+    """Register a function as the collective ``name`` of messages."""
+
+    def register(function: Gather) -> Gather:
+        gathers.add(name, lambda: function)
         return function
 
     return register

@@ -100,12 +100,14 @@ class CommHook:
         self._residuals: dict[tuple[Slot, ...], Tensor | None] = {}
         self._jobs: list[Job] = []
         self._sent = 0
+        self._step = 0
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the reduction of one bucket; the future holds its average."""
         flat = bucket.buffer()
         index, number, layout = bucket.index(), self._sent, self._layout(bucket)
+        codec = self._codec.at_step(self._step)
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
         arrival = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         if not self._jobs:
@@ -114,13 +116,14 @@ class CommHook:
             queue = Variable._execution_engine.queue_callback
             queue(lambda: queue(self._finish))
         self._sent += 1
+        self._step += bucket.is_last()
 
         def reduce() -> None:
             with self._on_stream(flat, arrival), located(number, index, layout, self._transport), torch.no_grad():
                 residual = self._residual(layout, flat)
-                with self._timeline.span("ALLREDUCE", bucket=index, codec=str(self._codec)):
+                with self._timeline.span("ALLREDUCE", bucket=index, codec=str(codec)):
                     flat.mul_(1 / self._transport.size)
-                    self._all_reduce(flat, self._codec, self._transport, seed=derive_seed(number), residual=residual)
+                    self._all_reduce(flat, codec, self._transport, seed=derive_seed(number), residual=residual)
                 future.set_result(flat)
 
         try:
@@ -131,13 +134,13 @@ class CommHook:
         return future
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's error feedback by parameter name, and the number of buckets sent."""
-        return {"sent": self._sent, "residuals": self._memory.state_dict()}
+        """Return this rank's error feedback by parameter name, and the numbers of buckets sent and of steps."""
+        return {"sent": self._sent, "step": self._step, **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` of the same rank returned."""
-        self._sent = state["sent"]
-        self._memory.load_state_dict(state["residuals"])
+        self._sent, self._step = state["sent"], state.get("step", 0)
+        self._memory.load_state_dict(state)
 
     def close(self) -> None:
         """End the thread and give the transport up; backward fails from then on."""

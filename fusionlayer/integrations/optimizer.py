@@ -46,6 +46,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     overlap_forward: nn.Module | None = None,
+    ahead: bool | None = None,
     group: Group = None,
     **codec_options: Any,
 ) -> Optimizer:
@@ -80,6 +81,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             at parameters other than by ``state_dict()``; after ``step`` gradients are gone. Parameters are used in
             the forward of the module that has them, and the optimizer is one of torch's that treats each parameter by
             itself.
+        ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None: as
+            ``algorithm`` needs it, or without one as is best for the codec: ahead for those that sparsify.
         group: process group or transport to reduce over; None means all ranks.
         codec_options: options of a codec given by name.
 
@@ -120,6 +123,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             transport.duplicate(),
             codec=chosen.bare,
             algorithm=algorithm if algorithm is not None else settings.algorithm,
+            ahead=ahead if ahead is not None else settings.ahead,
             planner=_make_planner(planner),
             plan=FusionPlan.from_yaml(plan) if isinstance(plan, (str, Path)) else plan,
             device=device,
@@ -348,17 +352,20 @@ class _Distributed(Optimizer):
         raise UsageError("add_param_group() after DistributedOptimizer(); add the group before wrapping the optimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state and, under "fusionlayer", this rank's step number and error feedback."""
+        """Return the optimizer's state and, under "fusionlayer", this rank's step, error feedback and codecs' state."""
         self._fl_flush()
         state = super().state_dict()
         engine = self._fl_engine
         if engine is not None:
             place = {"rank": engine.rank, "size": engine.size, "step": engine.step}
-            state["fusionlayer"] = {**place, "residuals": engine.memory.state_dict()}
+            state["fusionlayer"] = {**place, **engine.memory.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned; error feedback only if it is this rank's, of as many ranks."""
+        """Take over what ``state_dict`` returned; error feedback only if it is this rank's, of as many ranks.
+
+        From a state that was broadcast, only the step.
+        """
         state = dict(state_dict)
         saved = state.pop("fusionlayer", None)
         self._fl_flush()
@@ -366,8 +373,9 @@ class _Distributed(Optimizer):
         engine = self._fl_engine
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
         if engine is not None and saved is not None:
-            mine = (saved["rank"], saved["size"]) == (engine.rank, engine.size)
-            engine.memory.load_state_dict(saved["residuals"] if mine else {})
+            if "rank" in saved:
+                mine = (saved["rank"], saved["size"]) == (engine.rank, engine.size)
+                engine.memory.load_state_dict(saved if mine else {})
             engine.step = saved["step"]
 
     def close(self) -> None:

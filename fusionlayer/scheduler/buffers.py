@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -11,22 +13,21 @@ from ..plan import Bucket
 from ..timeline import Timeline
 from ..transport import Transport
 
-__all__ = ["FlatBuffer"]
+__all__ = ["Buffer", "FlatBuffer"]
 
 
-class FlatBuffer:
-    """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
+class Buffer(ABC):
+    """Holds the gradients of a bucket from their arrival until their results are taken.
 
     Hooks call ``put``; the communication thread calls ``run``; who waits for the results calls ``take``.
 
     Args:
         bucket: what belongs into the buffer, and where.
-        codec: the bucket's codec.
-        all_reduce: the bucket's collective.
-        residual: (bucket.numel,) f32 error feedback, or None.
+        codec: what the bucket's codec is in these steps.
         prescale: factor on every gradient before the sum.
         postscale: factor on the sum.
         device: of the gradients.
+        timeline: record of what the buffer does.
         in_place: results replace the gradients; otherwise those are left as they are and let go of.
     """
 
@@ -34,23 +35,19 @@ class FlatBuffer:
         self,
         bucket: Bucket,
         codec: Codec,
-        all_reduce: AllReduce,
-        residual: Tensor | None,
         prescale: float,
         postscale: float,
         device: torch.device,
+        timeline: Timeline,
         in_place: bool = True,
     ) -> None:
         self.bucket = bucket
-        self._codec = codec
-        self._all_reduce = all_reduce
-        self._residual = residual
+        self.codec = codec
         self._prescale = prescale
         self._postscale = postscale
+        self._device = device
+        self._timeline = timeline
         self._in_place = in_place
-        self._flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
-        self._slots = {slot.name: self._flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
-        self._gaps = [gap for x in (self._flat, residual) if x is not None for gap in _gaps(bucket, x)]
         self._gradients: dict[str, Tensor] = {}
         self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._results: dict[str, Tensor] = {}
@@ -59,51 +56,92 @@ class FlatBuffer:
     @property
     def full(self) -> bool:
         """Whether every gradient of the bucket has been put."""
-        return len(self._gradients) == len(self._slots)
+        return len(self._gradients) == len(self.bucket.slots)
 
-    def put(self, name: str, gradient: Tensor) -> None:
-        """Take note of a gradient (any shape of the slot's size), which ``run`` will read."""
+    def put(self, name: str, gradient: Tensor, step: int) -> None:
+        """Take a gradient (any shape of the slot's size) of a step; only after the last step's results were taken."""
         self._gradients[name] = gradient.detach()
         if gradient.is_cuda:
             stream = torch.cuda.current_stream(gradient.device)
             self._arrivals[stream] = stream.record_event()
 
-    def run(self, transport: Transport, timeline: Timeline, seed: int) -> None:
+    def run(self, transport: Transport, seed: int) -> None:
         """Sum what was put over ranks, scaled; let go of it and be empty again."""
         for arrival in self._arrivals.values():
             torch.cuda.current_stream().wait_event(arrival)
-        gradients = list(self._gradients.values())
-        slots = [self._slots[name].view(gradient.shape) for name, gradient in self._gradients.items()]
-        with timeline.span("MEMCPY_IN_FUSION_BUFFER"):
-            if self._prescale == 1:
-                torch._foreach_copy_(slots, gradients)
-            else:
-                for slot, gradient in zip(slots, gradients, strict=True):
-                    torch.mul(gradient, self._prescale, out=slot)
-            if self._gaps:
-                torch._foreach_zero_(self._gaps)
-        with timeline.span(self.bucket.algorithm.upper(), codec=str(self._codec), elements=self.bucket.numel):
-            self._all_reduce(self._flat, self._codec, transport, seed=seed, residual=self._residual)
-        with timeline.span("MEMCPY_OUT_FUSION_BUFFER"):
-            if self._postscale != 1:
-                self._flat.mul_(self._postscale)
-            if self._in_place:
-                torch._foreach_copy_(gradients, slots)
-        if self._flat.is_cuda:
+        self._results = self._reduce(self._gradients, transport, seed)
+        if self._arrivals:
             stream = torch.cuda.current_stream()
-            for gradient in gradients:
+            for gradient in self._gradients.values():
                 gradient.record_stream(stream)
             self._done = stream.record_event()
-        self._results = dict(zip(self._gradients, gradients if self._in_place else slots, strict=True))
         self._gradients.clear()
         self._arrivals.clear()
 
     def take(self) -> dict[str, Tensor]:
         """Return the results of the last ``run`` by name, to be used on the current stream."""
-        if self._done is not None:
-            torch.cuda.current_stream(self._flat.device).wait_event(self._done)
+        self.join()
         results, self._results = self._results, {}
         return results
+
+    def join(self) -> None:
+        """Let the current stream wait for the last ``run``, which has returned."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    @abstractmethod
+    def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
+        """Return the sum of each of the ``gradients`` over ranks, in its shape."""
+
+
+class FlatBuffer(Buffer):
+    """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
+
+    Args:
+        bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
+        all_reduce: the bucket's collective.
+        residual: (bucket.numel,) f32 error feedback, or None.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        codec: Codec,
+        prescale: float,
+        postscale: float,
+        device: torch.device,
+        timeline: Timeline,
+        in_place: bool = True,
+        *,
+        all_reduce: AllReduce,
+        residual: Tensor | None,
+    ) -> None:
+        super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
+        self._all_reduce = all_reduce
+        self._residual = residual
+        self._flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
+        self._slots = {slot.name: self._flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
+        self._gaps = [gap for x in (self._flat, residual) if x is not None for gap in _gaps(bucket, x)]
+
+    def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
+        given = list(gradients.values())
+        slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
+        with self._timeline.span("MEMCPY_IN_FUSION_BUFFER"):
+            if self._prescale == 1:
+                torch._foreach_copy_(slots, given)
+            else:
+                for slot, gradient in zip(slots, given, strict=True):
+                    torch.mul(gradient, self._prescale, out=slot)
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
+        with self._timeline.span(self.bucket.algorithm.upper(), codec=str(self.codec), elements=self.bucket.numel):
+            self._all_reduce(self._flat, self.codec, transport, seed=seed, residual=self._residual)
+        with self._timeline.span("MEMCPY_OUT_FUSION_BUFFER"):
+            if self._postscale != 1:
+                self._flat.mul_(self._postscale)
+            if self._in_place:
+                torch._foreach_copy_(given, slots)
+        return dict(zip(gradients, given if self._in_place else slots, strict=True))
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:

@@ -21,7 +21,8 @@ from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
 from ..wire import WIRE_VERSION
-from .buffers import FlatBuffer
+from .ahead import AheadBuffer
+from .buffers import Buffer, FlatBuffer
 from .failure import located
 from .lane import Lane
 from .memory import Memory
@@ -55,8 +56,10 @@ class Engine:
         transport: used by the engine's threads alone from now on, and closed with the engine.
         codec: for the plan that is made here; a given plan names its own.
         algorithm: collective for that plan; None chooses.
+        ahead: encode each tensor by itself as it arrives, ahead of fusion, in that plan; None: if ``algorithm`` is one
+            for that, or without one if the codec is.
         planner: makes that plan.
-        plan: fixed plan; ``codec``, ``algorithm`` and ``planner`` are not used then.
+        plan: fixed plan; ``codec``, ``algorithm``, ``ahead`` and ``planner`` are not used then.
         device: of all gradients.
         memory: where error feedback is kept; a new one by default.
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
@@ -81,6 +84,7 @@ class Engine:
         planner: Planner,
         device: torch.device,
         algorithm: str | None = None,
+        ahead: bool | None = None,
         plan: FusionPlan | None = None,
         memory: Memory | None = None,
         error_feedback: bool | None = None,
@@ -93,8 +97,11 @@ class Engine:
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._codec = codec
-        self._algorithm = algorithm or collectives.choose(codec.lossless, transport.size)
-        collectives.get(self._algorithm)
+        if ahead is None:
+            ahead = codec.ahead if algorithm is None else algorithm in collectives.gather_names()
+        self._ahead = ahead
+        self._algorithm = algorithm or collectives.choose(codec.lossless, transport.size, ahead=ahead)
+        self._collective_of(self._algorithm, ahead)
         self._planner = planner
         self._device = device
         self.memory = memory or Memory()
@@ -103,27 +110,41 @@ class Engine:
         self._checksum = checksum
         self._timeline = timeline or Timeline(None, transport.rank)
         self._overlap_forward = overlap_forward
-        if plan is not None:
-            plan.check(tensors, transport.size)
-            for bucket in plan.buckets:
-                self._codec_of(bucket)
-                collectives.get(bucket.algorithm)
-        self.plan = plan
         self.rank = transport.rank
         self.size = transport.size
         self.step = 0
-        self._buffers: list[FlatBuffer] = []
+        self.plan: FusionPlan | None = None
+        self._next_plan: FusionPlan | None = None
+        if plan is not None:
+            self.switch(plan)
+            self.plan = plan
+        self._codecs: list[Codec] = []
+        self._buffers: list[Buffer] = []
         self._bucket_of: dict[str, int] = {}
         self._order = SendOrder(0, lanes)
         self._arrived: dict[str, Tensor] = {}
         self._jobs: dict[int, Job] = {}
-        self._ended: dict[int, Job] = {}
+        self._ended: dict[int, tuple[Job, Buffer]] = {}
+        self._ended_bucket_of: dict[str, int] = {}
         self._lock = threading.Lock()
         transport.check_agreement("the number of lanes", lanes.to_bytes(2, "little"))
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
-        self._agreement: Job | None = None
         self.failure: BaseException | None = None
+
+    def switch(self, plan: FusionPlan) -> None:
+        """Adopt another plan when the next step begins; all ranks call it between the same two steps.
+
+        What error feedback holds goes along with the tensors. Before the first payload the ranks compare the plans.
+
+        Raises:
+            ConfigError: the plan is not for these tensors and ranks, or names what there is not.
+        """
+        plan.check(self._tensors.values(), self.size)
+        for bucket in plan.buckets:
+            self._codec_of(bucket)
+            self._collective_of(bucket.algorithm, bucket.ahead)
+        self._next_plan = plan
 
     @property
     def pending(self) -> frozenset[str]:
@@ -136,12 +157,12 @@ class Engine:
         return frozenset(self._ended)
 
     def bucket_of(self, name: str) -> int:
-        """Return the index of the bucket in which a tensor travels; known from the end of the first step on."""
-        return self._bucket_of[name]
+        """Return the index of the bucket in which a tensor has travelled in the step that has ended."""
+        return self._ended_bucket_of[name]
 
     def awaits(self, name: str) -> bool:
         """Return whether the last step's result of a tensor has not been taken yet."""
-        return self._bucket_of.get(name) in self._ended
+        return self._ended_bucket_of.get(name) in self._ended
 
     def submit(self, name: str, gradient: Tensor) -> None:
         """Take a gradient; its scaled sum over ranks replaces it, or with ``overlap_forward`` waits for ``take``.
@@ -164,11 +185,10 @@ class Engine:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
             if self.awaits(name):
                 raise UsageError(f"gradient {name!r} was submitted before its result of the last step was taken")
-            self._arrived[name] = gradient
             try:
-                if self._agreement is None and self.plan is not None:
-                    self._agree_first(self._agree)
-                    self._make_buffers(self.plan)
+                if not self._arrived:
+                    self._begin_step()
+                self._arrived[name] = gradient
                 if self._buffers:
                     self._put(name, gradient)
                     self._launch()
@@ -191,7 +211,7 @@ class Engine:
             )
         with self._failing():
             if self.plan is None:
-                self._agree_first(self._agree_and_plan).wait()
+                self._agree_first(partial(self._agree_and_plan, self.step)).wait()
                 assert self.plan is not None
                 self._make_buffers(self.plan)
                 for name, gradient in self._arrived.items():
@@ -201,7 +221,9 @@ class Engine:
                 self._lanes[0].put(self._order.agree).wait()
             self._order.end_step()
         self._arrived.clear()
-        self._ended, self._jobs = self._jobs, {}
+        self._ended = {index: (job, self._buffers[index]) for index, job in self._jobs.items()}
+        self._ended_bucket_of = self._bucket_of
+        self._jobs = {}
         self.step += 1
 
     def take(self, index: int) -> dict[str, Tensor]:
@@ -214,9 +236,10 @@ class Engine:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
         with self._failing():
-            self._ended[index].wait()
+            job, buffer = self._ended[index]
+            job.wait()
         del self._ended[index]
-        return self._buffers[index].take()
+        return buffer.take()
 
     def synchronize(self) -> None:
         """End the step and wait until every gradient holds its result.
@@ -235,7 +258,7 @@ class Engine:
 
         Twice is once.
         """
-        for job in self._ended.values():
+        for job, _ in self._ended.values():
             with suppress(Exception):
                 job.wait()
         for lane in self._lanes:
@@ -244,29 +267,56 @@ class Engine:
 
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 
+    def _begin_step(self) -> None:
+        """Adopt a plan that is due and what the codecs are in this step."""
+        if self._next_plan is not None:
+            self.plan, self._next_plan = self._next_plan, None
+            self._agree_first(partial(self._agree, self.step, self.plan))
+            self._make_buffers(self.plan)
+        elif any(codec.at_step(self.step) != b.codec for codec, b in zip(self._codecs, self._buffers, strict=True)):
+            assert self.plan is not None
+            self._make_buffers(self.plan)
+
     def _agree_first(self, work: Callable[[Transport], None]) -> Job:
-        """Queue ``work`` before everything else; no lane sends anything until it is done."""
+        """Queue ``work``; no lane sends anything that comes after it until it is done."""
         first, *others = self._lanes
         agreement = first.put(work)
         for lane in others:
             lane.put(lambda _: agreement.wait())
-        self._agreement = agreement
         return agreement
 
     def _make_buffers(self, plan: FusionPlan) -> None:
-        for index, bucket in enumerate(plan.buckets):
-            codec = self._codec_of(bucket)
-            all_reduce = collectives.get(bucket.algorithm)
-            feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
-            residual = self.memory.flat(bucket, self._device) if feedback and not codec.lossless else None
-            before, after = self._scaling.before, self._scaling.after
-            in_place = not self._overlap_forward
-            self._buffers.append(FlatBuffer(bucket, codec, all_reduce, residual, before, after, self._device, in_place))
-            self._bucket_of.update(dict.fromkeys(bucket.names, index))
+        for job, buffer in self._ended.values():  # they must be done with the memory, though not with their results
+            job.wait()
+            buffer.join()
+        self._codecs = [self._codec_of(bucket) for bucket in plan.buckets]
+        self._buffers = [
+            self._make_buffer(bucket, codec.at_step(self.step))
+            for bucket, codec in zip(plan.buckets, self._codecs, strict=True)
+        ]
+        self._bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket.names}
         self._order = SendOrder(len(self._buffers), len(self._lanes))
+
+    def _make_buffer(self, bucket: Bucket, codec: Codec) -> Buffer:
+        device = self._device
+        feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
+        feedback = feedback and not codec.lossless
+        scaling, in_place = self._scaling, not self._overlap_forward
+        common = (bucket, codec, scaling.before, scaling.after, device, self._timeline, in_place)
+        if not bucket.ahead:
+            residual = self.memory.flat(bucket, device) if feedback else None
+            return FlatBuffer(*common, all_reduce=collectives.get(bucket.algorithm), residual=residual)
+        states = {
+            slot.name: self.memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots
+        }
+        gather = collectives.get_gather(bucket.algorithm)
+        return AheadBuffer(*common, gather=gather, states=states, rank=self.rank, size=self.size)
 
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
+
+    def _collective_of(self, algorithm: str, ahead: bool) -> collectives.AllReduce | collectives.Gather:
+        return collectives.get_gather(algorithm) if ahead else collectives.get(algorithm)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -285,7 +335,7 @@ class Engine:
 
     def _put(self, name: str, gradient: Tensor) -> None:
         index = self._bucket_of[name]
-        self._buffers[index].put(name, gradient)
+        self._buffers[index].put(name, gradient, self.step)
         if self._buffers[index].full:
             self._order.note_complete(index)
 
@@ -294,21 +344,22 @@ class Engine:
         while len(self._jobs) < len(order) and self._buffers[order[len(self._jobs)]].full:
             lane = self._lanes[len(self._jobs) % len(self._lanes)]
             index = order[len(self._jobs)]
-            self._jobs[index] = lane.put(partial(self._run, index, self.step))
+            work = partial(self._run, index, self._buffers[index], self.step, time.perf_counter_ns())
+            self._jobs[index] = lane.put(work)
 
     # ---- on the communication threads -------------------------------------------------------------------------------
 
-    def _run(self, index: int, step: int, transport: Transport) -> None:
-        buffer = self._buffers[index]
+    def _run(self, index: int, buffer: Buffer, step: int, ready: int, transport: Transport) -> None:
+        self._timeline.since(ready, "WAIT", f"bucket {index}", step=step, bucket=index)
         start = time.perf_counter()
         with (
             located(step, index, buffer.bucket, transport),
             self._timeline.span("ALLREDUCE", step=step, bucket=index),
         ):
-            buffer.run(transport, self._timeline, derive_seed(step, index))
+            buffer.run(transport, derive_seed(step, index))
         self._order.note_sent(index, time.perf_counter() - start)
 
-    def _agree(self, transport: Transport) -> None:
+    def _agree(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
         """Compare with the other ranks what this engine is about to do."""
         names = sorted(self._tensors)
         parts = [repr(self._tensors[name]) for name in names]
@@ -318,26 +369,27 @@ class Engine:
             f"checksum {self._checksum}",
             f"feedback {self._error_feedback}",
             f"overlap {self._overlap_forward}",
+            f"step {step}",
         ]
-        if self.plan is not None:
-            parts.append(self.plan.digest().hex())
+        if plan is not None:
+            parts.append(plan.digest().hex())
         else:
-            parts += [str(self._codec), self._algorithm, str(self._planner)]
+            parts += [str(self._codec), self._algorithm, f"ahead {self._ahead}", str(self._planner)]
         digest = hashlib.sha256("\n".join(parts).encode()).digest()
         with self._timeline.span("NEGOTIATE_ALLREDUCE"):
             transport.check_agreement("the fusion plan (model, codec, options)", digest)
 
-    def _agree_and_plan(self, transport: Transport) -> None:
+    def _agree_and_plan(self, step: int, transport: Transport) -> None:
         """Compare, take rank 0's order of arrival, plan with it, and compare the plans."""
-        self._agree(transport)
+        self._agree(step, None, transport)
         names = sorted(self._tensors)
         position = {name: i for i, name in enumerate(names)}
         order = torch.tensor([position[name] for name in self._arrived])
         transport.broadcast(order, 0)
         runs = self._planner([self._tensors[names[i]] for i in order.tolist()])
         codec = self._codec
-        align = min(max(codec.block, 1), SLOT_ALIGNMENT)
-        plan = FusionPlan.build(runs, transport.size, codec.name, codec.options, self._algorithm, align)
+        align = 1 if self._ahead else min(max(codec.block, 1), SLOT_ALIGNMENT)
+        plan = FusionPlan.build(runs, transport.size, codec.name, codec.options, self._algorithm, align, self._ahead)
         plan.check(self._tensors.values(), transport.size)
         transport.check_agreement("the fusion plan that was made", plan.digest())
         self.plan = plan

@@ -1,50 +1,106 @@
-"""Error feedback: what codecs lost of each parameter's gradient, to be sent with the next one."""
+"""What is kept of each parameter's gradient between steps: above all what codecs lost, to be sent with the next one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..codecs import TensorState
+from ..errors import ConfigError
 from ..plan import Bucket
 
 __all__ = ["Memory"]
 
 
 class Memory:
-    """One f32 residual for each parameter, keyed by its name, never by its bucket: plans may change.
+    """One state for each parameter, keyed by its name, never by its bucket: plans may change.
 
     For any sequence of steps, what was sent plus the residuals of all ranks is what was given, up to f32 rounding.
     """
 
     def __init__(self) -> None:
-        self._residuals: dict[str, Tensor] = {}
+        self._states: dict[str, TensorState] = {}
+
+    def state(self, name: str, numel: int, device: torch.device, *, feedback: bool = True) -> TensorState:
+        """Return the state of a tensor that is encoded by itself, with a residual (numel,) f32 of its own.
+
+        What the name had before is carried over. Without ``feedback`` the state has no residual.
+
+        Raises:
+            ConfigError: the residual that was loaded for this name is of a tensor of another size.
+        """
+        state = self._known(name, numel)
+        state.tensors.update({key: kept.to(device) for key, kept in state.tensors.items()})
+        if not feedback:
+            return replace(state, residual=None)
+        if state.residual is None:
+            state.residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        else:
+            shared = state.residual.untyped_storage().nbytes() > state.residual.nbytes  # a flat residual would live on
+            state.residual = state.residual.to(device, copy=shared)
+        return state
 
     def flat(self, bucket: Bucket, device: torch.device) -> Tensor:
         """Return the residual of a whole bucket, (numel,) f32, and let its names refer into it from now on.
 
         Residuals that the names had before are carried over.
+
+        Raises:
+            ConfigError: the residual that was loaded for a name is of a tensor of another size.
         """
         flat = torch.zeros(bucket.numel, dtype=torch.float32, device=device)
         for slot in bucket.slots:
+            state = self._known(slot.name, slot.numel)
             view = flat[slot.offset : slot.offset + slot.numel]
-            if slot.name in self._residuals:
-                view.copy_(self._residuals[slot.name])
-            self._residuals[slot.name] = view
+            if state.residual is not None:
+                view.copy_(state.residual)
+            state.residual = view
         return flat
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of every residual, (numel,) f32 each, by parameter name."""
-        return {name: residual.clone() for name, residual in self._residuals.items()}
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return copies by parameter name: "residuals", (numel,) f32, and the codecs' "tensors" and "numbers"."""
+        states = self._states.items()
+        return {
+            "residuals": {name: state.residual.clone() for name, state in states if state.residual is not None},
+            "tensors": {
+                name: {key: kept.clone() for key, kept in state.tensors.items()}
+                for name, state in states
+                if state.tensors
+            },
+            "numbers": {name: dict(state.numbers) for name, state in states if state.numbers},
+        }
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over residuals that ``state_dict`` returned; parameters it does not name start from zero."""
-        for name, residual in self._residuals.items():
-            if name not in state:
-                residual.zero_()
-        for name, saved in state.items():
-            if name in self._residuals:
-                self._residuals[name].copy_(saved.reshape(-1))
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; parameters it does not name start anew, other keys are ignored."""
+        residuals, tensors, numbers = (saved.get(key, {}) for key in ("residuals", "tensors", "numbers"))
+        for name in self._states.keys() | residuals.keys() | tensors.keys() | numbers.keys():
+            state = self._states.setdefault(name, TensorState())
+            # In place: buffers refer to them.
+            state.numbers.clear()
+            state.numbers.update(numbers.get(name, {}))
+            device = state.residual.device if state.residual is not None else None
+            state.tensors.clear()
+            state.tensors.update({key: _copy(kept, device) for key, kept in tensors.get(name, {}).items()})
+            if state.residual is None:
+                state.residual = _copy(residuals[name], None) if name in residuals else None
+            elif name in residuals:
+                state.residual.copy_(residuals[name].reshape(-1))
             else:
-                self._residuals[name] = saved.detach().to(torch.float32, copy=True).reshape(-1)
+                state.residual.zero_()
+
+    def _known(self, name: str, numel: int) -> TensorState:
+        state = self._states.setdefault(name, TensorState())
+        if state.residual is not None and state.residual.numel() != numel:
+            raise ConfigError(
+                f"error feedback of {name!r} has {state.residual.numel()} elements, its gradient {numel}; load the "
+                "state of the same model, or none"
+            )
+        return state
+
+
+def _copy(saved: Tensor, device: torch.device | None) -> Tensor:
+    return saved.detach().to(device or saved.device, torch.float32, copy=True).reshape(-1)

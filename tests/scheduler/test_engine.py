@@ -49,7 +49,7 @@ def test_sums_are_right_whatever_the_order_of_arrival(codec: Codec, planner: str
             results.append(run_step(engine, gradients(transport.rank, step), shift=transport.rank + step))
         assert engine.step == steps and not engine.pending
         engine.close()
-        kept.append(engine.memory.state_dict())
+        kept.append(engine.memory.state_dict()["residuals"])
         return results
 
     kept: list[dict[str, Tensor]] = []
@@ -279,7 +279,7 @@ def test_error_feedback_where_it_pays(name: str, options: dict[str, Any], wanted
         engine = make_engine(transport, codec=codecs.get(name, **options), error_feedback=wanted)
         run_step(engine, gradients(transport.rank, 0))
         engine.close()
-        return set(engine.memory.state_dict())
+        return set(engine.memory.state_dict()["residuals"])
 
     assert over_threads(2, body) == [{tensor.name for tensor in MODEL} if used else set()] * 2
 
@@ -297,7 +297,7 @@ def test_memory_outlives_its_engine() -> None:
             for name, value in run_step(engine, gradients(transport.rank, step)).items():
                 balance[name] += value - exact_sum(2, step)[name]
             engine.close()
-        for name, residual in sorted(memory.state_dict().items()):
+        for name, residual in sorted(memory.state_dict()["residuals"].items()):
             assert residual.any() or residual.numel() == 1
             transport.all_reduce(residual)
             assert (balance[name] + residual).abs().max() < 1e-5
@@ -337,7 +337,10 @@ def test_the_timeline_shows_every_bucket_of_every_step(tmp_path: Path) -> None:
     over_threads(2, body)
     for rank in range(2):
         events = json.loads((tmp_path / f"trace.{rank}").read_text())
-        spans = [event for event in events if event["ph"] == "X"]
+        waits = [event for event in events if event["name"] == "WAIT"]
+        assert [wait["args"] for wait in waits] == [{"step": s, "bucket": b} for s in range(2) for b in range(2)]
+        assert [wait["tid"] for wait in waits] == ["bucket 0", "bucket 1"] * 2
+        spans = [event for event in events if event["ph"] == "X" and event not in waits]
         inner = ["MEMCPY_IN_FUSION_BUFFER", "TWO_SHOT", "MEMCPY_OUT_FUSION_BUFFER", "ALLREDUCE"]
         assert [span["name"] for span in spans] == ["NEGOTIATE_ALLREDUCE", *inner * 4]
         outer = [span for span in spans if span["name"] == "ALLREDUCE"]

@@ -25,7 +25,7 @@ def filled(*names: str) -> Memory:
 
 
 def as_lists(memory: Memory) -> dict[str, list[float]]:
-    return {name: residual.tolist() for name, residual in memory.state_dict().items()}
+    return {name: residual.tolist() for name, residual in memory.state_dict()["residuals"].items()}
 
 
 def test_it_starts_from_zero() -> None:
@@ -50,7 +50,7 @@ def test_residuals_follow_their_names_into_other_buckets() -> None:
 def test_state_is_a_copy() -> None:
     memory = filled("a")
     state = memory.state_dict()
-    state["a"].zero_()
+    state["residuals"]["a"].zero_()
     assert as_lists(memory) == {"a": [1, 2, 3]}
 
 
@@ -62,15 +62,15 @@ def test_state_comes_back_before_and_after_the_buckets_are_made() -> None:
     after = late.flat(bucket("b", "a"), CPU)
     late.load_state_dict(state)
     assert before.tolist() == after.tolist() == [5, 6, 7, 8, 9, 0, 0, 0, 1, 2, 3, 0]
-    state["a"].fill_(9)
+    state["residuals"]["a"].fill_(9)
     assert before.tolist() == after.tolist()
     assert as_lists(early) == as_lists(late)
 
 
 def test_what_a_state_does_not_name_starts_from_zero() -> None:
     memory = filled("a", "b")
-    memory.load_state_dict({"b": torch.ones(5, dtype=torch.float64)})
+    memory.load_state_dict({"residuals": {"b": torch.ones(5, dtype=torch.float64)}})
     assert as_lists(memory) == {"a": [0, 0, 0], "b": [1] * 5}
-    memory.load_state_dict({"c": torch.ones(2, 1, dtype=torch.float16)})
+    memory.load_state_dict({"residuals": {"c": torch.ones(2, 1, dtype=torch.float16)}})
     assert as_lists(memory) == {"a": [0, 0, 0], "b": [0] * 5, "c": [1, 1]}
-    assert memory.state_dict()["c"].dtype == torch.float32
+    assert memory.state_dict()["residuals"]["c"].dtype == torch.float32

@@ -1,0 +1,38 @@
+"""``gather`` and ``gather_v``: every rank gets the messages that all ranks encoded ahead of fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec
+from ..transport import Transport
+from ._base import Message, gather_collective
+
+__all__ = ["gather", "gather_v"]
+
+
+@gather_collective("gather")
+def gather(payload: Tensor, every: Tensor, messages: Sequence[Message], codec: Codec, transport: Transport) -> None:
+    """All-gather payloads of one fixed size: one round trip, no sizes, (size - 1) payloads sent by each rank."""
+    transport.all_gather(payload, every)
+
+
+@gather_collective("gather_v")
+def gather_v(payload: Tensor, every: Tensor, messages: Sequence[Message], codec: Codec, transport: Transport) -> None:
+    """Exchange the sizes of the messages, then only the bytes that they use: fewer bytes, one more round trip.
+
+    This is how sparse gradients are gathered where their number is not bounded (SAFusion, section 3.1); here it is for
+    comparison with ``gather``.
+    """
+    compact = [codec.compact(payload[m.start : m.stop], m.numel, m.dtype) for m in messages]
+    mine = torch.tensor([part.numel() for part in compact])
+    sizes = torch.empty(transport.size, len(compact), dtype=torch.int64)
+    transport.all_gather(mine.view(torch.uint8), sizes.view(torch.uint8))
+    received = [payload.new_empty(int(row.sum())) for row in sizes]
+    transport.exchange([torch.cat(compact)] * transport.size, received)
+    for row, lengths, data in zip(every, sizes.tolist(), received, strict=True):
+        for m, part in zip(messages, data.split(lengths), strict=True):
+            codec.expand(part, row[m.start : m.stop], m.numel, m.dtype)

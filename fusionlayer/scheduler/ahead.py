@@ -1,0 +1,151 @@
+"""The buffer of a bucket whose gradients are encoded one by one, ahead of fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec, TensorState
+from ..collectives import Gather, Message
+from ..plan import Bucket
+from ..seeds import derive_seed
+from ..timeline import Timeline
+from ..transport import Transport
+from ..wire import aligned
+from .buffers import Buffer
+
+__all__ = ["AheadBuffer"]
+
+
+@dataclass
+class _Place:
+    """One tensor's part of the buffer: its message, what is kept of it, and (n,) memory where it needs some."""
+
+    message: Message
+    payload: Tensor
+    state: TensorState
+    number: int
+    staging: Tensor | None = None
+    result: Tensor | None = None
+
+
+class AheadBuffer(Buffer):
+    """Encodes each gradient as it arrives into its own message of the bucket's payload: compress, then fuse.
+
+    SAFusion, section 3.1. ``put`` encodes on the caller's thread and stream, so while backward goes on; ``run`` gathers
+    the payloads of all ranks and decodes the messages of each tensor in rank order, straight into the gradient.
+    Every message has a place of fixed size, so no sizes are exchanged, and no step allocates memory for gradients. One
+    payload is enough: a gradient comes only when the last step's results were taken, and so when nothing is being sent.
+
+    Args:
+        bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
+        gather: the bucket's collective.
+        states: what is kept of each tensor, by name.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        codec: Codec,
+        prescale: float,
+        postscale: float,
+        device: torch.device,
+        timeline: Timeline,
+        in_place: bool = True,
+        *,
+        gather: Gather,
+        states: Mapping[str, TensorState],
+        rank: int,
+        size: int,
+    ) -> None:
+        super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
+        self._gather = gather
+        self._rank = rank
+        self._size = size
+        self._dtype: torch.dtype = getattr(torch, bucket.dtype)
+        self._messages = []
+        end = 0
+        for slot in bucket.slots:
+            start, end = end, end + codec.wire(slot.numel, self._dtype).capacity
+            self._messages.append(Message(slot.numel, self._dtype, start, end))
+        self._payload = torch.zeros(aligned(end), dtype=torch.uint8, device=device)
+        self._places = {
+            slot.name: _Place(
+                message,
+                self._payload[message.start : message.stop],
+                states[slot.name],
+                derive_seed(*slot.name.encode()),
+            )
+            for slot, message in zip(bucket.slots, self._messages, strict=True)
+        }
+
+    def put(self, name: str, gradient: Tensor, step: int) -> None:
+        """Encode a gradient, which may be of any layout; it is overwritten by its result later, if in place."""
+        place = self._places[name]
+        self.join()
+        with self._timeline.span("ENCODE", tensor=name, step=step):
+            flat = gradient.detach()
+            if self._is_flat(flat):
+                flat = flat.view(-1)
+            else:
+                if place.staging is None:
+                    place.staging = flat.new_empty(place.message.numel, dtype=self._dtype)
+                flat = place.staging.view(gradient.shape).copy_(flat).view(-1)
+            if flat.numel():
+                self.codec.encode_tensor(
+                    flat,
+                    place.payload,
+                    place.state,
+                    scale=self._prescale,
+                    ranks=self._size,
+                    seed=self._seed(place, step),
+                )
+        super().put(name, gradient, step)
+
+    def _seed(self, place: _Place, step: int) -> int:
+        """Return the tensor's seed, whatever bucket it is in. Noise differs between ranks, a selection does not."""
+        return derive_seed(step, place.number) if self.codec.ahead else derive_seed(step, place.number, self._rank)
+
+    def _is_flat(self, gradient: Tensor) -> bool:
+        return gradient.is_contiguous() and gradient.dtype == self._dtype
+
+    def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
+        every = self._exchange(transport)
+        results = {}
+        for name, gradient in gradients.items():
+            with self._timeline.span("DECODE", tensor=name):
+                place = self._places[name]
+                out = self._target(place, gradient)
+                self.codec.decode_sum(every[:, place.message.start : place.message.stop], out)
+                if self._postscale != 1:
+                    out.mul_(self._postscale)
+                result = out.view(gradient.shape)
+                if self._in_place and not self._is_flat(gradient):
+                    result = gradient.copy_(result)
+                results[name] = gradient if self._in_place else result
+        return results
+
+    def _exchange(self, transport: Transport) -> Tensor:
+        """Return (size, nbytes) uint8: the payloads of all ranks."""
+        nbytes = self._payload.numel()
+        every = transport.scratch("incoming", self._size * nbytes, self._device).view(self._size, nbytes)
+        if nbytes:
+            with self._timeline.span(self.bucket.algorithm.upper(), codec=str(self.codec), bytes=nbytes):
+                self._gather(self._payload, every, self._messages, self.codec, transport)
+        return every
+
+    def _target(self, place: _Place, gradient: Tensor) -> Tensor:
+        """Return (n,) memory for a result: the gradient's own if that will do."""
+        if not self._in_place:
+            if place.result is None:
+                place.result = gradient.new_empty(place.message.numel, dtype=self._dtype)
+            return place.result
+        if self._is_flat(gradient):
+            return gradient.view(-1)
+        assert place.staging is not None
+        return place.staging
