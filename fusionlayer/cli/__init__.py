@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import FusionLayerError
-from . import simulate
+from . import explain, plan, profile, simulate
 
 __all__ = ["main"]
 
-_COMMANDS = (simulate,)
+_COMMANDS = (profile, plan, explain, simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .. import collectives
 from .cost_model import FREE, CodecCost, Cost, LinkCost
 from .planners import StepCosts
 from .profile import Profile, Tensor
@@ -23,11 +24,11 @@ def step_costs(
     Args:
         profile: costs of the model and of copies.
         codec: that encodes every bucket.
-        algorithm: a key of ``ALGORITHMS``; with "gather" gradients are encoded ahead, straight into their messages.
+        algorithm: a key of ``ALGORITHMS``; if it gathers, gradients are encoded ahead, straight into their messages.
         cluster: the ranks.
         transfer: measured seconds of the collective by bytes of a rank's message, in place of what links cost.
     """
-    ahead = algorithm == "gather"
+    ahead = algorithm in collectives.gather_names()
     copy: Cost = FREE if ahead else profile.copy
     offline = replace(cluster, between=_NO_LINK, inside=_NO_LINK)
     free = replace(codec, encode=FREE, decode=FREE, sum=FREE, recode=FREE)

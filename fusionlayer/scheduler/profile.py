@@ -191,6 +191,11 @@ class Profile:
             raise ConfigError(_NO_LINKS)
         return LinkCost.between(bits, known.items())
 
+    def transfer(self, algorithm: str, workers: int) -> Cost | None:
+        """Return measured seconds of a collective by bytes of a rank's message; None if that was not measured."""
+        known = self.collectives.get("one_shot" if algorithm == "gather" else algorithm, {})
+        return known.get(str(workers))
+
     def codec(self, name: str) -> CodecCost:
         """Return the costs of a codec; ``ConfigError`` if they were not measured."""
         if name not in self.codecs:

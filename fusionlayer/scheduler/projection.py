@@ -87,9 +87,7 @@ class Method:
 
     def algorithm_for(self, codec: CodecCost, workers: int) -> str:
         """Return the collective for so many ranks."""
-        if codec.ahead and self.algorithm is None:
-            return "gather"
-        return self.algorithm or codec.algorithm or collectives.choose(codec.lossless, workers)
+        return self.algorithm or codec.algorithm or collectives.choose(codec.lossless, workers, ahead=codec.ahead)
 
 
 _DDP = {

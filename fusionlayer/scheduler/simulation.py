@@ -182,6 +182,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "tree": _tree,
     "one_shot": _one_shot,
     "gather": _one_shot,  # of messages that were encoded ahead
+    "gather_v": _one_shot,
     "two_shot": _two_shot,
     "two_level": _two_level,
 }

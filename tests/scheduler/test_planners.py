@@ -135,7 +135,7 @@ def counts(name: str, tensors: list[TensorInfo], costs: StepCosts, **options: ob
 
 
 def no_worse(one: Prediction, other: Prediction) -> bool:
-    return one.waiting <= other.waiting + 1e-12
+    return one.waiting <= other.waiting + 1e-9
 
 
 def test_which_planners_need_costs() -> None:

@@ -31,7 +31,8 @@ class SAFusion(Planner, name="safusion"):
       to be computed after the first, one buffer has the rest (equation 3). Where costs are uneven these steps can lose
       to equal counts, so the plan with the least predicted waiting of these is taken: equations 1 and 2, with each of
       the possible tails merged into one; equal counts of any number, tensor by tensor and one for all among them. It
-      never waits longer than what "naive" and "inter" make.
+      never waits longer than what "naive" and "inter" make; of plans that wait equally long it is the one with the
+      least communication.
 
     Attributes:
         scheme: one of the above.

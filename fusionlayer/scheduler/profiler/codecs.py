@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...codecs import Codec
+from ...codecs import Codec, TensorState
 from .averages import Points
 
 __all__ = ["cpu_seconds", "measure_codecs", "measure_copy"]
@@ -40,7 +40,7 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str
         kept = None if residual is None else residual[:part]
         out = torch.empty_like(x)
         calls: dict[str, Callable[[], object]] = {
-            "encode": partial(codec.encode, x, message, residual=residual),
+            "encode": partial(codec.encode_tensor, x, message, TensorState(residual)),
             "decode": partial(codec.decode, message, out),
             "sum": partial(codec.decode_sum, messages, out[:part]),
             "recode": partial(codec.recode, messages, again, part, residual=kept),
@@ -48,7 +48,7 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str
         for verb, call in calls.items():
             curves[verb].append([size, cpu_seconds(call, repeats)])
     bits = 8 * codec.wire(1 << 20).capacity / (1 << 20)
-    return {"bits": bits, "lossless": codec.lossless, **curves}
+    return {"bits": bits, "lossless": codec.lossless, "ahead": codec.ahead, **curves}
 
 
 def measure_copy(sizes: Sequence[int], repeats: int) -> Points:
