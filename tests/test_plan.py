@@ -102,6 +102,7 @@ def test_every_difference_changes_the_digest() -> None:
         with_first(options={"bits": 8, "hadamard": True}),
         with_first(options={}),
         with_first(algorithm="one_shot"),
+        with_first(ahead=True),
         with_first(slots=(FIRST.slots[1], FIRST.slots[0])),
         with_first(slots=(replace(FIRST.slots[0], name="A"), FIRST.slots[1])),
         with_first(slots=(replace(FIRST.slots[0], numel=99), FIRST.slots[1])),
@@ -141,6 +142,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         (lambda text: text.replace("offset: 128", "offset: null"), "offset: None is no int"),
         (lambda text: text.replace("slots:", "slots: none\n  other:"), "slots: 'none' is no list"),
         (lambda text: text + "- 7\n", "got 7"),
+        (lambda text: text.replace("ahead: false", "ahead: 0"), "ahead: 0 is no bool"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, change: object, message: str) -> None:
@@ -158,4 +160,14 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_bucket_has_defaults() -> None:
     bucket = Bucket((Slot("a", 1, 0),), 1, "float32", "raw")
-    assert bucket.options == {} and bucket.algorithm == "dense"
+    assert bucket.options == {} and bucket.algorithm == "dense" and not bucket.ahead
+
+
+def test_a_plan_says_what_goes_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    plan = FusionPlan.build([MODEL], 4, "int", {}, "gather", 1, ahead=True)
+    assert plan.buckets[0].ahead and not FIRST.ahead
+    plan.to_yaml(path)
+    assert FusionPlan.from_yaml(path) == plan
+    path.write_text(path.read_text().replace("  ahead: true\n", ""))
+    assert not FusionPlan.from_yaml(path).buckets[0].ahead, "a file from before there was the choice"

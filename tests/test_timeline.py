@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +30,19 @@ def test_spans_become_complete_events(tmp_path: Path) -> None:
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
     assert 0 <= inner["tdur"] <= outer["tdur"], "the thread's own CPU time"
     assert process == {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}
+
+
+def test_what_began_on_another_thread_has_a_row_of_its_own(tmp_path: Path) -> None:
+    timeline = Timeline(str(tmp_path / "trace"), rank=0)
+    start = time.perf_counter_ns()
+    with timeline.span("INNER"):
+        pass
+    timeline.since(start, "WAIT", "bucket 7", step=1)
+    timeline.close()
+    timeline.since(start, "LATE", "bucket 7")
+    inner, wait, _ = json.loads((tmp_path / "trace.0").read_text())
+    assert (wait["name"], wait["ph"], wait["tid"], wait["args"]) == ("WAIT", "X", "bucket 7", {"step": 1})
+    assert wait["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= wait["ts"] + wait["dur"] + 1e-3
 
 
 def test_threads_write_whole_events(tmp_path: Path) -> None:

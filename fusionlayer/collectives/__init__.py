@@ -24,8 +24,8 @@ def get(name: str) -> AllReduce:
     """Return the collective of flat tensors called ``name``; ``ConfigError`` if it is none."""
     if name in gathers.names():
         raise ConfigError(
-            f"algorithm {name!r} carries tensors that were encoded ahead of fusion, one by one, and cannot sum a flat "
-            f"tensor; use ahead=True, or choose one of: {', '.join(names())}"
+            f"algorithm {name!r} carries tensors that were encoded one by one, ahead of fusion, and cannot sum a flat "
+            f"tensor; give ahead=True to DistributedOptimizer, or choose one of: {', '.join(names())}"
         )
     return registry.get(name)
 

@@ -69,9 +69,11 @@ def toy_sparse() -> Iterator[None]:
             ]
 
         def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
+            if not x.numel():
+                return
             count, positions, values = planes
             limit = x.float().abs().nan_to_num(torch.inf).sort(descending=True).values[self.pairs(x.numel()) - 1]
-            passed = ~(x.abs() < max(float(limit), self.threshold))
+            passed = ~(x.abs() < max(float(limit), self.threshold)) & (x != 0)
             found = torch.nonzero(passed).view(-1)[: self.pairs(x.numel())]
             for plane in planes:
                 plane.zero_()
@@ -82,6 +84,8 @@ def toy_sparse() -> Iterator[None]:
         def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
             count, positions, values = planes
             out.zero_()
+            if not out.numel():
+                return
             out[positions[: int(count)].long()] = values[: int(count)].to(out.dtype)
 
     try:

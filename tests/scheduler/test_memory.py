@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusionlayer.errors import ConfigError
 from fusionlayer.plan import Bucket, FusionPlan, TensorInfo
 from fusionlayer.scheduler import Memory
 
@@ -74,3 +75,72 @@ def test_what_a_state_does_not_name_starts_from_zero() -> None:
     memory.load_state_dict({"residuals": {"c": torch.ones(2, 1, dtype=torch.float16)}})
     assert as_lists(memory) == {"a": [0, 0, 0], "b": [0] * 5, "c": [1, 1]}
     assert memory.state_dict()["residuals"]["c"].dtype == torch.float32
+
+
+# ---- states of single tensors ---------------------------------------------------------------------------------------
+
+
+def test_a_tensor_has_a_state_of_its_own() -> None:
+    memory = Memory()
+    state = memory.state("a", 3, CPU)
+    assert state.residual is not None and state.residual.tolist() == [0, 0, 0]
+    assert memory.state("a", 3, CPU) is state
+    saved = memory.state_dict()
+    assert saved.keys() == {"residuals", "tensors", "numbers"} and not saved["tensors"] and not saved["numbers"]
+    assert as_lists(memory) == {"a": [0, 0, 0]}
+
+
+def test_residuals_follow_their_names_ahead_and_behind() -> None:
+    memory = filled("a", "b")
+    alone = memory.state("b", 5, CPU).residual
+    assert alone is not None and alone.tolist() == [5, 6, 7, 8, 9]
+    assert alone.untyped_storage().nbytes() == 4 * 5, "the flat residual must not live on for it"
+    alone[0] = 50
+    assert memory.flat(bucket("b", "a"), CPU).tolist() == [50, 6, 7, 8, 9, 0, 0, 0, 1, 2, 3, 0]
+    assert memory.state("b", 5, CPU).residual is not alone
+
+
+def test_without_feedback_there_is_no_residual_but_the_rest_is_kept() -> None:
+    memory = filled("a")
+    state = memory.state("a", 3, CPU, feedback=False)
+    assert state.residual is None
+    state.numbers["age"] = 2
+    assert as_lists(memory) == {"a": [1, 2, 3]}
+    assert memory.state("a", 3, CPU).numbers == {"age": 2}
+
+
+def test_whole_states_come_back_in_place() -> None:
+    memory = Memory()
+    state = memory.state("a", 3, CPU)
+    assert state.residual is not None
+    state.residual.fill_(1)
+    state.tensors["velocity"] = torch.full((3,), 2.0)
+    state.numbers["threshold"] = 0.5
+    saved = memory.state_dict()
+    state.residual.fill_(9)
+    state.tensors["velocity"].fill_(9)
+    state.tensors["other"] = torch.zeros(3)
+    state.numbers.update(threshold=9, age=9)
+
+    memory.load_state_dict(saved)
+    fresh = Memory()
+    fresh.load_state_dict(saved)
+    for loaded in (state, fresh.state("a", 3, CPU)):
+        assert loaded.residual is not None and loaded.residual.tolist() == [1, 1, 1]
+        assert {key: kept.tolist() for key, kept in loaded.tensors.items()} == {"velocity": [2, 2, 2]}
+        assert loaded.numbers == {"threshold": 0.5}
+    state.tensors["velocity"].fill_(9)
+    assert saved["tensors"]["a"]["velocity"].tolist() == [2, 2, 2]
+
+    memory.load_state_dict({"residuals": {"a": torch.ones(3)}})
+    assert state.residual.tolist() == [1, 1, 1] and not state.tensors and not state.numbers
+    memory.load_state_dict({})
+    assert not state.residual.any()
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    memory = Memory()
+    memory.load_state_dict({"residuals": {"a": torch.ones(4)}})
+    for use in (lambda: memory.state("a", 3, CPU), lambda: memory.flat(bucket("a"), CPU)):
+        with pytest.raises(ConfigError, match="'a' has 4 elements, its gradient 3; load the state of the same model"):
+            use()

@@ -1,0 +1,179 @@
+"""The sparse all-reduce: what comes out, what is kept, what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs, collectives
+from fusionlayer.collectives.oktopk import _boundaries, _kth_largest
+from fusionlayer.transport import Transport
+from fusionlayer.transport.c10d import C10dTransport
+from tests.codecs.toy_sparse import toy_sparse
+from tests.harness import run_ranks
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+from .conformance import DTYPES, WORLDS, conform, same_everywhere
+
+LENGTHS = (0, 1, 7, 129, 1000, 4097)
+
+
+@pytest.fixture(autouse=True)
+def toy() -> Iterator[None]:
+    with toy_sparse():
+        yield
+
+
+def given(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return values of which ranks select different numbers, in different places; every fifth rank none."""
+    x = gradient(numel, 100 * rank + step)
+    if rank % 5 == 3:
+        x.zero_()
+    x[: numel * (rank % 3) // 4] *= 2.0**-9
+    return x.to(dtype)
+
+
+def expect(inputs: list[Tensor], residuals: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Return the sum that is right and how many elements passed; ``residuals`` become what ranks keep."""
+    codec = codecs.get("toysparse", density=0.1, threshold=0.01)
+    numel = inputs[0].numel()
+    total, touched = torch.zeros(numel), torch.zeros(numel, dtype=torch.bool)
+    sent = []
+    for x, residual in zip(inputs, residuals, strict=True):
+        wanted = x + residual
+        part = torch.zeros(numel)
+        if numel:
+            codec.decode(codec.compress(wanted.to(dtype)), part, dtype=dtype)
+        residual.copy_(wanted - part)
+        total += part
+        touched |= part != 0
+        sent.append(part)
+    k = max(1, sum(int((part != 0).sum()) for part in sent) // len(inputs))
+    ordered = total[touched].abs().sort(descending=True).values
+    passed = touched & (total.abs() >= (ordered[k - 1] if len(ordered) >= k else 0))
+    for part, residual in zip(sent, residuals, strict=True):
+        residual += torch.where(passed, torch.zeros(numel), part)
+    return torch.where(passed, total, torch.zeros(numel)), int(passed.sum())
+
+
+def check(transport: Transport, numel: int, dtype: torch.dtype, feedback: bool) -> None:
+    """The dense sum of what was selected, restricted to what passed; everything else is kept, to the last bit."""
+    codec = codecs.get("toysparse", density=0.1, threshold=0.01).bare
+    residuals = [torch.zeros(numel) for _ in range(transport.size)]
+    mine = torch.zeros(numel)
+    for step in range(3):
+        if not feedback:
+            residuals = [torch.zeros(numel) for _ in range(transport.size)]
+        inputs = [given(rank, step, numel, dtype) for rank in range(transport.size)]
+        expected, _ = expect(inputs, residuals, dtype)
+        x = inputs[transport.rank].clone()
+        collectives.get("oktopk")(x, codec, transport, seed=step, residual=mine if feedback else None)
+        assert torch.equal(x, expected.to(dtype))
+        assert not feedback or torch.equal(mine, residuals[transport.rank])
+        assert same_everywhere(transport, x)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_sums_and_residuals_are_exact(world: int, dtype: torch.dtype, feedback: bool) -> None:
+    def body(transport: Transport) -> None:
+        for numel in LENGTHS:
+            check(transport, numel, dtype, feedback)
+
+    over_threads(world, body)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("world", WORLDS)
+def test_it_conforms(world: int) -> None:
+    codec = codecs.get("toysparse").bare
+    over_threads(world, lambda t: conform(t, "oktopk", codec, torch.device("cpu"), LENGTHS))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("world", [2, 5])
+def test_values_that_are_not_finite_reach_all_and_are_not_kept(world: int) -> None:
+    def body(transport: Transport) -> None:
+        x = given(transport.rank, 0, 500)
+        if transport.rank == 1:
+            x[100:200] = torch.nan
+            x[300] = torch.inf
+        residual = torch.zeros(500)
+        codec = codecs.get("toysparse", density=0.5).bare
+        collectives.get("oktopk")(x, codec, transport, residual=residual)
+        assert x[100:200].isnan().all() and x[300] == torch.inf and residual.isfinite().all()
+        assert same_everywhere(transport, x)
+
+    over_threads(world, body)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_regions_are_a_partition_and_follow_the_selections(world: int) -> None:
+    def body(transport: Transport) -> None:
+        numel = 10_000
+        for count in (0, 1, 5, 1000):
+            # All ranks select in the first tenth, so all regions but the last end there.
+            positions = torch.arange(count) * (numel // 10) // max(count, 1)
+            bounds = _boundaries(positions, numel, transport)
+            assert bounds[0] == 0 and bounds[-1] == numel and bounds == sorted(bounds) and len(bounds) == world + 1
+            if count == 1000:
+                assert bounds[:-1] == [numel // 10 * rank // world for rank in range(world)]
+            mine = torch.tensor(bounds)
+            assert same_everywhere(transport, mine)
+        empty = torch.zeros(0, dtype=torch.int64) if transport.rank else torch.arange(100)
+        bounds = _boundaries(empty, numel, transport)
+        assert bounds == sorted(bounds) and bounds[-1] == numel
+
+    over_threads(world, body)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_threshold_is_exact(world: int) -> None:
+    def body(transport: Transport) -> None:
+        every = [gradient(300 * rank, rank).view(torch.int32) & 0x7FFFFFFF for rank in range(world)]
+        every[0] = torch.tensor([0, 0, 5, 5, 5, 0x7FFFFFFF, 0x7F800000, 0x00800000], dtype=torch.int32)
+        ordered = torch.cat(every).sort(descending=True).values.tolist()
+        for k in {1, 2, 3, 4, 5, 6, 7, 8, len(ordered) // 2, len(ordered)} & set(range(len(ordered) + 1)):
+            assert _kth_largest(every[transport.rank], k, transport) == ordered[k - 1]
+        assert _kth_largest(every[transport.rank], len(ordered) + 1, transport) == 0
+
+    over_threads(world, body)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_volume_does_not_grow_with_the_ranks(world: int) -> None:
+    """2 (size - 1) / size * 8k bytes of pairs, and what is needed to agree."""
+    numel, k = 1 << 17, 1 << 13
+
+    def body(transport: Transport) -> int:
+        x = gradient(numel, 1) + gradient(numel, 2 + transport.rank) / 8
+        codec = codecs.get("toysparse", density=k / numel).bare
+        before = transport.bytes_sent
+        collectives.get("oktopk")(x, codec, transport)
+        return transport.bytes_sent - before
+
+    pairs = 2 * (world - 1) / world * 8 * k
+    assert all(0.8 * pairs < sent < 1.2 * pairs + 2 * 4 * 1024 for sent in over_threads(world, body))
+
+
+def check_over_gloo(rank: int, world: int) -> None:
+    with toy_sparse():
+        transport = C10dTransport(None)
+        for numel in LENGTHS:
+            check(transport, numel, torch.float32, True)
+        transport.close()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("world", [2, 3])
+def test_over_processes(world: int) -> None:
+    run_ranks(check_over_gloo, world)

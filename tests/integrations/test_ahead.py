@@ -1,0 +1,227 @@
+"""Training with gradients that are encoded one by one, ahead of fusion."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+import fusionlayer as fl
+from fusionlayer import context
+from fusionlayer.transport import local
+from tests.codecs.toy_sparse import toy_sparse
+from tests.integrations.training import fill, loss_of, make_model, reference, train, weights
+from tests.synthetic import gradient
+
+pytestmark = pytest.mark.short
+
+SPARSE: dict[str, Any] = {"codec": "toysparse", "density": 0.1, "warmup": 3}
+
+
+@pytest.fixture(autouse=True)
+def toy() -> Iterator[None]:
+    with toy_sparse():
+        yield
+
+
+def make_pair(model: nn.Module | None = None, overlap: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+    model = model or make_model()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    if overlap:
+        options["overlap_forward"] = model
+    return model, fl.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def equal_everywhere(x: Tensor) -> bool:
+    transport = local.current()
+    assert transport is not None
+    first = x.clone()
+    transport.broadcast(first, 0)
+    return torch.equal(first, x)
+
+
+@pytest.mark.parametrize("algorithm", [None, "gather_v"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_at_density_one_training_is_that_of_one_process(world: int, algorithm: str | None) -> None:
+    expected = reference(world, 3, lambda parameters: Adam(parameters, lr=0.01))
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(codec="toysparse", density=1.0, algorithm=algorithm)
+        train(model, optimizer, rank, range(3))
+        optimizer.close()
+        assert torch.equal(weights(model), expected)
+
+    local.run(rank_main, world)
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"overlap": True},
+    {"ahead": False},
+    {"algorithm": "oktopk"},
+    {"algorithm": "gather_v"},
+    {"planner": "wfbp"},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str, Any]) -> None:
+    """At every step, in the warm-up of the codec and after it."""
+    steps = 5
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(**SPARSE, **way)
+        train(model, optimizer, rank, range(steps))
+        optimizer.synchronize()
+        uninterrupted = weights(model)
+        optimizer.close()
+        assert equal_everywhere(uninterrupted)
+        for stop in range(1, steps):
+            model, optimizer = make_pair(**SPARSE, **way)
+            train(model, optimizer, rank, range(stop))
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            optimizer.close()
+            model, optimizer = make_pair(**SPARSE, **way)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            train(model, optimizer, rank, range(stop, steps))
+            optimizer.synchronize()
+            assert torch.equal(weights(model), uninterrupted), stop
+            optimizer.close()
+
+    local.run(rank_main, 2)
+
+
+def test_loading_goes_back_into_the_warm_up() -> None:
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(**SPARSE)
+        train(model, optimizer, rank, range(2))
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, rank, range(2, 5))
+        first = weights(model)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(model, optimizer, rank, range(2, 5))
+        assert torch.equal(weights(model), first)
+
+    local.run(rank_main, 2)
+
+
+def test_a_state_without_more_than_residuals_is_taken() -> None:
+    """As it was saved before codecs kept states of their own."""
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(**SPARSE)
+        train(model, optimizer, rank, range(2))
+        state = optimizer.state_dict()
+        mine = state["fusionlayer"]
+        old = {key: mine[key] for key in ("rank", "size", "step", "residuals")}
+        optimizer.load_state_dict({**state, "fusionlayer": old})
+        loaded = optimizer.state_dict()["fusionlayer"]
+        assert not loaded["numbers"] and not loaded["tensors"]
+        assert all(torch.equal(loaded["residuals"][name], kept) for name, kept in mine["residuals"].items())
+
+    local.run(rank_main, 2)
+
+
+def test_overlap_forward_changes_no_bit() -> None:
+    def rank_main(rank: int) -> None:
+        results = []
+        for overlap in (False, True):
+            model, optimizer = make_pair(overlap=overlap, **SPARSE)
+            train(model, optimizer, rank, range(10))
+            optimizer.synchronize()
+            optimizer.close()
+            results.append(weights(model))
+        assert torch.equal(*results) and equal_everywhere(results[0])
+
+    local.run(rank_main, 2)
+
+
+def test_gradients_of_any_layout() -> None:
+    """A model in channels_last trains as the same model in the usual layout."""
+
+    def trained(rank: int, memory_format: torch.memory_format) -> Tensor:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        fill(model)
+        model = model.to(memory_format=memory_format)
+        model, optimizer = make_pair(model, codec="toysparse", density=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = gradient(2 * 3 * 8 * 8, 10 * step + rank).view(2, 3, 8, 8).to(memory_format=memory_format)
+            model(x).square().sum().backward()
+            optimizer.step()
+        if memory_format is torch.channels_last:
+            assert not model[0].weight.grad.is_contiguous()
+        optimizer.close()
+        assert equal_everywhere(weights(model))
+        return weights(model)
+
+    def rank_main(rank: int) -> None:
+        usual, last = trained(rank, torch.contiguous_format), trained(rank, torch.channels_last)
+        torch.testing.assert_close(usual, last, rtol=1e-3, atol=1e-3)
+
+    local.run(rank_main, 2)
+
+
+def test_parameters_without_gradients_send_what_they_kept() -> None:
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(codec="toysparse", density=0.3)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+
+        def kept() -> Tensor:
+            state: dict[str, Tensor] = optimizer.state_dict()["fusionlayer"]["residuals"]
+            return torch.cat(list(state.values()))
+
+        before = kept()
+        assert before.any()
+        for _ in range(8):
+            optimizer.zero_grad()
+            optimizer.step()
+        assert not kept().any()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.close()
+
+    local.run(rank_main, 2)
+
+
+def test_a_broadcast_state_brings_the_step() -> None:
+    """Warm-ups and seeds depend on it; error feedback stays the rank's own."""
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(**SPARSE)
+        train(model, optimizer, rank, range(2))
+        state = optimizer.state_dict()
+        residuals = state["fusionlayer"]["residuals"]
+        if rank == 0:
+            optimizer.load_state_dict({**state, "fusionlayer": {**state["fusionlayer"], "step": 7}})
+        fl.broadcast_optimizer_state(optimizer, root_rank=0)
+        mine = optimizer.state_dict()["fusionlayer"]
+        assert mine["step"] == 7 and mine["rank"] == rank
+        assert all(torch.equal(mine["residuals"][name], kept) for name, kept in residuals.items())
+        plain = SGD(model.parameters(), lr=0.1)
+        fl.broadcast_optimizer_state(plain, root_rank=0)
+
+    local.run(rank_main, 2)
+
+
+def test_the_configuration_and_the_argument_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ahead(**options: Any) -> set[bool]:
+        def rank_main(rank: int) -> set[bool]:
+            model, optimizer = make_pair(codec="toysparse", **options)
+            train(model, optimizer, rank, range(1))
+            buckets = {bucket.ahead for bucket in optimizer._fl_engine.plan.buckets}
+            optimizer.close()
+            return buckets
+
+        return local.run(rank_main, 2)[0]
+
+    assert ahead() == {True} and ahead(ahead=False) == {False}
+    monkeypatch.setattr(context, "settings", lambda: fl.config.Config(ahead=False))
+    assert ahead() == {False} and ahead(ahead=True) == {True}
