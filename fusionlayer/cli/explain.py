@@ -10,7 +10,7 @@ from typing import Any
 from .. import codecs
 from ..plan import Bucket, FusionPlan
 from ..scheduler.planners import Prediction, StepCosts
-from ..scheduler.planning import bucket_costs, codec_cost, codec_of, names_of, plan_costs, predict_plan
+from ..scheduler.planning import bucket_costs, codec_cost, codec_of, plan_costs, predict_plan, short_name
 from ..scheduler.profile import Profile
 from ..scheduler.projection import Scenario
 from .arguments import add_cluster, scenario_of
@@ -74,7 +74,7 @@ def _show_buckets(title: str, profile: Profile, plan: FusionPlan, found: Predict
                 str(len(bucket.slots)),
                 str(elements),
                 f"{nbytes / 1e3:.1f}",
-                _name(bucket),
+                short_name(codec_of(bucket)),
                 f"{bucket.algorithm}, {'ahead' if bucket.ahead else 'behind'}",
                 *map(_ms, (span.ready - computed, span.end - span.start)),
                 *map(_ms, (span.ready, span.start, span.end, span.idle)),
@@ -92,7 +92,7 @@ def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts]
         index = bucket_of[tensor.name]
         bucket = plan.buckets[index]
         why = _why(tensor.numel, bucket, costs[index], profile, raw)
-        rows.append((tensor.name, str(tensor.numel), str(index), _name(bucket), why))
+        rows.append((tensor.name, str(tensor.numel), str(index), short_name(codec_of(bucket)), why))
     print_table("Tensors, in order of arrival", ("tensor", "elements", "bucket", "codec", "why"), rows, right=(1, 2))
 
 
@@ -111,12 +111,6 @@ def _why(elements: int, bucket: Bucket, cost: StepCosts, profile: Profile, raw: 
         return words
     saved = _seconds(raw, elements) - _seconds(cost, elements)
     return f"{words}, {_ms(abs(saved))} ms {'less' if saved >= 0 else 'MORE'} than raw"
-
-
-def _name(bucket: Bucket) -> str:
-    """Return the shortest name of the bucket's codec, or else its options too."""
-    codec = codec_of(bucket)
-    return min([*names_of(codec), str(codec)], key=len)
 
 
 def _seconds(cost: StepCosts, elements: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from ..plan import FusionPlan
 from ..scheduler import planners
 from ..scheduler.cost_model import parse_rate
 from ..scheduler.planners import Planner, Prediction
-from ..scheduler.planning import make_plan, plan_costs, predict_plan
+from ..scheduler.planning import choose_codecs, make_plan, plan_costs, predict_plan, short_name
+from ..scheduler.policy import AUTO, FIDELITIES, Policy, Rule
 from ..scheduler.profile import Profile
 from ..scheduler.projection import Scenario
 from .arguments import add_cluster, as_options, get_codec, key_value, names, positive, scenario_of
@@ -44,10 +45,23 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--planner-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the planner; repeatable"
     )
-    parser.add_argument("--codec", default="raw", metavar="NAME", help="of all gradients (default raw)")
+    parser.add_argument(
+        "--codec",
+        default="raw",
+        metavar="NAME",
+        help="of all gradients, or auto (default raw)",
+    )
     parser.add_argument("--density", type=float, metavar="X", help="share of elements that a sparse codec sends")
     parser.add_argument(
         "--codec-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the codec; repeatable"
+    )
+    parser.add_argument(
+        "--policy", metavar="POLICY.yaml", help="rules that give each gradient a codec, in place of --codec"
+    )
+    parser.add_argument(
+        "--fidelity",
+        choices=FIDELITIES,
+        help="with --codec auto: what the cost model may choose from (default near_lossless)",
     )
     parser.add_argument("--algorithm", metavar="NAME", help="collective (default: as the engine chooses)")
     parser.add_argument(
@@ -68,15 +82,14 @@ def run(options: argparse.Namespace) -> None:
     if options.out is None and not options.compare:
         raise ConfigError("nothing to do; give -o PLAN.yaml for the plan, or --compare for a table of planners")
     profile = Profile.from_yaml(options.profile)
-    codec = get_codec(options.codec, options.codec_option, options.density)
+    codec = _codecs(profile, options)
     planner = planners.get(options.planner, **as_options(options.planner_option))
-    measured = options.rate is None and not options.rates
     if options.compare:
         rates = sorted(options.rates or [scenario_of(options, profile).rate], key=parse_rate)
         scenarios = [scenario_of(options, profile, rate) for rate in rates]
-        show(profile, codec, scenarios, options, measured)
+        show(profile, codec, scenarios, options)
     if options.out is not None:
-        plan, found = predicted(profile, planner, codec, scenario_of(options, profile), options, measured)
+        plan, found = predicted(profile, planner, codec, scenario_of(options, profile), options)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         plan.to_yaml(options.out)
         print(
@@ -86,15 +99,41 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
+def _codecs(profile: Profile, options: argparse.Namespace) -> Codec | Mapping[str, Codec]:
+    """Return the codec of all gradients, or by a policy that of each; print why it is that."""
+    if options.policy is None and options.codec != AUTO:
+        if options.fidelity:
+            raise ConfigError("--fidelity is for --codec auto; a codec that is named is what it is")
+        return get_codec(options.codec, options.codec_option, options.density)
+    if options.policy is None:
+        policy = Policy((Rule(AUTO),), options.fidelity or "near_lossless")
+    elif options.fidelity:
+        raise ConfigError("--fidelity is for --codec auto; a policy's stands in its file")
+    else:
+        policy = Policy.from_yaml(options.policy)
+    chosen = choose_codecs(profile, policy, scenario_of(options, profile), options.workers, _measured(options))
+    rows = [
+        (tensor.name, str(tensor.numel), short_name(chosen[tensor.name].codec), chosen[tensor.name].reason)
+        for tensor in profile.model.tensors
+    ]
+    print_table("Codecs", ("tensor", "elements", "codec", "why"), rows, right=(1,))
+    return {name: choice.codec for name, choice in chosen.items()}
+
+
+def _measured(options: argparse.Namespace) -> bool:
+    """Return whether collectives may cost what they were measured to, no network being named."""
+    return options.rate is None and not options.rates
+
+
 def predicted(
     profile: Profile,
     planner: Planner,
-    codec: Codec,
+    codec: Codec | Mapping[str, Codec],
     scenario: Scenario,
     options: argparse.Namespace,
-    measured: bool,
 ) -> tuple[FusionPlan, Prediction]:
     """Return a planner's plan and its timeline."""
+    measured = _measured(options)
     plan = make_plan(
         profile,
         planner,
@@ -117,14 +156,14 @@ def compare() -> list[tuple[str, Planner]]:
 
 
 def show(
-    profile: Profile, codec: Codec, scenarios: Sequence[Scenario], options: argparse.Namespace, measured: bool
+    profile: Profile, codec: Codec | Mapping[str, Codec], scenarios: Sequence[Scenario], options: argparse.Namespace
 ) -> None:
     """Print a row for each planner, and in it for each rate what is predicted of its plan."""
     rows = []
     for name, planner in compare():
         row = [name]
         for scenario in scenarios:
-            plan, found = predicted(profile, planner, codec, scenario, options, measured)
+            plan, found = predicted(profile, planner, codec, scenario, options)
             row += [str(len(plan.buckets)), _ms(found.waiting), _ms(found.idle), _ms(found.step)]
         rows.append(row)
     columns = ["planner"]
@@ -132,7 +171,8 @@ def show(
         at = f" {scenario.rate}" if len(scenarios) > 1 else ""
         columns += [f"buckets{at}", "waiting ms", "idle ms", "step ms"]
     rates = ", ".join(scenario.rate for scenario in scenarios)
-    title = f"{profile.title}: {codec} on {options.workers} workers at {rates}, predicted"
+    names = codec if isinstance(codec, Codec) else "codecs by policy"
+    title = f"{profile.title}: {names} on {options.workers} workers at {rates}, predicted"
     print_table(title, columns, rows, right=range(1, len(columns)))
 
 

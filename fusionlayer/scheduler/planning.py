@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .. import codecs, collectives
 from ..codecs import Codec
 from ..errors import ConfigError
-from ..plan import Bucket, FusionPlan
+from ..plan import Bucket, FusionPlan, TensorInfo
 from .cost_model import CodecCost
 from .costs import step_costs
 from .engine import SLOT_ALIGNMENT
 from .planners import Planner, Prediction, StepCosts, predict
+from .policy import Choice, Policy
 from .profile import Profile
 from .projection import Scenario
 
-__all__ = ["bucket_costs", "codec_cost", "codec_of", "make_plan", "names_of", "plan_costs", "predict_plan"]
+__all__ = [
+    "bucket_costs",
+    "choose_codecs",
+    "codec_cost",
+    "codec_of",
+    "make_plan",
+    "plan_costs",
+    "predict_plan",
+    "short_name",
+]
 
 _BITS_FROM = 1 << 20
 
@@ -38,9 +48,10 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     return replace(profile.codec(best or codec.name), bits=bits)
 
 
-def names_of(codec: Codec) -> list[str]:
-    """Return the registered names, presets included, that stand for a codec with just these options."""
-    return [name for name in codecs.names() if codecs.get(name).bare == codec.bare]
+def short_name(codec: Codec) -> str:
+    """Return the registered name, of a preset if there is one, of a codec with just these options, or else them too."""
+    names = [name for name in codecs.names() if codecs.get(name).bare == codec.bare]
+    return min([*reversed(names), str(codec)], key=len)
 
 
 def bucket_costs(
@@ -63,7 +74,7 @@ def bucket_costs(
 def make_plan(
     profile: Profile,
     planner: Planner,
-    codec: Codec,
+    codec: Codec | Mapping[str, Codec],
     scenario: Scenario,
     workers: int,
     *,
@@ -75,8 +86,8 @@ def make_plan(
 
     Args:
         profile: what was measured; its model is what is planned for.
-        planner: cuts the gradients into buckets.
-        codec: of all buckets.
+        planner: cuts the gradients into buckets; those of different codecs never share one.
+        codec: of all gradients, or of each by its name.
         scenario: the cluster.
         workers: number of ranks.
         algorithm: collective; None chooses.
@@ -86,6 +97,23 @@ def make_plan(
     Raises:
         ConfigError: the profile lacks costs, or the collective does not go with ``ahead``.
     """
+    tensors = [tensor.info for tensor in profile.model.tensors]
+    pools: dict[Codec, list[TensorInfo]] = {}
+    for tensor in tensors:
+        pools.setdefault(codec if isinstance(codec, Codec) else codec[tensor.name], []).append(tensor)
+    buckets: list[Bucket] = []
+    for each, pool in pools.items():
+        goes_ahead, collective = _way(each, workers, algorithm, ahead)
+        costs = bucket_costs(profile, each, collective, scenario, workers, measured).within(tensors, pool)
+        align = 1 if goes_ahead else min(max(each.block, 1), SLOT_ALIGNMENT)
+        runs = planner(pool, costs)
+        buckets += FusionPlan.build(runs, workers, each.name, each.options, collective, align, goes_ahead).buckets
+    position = {tensor.name: i for i, tensor in enumerate(tensors)}
+    return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
+
+
+def _way(codec: Codec, workers: int, algorithm: str | None, ahead: bool | None) -> tuple[bool, str]:
+    """Return whether a codec's gradients go ahead, and their collective."""
     if ahead is None:
         ahead = codec.ahead if algorithm is None else algorithm in collectives.gather_names()
     algorithm = algorithm or collectives.choose(codec.lossless, workers, ahead=ahead)
@@ -93,10 +121,29 @@ def make_plan(
         collectives.get_gather(algorithm)
     else:
         collectives.get(algorithm)
-    costs = bucket_costs(profile, codec, algorithm, scenario, workers, measured)
-    runs = planner([tensor.info for tensor in profile.model.tensors], costs)
-    align = 1 if ahead else min(max(codec.block, 1), SLOT_ALIGNMENT)
-    return FusionPlan.build(runs, workers, codec.name, codec.options, algorithm, align, ahead)
+    return ahead, algorithm
+
+
+def choose_codecs(
+    profile: Profile, policy: Policy, scenario: Scenario, workers: int, measured: bool = False
+) -> dict[str, Choice]:
+    """Return the codec of each gradient of the profile's model, by name, and why it is that.
+
+    "auto" chooses among the codecs that the profile has costs of, each as it goes by default.
+    """
+    candidates = {name: codecs.get(name) for name in profile.codecs if name in codecs.names()}
+    known: dict[Codec, StepCosts] = {}
+
+    def seconds(codec: Codec, tensor: TensorInfo) -> float:
+        if codec not in known:
+            known[codec] = bucket_costs(
+                profile, codec, _way(codec, workers, None, None)[1], scenario, workers, measured
+            )
+        cost = known[codec]
+        return cost.encode(tensor.numel) + cost.communicate(tensor.numel) + cost.decode(tensor.numel)
+
+    tensors = [tensor.info for tensor in profile.model.tensors]
+    return {tensor.name: policy.choose(tensor, candidates, seconds) for tensor in tensors}
 
 
 def codec_of(bucket: Bucket) -> Codec:

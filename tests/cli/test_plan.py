@@ -189,3 +189,36 @@ class TestProfile:
         assert main(["profile", *SMALL, *arguments]) == 1
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.short
+class TestPolicy:
+    def test_codecs_are_chosen_and_explained(
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        policy, out = tmp_path / "policy.yaml", tmp_path / "plan.yaml"
+        policy.write_text("fidelity: aggressive\nrules: [{match: head, codec: raw}, {codec: auto}]\n")
+        arguments = ["plan", "--profile", str(path), "--workers", "4", "--rate", "1gbit", "-o", str(out)]
+        assert main([*arguments, "--policy", str(policy)]) == 0
+        rows = table_rows(capsys.readouterr().out)
+        assert [(row[0], row[2], row[4]) for row in rows] == [
+            ("head", "raw", "1:"),
+            ("body", "int4", "2:"),
+            ("tail", "int4", "2:"),
+        ]
+        by_codec = {bucket.codec: bucket.names for bucket in FusionPlan.from_yaml(out).buckets}
+        assert by_codec["raw"] == ("head",)
+        assert main(["explain", str(out), "--profile", str(path), "--rate", "1gbit"]) == 0
+
+    def test_auto_is_a_codec_of_the_command_line(self, path: Path, tmp_path: Path) -> None:
+        out = tmp_path / "plan.yaml"
+        arguments = ["plan", "--profile", str(path), "--workers", "4", "--codec", "auto", "-o", str(out)]
+        for fidelity, codec in (("near_lossless", "raw"), ("aggressive", "int")):
+            assert main([*arguments, "--fidelity", fidelity]) == 0
+            assert {bucket.codec for bucket in FusionPlan.from_yaml(out).buckets} == {codec}
+
+    @pytest.mark.parametrize("arguments", [["--codec", "int4"], ["--policy", "policy.yaml"]])
+    def test_fidelity_is_for_auto(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        fixed = ["plan", "--profile", str(path), "--workers", "4", "-o", "x", "--fidelity", "lossless"]
+        assert main([*fixed, *arguments]) == 1
+        assert "--fidelity is for --codec auto" in capsys.readouterr().err

@@ -14,7 +14,8 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.cost_model import AlphaBeta, CodecCost, Curve
 from fusionlayer.scheduler.costs import step_costs
-from fusionlayer.scheduler.planning import codec_cost, make_plan, names_of, plan_costs, predict_plan
+from fusionlayer.scheduler.planning import choose_codecs, codec_cost, make_plan, plan_costs, predict_plan, short_name
+from fusionlayer.scheduler.policy import Policy, Rule
 from fusionlayer.scheduler.profile import Profile
 from fusionlayer.scheduler.projection import Method, Scenario, project
 from fusionlayer.scheduler.simulation import ALGORITHMS, message_phases
@@ -61,7 +62,8 @@ def test_a_measured_collective_takes_the_place_of_the_link(profile: Profile) -> 
 
 
 def test_bits_are_those_of_the_options_that_are_used(profile: Profile) -> None:
-    assert names_of(codecs.get("int4")) == ["int4"]
+    assert short_name(codecs.get("int4")) == "int4"
+    assert short_name(codecs.get("int4", group_size=32)).startswith("int(bits=4, group_size=32")
     assert codec_cost(profile, codecs.get("int4")).bits == pytest.approx(4.25)
     other = replace(profile.codec("int4"), bits=8.25, decode=AlphaBeta(0, 0))
     both = replace(profile, codecs={"int8": other, **profile.codecs})
@@ -135,7 +137,7 @@ def test_what_is_encoded_ahead_is_encoded_by_the_thread_that_computes(sparse: Pr
 
 @pytest.mark.parametrize(("ahead", "algorithm"), [(True, "two_shot"), (False, "gather")])
 def test_a_collective_that_does_not_go_with_it_is_refused(profile: Profile, ahead: bool, algorithm: str) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm '{algorithm}' .* use ahead={not ahead}"):
+    with pytest.raises(ConfigError, match=f"algorithm '{algorithm}' .* ahead={not ahead}"):
         make_plan(profile, planners.get("single"), codecs.get("int4"), SCENARIO, 4, algorithm=algorithm, ahead=ahead)
     plan = make_plan(profile, planners.get("single"), codecs.get("int4"), SCENARIO, 4)
     wrong = replace(plan, buckets=tuple(replace(b, ahead=ahead, algorithm=algorithm) for b in plan.buckets))
@@ -157,3 +159,29 @@ def test_planners_by_cost_can_be_projected(profile: Profile, planner: str) -> No
         for rate in ("100mbit", "1gbit")
     )
     assert fast < slow
+
+
+def test_gradients_of_different_codecs_never_share_a_bucket(profile: Profile) -> None:
+    mixed = {"head": codecs.get("raw"), "body": codecs.get("int4"), "tail": codecs.get("raw")}
+    plan = make_plan(profile, planners.get("single"), mixed, SCENARIO, 4)
+    assert [(bucket.codec, bucket.algorithm, bucket.names) for bucket in plan.buckets] == [
+        ("int", "two_shot", ("body",)),
+        ("raw", "dense", ("head", "tail")),
+    ]
+    costs = plan_costs(profile, plan, SCENARIO)
+    assert [span.ready for span in predict_plan(profile, plan, costs).spans] == pytest.approx([0.15, 0.2])
+
+
+def test_auto_takes_what_is_fastest_on_the_network(profile: Profile) -> None:
+    policy = Policy((Rule("auto"),), "aggressive")
+    for rate, expected in (("100mbit", "int4"), ("1gbit", "int4")):
+        found = choose_codecs(profile, policy, Scenario(rate), 4)
+        assert {short_name(choice.codec) for choice in found.values()} == {expected}
+    reason = found["head"].reason
+    assert reason.startswith("rule 1: auto, aggressive: int4 takes ") and ", raw " in reason
+    found = choose_codecs(profile, Policy((Rule("auto"),), "lossless"), SCENARIO, 4)
+    assert {choice.codec for choice in found.values()} == {codecs.get("raw")}
+    costly = replace(profile.codec("int4"), encode=AlphaBeta(1.0, 0.0))
+    slow = replace(profile, codecs={**profile.codecs, "int4": costly})
+    found = choose_codecs(slow, policy, SCENARIO, 4)
+    assert {choice.codec for choice in found.values()} == {codecs.get("raw")}, "a codec that costs more than it saves"
