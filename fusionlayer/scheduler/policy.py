@@ -44,7 +44,13 @@ class Rule:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        kinds = {"codec": str, "options": Mapping, "match": str, "min_numel": int, "dtype": (str, type(None))}
+        kinds: dict[str, Any] = {
+            "codec": str,
+            "options": Mapping,
+            "match": str,
+            "min_numel": int,
+            "dtype": (str, type(None)),
+        }
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind) or isinstance(getattr(self, name), bool):
                 raise ConfigError(f"rule: {name}={getattr(self, name)!r} has type {type(getattr(self, name)).__name__}")

@@ -20,7 +20,7 @@ from .cost_model import CodecCost, Cost, Curve, LinkCost, parse_rate
 __all__ = ["PROFILE_VERSION", "Machine", "Model", "Profile", "Tensor", "Validation"]
 
 PROFILE_VERSION = 1
-_NO_LINKS = "profile has no links; measure one with two ranks or more: `torchrun ... -m fusionlayer.cli profile`"
+_NO_LINKS = "profile has no links; measure one with two ranks or more: `torchrun --no-python ... fusionlayer profile`"
 
 T = TypeVar("T")
 
