@@ -58,7 +58,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
     )
-    parser.add_argument("--algorithm", choices=fl.collectives.names(), help="how it travels (default: chosen by codec)")
+    algorithms = [*fl.collectives.names(), *fl.collectives.gather_names()]
+    parser.add_argument("--algorithm", choices=algorithms, help="how it travels (default: chosen by codec)")
+    parser.add_argument(
+        "--ahead",
+        action=argparse.BooleanOptionalAction,
+        help="encode each gradient as it arrives, ahead of fusion (default: chosen by codec)",
+    )
     parser.add_argument("--planner", choices=fl.planners.names(), help="how gradients are fused (default: configured)")
     parser.add_argument(
         "--overlap-forward", action="store_true", help="let the next forward begin before all gradients have arrived"
@@ -131,6 +137,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             named_parameters=network.named_parameters(),
             codec=options.codec,
             algorithm=options.algorithm,
+            ahead=options.ahead,
             planner=options.planner,
             overlap_forward=network if options.overlap_forward else None,
             **dict(options.codec_option),

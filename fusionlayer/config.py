@@ -27,8 +27,8 @@ class Config:
     codec: str = _setting("codec of gradients: a name of `fusionlayer.codecs.names()`", "raw")
     codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
     algorithm: str | None = _setting(
-        "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null chooses by "
-        "codec and number of ranks",
+        "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null "
+        "chooses by codec and number of ranks",
         None,
     )
     ahead: bool | None = _setting(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import codecs, context
+from .. import __version__, codecs, context
 from ..scheduler.cost_model import parse_rate
 from ..scheduler.profiler import Sizes, describe_machine, file_name, measure_profile
 from ..transport import Transport, local
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     sizes = Sizes((*whole.elements[:2], *grown), (*whole.nbytes[:2], *grown), options.steps, options.repeats)
     context.init()
     transport = context.transport()
-    environment = describe_machine(options.hardware)
+    environment = {**describe_machine(options.hardware), "fusionlayer": __version__}
     profile = measure_profile(
         options.model,
         chosen,

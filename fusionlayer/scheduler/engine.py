@@ -374,7 +374,7 @@ class Engine:
         if plan is not None:
             parts.append(plan.digest().hex())
         else:
-            parts += [str(self._codec), self._algorithm, f"ahead {self._ahead}", str(self._planner)]
+            parts += [str(self._codec), self._algorithm, str(self._planner)]
         digest = hashlib.sha256("\n".join(parts).encode()).digest()
         with self._timeline.span("NEGOTIATE_ALLREDUCE"):
             transport.check_agreement("the fusion plan (model, codec, options)", digest)

@@ -29,8 +29,8 @@ def toy() -> Iterator[None]:
 
 
 def given(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return values of which ranks select different numbers, in different places; every fifth rank none."""
-    x = gradient(numel, 100 * rank + step)
+    """Return values of which ranks select many in common, in different numbers; the fourth rank of five none."""
+    x = (gradient(numel, step) + gradient(numel, 100 * (rank + 1) + step) / 4) * (1 + rank / 7)
     if rank % 5 == 3:
         x.zero_()
     x[: numel * (rank % 3) // 4] *= 2.0**-9
@@ -111,6 +111,20 @@ def test_values_that_are_not_finite_reach_all_and_are_not_kept(world: int) -> No
         assert same_everywhere(transport, x)
 
     over_threads(world, body)
+
+
+@pytest.mark.short
+def test_no_value_that_is_not_finite_is_crowded_out_by_others() -> None:
+    """More of them than would pass, and a NaN is larger than an Inf."""
+
+    def body(transport: Transport) -> None:
+        x = given(transport.rank, 0, 500)
+        x[10 * transport.rank : 10 * transport.rank + 10] = torch.nan if transport.rank else torch.inf
+        residual = torch.zeros(500)
+        collectives.get("oktopk")(x, codecs.get("toysparse", density=0.02).bare, transport, residual=residual)
+        assert x[:10].isinf().all() and x[10:30].isnan().all() and residual.isfinite().all()
+
+    over_threads(3, body)
 
 
 @pytest.mark.short
