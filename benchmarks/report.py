@@ -19,6 +19,7 @@ import torch
 from torch import device as Device  # noqa: N812 - in the class below `torch` is a field
 
 import fusionlayer
+from fusionlayer.scheduler.profiler import cpu_name
 
 __all__ = ["Environment", "result_path", "table", "write"]
 
@@ -42,7 +43,7 @@ class Environment:
         """Return this machine's and this process's facts."""
         build = str(fusionlayer.build_info()).replace("\n", "; ")
         return cls(
-            hardware or (torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()),
+            hardware or (torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()),
             os.cpu_count() or 1,
             round(os.getloadavg()[0], 2),
             shlex.join(["python", *sys.orig_argv[1:]]),
@@ -55,18 +56,6 @@ class Environment:
 
     def __str__(self) -> str:
         return "\n".join(f"{key}: {value}" for key, value in asdict(self).items())
-
-
-def _cpu_name() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields: dict[str, str] = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
-    if "EPYC" in fields.get("model name", ""):
-        generation = {"25": "4" if int(fields["model"]) >= 16 else "3", "26": "5"}.get(fields["cpu family"])
-        return f"{fields['model name']} Zen {generation}" if generation else fields["model name"]
-    return fields.get("model name", platform.machine())
 
 
 def _commit() -> str:

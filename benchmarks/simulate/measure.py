@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.lab import Network, launch, why_not
 from benchmarks.report import Environment
-from fusionlayer.scheduler.cost_model import CodecCost, Curve, LinkCost
-from fusionlayer.scheduler.profile import PROFILE_VERSION, Machine, Model, Profile, Tensor
+from fusionlayer.scheduler.profile import PROFILE_VERSION, Machine, Profile
+from fusionlayer.scheduler.profiler import as_codecs, as_curve, as_link, as_model
 
 from .worker import Job
 
@@ -24,7 +24,7 @@ FULL = Job(
     elements=tuple(4**exponent for exponent in range(6, 12)),
     nbytes=tuple(4**exponent for exponent in range(6, 12)),
     steps=20,
-    repeats=9,
+    repeats=11,
 )
 QUICK = replace(FULL, elements=FULL.elements[::2], nbytes=FULL.nbytes[1:-1:2], steps=3, repeats=3)
 """For a look at whether everything works; its figures are rough."""
@@ -52,17 +52,17 @@ def measure(model: str, rates: Sequence[str], job: Job, environment: Environment
     links = {}
     for rate in rates:
         _say(f"{rate}: transfers between two hosts")
-        links[rate] = _link(_run(Network(2, rate), 1, job)["link"], overhead)
+        links[rate] = as_link(_run(Network(2, rate), 1, job)["link"], overhead)
     return Profile(
         version=PROFILE_VERSION,
         title=f"{model} on {environment.hardware}",
         environment={key: str(value) for key, value in asdict(environment).items()},
         machine=Machine(len(os.sched_getaffinity(0)), local["workers"], local["threads"]),
-        model=_model(model, local["model"]),
-        copy=_curve(local["copy"]),
-        codecs={name: CodecCost(**_with_curves(costs)) for name, costs in local["codecs"].items()},
+        model=as_model(model, local["model"]),
+        copy=as_curve(local["copy"]),
+        codecs=as_codecs(local["codecs"]),
         links=links,
-        inside=_link(local["link"], overhead),
+        inside=as_link(local["link"], overhead),
     )
 
 
@@ -75,27 +75,6 @@ def _run(network: Network, workers: int, job: Job) -> dict[str, Any]:
             raise SystemExit(f"the workers ended with status {process.returncode}; above is what they said")
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
-
-
-def _curve(points: Sequence[Sequence[float]]) -> Curve:
-    return Curve(tuple((size, seconds) for size, seconds in points))
-
-
-def _with_curves(costs: dict[str, Any]) -> dict[str, Any]:
-    return {key: _curve(value) if isinstance(value, list) else value for key, value in costs.items()}
-
-
-def _link(costs: dict[str, Any], overhead: float) -> LinkCost:
-    return LinkCost(overhead=overhead, **_with_curves(costs))
-
-
-def _model(name: str, found: dict[str, Any]) -> Model:
-    tensors = [
-        Tensor(key, found["numel"][key], round(ready, 7), round(found["used"][key], 7))
-        for key, ready in found["ready"].items()
-    ]
-    tensors.sort(key=lambda tensor: tensor.ready)
-    return Model(name, found["forward"], found["backward"], found["optimizer"], tuple(tensors))
 
 
 def _say(text: str) -> None:

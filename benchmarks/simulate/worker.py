@@ -8,15 +8,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import fusionlayer as fl
+from benchmarks.presets import codec_presets
+from benchmarks.training.workloads import make_workload
 from fusionlayer import context
+from fusionlayer.scheduler.profiler import (
+    average,
+    measure_call,
+    measure_codecs,
+    measure_copy,
+    measure_link,
+    measure_step,
+)
 
-from .costs import measure_call, measure_codecs, measure_copy, measure_link
-from .step import measure_step
+from .sparse import measure_sparse
 
 __all__ = ["Job", "main"]
+
+STAND_IN = "topk"
+"""Codec that a profile always has; torch's operations stand in for it where none is registered."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +57,20 @@ def main() -> None:
     if job.nbytes:
         found["link"] = measure_link(context.transport(), job.nbytes, job.repeats)
     if job.model is not None:
-        found["model"] = measure_step(job.model, fl.rank(), max(2, job.steps // 4), job.steps)
+        workload = make_workload(job.model, 0, fl.rank())
+        model = workload.model()
+        optimizer = workload.optimizer(model)
+        found["model"] = measure_step(model, optimizer, workload.batch, max(2, job.steps // 4), job.steps)
         found["copy"] = measure_copy(job.elements, job.repeats)
-        found["codecs"] = measure_codecs(job.elements, job.repeats)
-    every: list[dict[str, Any]] = [{}] * fl.size()
-    dist.all_gather_object(every, found)
+        codecs = {name: fl.codecs.get(name) for name in codec_presets()}
+        found["codecs"] = measure_codecs(codecs, job.elements, job.repeats)
+        if STAND_IN not in codecs:
+            found["codecs"][STAND_IN] = measure_sparse(job.elements, job.repeats)
+    found = average(found, context.transport())
     if fl.rank() == 0:
-        print(json.dumps({**mean(every), "threads": torch.get_num_threads(), "workers": fl.size()}), flush=True)
-    dist.barrier()
+        print(json.dumps({**found, "threads": torch.get_num_threads(), "workers": fl.size()}), flush=True)
+    context.transport().barrier()
     fl.shutdown()
-
-
-def mean(values: list[Any]) -> Any:
-    """Return one structure for many of the same shape: the mean of their numbers, what is no number from the first."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: mean([value[key] for value in values]) for key in first}
-    if isinstance(first, list):
-        return [mean(list(items)) for items in zip(*values, strict=True)]
-    return sum(values) / len(values) if isinstance(first, float) else first
 
 
 if __name__ == "__main__":

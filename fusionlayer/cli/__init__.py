@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import FusionLayerError
-from . import simulate, trace
+from . import explain, plan, profile, simulate, trace
 
 __all__ = ["main"]
 
-_COMMANDS = (simulate, trace)
+_COMMANDS = (profile, plan, explain, simulate, trace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

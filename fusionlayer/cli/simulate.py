@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..scheduler import planners
-from ..scheduler.cost_model import parse_rate
 from ..scheduler.profile import Profile
 from ..scheduler.projection import BASELINE, Band, Method, Scenario, break_even, project, projected_band
 from ..scheduler.simulation import ALGORITHMS, Step
+from .arguments import join, names, numbers, positive
 from .tables import print_table
 
 __all__ = ["add_parser"]
@@ -39,16 +39,16 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("profile", type=Path, metavar="PROFILE.yaml", help="measured costs (profiles/README.md)")
     parser.add_argument(
-        "--workers", type=_numbers, default=list(_WORKERS), metavar="N,N", help=f"default {_join(_WORKERS)}"
+        "--workers", type=numbers, default=list(_WORKERS), metavar="N,N", help=f"default {join(_WORKERS)}"
     )
     parser.add_argument("--rate", help="of each host's link, such as 1gbit (default: the profile's highest)")
     parser.add_argument(
-        "--codec", type=_names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
+        "--codec", type=names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
     )
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), help="collective (default: as the engine chooses)")
     parser.add_argument("--planner", choices=planners.names(), help="how gradients are fused (default: configured)")
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
-    parser.add_argument("--per-host", type=_positive, default=1, metavar="N", help="workers on each host (default 1)")
+    parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument("--cores", type=float, metavar="X", help="cores of each worker (default: as measured)")
     parser.add_argument("--latency", type=float, metavar="SECONDS", help="of a message (default: as measured)")
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the projection that ``options`` ask for."""
     profile = Profile.from_yaml(options.profile)
-    rate = options.rate or max(profile.links, key=parse_rate)
+    rate = options.rate or profile.fastest_rate
     scenario = Scenario(rate, options.per_host, options.cores, options.latency, curves=options.curves)
     workers = [count for count in options.workers if count % options.per_host == 0]
     if not workers:
@@ -221,22 +221,3 @@ def _spell(first: bool, changes: Sequence[int]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}"
-
-
-def _join(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number above 0")
-    return int(text)
-
-
-def _numbers(text: str) -> list[int]:
-    """Return growing whole numbers from "2,8,64"."""
-    return sorted({_positive(part) for part in text.split(",")})
-
-
-def _names(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]

@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from scipy.interpolate import interp1d
 
 __all__ = ["FREE", "AlphaBeta", "CodecCost", "Cost", "Curve", "LinkCost", "parse_rate"]
 
@@ -53,8 +57,9 @@ FREE = AlphaBeta(0.0, 0.0)
 class Curve:
     """Measured seconds, interpolated linearly between the measured sizes.
 
-    Clamped at both ends: a smaller size costs what the smallest does, a larger one what the largest does per unit. What
-    was measured to be cheaper than something smaller counts as noise: the curve never falls. Nothing costs nothing.
+    A smaller size costs what the smallest does. Beyond the largest the last segment that rises goes on: a flat end is
+    one that noise has flattened, and would make everything beyond it free. What was measured to be cheaper than
+    something smaller counts as noise: the curve never falls. Nothing costs nothing.
 
     Attributes:
         points: (size, seconds), sizes above 0 and growing.
@@ -72,16 +77,21 @@ class Curve:
             raise ConfigError(f"a curve with {[s for _, s in self.points]} seconds; expected numbers of at least 0")
 
     @cached_property
-    def _table(self) -> tuple[np.ndarray, np.ndarray]:
+    def _interpolated(self) -> interp1d:
+        from scipy.interpolate import interp1d  # not above: it takes longer to import than all of this package
+
         sizes, seconds = np.array(self.points, dtype=float).T
-        return sizes, np.maximum.accumulate(seconds)
+        seconds = np.maximum.accumulate(seconds)
+        slopes = np.diff(seconds) / np.diff(sizes)
+        rising = slopes[slopes > 0]
+        if len(rising):
+            sizes = np.append(sizes, 2 * sizes[-1])
+            seconds = np.append(seconds, seconds[-1] + rising[-1] * sizes[-2])
+        return interp1d(sizes, seconds, fill_value="extrapolate", assume_sorted=True)
 
     def __call__(self, size: float) -> float:
         """Return seconds."""
-        if size <= 0:
-            return 0.0
-        sizes, seconds = self._table
-        return float(np.interp(size, sizes, seconds)) * max(1.0, size / float(sizes[-1]))
+        return float(self._interpolated(max(size, self.points[0][0]))) if size > 0 else 0.0
 
     def fit(self, alpha: float) -> AlphaBeta:
         """Return the line through ``alpha`` seconds that is nearest, relatively, to the points of the upper decade.
@@ -109,6 +119,7 @@ class CodecCost:
         recode: sum of messages with so many elements altogether, and encoding the sum.
         lossless: whether values travel as they are.
         algorithm: collective that the codec needs; None lets the number of ranks choose.
+        ahead: gradients are encoded one by one as they arrive, by the thread that computes, and gathered.
     """
 
     bits: float
@@ -118,6 +129,7 @@ class CodecCost:
     recode: Cost
     lossless: bool = False
     algorithm: str | None = None
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.bits <= 64:

@@ -20,6 +20,7 @@ from .cost_model import CodecCost, Cost, Curve, LinkCost, parse_rate
 __all__ = ["PROFILE_VERSION", "Machine", "Model", "Profile", "Tensor", "Validation"]
 
 PROFILE_VERSION = 1
+_NO_LINKS = "profile has no links; measure one with two ranks or more: `torchrun --no-python ... fusionlayer profile`"
 
 T = TypeVar("T")
 
@@ -148,8 +149,9 @@ class Profile:
         model: step of the model.
         copy: CPU seconds of packing, and of unpacking, by elements of a bucket.
         codecs: costs by name of the codec.
-        links: costs of the link between hosts, by rate in the words of tc.
+        links: costs of the link between hosts, by rate in the words of tc; none if one process measured alone.
         inside: costs of the link between ranks of one host, if it was measured.
+        collectives: seconds of collectives by bytes of each rank's message, by algorithm and number of ranks.
         environment: facts about hardware and software, in words.
         validation: how well projections from this profile held.
     """
@@ -162,16 +164,22 @@ class Profile:
     codecs: Mapping[str, CodecCost]
     links: Mapping[str, LinkCost]
     inside: LinkCost | None = None
+    collectives: Mapping[str, Mapping[str, Cost]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     validation: Validation | None = None
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
             raise ConfigError(f"profile has version {self.version}, expected {PROFILE_VERSION}; measure it anew")
-        if not self.links:
-            raise ConfigError("profile has no links; expected the costs of one rate at least")
         for rate in self.links:
             parse_rate(rate)
+
+    @property
+    def fastest_rate(self) -> str:
+        """The highest rate that was measured; ``ConfigError`` if none was."""
+        if not self.links:
+            raise ConfigError(_NO_LINKS)
+        return max(self.links, key=parse_rate)
 
     def link(self, rate: str, curves: bool = False) -> LinkCost:
         """Return the cost of a link of ``rate``: of a measured one by its ``curves``, if wanted, else by alpha-beta."""
@@ -179,7 +187,14 @@ class Profile:
         known = {parse_rate(name): link for name, link in self.links.items()}
         if curves and bits in known:
             return known[bits]
+        if not known:
+            raise ConfigError(_NO_LINKS)
         return LinkCost.between(bits, known.items())
+
+    def transfer(self, algorithm: str, workers: int) -> Cost | None:
+        """Return measured seconds of a collective by bytes of a rank's message; None if that was not measured."""
+        known = self.collectives.get("one_shot" if algorithm == "gather" else algorithm, {})
+        return known.get(str(workers))
 
     def codec(self, name: str) -> CodecCost:
         """Return the costs of a codec; ``ConfigError`` if they were not measured."""

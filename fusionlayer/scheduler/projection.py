@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from typing import Protocol
 
 from .. import collectives
 from ..config import Config
@@ -12,9 +14,11 @@ from ..errors import ConfigError
 from ..plan import TensorInfo
 from ..registry import nearest
 from . import planners
-from .cost_model import CodecCost, parse_rate
+from .cost_model import FREE, CodecCost, parse_rate
+from .costs import step_costs
 from .lane import CPU_LANES
 from .order import send_order
+from .planners import StepCosts
 from .profile import Profile
 from .simulation import ALGORITHMS, Cluster, Compute, Load, Step, message_phases, run_step
 
@@ -24,7 +28,12 @@ BASELINE = "ddp"
 _OVERLAP = "+overlap"
 _DDP_FIRST_BYTES, _DDP_BYTES, _DDP_TUNED_BYTES = 1 << 20, 25 << 20, 4 << 20
 
-Fuse = Callable[[Sequence[TensorInfo]], list[list[TensorInfo]]]
+
+class Fuse(Protocol):
+    """Cuts gradients, in the order of their arrival, into buckets; every planner is one."""
+
+    def __call__(self, tensors: Sequence[TensorInfo], costs: StepCosts | None = None) -> list[list[TensorInfo]]:
+        """Return the buckets in the order in which they are sent."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Method:
         name: as it is shown, with the algorithm and the planner if these were chosen.
         codec: name of its costs in a profile.
         algorithm: a key of ``ALGORITHMS``; None chooses as the engine would.
-        fuse: cuts gradients, in the order of their arrival, into buckets; buckets are sent in the order returned.
+        fuse: cuts gradients into buckets.
         overlap_forward: results are waited for when forward needs them.
         lanes: buckets that are under way at once.
     """
@@ -64,7 +73,7 @@ class Method:
                 raise ConfigError(f"unknown method {name!r}; {nearest(name, [BASELINE + kind for kind in _DDP])}")
             codec, first, size = _DDP[kind]
             profile.codec(codec)
-            return cls(name, codec, "dense", lambda tensors: _ddp_buckets(tensors, first, size))
+            return cls(name, codec, "dense", partial(_ddp_buckets, first=first, size=size))
         codec = name.removesuffix(_OVERLAP)
         profile.codec(codec)
         if algorithm is not None and algorithm not in ALGORITHMS:
@@ -78,7 +87,7 @@ class Method:
 
     def algorithm_for(self, codec: CodecCost, workers: int) -> str:
         """Return the collective for so many ranks."""
-        return self.algorithm or codec.algorithm or collectives.choose(codec.lossless, workers)
+        return self.algorithm or codec.algorithm or collectives.choose(codec.lossless, workers, ahead=codec.ahead)
 
 
 _DDP = {
@@ -89,7 +98,9 @@ _DDP = {
 }
 
 
-def _ddp_buckets(tensors: Sequence[TensorInfo], first: int, size: int) -> list[list[TensorInfo]]:
+def _ddp_buckets(
+    tensors: Sequence[TensorInfo], costs: StepCosts | None = None, *, first: int, size: int
+) -> list[list[TensorInfo]]:
     """Return runs that end with the tensor that reaches the limit, as DistributedDataParallel makes them."""
     runs: list[list[TensorInfo]] = []
     limit, filled = first, first
@@ -146,9 +157,18 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
     codec = profile.codec(method.codec)
     cluster = scenario.cluster(profile, workers)
     algorithm = method.algorithm_for(codec, workers)
-    tensors = {tensor.name: tensor for tensor in profile.model.tensors}
+    model = profile.model
+    costs = step_costs(profile, codec, algorithm, cluster)
+    arrival = [tensor.ready for tensor in model.tensors]
+    copy, encoded = profile.copy, 0.0
+    if costs.ahead:
+        # Gradients are encoded where backward computes, straight into their messages.
+        spent = list(accumulate(codec.encode(tensor.numel) for tensor in model.tensors))
+        arrival = [ready + encoding for ready, encoding in zip(arrival, spent, strict=True)]
+        copy, codec, encoded = FREE, replace(codec, encode=FREE), spent[-1]
+    tensors = {tensor.name: replace(tensor, ready=at) for tensor, at in zip(model.tensors, arrival, strict=True)}
     loads = []
-    for run in method.fuse([tensor.info for tensor in profile.model.tensors]):
+    for run in method.fuse([tensor.info for tensor in model.tensors], costs):
         members = [tensors[info.name] for info in run]
         elements = sum(tensor.numel for tensor in members)
         loads.append(
@@ -156,13 +176,12 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
                 max(tensor.ready for tensor in members),
                 min(tensor.used for tensor in members),
                 elements,
-                message_phases(algorithm, elements, codec, cluster, profile.copy, not method.overlap_forward),
+                message_phases(algorithm, elements, codec, cluster, copy, not method.overlap_forward),
             )
         )
-    model = profile.model
     step = partial(
         run_step,
-        Compute(model.forward, model.backward, model.optimizer),
+        Compute(model.forward, model.backward + encoded, model.optimizer),
         cores=cluster.cores,
         threads=cluster.threads,
         lanes=method.lanes,

@@ -77,6 +77,7 @@ class Phase:
 
 
 _BETWEEN, _INSIDE = "between", "inside"
+_HISTOGRAM_BYTES = 1024
 
 
 def _work(cost: Cost, elements: float) -> Phase:
@@ -150,6 +151,15 @@ def _one_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[
     return [_work(codec.encode, n), *gather, _work(codec.sum, cluster.workers * n)]
 
 
+def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
+    """Selections to the owners of regions, sums that pass from these to all; boundaries, sizes, histograms between."""
+    numbers = _exchange(cluster, 8)
+    histogram = _relay(cluster, 2 * _share(cluster) * _HISTOGRAM_BYTES, 2 * (cluster.workers - 1), transports_own=True)
+    piece = _exchange(cluster, codec.nbytes(n) / cluster.workers)
+    reduced = [_work(codec.encode, n), *histogram, *numbers, *piece, _work(codec.decode, n)]
+    return [*reduced, *(4 * histogram), *numbers, *piece, _work(codec.decode, n)]
+
+
 def _two_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """All-to-all of pieces, sum, all-gather of sums."""
     exchange = _exchange(cluster, codec.nbytes(n) / cluster.workers)
@@ -181,6 +191,9 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "ring": _ring,
     "tree": _tree,
     "one_shot": _one_shot,
+    "gather": _one_shot,  # of messages that were encoded ahead
+    "gather_v": _one_shot,
+    "oktopk": _oktopk,
     "two_shot": _two_shot,
     "two_level": _two_level,
 }

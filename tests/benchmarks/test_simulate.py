@@ -10,23 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from benchmarks.presets import codec_presets
 from benchmarks.report import Environment
 from benchmarks.simulate.__main__ import main
-from benchmarks.simulate.costs import measure_codecs, measure_copy, measure_link
 from benchmarks.simulate.measure import measure
-from benchmarks.simulate.step import measure_step
+from benchmarks.simulate.sparse import measure_sparse
 from benchmarks.simulate.validate import compare, read_cells, summarize
-from benchmarks.simulate.worker import Job, mean
-from benchmarks.training.workloads import Workload
+from benchmarks.simulate.worker import Job
 from fusionlayer.errors import ConfigError
 from fusionlayer.scheduler.cost_model import Curve
 from fusionlayer.scheduler.profile import Profile
 from fusionlayer.scheduler.projection import Method, Scenario, project
 from tests.examples.places import needs_namespaces
-from tests.ranks import over_threads
 from tests.scheduler.profiles import write_example
 
 
@@ -43,32 +38,6 @@ def cell(method: str, seconds: float, rate: str | None = "1gbit", hosts: int = 2
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["simulate", *map(str, arguments)])
     return main()
-
-
-class Toy(Workload):
-    """Two layers, and a parameter that is used outside of the forward of the module that has it."""
-
-    def __init__(self, name: str, seed: int, rank: int) -> None:
-        super().__init__(seed, rank)
-
-    def _model(self) -> nn.Module:
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first = nn.Linear(3, 2, bias=False)
-                self.second = nn.Linear(2, 1, bias=False)
-                self.scale = nn.Parameter(torch.ones(1))
-
-            def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
-                return (self.scale * self.second(self.first(x)) - targets).square().mean()
-
-        return Net()
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return torch.ones(4, 3), torch.zeros(4, 1)
 
 
 @pytest.mark.short
@@ -166,44 +135,10 @@ class TestValidate:
 
 
 @pytest.mark.short
-class TestMeasure:
-    def test_a_step_tells_when_gradients_arrive_and_parameters_are_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("benchmarks.simulate.step.make_workload", Toy)
-        found = measure_step("toy", rank=0, warm_up=1, steps=3)
-        assert found["numel"] == {"scale": 1, "first.weight": 6, "second.weight": 2}
-        ready, used = found["ready"], found["used"]
-        assert 0 < ready["second.weight"] < ready["first.weight"]
-        assert 0 < used["first.weight"] < used["second.weight"]
-        assert used["scale"] == 0, "it is not used by a forward of its own module"
-        assert all(found[phase] > 0 for phase in ("forward", "backward", "optimizer"))
-
-    def test_every_codec_has_costs(self) -> None:
-        found = measure_codecs((256, 1024), repeats=1)
-        assert set(found) == {*codec_presets(), "topk"}
-        assert found["raw"]["lossless"] and found["raw"]["bits"] == 32
-        assert found["int4"]["bits"] == pytest.approx(4.25, abs=0.01)
-        assert found["topk"]["algorithm"] == "one_shot" and found["topk"]["bits"] == 0.64
-        for costs in found.values():
-            for verb in ("encode", "decode", "sum", "recode"):
-                assert [size for size, _ in costs[verb]] == [256, 1024]
-                assert all(seconds > 0 for _, seconds in costs[verb])
-        assert [size for size, _ in measure_copy((256, 1024), repeats=1)] == [256, 1024]
-
-    def test_a_link_has_costs_on_every_rank(self) -> None:
-        for found in over_threads(2, lambda transport: measure_link(transport, (1024, 4096), repeats=2)):
-            assert [size for size, _ in found["exchange"]] == [size for size, _ in found["all_reduce"]] == [1024, 4096]
-            assert found["latency"] > 0 and found["cpu_per_byte"] >= 0
-
-    def test_ranks_are_averaged(self) -> None:
-        first = {"a": 1.0, "curve": [[4, 1.0], [8, 2.0]], "name": "x", "n": 3, "inner": {"b": 0.0}}
-        second = {"a": 3.0, "curve": [[4, 2.0], [8, 4.0]], "name": "x", "n": 3, "inner": {"b": 1.0}}
-        assert mean([first, second]) == {
-            "a": 2.0,
-            "curve": [[4, 1.5], [8, 3.0]],
-            "name": "x",
-            "n": 3,
-            "inner": {"b": 0.5},
-        }
+def test_the_stand_in_for_a_sparse_codec_has_costs() -> None:
+    found = measure_sparse((256, 1024), repeats=1)
+    assert found["algorithm"] == "one_shot" and found["bits"] == 0.64
+    assert all(seconds > 0 for verb in ("encode", "decode", "sum", "recode") for _, seconds in found[verb])
 
 
 @pytest.mark.medium

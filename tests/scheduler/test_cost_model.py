@@ -32,15 +32,28 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
         parse_rate(text)
 
 
-def test_a_curve_is_linear_between_points_and_clamped_beyond() -> None:
+def test_a_curve_is_linear_between_points_clamped_below_and_goes_on_above() -> None:
     curve = Curve(((100.0, 1.0), (300.0, 5.0)))
     assert [curve(0), curve(1), curve(100), curve(200), curve(300)] == [0, 1, 1, 3, 5]
-    assert curve(600) == 10, "beyond the largest size the seconds per unit stay"
+    assert curve(600) == 11 and curve(300_000) == pytest.approx(5 + 299_700 * 0.02)
 
 
 def test_what_is_measured_to_fall_is_noise() -> None:
     curve = Curve(((1.0, 4.0), (2.0, 3.0), (3.0, 6.0)))
     assert [curve(1), curve(2), curve(3)] == [4, 4, 6]
+
+
+def test_a_flat_end_makes_nothing_beyond_it_free() -> None:
+    curve = Curve(((100.0, 1.0), (300.0, 5.0), (400.0, 4.0)))
+    assert [curve(350), curve(400), curve(500)] == [5, 5, pytest.approx(7)]
+    assert Curve(((1.0, 2.0), (2.0, 2.0)))(1000) == 2
+
+
+@given(st.floats(0, 1), st.floats(1e-12, 1e-3), st.integers(1, 1000))
+def test_a_line_that_was_measured_is_the_line_far_beyond(alpha: float, beta: float, factor: int) -> None:
+    line = AlphaBeta(alpha, beta)
+    curve = Curve(tuple((float(4**i), line(4**i)) for i in range(5, 12)))
+    assert curve(factor * 4.0**11) == pytest.approx(line(factor * 4.0**11), rel=1e-6)
 
 
 @given(curves(), sizes, sizes)

@@ -37,7 +37,7 @@ def plan_of(*runs: str, codec: str = "int", algorithm: str = "two_shot", world: 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("planner", planners.names())
+@pytest.mark.parametrize("planner", [name for name in planners.names() if not planners.get(name).needs_costs])
 @pytest.mark.parametrize("codec", defaults(), ids=str)
 def test_sums_are_right_whatever_the_order_of_arrival(codec: Codec, planner: str) -> None:
     world, steps = 3, 3
@@ -362,6 +362,16 @@ def test_a_model_without_tensors() -> None:
         for _ in range(2):
             engine.synchronize()
         assert engine.plan == FusionPlan((), 2)
+        engine.close()
+
+    over_threads(2, body)
+
+
+def test_a_planner_that_needs_costs_says_so() -> None:
+    def body(transport: Transport) -> None:
+        engine = make_engine(transport, planner=planners.get("safusion"))
+        with pytest.raises(ConfigError, match="`fusionlayer profile`"):
+            run_step(engine, gradients(transport.rank, 0))
         engine.close()
 
     over_threads(2, body)

@@ -7,6 +7,12 @@ from hypothesis import strategies as st
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import TensorInfo
 from fusionlayer.scheduler import planners
+from fusionlayer.scheduler.cost_model import AlphaBeta
+from fusionlayer.scheduler.planners import Prediction, Span, StepCosts, predict
+from fusionlayer.scheduler.planners._costs import Pipeline
+from fusionlayer.scheduler.planners.safusion import _adaptive
+
+from .steps import costs_of, steps, tensors_of
 
 pytestmark = pytest.mark.short
 
@@ -25,10 +31,14 @@ def models(draw: st.DrawFn) -> list[TensorInfo]:
     return [TensorInfo(f"t{i}", n, dtype, SIZES[dtype], group) for i, (n, dtype, group) in enumerate(facts)]
 
 
+COST = AlphaBeta(1e-4, 1e-7)
+
+
 @pytest.mark.parametrize("name", planners.names())
-@given(models())
-def test_what_every_planner_keeps(name: str, model: list[TensorInfo]) -> None:
-    runs = planners.get(name)(model)
+@given(models(), st.booleans())
+def test_what_every_planner_keeps(name: str, model: list[TensorInfo], ahead: bool) -> None:
+    costs = StepCosts({t.name: 1e-6 * t.numel for t in model}, COST, COST, COST, COST(1), ahead)
+    runs = planners.get(name)(model, costs)
     position = {tensor.name: i for i, tensor in enumerate(model)}
     assert sorted(position[tensor.name] for run in runs for tensor in run) == list(range(len(model)))
     assert all(runs), "an empty run"
@@ -41,7 +51,7 @@ def test_what_every_planner_keeps(name: str, model: list[TensorInfo]) -> None:
         for group in (0, 1):
             whole = [tensor for tensor in model if (tensor.dtype, tensor.group) == (dtype, group)]
             assert not whole or whole in runs
-    assert planners.get(name)(model) == runs
+    assert planners.get(name)(model, costs) == runs
 
 
 @given(models(), st.integers(1, 20_000))
@@ -104,3 +114,172 @@ def test_tapered_sizes_that_are_none_are_refused(name: str, size: object) -> Non
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown planner 'wbfp'; did you mean 'wfbp'"):
         planners.get("wbfp")
+
+
+# ---- planners that need costs ---------------------------------------------------------------------------------------
+
+BY_COSTS = [name for name in planners.names() if planners.get(name).needs_costs]
+
+
+def ends_of(runs: list[list[TensorInfo]]) -> list[int]:
+    return [sum(map(len, runs[: i + 1])) for i in range(len(runs))]
+
+
+def prediction(name: str, step: tuple[list[TensorInfo], StepCosts], **options: object) -> Prediction:
+    tensors, costs = step
+    return Pipeline(tensors, costs).predict(ends_of(planners.get(name, **options)(tensors, costs)))
+
+
+def counts(name: str, tensors: list[TensorInfo], costs: StepCosts, **options: object) -> list[int]:
+    return [len(run) for run in planners.get(name, **options)(tensors, costs)]
+
+
+def no_worse(one: Prediction, other: Prediction) -> bool:
+    return one.waiting <= other.waiting + 1e-9
+
+
+def test_which_planners_need_costs() -> None:
+    assert BY_COSTS == ["cupcake", "mg_wfbp", "omgs", "safusion"]
+
+
+@pytest.mark.parametrize("name", BY_COSTS)
+def test_planners_without_the_costs_that_they_need_say_how_to_get_them(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"planner '{name}' plans by measured costs .* `fusionlayer profile`"):
+        planners.get(name)(tensors_of([1, 2]))
+
+
+def test_single_is_one_bucket() -> None:
+    tensors = tensors_of([3, 1, 2])
+    assert planners.get("single")(tensors) == [tensors]
+
+
+def test_the_thresholds_of_two_generations_of_horovod() -> None:
+    assert (planners.get("horovod").threshold, planners.get("horovod_64mb").threshold) == (128 << 20, 64 << 20)  # type: ignore[attr-defined]
+
+
+class TestTimeline:
+    def test_behind_the_communication_thread_encodes(self) -> None:
+        tensors = tensors_of([10, 20, 30])
+        costs = costs_of([1.0, 1.0, 1.0], AlphaBeta(1, 0.1), AlphaBeta(0, 0.01), AlphaBeta(0, 0.02))
+        found = predict(tensors, [["t0"], ["t1", "t2"]], [costs, costs])
+        assert found.computing == 3
+        first, second = found.spans
+        assert first == Span(1, 1, pytest.approx(1 + 0.1 + 2 + 0.2), 0)  # type: ignore[comparison-overlap]
+        assert second == Span(3, pytest.approx(3.3), pytest.approx(3.3 + 0.5 + 6 + 1), 0)  # type: ignore[comparison-overlap]
+        assert found.waiting == pytest.approx(10.8 - 3) and found.idle == 0
+
+    def test_ahead_the_computing_thread_encodes(self) -> None:
+        tensors = tensors_of([10, 20])
+        costs = costs_of([1.0, 1.0], AlphaBeta(0.5, 0), AlphaBeta(0, 0.01), AlphaBeta(0, 0.02), ahead=True)
+        found = predict(tensors, [["t0"], ["t1"]], [costs, costs])
+        assert [span.ready for span in found.spans] == [pytest.approx(1.1), pytest.approx(2.3)]
+        assert [span.end for span in found.spans] == [pytest.approx(1.8), pytest.approx(3.2)]
+        assert found.idle == pytest.approx(0.5), "the paper's W between two buffers"
+        assert found.waiting == pytest.approx(0.9)
+
+    @given(steps(), st.data())
+    def test_a_partition_is_predicted_as_any_plan_is(
+        self, step: tuple[list[TensorInfo], StepCosts], data: st.DataObject
+    ) -> None:
+        tensors, costs = step
+        ends = sorted(data.draw(st.sets(st.integers(1, len(tensors)))) | {len(tensors)})
+        runs = [[t.name for t in tensors[i:j]] for i, j in zip([0, *ends], ends, strict=False)]
+        one, other = Pipeline(tensors, costs).predict(ends), predict(tensors, runs, [costs] * len(runs))
+        assert one.step == pytest.approx(other.step) and one.idle == pytest.approx(other.idle, abs=1e-12)
+
+    def test_tensors_of_other_pools_count_with_the_next_one(self) -> None:
+        tensors = tensors_of([1, 1, 1, 1])
+        costs = costs_of([1.0, 2.0, 4.0, 8.0], COST)
+        assert costs.within(tensors, tensors[1::2]).backward == {"t1": 3, "t3": 12}
+
+
+class TestMGWFBP:
+    def test_it_merges_what_waits_for_less_than_a_startup(self) -> None:
+        tensors = tensors_of([10] * 3)
+        assert counts("mg_wfbp", tensors, costs_of([1.0, 0.5, 0.5], AlphaBeta(2.0, 0.0))) == [3]
+        assert counts("mg_wfbp", tensors, costs_of([1.0, 0.5, 3.0], AlphaBeta(2.0, 0.0))) == [2, 1]
+        assert counts("mg_wfbp", tensors, costs_of([1.0, 1.0, 1.0], AlphaBeta(0.1, 0.0))) == [1, 1, 1]
+
+    def test_what_is_in_the_queue_anyway_is_merged(self) -> None:
+        long = costs_of([1.0, 1.0, 0.5, 0.5], AlphaBeta(0.4, 0.1))
+        assert counts("mg_wfbp", tensors_of([20, 1, 1, 1]), long) == [1, 3]
+
+
+class TestOMGS:
+    def test_it_merges_what_saves_more_than_it_waits(self) -> None:
+        tensors = tensors_of([10] * 3)
+        assert counts("omgs", tensors, costs_of([1.0, 0.5, 3.0], AlphaBeta(2.0, 0.0))) == [2, 1]
+
+    def test_encoding_at_once_may_cost_more_than_apart(self) -> None:
+        def square(elements: float) -> float:
+            return elements * elements / 100
+
+        costs = StepCosts({f"t{i}": 0.5 for i in range(2)}, square, AlphaBeta(0, 0), AlphaBeta(2.0, 0.0), 2.0)
+        assert counts("omgs", tensors_of([10, 10]), costs) == [1, 1], "2 s of encoding more, 2 s saved, 0.5 s waited"
+        assert counts("omgs", tensors_of([5, 5]), costs) == [2]
+
+
+class TestCupcake:
+    @given(steps())
+    def test_the_optimum_has_no_better(self, step: tuple[list[TensorInfo], StepCosts]) -> None:
+        best = prediction("cupcake", step, partition="optimal")
+        for name in planners.names():
+            assert no_worse(best, prediction(name, step)), name
+
+    @given(steps())
+    def test_two_groups_are_no_worse_than_one(self, step: tuple[list[TensorInfo], StepCosts]) -> None:
+        found = prediction("cupcake", step)
+        assert len(found.spans) <= 2
+        assert no_worse(found, prediction("single", step))
+
+    def test_an_optimum_by_hand(self) -> None:
+        tensors, costs = tensors_of([1, 1, 1, 1]), costs_of([1.0] * 4, AlphaBeta(1.0, 0.25))
+        assert prediction("cupcake", (tensors, costs), partition="optimal").step == 5.5
+        assert counts("cupcake", tensors, costs) == [2, 2]
+
+    def test_unknown_partitions_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="partition='three'; expected one of"):
+            planners.get("cupcake", partition="three")
+
+
+class TestSAFusion:
+    @given(steps(), st.integers(1, 40))
+    def test_it_never_waits_longer_than_equal_counts_or_no_fusion(
+        self, step: tuple[list[TensorInfo], StepCosts], buffers: int
+    ) -> None:
+        inter, adaptive = prediction("safusion", step, scheme="inter"), prediction("safusion", step)
+        assert no_worse(inter, prediction("safusion", step, scheme="naive", buffers=buffers))
+        assert no_worse(adaptive, inter)
+        for name in ("wfbp", "single"):
+            assert no_worse(inter, prediction(name, step))
+
+    def test_naive_has_equal_counts_and_needs_no_costs(self) -> None:
+        runs = planners.get("safusion", scheme="naive", buffers=3)(tensors_of([1] * 8))
+        assert [len(run) for run in runs] == [3, 3, 2]
+
+    def test_each_buffer_is_what_the_one_before_hides(self) -> None:
+        # Equation 2: two tensors, 2 s of backward < 1 startup of 3 s saved. Then C = 3 s hides three of 1 s each.
+        tensors, costs = tensors_of([0] * 8), costs_of([1.0] * 8, lambda n: 3.0)  # type: ignore[arg-type]
+        assert next(_adaptive(Pipeline(tensors, costs))) == [2, 5, 8]
+        assert prediction("safusion", (tensors, costs)).idle == 0
+
+    def test_encoding_counts_as_what_is_to_be_hidden(self) -> None:
+        tensors = tensors_of([100] * 8)
+        costs = costs_of([1.0] * 8, AlphaBeta(3.0, 0.0), encode=AlphaBeta(0.5, 0.0), ahead=True)
+        assert next(_adaptive(Pipeline(tensors, costs))) == [2, 4, 6, 8]
+
+    def test_a_long_tail_is_merged(self) -> None:
+        # Buffers of 2, 10 and 4: when the second is through, 10 s have gone, and the 7 s after the first are over.
+        tensors, costs = tensors_of([0] * 16), costs_of([0.5] * 16, lambda n: 5.0)  # type: ignore[arg-type]
+        assert next(_adaptive(Pipeline(tensors, costs))) == [2, 16]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"scheme": "intra"}, "scheme='intra'; expected one of"),
+            ({"buffers": 0}, "buffers=0; expected a whole"),
+        ],
+    )
+    def test_options_that_make_no_sense_are_refused(self, options: dict[str, object], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            planners.get("safusion", **options)

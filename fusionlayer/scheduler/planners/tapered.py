@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from ...plan import TensorInfo
 from ._base import Planner
+from ._costs import StepCosts
 
 __all__ = ["Tapered"]
 
@@ -33,7 +34,7 @@ class Tapered(Planner, name="tapered"):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"tapered planner: {name}={value!r}; expected bytes, a whole number above 0")
 
-    def cut(self, tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
+    def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return runs that are limited by what has come before them and by what comes after them."""
         after = sum(tensor.nbytes for tensor in tensors)
         before = 0

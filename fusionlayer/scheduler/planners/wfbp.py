@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...plan import TensorInfo
 from ._base import Planner
+from ._costs import StepCosts
 
 __all__ = ["WFBP"]
 
@@ -15,6 +16,6 @@ __all__ = ["WFBP"]
 class WFBP(Planner, name="wfbp"):
     """No fusion: the most overlap, and one message's latency for each tensor."""
 
-    def cut(self, tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
+    def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return a run for each tensor."""
         return [[tensor] for tensor in tensors]

@@ -1,0 +1,121 @@
+"""``fusionlayer explain``: what is in a plan, when each bucket is predicted to travel, and why as it does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import codecs
+from ..plan import Bucket, FusionPlan
+from ..scheduler.planners import Prediction, StepCosts
+from ..scheduler.planning import bucket_costs, codec_cost, codec_of, plan_costs, predict_plan, short_name
+from ..scheduler.profile import Profile
+from ..scheduler.projection import Scenario
+from .arguments import add_cluster, scenario_of
+from .tables import print_table
+
+__all__ = ["add_parser"]
+
+_EPILOG = """\
+Times are seconds after the start of backward, predicted for one communication thread with a core of its own. F and C
+are SAFusion's (section 3.3): until the bucket's gradients are there, encoded if that is done ahead; and on the
+communication thread. Idle is its W: the communication thread had nothing to send before the bucket was ready.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
+    parser = commands.add_parser(
+        "explain",
+        help="print a plan's buckets, tensors, codecs and predicted timeline",
+        description="Explain a fusion plan by a measured profile of its model.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="as `fusionlayer plan` writes it")
+    add_cluster(parser)
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the timeline (needs matplotlib)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what ``options`` ask for."""
+    profile = Profile.from_yaml(options.profile)
+    plan = FusionPlan.from_yaml(options.plan)
+    scenario = scenario_of(options, profile)
+    measured = options.rate is None
+    costs = plan_costs(profile, plan, scenario, measured)
+    found = predict_plan(profile, plan, costs)
+    network = f"{plan.world_size} workers, {scenario.rate}"
+    _show_buckets(f"{profile.title}: {network}", profile, plan, found)
+    _show_tensors(profile, plan, costs, _alone(profile, scenario, plan.world_size, measured))
+    print(
+        f"Backward, with what is encoded in it: {_ms(found.computing)} ms. Last result: {_ms(found.step)} ms. The "
+        f"optimizer waits {_ms(found.waiting)} ms; communication is idle for {_ms(found.idle)} ms between buckets."
+    )
+    if options.plot:
+        from .lanes import draw
+
+        draw(options.plot, f"{profile.title}: {network}", profile, plan, costs, found)
+        print(options.plot)
+
+
+def _show_buckets(title: str, profile: Profile, plan: FusionPlan, found: Prediction) -> None:
+    rows = []
+    computed = 0.0
+    for number, (bucket, span) in enumerate(zip(plan.buckets, found.spans, strict=True)):
+        elements = sum(slot.numel for slot in bucket.slots)
+        nbytes = codec_cost(profile, codec_of(bucket)).nbytes(elements)
+        rows.append(
+            (
+                str(number),
+                str(len(bucket.slots)),
+                str(elements),
+                f"{nbytes / 1e3:.1f}",
+                short_name(codec_of(bucket)),
+                f"{bucket.algorithm}, {'ahead' if bucket.ahead else 'behind'}",
+                *map(_ms, (span.ready - computed, span.end - span.start)),
+                *map(_ms, (span.ready, span.start, span.end, span.idle)),
+            )
+        )
+        computed = span.ready
+    columns = ["bucket", "tensors", "elements", "kB", "codec", "travels by", "F ms", "C ms", "ready", "start", "end"]
+    print_table(title, [*columns, "idle"], rows, right=(0, 1, 2, 3, 6, 7, 8, 9, 10, 11))
+
+
+def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts], raw: StepCosts | None) -> None:
+    bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
+    rows = []
+    for tensor in profile.model.tensors:
+        index = bucket_of[tensor.name]
+        bucket = plan.buckets[index]
+        why = _why(tensor.numel, bucket, costs[index], profile, raw)
+        rows.append((tensor.name, str(tensor.numel), str(index), short_name(codec_of(bucket)), why))
+    print_table("Tensors, in order of arrival", ("tensor", "elements", "bucket", "codec", "why"), rows, right=(1, 2))
+
+
+def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> StepCosts | None:
+    """Return the costs of sending values as they are, if the profile has them."""
+    if "raw" not in profile.codecs:
+        return None
+    return bucket_costs(profile, codecs.get("raw"), "dense", scenario, workers, measured)
+
+
+def _why(elements: int, bucket: Bucket, cost: StepCosts, profile: Profile, raw: StepCosts | None) -> str:
+    """Return what the codec does for a tensor by itself."""
+    bits = codec_cost(profile, codec_of(bucket)).bits
+    words = f"{bits:.3g} bits an element; alone {_ms(_seconds(cost, elements))} ms"
+    if raw is None or bucket.codec == "raw":
+        return words
+    saved = _seconds(raw, elements) - _seconds(cost, elements)
+    return f"{words}, {_ms(abs(saved))} ms {'less' if saved >= 0 else 'MORE'} than raw"
+
+
+def _seconds(cost: StepCosts, elements: int) -> float:
+    return cost.encode(elements) + cost.communicate(elements) + cost.decode(elements)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"

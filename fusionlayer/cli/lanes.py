@@ -1,0 +1,107 @@
+"""The predicted timeline of a plan as a picture: what computes, what encodes, what communicates, and who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..plan import FusionPlan
+from ..scheduler.planners import Prediction, StepCosts
+from ..scheduler.profile import Profile
+
+__all__ = ["draw"]
+
+Bar = tuple[float, float, int]
+"""Start and length in seconds, number of the bucket."""
+
+_LANES = ("communicate", "encode and fuse", "backward")
+_WAITING = "0.85"
+
+
+def draw(
+    path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts], found: Prediction
+) -> None:
+    """Write a picture with a lane for each kind of work, buckets told apart by colour, waiting hatched.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or writes no such file.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot draws with matplotlib; pip install matplotlib") from None
+
+    backward, encoding, communicating = _bars(profile, plan, costs, found)
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for lane, bars in enumerate((communicating, encoding, backward)):
+        for start, seconds, bucket in bars:
+            axes.broken_barh([(start * 1e3, seconds * 1e3)], (lane - 0.4, 0.8), facecolors=f"C{bucket % 10}")
+    for number, span in enumerate(found.spans):
+        _label(axes, span.start, span.end, found.step, str(number))
+        if span.idle:
+            _wait(axes, 0, span.start - span.idle, span.idle)
+    if found.waiting:
+        _wait(axes, 2, found.computing, found.waiting)
+    axes.set_yticks(range(3), _LANES)
+    axes.set_xlim(0, found.step * 1e3)
+    axes.set_xlabel(
+        f"ms after the start of backward; hatched: waiting ({found.waiting * 1e3:.1f} ms for the last result, "
+        f"{found.idle * 1e3:.1f} ms between buckets)"
+    )
+    axes.set_title(title, fontsize=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+
+
+def _bars(
+    profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts], found: Prediction
+) -> tuple[list[Bar], list[Bar], list[Bar]]:
+    """Return the bars of backward, of encoding and of communication."""
+    bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
+    backward: list[Bar] = []
+    encoding: list[Bar] = []
+    now = 0.0
+    for tensor in profile.model.tensors:
+        index = bucket_of[tensor.name]
+        cost = costs[index]
+        seconds = cost.backward[tensor.name]
+        backward.append((now, seconds, index))
+        now += seconds
+        if cost.ahead:
+            seconds = cost.encode(tensor.numel)
+            encoding.append((now, seconds, index))
+            now += seconds
+    communicating = []
+    for index, (bucket, cost, span) in enumerate(zip(plan.buckets, costs, found.spans, strict=True)):
+        before = 0.0
+        if not cost.ahead:
+            before = cost.encode(sum(slot.numel for slot in bucket.slots))
+            encoding.append((span.start, before, index))
+        communicating.append((span.start + before, span.end - span.start - before, index))
+    return backward, encoding, communicating
+
+
+def _label(axes: Any, start: float, end: float, whole: float, text: str) -> None:
+    """Write the bucket's number where there is room for it."""
+    if end - start > 0.015 * whole:
+        axes.text((start + end) * 500, 0, text, ha="center", va="center", fontsize=8, color="white")
+
+
+def _wait(axes: Any, lane: int, start: float, seconds: float) -> None:
+    axes.broken_barh(
+        [(start * 1e3, seconds * 1e3)],
+        (lane - 0.4, 0.8),
+        facecolors=_WAITING,
+        edgecolor="0.5",
+        hatch="////",
+        linewidth=0,
+    )

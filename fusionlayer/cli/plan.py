@@ -1,0 +1,180 @@
+"""``fusionlayer plan``: a fusion plan from a measured profile."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..plan import FusionPlan
+from ..scheduler import planners
+from ..scheduler.cost_model import parse_rate
+from ..scheduler.planners import Planner, Prediction
+from ..scheduler.planning import choose_codecs, make_plan, plan_costs, predict_plan, short_name
+from ..scheduler.policy import AUTO, FIDELITIES, Policy, Rule
+from ..scheduler.profile import Profile
+from ..scheduler.projection import Scenario
+from .arguments import add_cluster, as_options, get_codec, key_value, names, positive, scenario_of
+from .tables import print_table
+
+__all__ = ["add_parser", "compare"]
+
+_EPILOG = """\
+Waiting is what the optimizer waits for after backward; idle is how long communication stood still between buckets (W
+in SAFusion, section 3.3). Both are predictions of one communication thread with a core of its own; `fusionlayer
+simulate` shares cores and links out. docs/planning.md says more.
+"""
+_SCHEMES = ("naive", "inter", "inter_intra")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
+    parser = commands.add_parser(
+        "plan",
+        help="make a fusion plan from a measured profile",
+        description="Make a fusion plan for the model of a profile.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_cluster(parser)
+    parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks that the plan is for")
+    parser.add_argument("--planner", choices=planners.names(), default="safusion", help="default safusion")
+    parser.add_argument(
+        "--planner-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the planner; repeatable"
+    )
+    parser.add_argument(
+        "--codec",
+        default="raw",
+        metavar="NAME",
+        help="of all gradients, or auto (default raw)",
+    )
+    parser.add_argument("--density", type=float, metavar="X", help="share of elements that a sparse codec sends")
+    parser.add_argument(
+        "--codec-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the codec; repeatable"
+    )
+    parser.add_argument(
+        "--policy", metavar="POLICY.yaml", help="rules that give each gradient a codec, in place of --codec"
+    )
+    parser.add_argument(
+        "--fidelity",
+        choices=FIDELITIES,
+        help="with --codec auto: what the cost model may choose from (default near_lossless)",
+    )
+    parser.add_argument("--algorithm", metavar="NAME", help="collective (default: as the engine chooses)")
+    parser.add_argument(
+        "--ahead",
+        action=argparse.BooleanOptionalAction,
+        help="encode gradients one by one as they arrive (default: as the codec does)",
+    )
+    parser.add_argument("-o", "--out", type=Path, metavar="PLAN.yaml", help="where to write the plan")
+    parser.add_argument("--compare", action="store_true", help="print what every planner would make of it")
+    parser.add_argument("--rates", type=names, metavar="R,R", help="rates to compare at (default: that of --rate)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Make the plan, or the comparison, that ``options`` ask for."""
+    if options.rates and not options.compare:
+        raise ConfigError("--rates is for --compare; a plan is made for one --rate")
+    if options.out is None and not options.compare:
+        raise ConfigError("nothing to do; give -o PLAN.yaml for the plan, or --compare for a table of planners")
+    profile = Profile.from_yaml(options.profile)
+    codec = _codecs(profile, options)
+    planner = planners.get(options.planner, **as_options(options.planner_option))
+    if options.compare:
+        rates = sorted(options.rates or [scenario_of(options, profile).rate], key=parse_rate)
+        scenarios = [scenario_of(options, profile, rate) for rate in rates]
+        show(profile, codec, scenarios, options)
+    if options.out is not None:
+        plan, found = predicted(profile, planner, codec, scenario_of(options, profile), options)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        plan.to_yaml(options.out)
+        print(
+            f"{options.out}: {len(plan.buckets)} buckets of {len(profile.model.tensors)} tensors; predicted "
+            f"{_ms(found.step)} ms from the start of backward to the last result, of which {_ms(found.waiting)} ms "
+            "waiting"
+        )
+
+
+def _codecs(profile: Profile, options: argparse.Namespace) -> Codec | Mapping[str, Codec]:
+    """Return the codec of all gradients, or by a policy that of each; print why it is that."""
+    if options.policy is None and options.codec != AUTO:
+        if options.fidelity:
+            raise ConfigError("--fidelity is for --codec auto; a codec that is named is what it is")
+        return get_codec(options.codec, options.codec_option, options.density)
+    if options.policy is None:
+        policy = Policy((Rule(AUTO),), options.fidelity or "near_lossless")
+    elif options.fidelity:
+        raise ConfigError("--fidelity is for --codec auto; a policy's stands in its file")
+    else:
+        policy = Policy.from_yaml(options.policy)
+    chosen = choose_codecs(profile, policy, scenario_of(options, profile), options.workers, _measured(options))
+    rows = [
+        (tensor.name, str(tensor.numel), short_name(chosen[tensor.name].codec), chosen[tensor.name].reason)
+        for tensor in profile.model.tensors
+    ]
+    print_table("Codecs", ("tensor", "elements", "codec", "why"), rows, right=(1,))
+    return {name: choice.codec for name, choice in chosen.items()}
+
+
+def _measured(options: argparse.Namespace) -> bool:
+    """Return whether collectives may cost what they were measured to, no network being named."""
+    return options.rate is None and not options.rates
+
+
+def predicted(
+    profile: Profile,
+    planner: Planner,
+    codec: Codec | Mapping[str, Codec],
+    scenario: Scenario,
+    options: argparse.Namespace,
+) -> tuple[FusionPlan, Prediction]:
+    """Return a planner's plan and its timeline."""
+    measured = _measured(options)
+    plan = make_plan(
+        profile,
+        planner,
+        codec,
+        scenario,
+        options.workers,
+        algorithm=options.algorithm,
+        ahead=options.ahead,
+        measured=measured,
+    )
+    return plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured))
+
+
+def compare() -> list[tuple[str, Planner]]:
+    """Return every planner by its name, those with schemes or kinds of partition once for each."""
+    found = [(name, planners.get(name)) for name in planners.names() if name not in ("safusion", "cupcake")]
+    found += [(f"cupcake {kind}", planners.get("cupcake", partition=kind)) for kind in ("two", "optimal")]
+    found += [(f"safusion {scheme}", planners.get("safusion", scheme=scheme)) for scheme in _SCHEMES]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def show(
+    profile: Profile, codec: Codec | Mapping[str, Codec], scenarios: Sequence[Scenario], options: argparse.Namespace
+) -> None:
+    """Print a row for each planner, and in it for each rate what is predicted of its plan."""
+    rows = []
+    for name, planner in compare():
+        row = [name]
+        for scenario in scenarios:
+            plan, found = predicted(profile, planner, codec, scenario, options)
+            row += [str(len(plan.buckets)), _ms(found.waiting), _ms(found.idle), _ms(found.step)]
+        rows.append(row)
+    columns = ["planner"]
+    for scenario in scenarios:
+        at = f" {scenario.rate}" if len(scenarios) > 1 else ""
+        columns += [f"buckets{at}", "waiting ms", "idle ms", "step ms"]
+    rates = ", ".join(scenario.rate for scenario in scenarios)
+    names = codec if isinstance(codec, Codec) else "codecs by policy"
+    title = f"{profile.title}: {names} on {options.workers} workers at {rates}, predicted"
+    print_table(title, columns, rows, right=range(1, len(columns)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"

@@ -1,0 +1,106 @@
+"""``fusionlayer profile``: measures a cost profile, as any program of the job's ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import __version__, codecs, context
+from ..scheduler.cost_model import parse_rate
+from ..scheduler.profiler import Sizes, describe_machine, file_name, measure_profile
+from ..transport import Transport, local
+from .arguments import names, positive
+
+__all__ = ["add_parser"]
+
+_EPILOG = """\
+Alone it measures the model's step, codecs and copies. Started on several ranks, also a link and collectives, and takes
+the mean over ranks:
+
+    torchrun --nproc-per-node 2 --no-python fusionlayer profile --model gpt
+    mpirun -n 2 fusionlayer profile --model mypackage.training:model_and_batch
+
+profiles/README.md has the schema.
+"""
+_COMMENT = "A measured cost profile; profiles/README.md has the schema. Written by: {command}"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
+    whole = Sizes()
+    parser = commands.add_parser(
+        "profile",
+        help="measure what a model's step, codecs and collectives cost",
+        description="Measure a cost profile of this machine or job.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        default="gpt",
+        metavar="NAME",
+        help="gpt, resnet, or module:function, which returns a model, whose forward returns its loss, and the "
+        "arguments of that forward (default gpt)",
+    )
+    parser.add_argument("--codec", type=names, metavar="NAME,NAME", help="codecs to measure (default: all)")
+    parser.add_argument("--rate", metavar="RATE", help="of the link, such as 1gbit (default: as it was measured)")
+    parser.add_argument("--out", type=Path, default=Path("profiles"), metavar="FOLDER", help="default profiles")
+    parser.add_argument("--hardware", metavar="NAME", help="of the machine (default: its processor)")
+    parser.add_argument("--steps", type=positive, default=whole.steps, help=f"of the model (default {whole.steps})")
+    parser.add_argument(
+        "--repeats", type=positive, default=whole.repeats, help=f"calls for each size (default {whole.repeats})"
+    )
+    parser.add_argument(
+        "--largest",
+        type=positive,
+        default=whole.elements[-1],
+        metavar="N",
+        help=f"elements, and bytes of transfers, up to which sizes grow fourfold (default {whole.elements[-1]})",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure on all ranks; rank 0 writes the profile and prints its path."""
+    if options.rate is not None:
+        parse_rate(options.rate)
+    chosen = {name: codecs.get(name) for name in options.codec or codecs.names()}
+    whole = Sizes()
+    grown = tuple(size for size in whole.elements[2:] if size <= options.largest)
+    sizes = Sizes((*whole.elements[:2], *grown), (*whole.nbytes[:2], *grown), options.steps, options.repeats)
+    context.init()
+    transport = context.transport()
+    environment = {**describe_machine(options.hardware), "fusionlayer": __version__}
+    profile = measure_profile(
+        options.model,
+        chosen,
+        transport,
+        pair=_pair(transport),
+        local_size=context.local_size(),
+        rate=options.rate,
+        sizes=sizes,
+        environment=environment,
+    )
+    if transport.rank == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"{file_name(profile.model.name, environment)}.yaml"
+        profile.to_yaml(path, _COMMENT.format(command=environment["command"]))
+        print(path)
+        sys.stdout.flush()
+    transport.barrier()
+    context.shutdown()
+
+
+def _pair(transport: Transport) -> Transport | None:
+    """Return on the first and the last rank, which are the furthest apart, a transport between these two."""
+    if transport.size == 2 or local.current() is not None:
+        return transport if transport.size == 2 else None
+    if transport.size == 1:
+        return None
+    ends = [0, transport.size - 1]
+    group = dist.new_group(ends)
+    return context.transport(group) if transport.rank in ends else None

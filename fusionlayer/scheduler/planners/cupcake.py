@@ -1,0 +1,69 @@
+"""``cupcake``: fusion that pays for few compressions (Wang et al., MLSys 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...errors import ConfigError
+from ...plan import TensorInfo
+from ._base import Planner, split_at
+from ._costs import Pipeline, StepCosts
+
+__all__ = ["Cupcake"]
+
+_PARTITIONS = ("two", "optimal")
+
+
+@dataclass(frozen=True)
+class Cupcake(Planner, name="cupcake"):
+    """The partition with the least predicted step; the paper's own search measures steps instead.
+
+    Attributes:
+        partition: "two": at most two buckets, the cut found by binary search, which takes the step for a function with
+            one valley; "optimal": any number of them, by dynamic programming in O(n^2).
+    """
+
+    partition: str = "two"
+    needs_costs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.partition not in _PARTITIONS:
+            raise ConfigError(f"cupcake planner: partition={self.partition!r}; expected one of: {_PARTITIONS}")
+
+    def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
+        """Return one, two or as many runs as are best."""
+        pipeline = self.pipeline(tensors, costs)
+        if not tensors:
+            return []
+        ends = _two_groups(pipeline) if self.partition == "two" else _optimal(pipeline)
+        return split_at(tensors, ends)
+
+
+def _two_groups(pipeline: Pipeline) -> list[int]:
+    whole = len(pipeline)
+
+    def ends(place: int) -> list[int]:
+        return [place, whole] if place < whole else [whole]
+
+    low, high = 1, whole
+    while low < high:
+        middle = (low + high) // 2
+        if pipeline.predict(ends(middle)).rank <= pipeline.predict(ends(middle + 1)).rank:
+            high = middle
+        else:
+            low = middle + 1
+    return min(ends(low), [whole], key=lambda found: pipeline.predict(found).rank)
+
+
+def _optimal(pipeline: Pipeline) -> list[int]:
+    """The communication of a prefix that ends sooner never makes the rest end later, so the best prefixes suffice."""
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # for each prefix: its end, its buckets, where the last begins
+    for j in range(1, len(pipeline) + 1):
+        ready = pipeline.ready(j)
+        best.append(min((max(best[i][0], ready) + pipeline.communicating(i, j), best[i][1] + 1, i) for i in range(j)))
+    ends = [len(pipeline)]
+    while best[ends[0]][2]:
+        ends.insert(0, best[ends[0]][2])
+    return ends

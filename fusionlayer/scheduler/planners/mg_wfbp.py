@@ -1,0 +1,39 @@
+"""``mg_wfbp``: merged-gradient wait-free back-propagation (Shi et al., INFOCOM 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...plan import TensorInfo
+from ._base import Planner, split_at
+from ._costs import StepCosts
+
+__all__ = ["MGWFBP"]
+
+
+@dataclass(frozen=True)
+class MGWFBP(Planner, name="mg_wfbp"):
+    """Merge a tensor into the bucket before it where waiting for it costs less than the startup that is saved.
+
+    It is merged if it arrives before the bucket would have been sent, and either the bucket would still have been in
+    the queue then, or would have waited for less than a startup. After a merge the bucket's times are computed anew.
+    """
+
+    needs_costs: ClassVar[bool] = True
+
+    def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
+        """Return the runs that remain when each tensor in turn was merged or not."""
+        pipeline = self.pipeline(tensors, costs)
+        assert costs is not None
+        ends: list[int] = []
+        begin, free = 0, 0.0
+        for end in range(1, len(tensors)):
+            start = max(free, pipeline.ready(end))
+            sent = start + pipeline.communicating(begin, end)
+            arrives = pipeline.ready(end + 1)
+            if not (arrives < sent and (arrives < start or arrives - start < costs.startup)):
+                ends.append(end)
+                begin, free = end, sent
+        return split_at(tensors, [*ends, len(tensors)] if tensors else [])

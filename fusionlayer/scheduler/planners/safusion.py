@@ -1,0 +1,115 @@
+"""``safusion``: buffers of SAFusion, which fuses gradients that were sparsified ahead (HPDC 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...errors import ConfigError
+from ...plan import TensorInfo
+from ._base import Planner, split_at
+from ._costs import Pipeline, StepCosts
+
+__all__ = ["SAFusion"]
+
+_SCHEMES = ("naive", "inter", "inter_intra")
+
+
+@dataclass(frozen=True)
+class SAFusion(Planner, name="safusion"):
+    """Buffers as large as the communication of the one before hides.
+
+    In the paper ranks fill their buffers with what each has selected, and may disagree on what a buffer holds until
+    counts are aligned (section 3.2). A plan is the same on all ranks, so here every scheme is aligned:
+
+    - "naive": ``buffers`` of them, with equally many tensors; needs no costs.
+    - "inter": equally many tensors in each, so many that the predicted waiting is least.
+    - "inter_intra": adaptive sizes (section 3.3). The first buffer is the shortest prefix that is communicated sooner
+      as one than tensor by tensor (equation 2); buffer i is the longest run that is ready while buffer i - 1
+      communicates (equation 1); from the buffer on at whose end the communication takes longer than all that is still
+      to be computed after the first, one buffer has the rest (equation 3). Where costs are uneven these steps can lose
+      to equal counts, so the plan with the least predicted waiting of these is taken: equations 1 and 2, with each of
+      the possible tails merged into one; equal counts of any number, tensor by tensor and one for all among them. It
+      never waits longer than what "naive" and "inter" make; of plans that wait equally long it is the one with the
+      least communication.
+
+    Attributes:
+        scheme: one of the above.
+        buffers: number of them for "naive".
+    """
+
+    scheme: str = "inter_intra"
+    buffers: int = 4
+    needs_costs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.scheme not in _SCHEMES:
+            raise ConfigError(f"safusion planner: scheme={self.scheme!r}; expected one of: {', '.join(_SCHEMES)}")
+        if type(self.buffers) is not int or self.buffers < 1:
+            raise ConfigError(f"safusion planner: buffers={self.buffers!r}; expected a whole number above 0")
+
+    def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
+        """Return the buffers."""
+        if not tensors:
+            return []
+        if self.scheme == "naive":
+            return split_at(tensors, _equal_counts(len(tensors), -(-len(tensors) // self.buffers)))
+        pipeline = self.pipeline(tensors, costs)
+        candidates = list(_all_equal_counts(len(tensors)))
+        if self.scheme == "inter_intra":
+            candidates = [*_adaptive(pipeline), *candidates]
+        best = min(candidates, key=lambda ends: pipeline.predict(ends).rank)
+        return split_at(tensors, best)
+
+
+def _equal_counts(whole: int, count: int) -> list[int]:
+    """Return the ends of runs of ``count`` tensors, the last one perhaps of less."""
+    return [*range(count, whole, count), whole]
+
+
+def _all_equal_counts(whole: int) -> Iterator[list[int]]:
+    for count in sorted({-(-whole // buffers) for buffers in range(1, whole + 1)}):
+        yield _equal_counts(whole, count)
+
+
+def _adaptive(pipeline: Pipeline) -> Iterator[list[int]]:
+    """Yield the ends of adaptive buffers as the paper has them, then with no tail merged and with each other one."""
+    ends = _overlapping(pipeline, _first_buffer(pipeline))
+    tail = _long_tail(pipeline, ends)
+    for kept in dict.fromkeys([tail, *reversed(range(len(ends)))]):
+        yield [*ends[:kept], len(pipeline)]
+
+
+def _first_buffer(pipeline: Pipeline) -> int:
+    """Return the end of the first buffer, by equation 2; that of the first tensor if no merging of it pays."""
+    layer_wise = 0.0
+    for end in range(1, len(pipeline) + 1):
+        layer_wise += pipeline.communicating(end - 1, end)
+        if end > 1 and pipeline.backward(0, end) + pipeline.communicating(0, end) < layer_wise:
+            return end
+    return 1
+
+
+def _overlapping(pipeline: Pipeline, first: int) -> list[int]:
+    """Return the ends of all buffers, those after the first by equation 1: the longest run that is hidden."""
+    ends, hidden = [first], pipeline.communicating(0, first)
+    while (begin := ends[-1]) < len(pipeline):
+        end = begin + 1
+        while end < len(pipeline) and pipeline.computing(begin, end + 1) <= hidden:
+            end += 1
+        ends.append(end)
+        hidden = pipeline.communicating(begin, end)
+    return ends
+
+
+def _long_tail(pipeline: Pipeline, ends: Sequence[int]) -> int:
+    """Return how many buffers stay before the merged tail, by equation 3; all but the last if there is no tail."""
+    to_hide = pipeline.computing(ends[0], len(pipeline))
+    communicated, begin = 0.0, 0
+    for place, end in enumerate(ends[:-1]):
+        communicated += pipeline.communicating(begin, end)
+        begin = end
+        if communicated > to_hide:
+            return place
+    return len(ends) - 1

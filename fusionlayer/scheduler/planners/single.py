@@ -1,0 +1,21 @@
+"""``single``: one bucket for all, as Ok-Topk (PPoPP 2022) and SyncEA send what a whole backward pass has made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...plan import TensorInfo
+from ._base import Planner
+from ._costs import StepCosts
+
+__all__ = ["Single"]
+
+
+@dataclass(frozen=True)
+class Single(Planner, name="single"):
+    """One startup and no overlap with backward."""
+
+    def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
+        """Return all tensors in one run."""
+        return [list(tensors)] if tensors else []

@@ -1,0 +1,180 @@
+"""Plans from profiles: what a planner makes of measured costs, and what a plan is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .. import codecs, collectives
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..plan import Bucket, FusionPlan, TensorInfo
+from .cost_model import CodecCost
+from .costs import step_costs
+from .engine import SLOT_ALIGNMENT
+from .planners import Planner, Prediction, StepCosts, predict
+from .policy import Choice, Policy
+from .profile import Profile
+from .projection import Scenario
+
+__all__ = [
+    "bucket_costs",
+    "choose_codecs",
+    "codec_cost",
+    "codec_of",
+    "make_plan",
+    "plan_costs",
+    "predict_plan",
+    "short_name",
+]
+
+_BITS_FROM = 1 << 20
+
+
+def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
+    """Return the measured costs of a codec, with the bits of its own options.
+
+    Where just these options were not measured, those count whose bits are nearest.
+
+    Raises:
+        ConfigError: the codec was measured with no options at all.
+    """
+    bits = 8 * codec.bare.wire(_BITS_FROM).capacity / _BITS_FROM
+    measured = {name: codecs.get(name).bare for name in profile.codecs if name in codecs.names()}
+    alike = [name for name, other in measured.items() if other.name == codec.name]
+    best = min(
+        alike, key=lambda name: (measured[name] != codec.bare, abs(profile.codecs[name].bits - bits)), default=""
+    )
+    return replace(profile.codec(best or codec.name), bits=bits)
+
+
+def short_name(codec: Codec) -> str:
+    """Return the registered name, of a preset if there is one, of a codec with just these options, or else them too."""
+    names = [name for name in codecs.names() if codecs.get(name).bare == codec.bare]
+    return min([*reversed(names), str(codec)], key=len)
+
+
+def bucket_costs(
+    profile: Profile, codec: Codec, algorithm: str, scenario: Scenario, workers: int, measured: bool = False
+) -> StepCosts:
+    """Return what a step costs whose buckets are all encoded by ``codec`` and sent by ``algorithm``.
+
+    Args:
+        profile: what was measured.
+        codec: of the buckets.
+        algorithm: their collective; one that gathers means that gradients are encoded ahead.
+        scenario: the cluster.
+        workers: number of ranks.
+        measured: take the collective's own curve where it was measured with so many ranks, not the link's.
+    """
+    transfer = profile.transfer(algorithm, workers) if measured else None
+    return step_costs(profile, codec_cost(profile, codec), algorithm, scenario.cluster(profile, workers), transfer)
+
+
+def make_plan(
+    profile: Profile,
+    planner: Planner,
+    codec: Codec | Mapping[str, Codec],
+    scenario: Scenario,
+    workers: int,
+    *,
+    algorithm: str | None = None,
+    ahead: bool | None = None,
+    measured: bool = False,
+) -> FusionPlan:
+    """Return the planner's plan for the profile's model.
+
+    Args:
+        profile: what was measured; its model is what is planned for.
+        planner: cuts the gradients into buckets; those of different codecs never share one.
+        codec: of all gradients, or of each by its name.
+        scenario: the cluster.
+        workers: number of ranks.
+        algorithm: collective; None chooses.
+        ahead: encode gradients one by one as they arrive; None: as the codec does by default.
+        measured: as for ``bucket_costs``.
+
+    Raises:
+        ConfigError: the profile lacks costs, or the collective does not go with ``ahead``.
+    """
+    tensors = [tensor.info for tensor in profile.model.tensors]
+    pools: dict[Codec, list[TensorInfo]] = {}
+    for tensor in tensors:
+        pools.setdefault(codec if isinstance(codec, Codec) else codec[tensor.name], []).append(tensor)
+    buckets: list[Bucket] = []
+    for each, pool in pools.items():
+        goes_ahead, collective = _way(each, workers, algorithm, ahead)
+        costs = bucket_costs(profile, each, collective, scenario, workers, measured).within(tensors, pool)
+        align = 1 if goes_ahead else min(max(each.block, 1), SLOT_ALIGNMENT)
+        runs = planner(pool, costs)
+        buckets += FusionPlan.build(runs, workers, each.name, each.options, collective, align, goes_ahead).buckets
+    position = {tensor.name: i for i, tensor in enumerate(tensors)}
+    return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
+
+
+def _way(codec: Codec, workers: int, algorithm: str | None, ahead: bool | None) -> tuple[bool, str]:
+    """Return whether a codec's gradients go ahead, and their collective."""
+    if ahead is None:
+        ahead = codec.ahead if algorithm is None else algorithm in collectives.gather_names()
+    algorithm = algorithm or collectives.choose(codec.lossless, workers, ahead=ahead)
+    if ahead:
+        collectives.get_gather(algorithm)
+    else:
+        collectives.get(algorithm)
+    return ahead, algorithm
+
+
+def choose_codecs(
+    profile: Profile, policy: Policy, scenario: Scenario, workers: int, measured: bool = False
+) -> dict[str, Choice]:
+    """Return the codec of each gradient of the profile's model, by name, and why it is that.
+
+    "auto" chooses among the codecs that the profile has costs of, each as it goes by default.
+    """
+    candidates = {name: codecs.get(name) for name in profile.codecs if name in codecs.names()}
+    known: dict[Codec, StepCosts] = {}
+
+    def seconds(codec: Codec, tensor: TensorInfo) -> float:
+        if codec not in known:
+            known[codec] = bucket_costs(
+                profile, codec, _way(codec, workers, None, None)[1], scenario, workers, measured
+            )
+        cost = known[codec]
+        return cost.encode(tensor.numel) + cost.communicate(tensor.numel) + cost.decode(tensor.numel)
+
+    tensors = [tensor.info for tensor in profile.model.tensors]
+    return {tensor.name: policy.choose(tensor, candidates, seconds) for tensor in tensors}
+
+
+def codec_of(bucket: Bucket) -> Codec:
+    """Return the codec of a bucket, its messages without header."""
+    return codecs.get(bucket.codec, **bucket.options, header=False)
+
+
+def plan_costs(profile: Profile, plan: FusionPlan, scenario: Scenario, measured: bool = False) -> list[StepCosts]:
+    """Return the costs of each bucket of a plan.
+
+    Raises:
+        ConfigError: the plan is not for the profile's model, or the profile lacks costs.
+    """
+    plan.check([tensor.info for tensor in profile.model.tensors], plan.world_size)
+    known: dict[str, StepCosts] = {}
+    costs = []
+    for bucket in plan.buckets:
+        codec = codec_of(bucket)
+        key = f"{codec} {bucket.algorithm}"
+        if key not in known:
+            known[key] = bucket_costs(profile, codec, bucket.algorithm, scenario, plan.world_size, measured)
+        if known[key].ahead != bucket.ahead:
+            raise ConfigError(
+                f"plan: a bucket with ahead={bucket.ahead} travels by {bucket.algorithm!r}; expected one of: "
+                f"{', '.join(collectives.gather_names() if bucket.ahead else collectives.names())}"
+            )
+        costs.append(known[key])
+    return costs
+
+
+def predict_plan(profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts]) -> Prediction:
+    """Return the predicted timeline of a plan, whose buckets cost what ``plan_costs`` says."""
+    tensors = [tensor.info for tensor in profile.model.tensors]
+    return predict(tensors, [bucket.names for bucket in plan.buckets], costs)

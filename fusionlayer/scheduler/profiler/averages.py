@@ -1,0 +1,50 @@
+"""Measurements of all ranks made one: a rank that is slower than the others must not plan otherwise than they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...transport import Transport
+
+__all__ = ["Points", "average"]
+
+Points = list[list[float]]
+"""A measured curve: [[size, seconds], ...]."""
+
+
+def average(found: Any, transport: Transport, measured_by: int | None = None) -> Any:
+    """Return mappings and lists of the same shape on all ranks with the mean over ranks for each float.
+
+    What is no float, such as a size, stays as it is on this rank. All ranks call it together.
+
+    Args:
+        found: what this rank has measured.
+        transport: all ranks.
+        measured_by: number of ranks that have measured; the others have zeros. None: all ranks.
+    """
+    numbers = torch.tensor(list(_floats(found)), dtype=torch.float64)
+    if transport.size > 1:
+        transport.all_reduce(numbers)
+    return _filled(found, iter((numbers / (measured_by or transport.size)).tolist()))
+
+
+def _floats(found: Any) -> Iterator[float]:
+    if isinstance(found, dict):
+        for value in found.values():
+            yield from _floats(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield from _floats(value)
+    elif isinstance(found, float):
+        yield found
+
+
+def _filled(found: Any, means: Iterator[float]) -> Any:
+    if isinstance(found, dict):
+        return {key: _filled(value, means) for key, value in found.items()}
+    if isinstance(found, list):
+        return [_filled(value, means) for value in found]
+    return next(means) if isinstance(found, float) else found

@@ -1,0 +1,117 @@
+"""What transfers and collectives cost, by size: medians, as a profile has them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...transport import Transport
+from .averages import Points
+
+__all__ = ["measure_call", "measure_collectives", "measure_link"]
+
+_CALLS = 20
+"""Exchanges of one byte for each repeat that is asked for."""
+
+Transfer = Callable[[], object]
+
+
+def measure_call(transport: Transport, repeats: int) -> dict[str, float]:
+    """Return seconds, and CPU seconds of the process, of an exchange of one byte. All ranks call it together.
+
+    Of many calls the tenth that takes least: scheduling only adds to so short a call, and would be taken for a cost of
+    the network.
+    """
+    samples = _samples(transport, _gather(transport, 1), _CALLS * repeats)
+    latency, cpu = (statistics.quantiles(column, n=10)[0] for column in zip(*samples, strict=True))
+    return {"latency": latency, "cpu": cpu}
+
+
+def measure_link(transport: Transport, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
+    """Return the costs of the link between two ranks, by bytes that each of them sends. Both call it together.
+
+    ``latency`` and ``cpu`` are those of an exchange of one byte.
+    CPU seconds are those of the process and, of what the kernel did for the network meanwhile, an equal part.
+    """
+    call = measure_call(transport, repeats)
+    curves: dict[str, Points] = {"exchange": [], "all_reduce": []}
+    per_byte = 0.0
+    for size in sizes:
+        before = _softirq_seconds()
+        seconds, cpu = _transfer(transport, _gather(transport, size), repeats)
+        cpu += (_softirq_seconds() - before) / transport.size / repeats
+        per_byte = max(0.0, cpu - call["cpu"]) / size  # the largest size has the last word
+        curves["exchange"].append([size, seconds])
+        seconds, _ = _transfer(transport, _reduce(transport, size), repeats)
+        curves["all_reduce"].append([size, seconds])
+    return {**call, "cpu_per_byte": per_byte, **curves}
+
+
+def measure_collectives(transport: Transport, sizes: Sequence[int], repeats: int) -> dict[str, Points]:
+    """Return seconds of the transfers of each collective by bytes of each rank's message. All ranks call it together.
+
+    Messages of a size that is a multiple of neither 4 nor the number of ranks are made shorter by the remainder.
+    """
+    kinds: dict[str, Callable[[Transport, int], Transfer]] = {
+        "dense": _reduce,
+        "one_shot": _gather,
+        "two_shot": _pieces,
+    }
+    return {
+        name: [[size, _transfer(transport, kind(transport, size), repeats)[0]] for size in sizes]
+        for name, kind in kinds.items()
+    }
+
+
+def _gather(transport: Transport, nbytes: int) -> Transfer:
+    mine = torch.ones(nbytes, dtype=torch.uint8)
+    every = torch.empty(transport.size, nbytes, dtype=torch.uint8)
+    return partial(transport.all_gather, mine, every)
+
+
+def _reduce(transport: Transport, nbytes: int) -> Transfer:
+    return partial(transport.all_reduce, torch.zeros(nbytes // 4))
+
+
+def _pieces(transport: Transport, nbytes: int) -> Transfer:
+    mine = torch.ones(transport.size, nbytes // transport.size, dtype=torch.uint8)
+    every = torch.empty_like(mine)
+
+    def two_shots() -> None:
+        transport.all_to_all(mine, every)
+        transport.all_gather(mine[0], every)
+
+    return two_shots
+
+
+def _transfer(transport: Transport, call: Transfer, repeats: int) -> tuple[float, float]:
+    """Return medians of a call's seconds and of the process's CPU seconds meanwhile."""
+    seconds, cpu = (statistics.median(column) for column in zip(*_samples(transport, call, repeats), strict=True))
+    return seconds, cpu
+
+
+def _samples(transport: Transport, call: Transfer, repeats: int) -> list[tuple[float, float]]:
+    """Return seconds and the process's CPU seconds of each call, after one that does not count."""
+    call()
+    samples = []
+    for _ in range(repeats):
+        transport.barrier()
+        busy, start = time.process_time(), time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start, time.process_time() - busy))
+    return samples
+
+
+def _softirq_seconds() -> float:
+    """Return the machine's seconds in soft interrupts, 0 where they are not told: what runs the network's queues."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[7]) / 100  # USER_HZ

@@ -1,0 +1,54 @@
+"""Where a profile was measured, in words."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from ...errors import ConfigError
+
+__all__ = ["cpu_name", "describe_machine", "file_name"]
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's processor, as well as the system tells it."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields: dict[str, str] = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
+    if "EPYC" in fields.get("model name", ""):
+        generation = {"25": "4" if int(fields["model"]) >= 16 else "3", "26": "5"}.get(fields["cpu family"])
+        return f"{fields['model name']} Zen {generation}" if generation else fields["model name"]
+    return fields.get("model name", platform.machine())
+
+
+def describe_machine(hardware: str | None = None) -> dict[str, str]:
+    """Return hardware, versions, command and date, as a profile's ``environment`` has them."""
+    return {
+        "hardware": hardware or cpu_name(),
+        "load": f"{os.getloadavg()[0]:.2f}",
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def file_name(theme: str, environment: dict[str, str]) -> str:
+    """Return ``<theme>_<hardware>_<date>`` with nothing in it that a file's name should not have.
+
+    Raises:
+        ConfigError: nothing of a name remains.
+    """
+    words = [re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") for text in (theme, environment["hardware"])]
+    if not all(words):
+        raise ConfigError(f"no file name can be made of {theme!r} and {environment['hardware']!r}; name the hardware")
+    return "_".join([*words, environment["date"]])

@@ -1,0 +1,102 @@
+"""What a step of a model costs alone, and when its gradients and parameters come into play."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ..profile import Model
+from ..profile import Tensor as Gradient
+
+__all__ = ["as_model", "measure_step"]
+
+
+def measure_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[int], Sequence[Any]],
+    warm_up: int,
+    steps: int,
+) -> dict[str, Any]:
+    """Return medians over ``steps`` without communication, in seconds; ``as_model`` makes a profile's model of them.
+
+    ``ready``, ``used`` and ``tensors`` (elements, type, bytes of an element) are by name of the parameter. Batches are
+    a part of forward, clearing gradients is one of the update. A parameter that is not used by the forward of its own
+    module counts as used at once; one that gets no gradient is left out.
+
+    Args:
+        model: its forward returns the loss, a tensor of one element.
+        optimizer: of its parameters.
+        batch: returns the arguments of the model's forward in the step of a number.
+        warm_up: steps that do not count.
+        steps: that do.
+    """
+    names = {parameter: key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    ready: dict[str, list[float]] = {key: [] for key in names.values()}
+    used: dict[str, list[float]] = {key: [] for key in names.values()}
+    start = 0.0
+
+    def note_ready(key: str, _: Tensor) -> None:
+        ready[key].append(time.perf_counter() - start)
+
+    def note_used(keys: list[str], *_: object) -> None:
+        for key in keys:
+            used[key].append(time.perf_counter() - start)
+
+    for parameter, key in names.items():
+        parameter.register_post_accumulate_grad_hook(partial(note_ready, key))
+    for module in model.modules():
+        own = [names[parameter] for parameter in module.parameters(recurse=False) if parameter in names]
+        module.register_forward_pre_hook(partial(note_used, own))
+
+    for number in range(warm_up + steps):
+        if number == warm_up:
+            for samples in (*seconds.values(), *ready.values(), *used.values()):
+                samples.clear()
+        start = time.perf_counter()
+        loss = model(*batch(number))
+        start = _note(seconds["forward"], start)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(f"the model's forward returned {type(loss).__name__}; expected the loss, of one element")
+        loss.backward()
+        start = _note(seconds["backward"], start)
+        optimizer.step()
+        optimizer.zero_grad()
+        _note(seconds["optimizer"], start)
+    arrived = {key: statistics.median(samples) for key, samples in ready.items() if samples}
+    return {
+        **{key: statistics.median(samples) for key, samples in seconds.items()},
+        "ready": arrived,
+        "used": {key: statistics.median(used[key]) if used[key] else 0.0 for key in arrived},
+        "tensors": {
+            key: [parameter.numel(), str(parameter.dtype).removeprefix("torch."), parameter.element_size()]
+            for parameter, key in names.items()
+            if key in arrived
+        },
+    }
+
+
+def as_model(name: str, found: dict[str, Any]) -> Model:
+    """Return what ``measure_step`` has found as the model of a profile."""
+    tensors = [
+        Gradient(key, numel, round(found["ready"][key], 7), round(found["used"][key], 7), dtype, itemsize)
+        for key, (numel, dtype, itemsize) in found["tensors"].items()
+    ]
+    tensors.sort(key=lambda tensor: tensor.ready)
+    return Model(name, found["forward"], found["backward"], found["optimizer"], tuple(tensors))
+
+
+def _note(samples: list[float], start: float) -> float:
+    """Record the seconds since ``start``; return the present."""
+    now = time.perf_counter()
+    samples.append(now - start)
+    return now

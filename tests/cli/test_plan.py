@@ -1,0 +1,224 @@
+"""``fusionlayer plan``, ``explain`` and ``profile``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusionlayer.cli import main
+from fusionlayer.cli.plan import compare
+from fusionlayer.plan import FusionPlan
+from fusionlayer.scheduler import planners
+from fusionlayer.scheduler.profile import Profile
+from tests.cli.test_simulate import table_rows
+from tests.packaging.project_tree import ROOT
+from tests.scheduler.profiles import write_example
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_example(tmp_path)
+
+
+@pytest.fixture
+def plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    out = tmp_path / "made" / "plan.yaml"
+    arguments = ["plan", "--profile", str(path), "--workers", "4", "--codec", "int4", "--rate", "1gbit"]
+    assert main([*arguments, "--planner", "wfbp", "-o", str(out)]) == 0
+    capsys.readouterr()
+    return out
+
+
+@pytest.mark.short
+class TestPlan:
+    def test_a_plan_is_written(self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        out = tmp_path / "plan.yaml"
+        arguments = ["--codec", "int4", "--codec-option", "group_size=64", "--rate", "100mbit", "--workers", "4"]
+        assert main(["plan", "--profile", str(path), *arguments, "-o", str(out)]) == 0
+        made = FusionPlan.from_yaml(out)
+        made.check([tensor.info for tensor in Profile.from_yaml(path).model.tensors], 4)
+        assert {(b.codec, b.options["group_size"], b.algorithm) for b in made.buckets} == {("int", 64, "two_shot")}
+        assert f"{out}: {len(made.buckets)} buckets of 3 tensors; predicted" in capsys.readouterr().out
+
+    def test_options_of_the_planner(self, path: Path, tmp_path: Path) -> None:
+        out = tmp_path / "plan.yaml"
+        for buffers in (1, 3):
+            options = ["--planner-option", "scheme=naive", "--planner-option", f"buffers={buffers}"]
+            assert main(["plan", "--profile", str(path), "--workers", "2", *options, "-o", str(out)]) == 0
+            assert len(FusionPlan.from_yaml(out).buckets) == buffers
+
+    def test_gradients_are_encoded_ahead_if_wanted(self, path: Path, tmp_path: Path) -> None:
+        out = tmp_path / "plan.yaml"
+        arguments = ["plan", "--profile", str(path), "--workers", "4", "--codec", "int4", "-o", str(out)]
+        assert main([*arguments, "--ahead"]) == 0
+        assert all(bucket.ahead and bucket.algorithm == "gather" for bucket in FusionPlan.from_yaml(out).buckets)
+
+    def test_planners_are_compared_at_several_rates(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        rates = ["--rates", "1gbit,100mbit"]
+        assert main(["plan", "--profile", str(path), "--workers", "4", "--codec", "int4", "--compare", *rates]) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("example: int(bits=4") and "at 100mbit, 1gbit, predicted" in output
+        names = [name for name, _ in compare()]
+        assert {name.split()[0] for name in names} == set(planners.names())
+        found = {}
+        for name, row in zip(names, table_rows(output), strict=True):
+            assert " ".join(row).startswith(name)
+            found[name] = [float(cell) for cell in row[len(name.split()) :]]
+        for at in (0, 4):
+            waiting = {name: cells[at + 1] for name, cells in found.items()}
+            step = {name: cells[at + 3] for name, cells in found.items()}
+            assert min(step, key=lambda name: step[name]) == min(waiting, key=lambda name: waiting[name])
+            assert waiting["cupcake optimal"] <= waiting["safusion inter_intra"] <= waiting["safusion inter"]
+            assert waiting["safusion inter"] <= min(waiting["safusion naive"], waiting["wfbp"], waiting["single"])
+            for name in names:
+                assert step[name] - waiting[name] == pytest.approx(200, abs=0.02), "backward is the same for all"
+        assert all(slow[1] > fast[5] for slow, fast in zip(found.values(), found.values(), strict=True))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "nothing to do; give -o PLAN.yaml"),
+            (["--rates", "1gbit", "-o", "x"], "--rates is for --compare"),
+            (["--codec", "bf16", "-o", "x"], "profile has no costs of codec 'bf16'"),
+            (["--codec", "int5", "-o", "x"], "unknown codec 'int5'; did you mean 'int'"),
+            (["--codec", "int4", "--density", "0.1", "-o", "x"], "codec 'int' cannot take the options"),
+            (["--planner-option", "scheme=none", "-o", "x"], "safusion planner: scheme='none'"),
+            (["--algorithm", "two_shot", "--ahead", "-o", "x"], "algorithm 'two_shot' sums a flat tensor"),
+            (["--rate", "fast", "-o", "x"], "rate 'fast'"),
+        ],
+    )
+    def test_errors_are_one_line(
+        self, path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["plan", "--profile", str(path), "--workers", "4", *arguments]) == 1
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1
+
+    @pytest.mark.parametrize("pair", ["threshold", "=1"])
+    def test_options_are_keys_and_values(self, path: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["plan", "--profile", str(path), "--workers", "4", "--planner-option", pair])
+        assert "expected key=value" in capsys.readouterr().err
+
+
+@pytest.mark.short
+class TestExplain:
+    def test_buckets_and_tensors_are_shown(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["explain", str(plan), "--profile", str(path), "--rate", "1gbit"]) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("example: 4 workers, 1gbit")
+        rows = table_rows(output)
+        assert [(row[0], row[4], row[5]) for row in rows] == [(str(i), "int4", "two_shot,") for i in range(3)]
+        assert [float(row[9]) for row in rows] == [50, 150, 200], "when the gradients are there"
+        assert [row[2] for row in rows] == ["1000000", "2000000", "1000000"]
+        assert float(rows[1][12]) == pytest.approx(150 - float(rows[0][11]), abs=0.02), "idle until then"
+        for tensor in ("head", "body", "tail"):
+            (line,) = (line for line in output.splitlines() if line.startswith(tensor))
+            assert "int4   4.25 bits an element; alone" in line and "ms less than raw" in line
+        assert "Backward, with what is encoded in it: 200.00 ms." in output
+
+    def test_the_timeline_is_drawn(self, path: Path, plan: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        picture = tmp_path / "plan.png"
+        assert main(["explain", str(plan), "--profile", str(path), "--plot", str(picture)]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_what_cannot_be_drawn_is_an_error(
+        self, path: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("matplotlib")
+        assert main(["explain", str(plan), "--profile", str(path), "--plot", str(tmp_path / "plan.txt")]) == 1
+        assert "plan.txt cannot be written" in capsys.readouterr().err
+
+    def test_matplotlib_is_imported_when_asked_for(self, path: Path, plan: Path) -> None:
+        program = (
+            "import sys; from fusionlayer.cli import main; "
+            f"main(['explain', {str(plan)!r}, '--profile', {str(path)!r}]); "
+            "sys.exit('matplotlib' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=50).returncode == 0
+
+    def test_a_file_that_is_no_plan_is_an_error(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["explain", str(path), "--profile", str(path)]) == 1
+        assert "cannot be read as a fusion plan" in capsys.readouterr().err
+
+
+SMALL = ["--model", "gpt", "--codec", "int4,raw", "--steps", "1", "--repeats", "1", "--largest", "4096"]
+
+
+@pytest.mark.medium
+class TestProfile:
+    def test_one_process_measures_what_it_can(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert main(["profile", *SMALL, "--hardware", "My Machine"]) == 0
+        written = Path(capsys.readouterr().out.strip())
+        assert written.parent == Path("profiles") and written.name.startswith("gpt_my-machine_20")
+        profile = Profile.from_yaml(written)
+        assert profile.environment["hardware"] == "My Machine" and not profile.links
+        assert set(profile.codecs) == {"int4", "raw"}
+
+    def test_two_processes_measure_a_link_and_a_plan_can_be_made_of_it(self, tmp_path: Path) -> None:
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        program = "import sys; from fusionlayer.cli import main; sys.exit(main())"
+        command = [*run, sys.executable, "-c", program, "profile", *SMALL, "--out", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=55, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        written = Path(done.stdout.strip())
+        profile = Profile.from_yaml(written)
+        (rate,) = profile.links
+        assert rate.endswith("mbit") and set(profile.collectives) == {"dense", "one_shot", "two_shot"}
+        out = tmp_path / "plan.yaml"
+        arguments = ["--workers", "2", "--codec", "int4", "-o", str(out), "--compare"]
+        assert main(["plan", "--profile", str(written), *arguments]) == 0
+        assert main(["explain", str(out), "--profile", str(written)]) == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--codec", "int5"], "unknown codec 'int5'"),
+            (["--rate", "fast"], "rate 'fast'"),
+            (["--model", "x"], "model 'x'"),
+        ],
+    )
+    def test_errors_are_one_line(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["profile", *SMALL, *arguments]) == 1
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.short
+class TestPolicy:
+    def test_codecs_are_chosen_and_explained(
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        policy, out = tmp_path / "policy.yaml", tmp_path / "plan.yaml"
+        policy.write_text("fidelity: aggressive\nrules: [{match: head, codec: raw}, {codec: auto}]\n")
+        arguments = ["plan", "--profile", str(path), "--workers", "4", "--rate", "1gbit", "-o", str(out)]
+        assert main([*arguments, "--policy", str(policy)]) == 0
+        rows = table_rows(capsys.readouterr().out)
+        assert [(row[0], row[2], row[4]) for row in rows] == [
+            ("head", "raw", "1:"),
+            ("body", "int4", "2:"),
+            ("tail", "int4", "2:"),
+        ]
+        by_codec = {bucket.codec: bucket.names for bucket in FusionPlan.from_yaml(out).buckets}
+        assert by_codec["raw"] == ("head",)
+        assert main(["explain", str(out), "--profile", str(path), "--rate", "1gbit"]) == 0
+
+    def test_auto_is_a_codec_of_the_command_line(self, path: Path, tmp_path: Path) -> None:
+        out = tmp_path / "plan.yaml"
+        arguments = ["plan", "--profile", str(path), "--workers", "4", "--codec", "auto", "-o", str(out)]
+        for fidelity, codec in (("near_lossless", "raw"), ("aggressive", "int")):
+            assert main([*arguments, "--fidelity", fidelity]) == 0
+            assert {bucket.codec for bucket in FusionPlan.from_yaml(out).buckets} == {codec}
+
+    @pytest.mark.parametrize("arguments", [["--codec", "int4"], ["--policy", "policy.yaml"]])
+    def test_fidelity_is_for_auto(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        fixed = ["plan", "--profile", str(path), "--workers", "4", "-o", "x", "--fidelity", "lossless"]
+        assert main([*fixed, *arguments]) == 1
+        assert "--fidelity is for --codec auto" in capsys.readouterr().err

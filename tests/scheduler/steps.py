@@ -1,0 +1,40 @@
+"""Steps of made-up models, with costs, for tests of planners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from fusionlayer.plan import TensorInfo
+from fusionlayer.scheduler.cost_model import FREE, AlphaBeta, Cost
+from fusionlayer.scheduler.planners import StepCosts
+
+__all__ = ["costs_of", "steps", "tensors_of"]
+
+
+def tensors_of(sizes: Sequence[int]) -> list[TensorInfo]:
+    """Return tensors t0, t1, ... of so many elements."""
+    return [TensorInfo(f"t{i}", n, "float32", 4) for i, n in enumerate(sizes)]
+
+
+def costs_of(
+    backward: Sequence[float],
+    communicate: Cost,
+    encode: Cost = FREE,
+    decode: Cost = FREE,
+    ahead: bool = False,
+) -> StepCosts:
+    """Return the costs of a step of the tensors t0, t1, ..."""
+    by_name = {f"t{i}": seconds for i, seconds in enumerate(backward)}
+    return StepCosts(by_name, encode, decode, communicate, communicate(1), ahead)
+
+
+@st.composite
+def steps(draw: st.DrawFn, ahead: bool | None = None) -> tuple[list[TensorInfo], StepCosts]:
+    """Draw a step: few tensors or many, small and large, costs from far below backward's to far above."""
+    sizes = draw(st.lists(st.sampled_from([1, 10, 100, 1000, 10_000, 100_000]), min_size=1, max_size=40))
+    backward = [draw(st.sampled_from([1e-9, 3e-9, 1e-8])) * n + draw(st.sampled_from([0.0, 1e-6, 1e-4])) for n in sizes]
+    line = st.builds(AlphaBeta, st.sampled_from([0.0, 1e-6, 1e-4, 1e-3]), st.sampled_from([1e-10, 1e-9, 1e-8, 1e-7]))
+    costs = costs_of(backward, draw(line), draw(line), draw(line), draw(st.booleans()) if ahead is None else ahead)
+    return tensors_of(sizes), costs
