@@ -27,7 +27,7 @@ from benchmarks.lab import Network
 from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, OVERLAP, PEERS
 from benchmarks.training.workloads import MODELS, Text
 
-__all__ = ["Setting", "breakdown", "bytes_sent", "draw", "main", "settings_of", "speedup", "time_to_loss"]
+__all__ = ["Setting", "breakdown", "bytes_sent", "draw", "main", "save", "settings_of", "speedup", "time_to_loss"]
 
 Row = Mapping[str, Any]
 
@@ -280,12 +280,13 @@ def draw(results: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
                     curves.setdefault(row["method"], []).append(row)
                 figures["time-to-loss"] = time_to_loss(setting, rows, curves)
             written += [
-                _save(figure, out / f"{name}_{setting.stem}") for name, figure in figures.items() if figure is not None
+                save(figure, out / f"{name}_{setting.stem}") for name, figure in figures.items() if figure is not None
             ]
     return written
 
 
-def _save(figure: Figure, stem: Path) -> Path:
+def save(figure: Figure, stem: Path) -> Path:
+    """Write ``stem``.svg and ``stem``.png; return the latter."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(stem.with_suffix(".png"), dpi=150)
