@@ -30,10 +30,11 @@ def pressure() -> dict[str, float]:
     return found
 
 
-def refuse_if_busy(busy_ok: bool, ranks: int, patience: float = 60.0) -> None:
+def refuse_if_busy(busy_ok: bool, ranks: int, patience: float = 180.0) -> None:
     """Return when the machine is quiet enough to time ``ranks`` processes, at once if ``busy_ok``.
 
-    What a benchmark before this one has left behind wears off within ``patience`` seconds, so that long it is waited.
+    The mean of the last minute keeps what a benchmark before this one has done; it halves every 42 seconds, so
+    ``patience`` seconds are waited.
 
     Raises:
         SystemExit: other work goes on; the message says what was seen.

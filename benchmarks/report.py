@@ -63,8 +63,9 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     fields: dict[str, str] = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
-    if "EPYC" in fields.get("model name", "") and fields.get("cpu family") == "25":
-        return f"{fields['model name']} Zen {'4' if int(fields['model']) >= 16 else '3'}"
+    if "EPYC" in fields.get("model name", ""):
+        generation = {"25": "4" if int(fields["model"]) >= 16 else "3", "26": "5"}.get(fields["cpu family"])
+        return f"{fields['model name']} Zen {generation}" if generation else fields["model name"]
     return fields.get("model name", platform.machine())
 
 

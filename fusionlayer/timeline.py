@@ -1,4 +1,4 @@
-"""A record of what the communication thread does, in Chrome's trace format (chrome://tracing, Perfetto)."""
+"""A record of what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +30,11 @@ class Timeline:
         if self._file:
             atexit.register(self.close)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded."""
+        return self._file is not None
+
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[None]:
         """Record how long the body takes, and how much of the thread's own CPU time, on the calling thread's row."""
@@ -40,19 +45,28 @@ class Timeline:
         try:
             yield
         finally:
-            busy = time.thread_time_ns() - cpu
-            self._write(name, start, threading.current_thread().name, {"tdur": busy / 1000, "args": details})
+            busy = (time.thread_time_ns() - cpu) / 1000
+            self._write(name, start, time.perf_counter_ns(), threading.current_thread().name, details, tdur=busy)
 
-    def since(self, start: int, name: str, row: str, **details: Any) -> None:
-        """Record on a ``row`` of its own what has lasted from ``start`` (``time.perf_counter_ns()``) until now."""
-        self._write(name, start, row, {"args": details})
+    def record(self, name: str, start: int, end: int, *, row: str | None = None, **details: Any) -> None:
+        """Record a span that is over, on a ``row``, by default the calling thread's; times of ``perf_counter_ns``."""
+        self._write(name, start, end, row or threading.current_thread().name, details)
 
-    def _write(self, name: str, start: int, row: str, more: dict[str, Any]) -> None:
+    def _write(self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], **more: float) -> None:
         file = self._file
-        if file is not None:
-            duration = (time.perf_counter_ns() - start) / 1000
-            event = {"name": name, "ph": "X", "ts": start / 1000, "dur": duration, "pid": self._rank, "tid": row}
-            file.write(json.dumps({**event, **more}) + ",\n")
+        if file is None:
+            return
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": start / 1000,
+            "dur": (end - start) / 1000,
+            **more,
+            "pid": self._rank,
+            "tid": row,
+            "args": details,
+        }
+        file.write(json.dumps(event) + ",\n")
 
     def close(self) -> None:
         """Complete the file, unless others write on. Twice is once."""

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import FusionLayerError
-from . import simulate
+from . import simulate, trace
 
 __all__ = ["main"]
 
-_COMMANDS = (simulate,)
+_COMMANDS = (simulate, trace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from ..timeline import Timeline
 from . import overlap
 from .overlap import ForwardOverlap
 from .parameters import describe, name_parameters, one_device
+from .phases import StepPhases
 
 __all__ = ["DistributedOptimizer"]
 
@@ -106,6 +107,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
     engine = None
+    timeline = Timeline(None, 0)
     transport = context.transport(group)
     if transport.size > 1:
         if isinstance(optimizer, LBFGS):
@@ -118,6 +120,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             before = 1 / transport.size if gradient_predivide_factor == 1.0 else 1 / gradient_predivide_factor
             after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
         device = one_device(names)
+        timeline = Timeline(settings.timeline, transport.rank)
         engine = Engine(
             describe(names, groups),
             transport.duplicate(),
@@ -130,7 +133,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             error_feedback=error_feedback if error_feedback is not None else settings.error_feedback,
             scaling=Scaling(before, after),
             checksum=settings.checksum,
-            timeline=Timeline(settings.timeline, transport.rank),
+            timeline=timeline,
             lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
             overlap_forward=overlap_forward is not None,
         )
@@ -139,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Distributed)
-    optimizer._attach(engine, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
+    optimizer._attach(engine, timeline, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer
 
 
@@ -151,6 +154,7 @@ class _Distributed(Optimizer):
     def _attach(
         self,
         engine: Engine | None,
+        timeline: Timeline,
         names: dict[Tensor, str],
         passes_per_step: int,
         sparse_as_dense: bool,
@@ -168,10 +172,16 @@ class _Distributed(Optimizer):
         self._fl_step_synchronizes = True
         self._fl_release: Callable[[], object] = _nothing
         self._fl_overlap: ForwardOverlap | None = None
+        self._fl_timeline = timeline
+        self._fl_phases: StepPhases | None = None
         if engine is not None:
+            if timeline.enabled:
+                self._fl_phases = StepPhases(engine, timeline)
             # The parameters live longer than the optimizer: their hooks must neither keep it nor outlive it.
             me = weakref.ref(self)
             hooks = [p.register_post_accumulate_grad_hook(partial(_take, me)) for p in names]
+            if self._fl_phases is not None:
+                hooks += self._fl_phases.watch()
             if overlap_forward is not None:
                 self._fl_overlap = ForwardOverlap(engine, names, self._fl_update)
                 hooks += self._fl_overlap.watch(overlap_forward)
@@ -179,6 +189,10 @@ class _Distributed(Optimizer):
             self._fl_release.atexit = False
             with _live_lock:
                 _live.add(self)
+
+    @property
+    def _fl_step_number(self) -> int:
+        return 0 if self._fl_engine is None else self._fl_engine.step
 
     def _fl_take(self, parameter: Tensor) -> None:
         """Hand a gradient over; called by backward when it has been accumulated."""
@@ -198,6 +212,8 @@ class _Distributed(Optimizer):
         self._fl_reduced = self._fl_stepped = False
         if self._fl_passes_left[parameter] == 0:
             engine.submit(self._fl_names[parameter], self._fl_gradient(parameter))
+        if self._fl_phases is not None:
+            self._fl_phases.note_gradient()
 
     def _fl_gradient(self, parameter: Tensor) -> Tensor:
         gradient = parameter.grad
@@ -242,6 +258,8 @@ class _Distributed(Optimizer):
 
     def _fl_submit_rest(self, engine: Engine) -> None:
         """Submit what backward has not, as zeros."""
+        if self._fl_phases is not None:
+            self._fl_phases.end_backward()
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
         submitted = engine.pending
@@ -283,7 +301,8 @@ class _Distributed(Optimizer):
                 )
             self._fl_synchronize()
         self._fl_reduced = self._fl_asked_to_synchronize = False
-        return super().step(**kwargs)
+        with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
+            return super().step(**kwargs)
 
     # Marks of torch's: step hooks are run by the class below; schedulers need not wrap a step that sets _opt_called.
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -307,7 +326,8 @@ class _Distributed(Optimizer):
         self.__dict__["param_groups"] = groups
         self._fl_updating = True
         try:
-            super().step()
+            with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
+                super().step()
         finally:
             self.__dict__["param_groups"] = own
             self._fl_updating = False

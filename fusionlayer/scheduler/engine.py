@@ -230,7 +230,7 @@ class Engine:
         Raises:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
-        with self._failing():
+        with self._failing(), self._timeline.span("WAIT", step=self.step - 1, bucket=index):
             job, buffer = self._ended[index]
             job.wait()
         del self._ended[index]
@@ -342,7 +342,8 @@ class Engine:
     # ---- on the communication threads -------------------------------------------------------------------------------
 
     def _run(self, index: int, buffer: Buffer, step: int, ready: int, transport: Transport) -> None:
-        self._timeline.since(ready, "WAIT", f"bucket {index}", step=step, bucket=index)
+        now = time.perf_counter_ns()
+        self._timeline.record("QUEUE", ready, now, row=f"bucket {index}", step=step, bucket=index)
         start = time.perf_counter()
         with (
             located(step, index, buffer.bucket, transport),

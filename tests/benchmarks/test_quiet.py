@@ -59,4 +59,4 @@ def test_what_an_earlier_benchmark_has_left_behind_is_waited_for(
     seen[:] = [{"load": 5.0}, {"load": 4.0}, QUIET]
     quiet.refuse_if_busy(False, ranks=2)
     assert seen == [QUIET]
-    assert capsys.readouterr().err.count("waiting up to 60 s") == 1
+    assert capsys.readouterr().err.count("waiting up to 180 s") == 1

@@ -316,7 +316,7 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
         bucket = ["GATHER", "DECODE", "DECODE", "DECODE", "ALLREDUCE"]
         assert [s["name"] for s in lane] == ["NEGOTIATE_ALLREDUCE", *bucket * 4]
         assert [s["args"]["tensor"] for s in lane if s["name"] == "DECODE"][:6] == ["w0", "w1", "w2", "w5", "w3", "w4"]
-        waits = [s for s in spans if s["name"] == "WAIT"]
+        waits = [s for s in spans if s["name"] == "QUEUE"]
         assert [s["tid"] for s in waits] == ["bucket 0", "bucket 1"] * 2
 
 

@@ -1,0 +1,69 @@
+"""What the training thread does, for the timeline: FORWARD and BACKWARD, beside the engine's WAIT and UPDATE."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..scheduler import Engine
+from ..timeline import Timeline
+
+__all__ = ["StepPhases"]
+
+
+class StepPhases:
+    """Finds out when forward and backward run, from hooks alone, and puts them into a timeline.
+
+    FORWARD lasts as long as the outermost module's call, BACKWARD from there (the loss is part of it) to the last
+    gradient. Calls without gradients, as in validation, are left out.
+
+    Args:
+        engine: knows the number of the step.
+        timeline: takes the spans.
+    """
+
+    def __init__(self, engine: Engine, timeline: Timeline) -> None:
+        self._engine = engine
+        self._timeline = timeline
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._began = 0
+        self._forward_end = 0
+        self._last_gradient = 0
+
+    def watch(self) -> list[RemovableHandle]:
+        """Begin to look at every module's forward; the handles end it."""
+        before = torch.compiler.disable(self._enter)
+        after = torch.compiler.disable(self._leave)
+        return [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+
+    def note_gradient(self) -> None:
+        """Backward has made a gradient."""
+        self._last_gradient = time.perf_counter_ns()
+
+    def end_backward(self) -> None:
+        """Record the backward that has just run, if there was one since the last forward."""
+        if self._forward_end and self._last_gradient > self._forward_end:
+            self._timeline.record("BACKWARD", self._forward_end, self._last_gradient, step=self._engine.step)
+        self._forward_end = 0
+
+    def _enter(self, *_: Any) -> None:
+        if threading.get_ident() != self._thread or not torch.is_grad_enabled():
+            return
+        if self._depth == 0:
+            self.end_backward()
+            self._began = time.perf_counter_ns()
+        self._depth += 1
+
+    def _leave(self, *_: Any) -> None:
+        if threading.get_ident() != self._thread or not torch.is_grad_enabled() or not self._depth:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._forward_end = time.perf_counter_ns()
+            self._timeline.record("FORWARD", self._began, self._forward_end, step=self._engine.step)
