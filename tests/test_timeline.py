@@ -37,12 +37,13 @@ def test_what_began_on_another_thread_has_a_row_of_its_own(tmp_path: Path) -> No
     start = time.perf_counter_ns()
     with timeline.span("INNER"):
         pass
-    timeline.since(start, "WAIT", "bucket 7", step=1)
+    end = time.perf_counter_ns()
+    timeline.record("QUEUE", start, end, row="bucket 7", step=1)
     timeline.close()
-    timeline.since(start, "LATE", "bucket 7")
-    inner, wait, _ = json.loads((tmp_path / "trace.0").read_text())
-    assert (wait["name"], wait["ph"], wait["tid"], wait["args"]) == ("WAIT", "X", "bucket 7", {"step": 1})
-    assert wait["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= wait["ts"] + wait["dur"] + 1e-3
+    timeline.record("LATE", start, end, row="bucket 7")
+    inner, queue, _ = json.loads((tmp_path / "trace.0").read_text())
+    assert (queue["name"], queue["ph"], queue["tid"], queue["args"]) == ("QUEUE", "X", "bucket 7", {"step": 1})
+    assert queue["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= queue["ts"] + queue["dur"] + 1e-3
 
 
 def test_threads_write_whole_events(tmp_path: Path) -> None:
