@@ -127,7 +127,7 @@ def test_any_bytes_decode_alike(check: Check, group: int, bits: int, flags: int)
 
 
 WRONG: tuple[tuple[str, Case], ...] = (
-    ("codec", Case(2, (0, 0, 0), F32, 64)),
+    ("codec", Case(3, (0, 0, 0), F32, 64)),
     ("dtype", Case(native.CAST, (F32, 0, 0), 3, 64)),
     ("wire dtype", Case(native.CAST, (3, 0, 0), F32, 64)),
     ("unused parameter", Case(native.CAST, (F32, 1, 0), F32, 64)),
