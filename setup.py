@@ -335,7 +335,7 @@ def main() -> None:
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         python_requires=">=3.10",
-        install_requires=["numpy", "PyYAML", "torch>=2.11"],
+        install_requires=["numpy", "PyYAML", "scipy", "torch>=2.11"],
         extras_require={"demo": demo, "bench": bench, "dev": dev},
         entry_points={"console_scripts": ["fusionlayer = fusionlayer.cli:main"]},
         packages=find_packages(include=["fusionlayer", "fusionlayer.*"]),

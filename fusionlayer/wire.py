@@ -24,9 +24,9 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
-def aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to the alignment of planes and messages, 128 bytes."""
-    return -(-nbytes // ALIGN) * ALIGN
+def aligned(nbytes: int, align: int = ALIGN) -> int:
+    """Return ``nbytes`` rounded up to a multiple of ``align``, by default that of most messages, 128 bytes."""
+    return -(-nbytes // align) * align
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class WireFormat:
     """Where everything lies in one message; a pure function of codec, numel and dtype.
 
     Attributes:
-        sections: planes in their order, each at a multiple of 128 bytes.
+        sections: planes in their order, each at a multiple of the codec's alignment, 128 bytes for most.
         body: offset of the first plane: 0, or 128 behind a header.
-        capacity: bytes of the message, a multiple of 128; an upper bound for codecs of variable size.
+        capacity: bytes of the message, a multiple of that alignment; an upper bound for codecs of variable size.
     """
 
     sections: tuple[Section, ...]
@@ -73,13 +73,13 @@ class WireFormat:
         )
 
 
-def lay_out(planes: Sequence[Plane], *, header: bool) -> WireFormat:
-    """Return the layout of ``planes`` one behind the other, after a header if asked."""
+def lay_out(planes: Sequence[Plane], *, header: bool, align: int = ALIGN) -> WireFormat:
+    """Return the layout of ``planes`` one behind the other, each filled up to ``align``, after a header if asked."""
     body = offset = ALIGN if header else 0
     sections = []
     for plane in planes:
         sections.append(Section(plane, offset))
-        offset += aligned(plane.nbytes)
+        offset += aligned(plane.nbytes, align)
     return WireFormat(tuple(sections), body, offset)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from .. import native
 from ..errors import ConfigError, WireError
 from ..registry import Registry
-from ..wire import DTYPE_CODES, Header, Plane, WireFormat, lay_out
+from ..wire import ALIGN, DTYPE_CODES, Header, Plane, WireFormat, lay_out
+from ._state import TensorState
 
 if TYPE_CHECKING:
     from ..transport import Transport
@@ -40,6 +41,9 @@ class Codec(ABC):
         unbiased: the mean of the decoded value over seeds is the value.
         variable_size: a payload may use fewer bytes than its capacity; ``used_bytes`` tells.
         block: elements that share metadata; pieces of a tensor begin at multiples of it.
+        align: bytes to multiples of which planes and messages are filled up.
+        ahead: by default each tensor is encoded by itself, ahead of fusion; the numbers of its seed are then the same
+            on all ranks, since they decide what is sent.
         header: each payload begins with a header that carries its checksum and is verified before decoding.
             Inside buckets whose plan all ranks have compared it is left out.
     """
@@ -47,6 +51,8 @@ class Codec(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
     variable_size: ClassVar[bool] = False
+    align: ClassVar[int] = ALIGN
+    ahead: ClassVar[bool] = False
 
     header: bool = field(default=True, kw_only=True)
 
@@ -71,9 +77,27 @@ class Codec(ABC):
         """Whether error feedback is worth its memory by default: the codec is lossy, biased and coarse."""
         return not (self.lossless or self.unbiased)
 
-    def used_bytes(self, payload: Tensor) -> int:
-        """Return how many bytes of ``payload`` must travel; its capacity unless the codec is of variable size."""
+    def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return how many bytes of a ``payload`` (capacity,) must travel: all unless the codec is of variable size."""
         return payload.numel()
+
+    def compact(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return what must travel of a ``payload`` (capacity,) of ``numel`` elements: all of it for most codecs."""
+        return payload
+
+    def expand(self, data: Tensor, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> None:
+        """Fill ``payload`` (capacity,) from what ``compact`` made of it.
+
+        Raises:
+            WireError: ``data`` is nothing that ``compact`` makes for this codec and size.
+        """
+        if data.numel() != payload.numel():
+            raise WireError(f"{self}: {data.numel()} bytes for a message of {payload.numel()}: it was cut short")
+        payload.copy_(data)
+
+    def at_step(self, step: int) -> Codec:
+        """Return the codec of a step, a pure function of its options and the step; for most codecs themselves."""
+        return self
 
     def agree(self, x: Tensor, transport: Transport) -> Codec:
         """Return the codec for this step's ``x``, the same on all ranks; most codecs need no statistics: themselves."""
@@ -129,6 +153,21 @@ class Codec(ABC):
         (error feedback); where that is not finite it stays, so an overflow does not live on.
         """
         self.encode_chunks(x, payload.unsqueeze(0), x.numel(), seed=seed, offset=offset, residual=residual)
+
+    def encode_tensor(
+        self, x: Tensor, payload: Tensor, state: TensorState, *, scale: float = 1.0, ranks: int = 1, seed: int = 0
+    ) -> None:
+        """Write ``scale * x`` for a whole gradient ``x`` (n,) into ``payload`` (capacity,).
+
+        Args:
+            x: left as it is.
+            payload: the message, header included.
+            state: what is kept of this tensor; its residual is sent along and replaced as in ``encode``.
+            scale: factor on ``x``.
+            ranks: how many ranks' gradients are summed.
+            seed: as in ``encode``.
+        """
+        self.encode(x if scale == 1 else x * scale, payload, seed=seed, residual=state.residual)
 
     def decode(self, payload: Tensor, out: Tensor, *, dtype: torch.dtype | None = None) -> None:
         """Fill ``out`` (n,) from ``payload`` (capacity,), which was encoded from ``dtype`` (default: out's)."""
@@ -317,4 +356,4 @@ def _wire(codec: Codec, numel: int, dtype: torch.dtype) -> WireFormat:
         raise ConfigError(f"{codec}: numel={numel}; expected at least 0")
     if dtype not in DTYPE_CODES:
         raise ConfigError(f"{codec}: cannot encode {dtype}; expected float32, bfloat16 or float16")
-    return lay_out(codec._planes(numel, dtype), header=codec.header)
+    return lay_out(codec._planes(numel, dtype), header=codec.header, align=codec.align)
