@@ -23,6 +23,13 @@ constexpr int kRun = 4096;
 constexpr int kRunSums = 16;
 constexpr int kTotalSums = 32;
 
+// What fl_magnitude_stats knows of a run. The largest counts if `count` is not 0.
+struct Magnitudes {
+  double total, squares;
+  int64_t count;
+  uint32_t largest;
+};
+
 FL_HD uint32_t magnitude(float f) { return float_bits(f) & kMagnitudeBits; }
 
 FL_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -38,13 +38,6 @@ struct Accumulation {
   int64_t numel;
 };
 
-// What fl_magnitude_stats knows of a run, or of all of them. The largest counts if `count` is not 0.
-struct Magnitudes {
-  double total, squares;
-  int64_t count;
-  uint32_t largest;
-};
-
 // The magnitudes between two, both included, which are gathered while those above are counted.
 struct Bracket {
   uint32_t low, high;

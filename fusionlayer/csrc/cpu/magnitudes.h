@@ -142,7 +142,7 @@ inline void gather(const float *x, int64_t n, Bracket &bracket) {
     for (int i = 0; i < tile - rest; i += kLanes) {
       const vi bits = magnitude_bits(load(x + i));
       const uint32_t enough = greater_mask(bits, below);
-      if (__builtin_expect(enough == 0, 1)) continue;
+      if (kLanes < 16 && enough == 0) continue;  // where lanes are stored one by one
       const uint32_t more = greater_mask(bits, high);
       above += __builtin_popcount(more);
       count += store_lanes(found + count, bits, enough & ~more);

@@ -13,7 +13,7 @@
 namespace fl {
 namespace {
 
-constexpr int64_t kSampled = 32768;  // elements: from there on a sample pays
+constexpr int64_t kSampled = 8192;  // elements: from there on a sample pays
 constexpr int64_t kMostSamples = 8192;
 constexpr int64_t kGrain = 16384;
 

@@ -32,35 +32,46 @@ inline int64_t count_bits(const uint8_t *bytes, int n) {
   return count;
 }
 
-// Whether n positions ascend and are below `limit`.
+// How many of n positions are not above the one before. No early end: this vectorises.
 template <class T>
-bool ascending(const T *positions, int64_t n, int limit) {
-  if (n == 0) return true;
-  uint8_t wrong = 0;
-  for (int64_t i = 0; i + 1 < n; ++i) wrong |= uint8_t(positions[i] >= positions[i + 1]);
-  return !wrong && int(positions[n - 1]) < limit;
+int64_t count_descents(const T *positions, int64_t n) {
+  int64_t count = 0;
+  for (int64_t i = 1; i < n; ++i) count += positions[i] <= positions[i - 1];
+  return count;
+}
+
+inline bool valid_short(const uint16_t *positions, const Pairs &pairs, int elements) {
+  if (pairs.begin == pairs.end) return true;
+  return count_descents(positions + pairs.begin, pairs.end - pairs.begin) == 0 && positions[pairs.end - 1] < elements;
+}
+
+inline bool valid_bitmap(const uint8_t *bits, const Pairs &pairs, int elements) {
+  const int bytes = (elements + 7) / 8;
+  const bool padded = elements % 8 == 0 || bits[bytes - 1] >> (elements % 8) == 0;
+  return padded && count_bits(bits, bytes) == pairs.end - pairs.begin;
+}
+
+// Positions ascend inside a block: they descend nowhere but where a block begins.
+inline bool valid_byte(const uint8_t *positions, const uint8_t *counts, const Pairs &pairs, int elements) {
+  const int blocks = (elements + kCounted - 1) / kCounted;
+  int64_t at = pairs.begin, descents = 0;
+  for (int b = 0; b < blocks; ++b) {
+    if (counts[b] > pairs.end - at) return false;
+    descents += counts[b] > 0 && at > pairs.begin && positions[at] <= positions[at - 1];
+    at += counts[b];
+  }
+  if (at != pairs.end || count_descents(positions + pairs.begin, at - pairs.begin) != descents) return false;
+  return counts[blocks - 1] == 0 || positions[at - 1] < elements - (blocks - 1) * kCounted;
 }
 
 inline bool valid(const SparseShape &shape, const SparsePlanes &message, int64_t superblock) {
   const Pairs pairs(message, superblock);
   const int elements = shape.in_superblock(superblock);
   if (shape.form == FL_SPARSE_SHORT)
-    return ascending(static_cast<const uint16_t *>(message.positions) + pairs.begin, pairs.end - pairs.begin, elements);
-  if (shape.form == FL_SPARSE_BITMAP) {
-    const uint8_t *bits = static_cast<const uint8_t *>(message.positions) + superblock * kMarkBytes;
-    const int bytes = (elements + 7) / 8;
-    const bool padded = elements % 8 == 0 || bits[bytes - 1] >> (elements % 8) == 0;
-    return padded && count_bits(bits, bytes) == pairs.end - pairs.begin;
-  }
-  const uint8_t *positions = static_cast<const uint8_t *>(message.positions);
-  int64_t at = pairs.begin;
-  for (int i = 0; i < elements; i += kCounted) {
-    const int64_t block = (superblock * kSuperblock + i) / kCounted;
-    const int count = message.counts[block];
-    if (count > pairs.end - at || !ascending(positions + at, count, shape.in_block(block))) return false;
-    at += count;
-  }
-  return at == pairs.end;
+    return valid_short(static_cast<const uint16_t *>(message.positions), pairs, elements);
+  const uint8_t *bytes = static_cast<const uint8_t *>(message.positions);
+  if (shape.form == FL_SPARSE_BITMAP) return valid_bitmap(bytes + superblock * kMarkBytes, pairs, elements);
+  return valid_byte(bytes, message.counts + superblock * (kSuperblock / kCounted), pairs, elements);
 }
 
 // Whether superblocks begin..end - 1 of all messages are valid; their ends are.
@@ -98,17 +109,27 @@ void add_short(const SparsePlanes &message, const Values &values, const SparseTi
     tile.sums[positions[i] - tile.first] += values[i];
 }
 
+// Most blocks have few pairs, and a loop over each would end unforeseen every time. So blocks write down where the next
+// few pairs belong, the following one over what was too many, and one loop takes them all.
 template <class Values>
 void add_byte(const SparsePlanes &message, const Values &values, const SparseTile &tile) {
-  const uint8_t *positions = static_cast<const uint8_t *>(message.positions);
+  constexpr int kFew = 8;
+  typedef uint16_t Few __attribute__((vector_size(2 * kFew)));
   const uint8_t *counts = message.counts + tile.superblock * (kSuperblock / kCounted);
-  int64_t i = Pairs(message, tile.superblock).begin;
   const int first = tile.first / kCounted, end = (tile.first + tile.size + kCounted - 1) / kCounted;
-  for (int b = 0; b < first; ++b) i += counts[b];
+  int64_t begin = Pairs(message, tile.superblock).begin;
+  for (int b = 0; b < first; ++b) begin += counts[b];
+
+  uint16_t block[kSparseTile + kFew];
+  int n = 0;
   for (int b = first; b < end; ++b) {
-    float *sums = tile.sums + (b - first) * kCounted;
-    for (const int64_t stop = i + counts[b]; i < stop; ++i) sums[positions[i]] += values[i];
+    const Few place = Few{} + uint16_t((b - first) * kCounted);
+    store(block + n, place);
+    for (int i = kFew; i < counts[b]; i += kFew) store(block + n + i, place);
+    n += counts[b];
   }
+  const uint8_t *positions = static_cast<const uint8_t *>(message.positions) + begin;
+  for (int i = 0; i < n; ++i) tile.sums[block[i] + positions[i]] += values[begin + i];
 }
 
 template <class Values>
