@@ -26,6 +26,7 @@ ALL = -1  # every element that equals the threshold is sent
 INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite are these and above
 SMALLEST = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
 
+_LARGEST = struct.unpack("<f", struct.pack("<I", INFINITE - 1))[0]
 _SUPERBLOCK, _BLOCK = 1 << 16, 1 << 8
 _BITMAP, _BYTE, _SHORT = range(3)
 _STEPS = (1, 2, 3, 5, 8, 13, 21)  # of the ladder, in 1/128 of an octave
@@ -34,8 +35,7 @@ _VALUES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 def bits_of(magnitude: float) -> int:
     """Return the bits of a magnitude as f32, at least those of the smallest one above 0, at most the largest finite."""
-    largest = value_of(INFINITE - 1)
-    if not magnitude < largest:
+    if not magnitude < _LARGEST:
         return INFINITE - 1
     bits: int = struct.unpack("<I", struct.pack("<f", max(magnitude, 0.0)))[0]
     return min(max(bits, 1), INFINITE - 1)
