@@ -17,36 +17,48 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, FusionLayerError
+from .errors import ConfigError, FusionLayerError, WireError
 
 __all__ = [
     "BuildInfo",
+    "MagnitudeStats",
     "Messages",
     "Spec",
+    "accumulate",
+    "accumulate_momentum",
     "build_info",
+    "count_above",
     "cpu",
     "crc32c",
     "decode",
     "decode_sum",
     "encode",
     "isa",
+    "kth_magnitude",
     "library_path",
+    "magnitude_stats",
     "recode",
     "select_isa",
     "set_threads",
+    "sparse_decode_sum",
+    "sparse_encode",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_PLANES = 4
-CAST, INT = 0, 1
+CAST, INT, SPARSE = 0, 1, 2
 INT_HADAMARD, INT_STOCHASTIC = 1, 2
+SPARSE_BITMAP, SPARSE_BYTE, SPARSE_SHORT = 0, 1, 2
+SPARSE_RANDOM = 1
+MAX_THRESHOLDS = 16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-DEVICE_ERROR = 3
+DEVICE_ERROR, BAD_MESSAGE = 3, 4
 _STATUS = {
     1: "the codec core refused an argument",
     2: "this build of the codec core does not have that codec or option",
     DEVICE_ERROR: "CUDA reported an error",
+    BAD_MESSAGE: "a message contradicts itself; it was damaged on its way, or the ranks differ in codec or options",
 }
 
 
@@ -73,12 +85,20 @@ class Messages(ctypes.Structure):
     ]
 
 
+_POINTER, _I32, _I64, _U32, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
 _VERBS = {
     "fl_encode": (Spec, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
     "fl_decode": (Spec, Messages, ctypes.c_void_p, ctypes.c_void_p),
     "fl_decode_sum": (Spec, Messages, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
     "fl_recode": (Spec, Messages, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
+    "fl_accumulate": (_U32, _POINTER, _FLOAT, _I64, _POINTER, _POINTER),
+    "fl_accumulate_momentum": (_U32, _POINTER, _FLOAT, _FLOAT, _I32, _I64, _POINTER, _POINTER, _POINTER),
+    "fl_magnitude_stats": (_POINTER, _I64, _U32, _POINTER, _POINTER, _POINTER),
+    "fl_count_above": (_POINTER, _I64, _POINTER, _I32, _POINTER, _POINTER),
+    "fl_kth_magnitude": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
+    "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, _POINTER, Messages, _POINTER),
 }
+_WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE = 0, 1, 2
 
 
 def library_path(kind: str) -> Path:
@@ -95,17 +115,24 @@ def _open(kind: str) -> ctypes.CDLL:
         }
         raise FusionLayerError(f"{path.name} is not installed; {remedy[kind]}")
     library = ctypes.CDLL(str(path))
-    for name, arguments in _VERBS.items():
-        verb = getattr(library, name)
-        verb.argtypes = [ctypes.POINTER(a) if issubclass(a, ctypes.Structure) else a for a in arguments]
-        verb.restype = ctypes.c_int
     for name in ("fl_build_info", "fl_last_error"):
         getattr(library, name).argtypes = []
         getattr(library, name).restype = ctypes.c_char_p
     facts = _facts(library)
     if facts.get("abi") != str(ABI_VERSION):
         raise FusionLayerError(f"{path.name} has ABI {facts.get('abi')}, expected {ABI_VERSION}; rebuild the package")
+    declare(library)
     return library
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes the arguments of the verbs of ``library``."""
+    for name, arguments in _VERBS.items():
+        verb = getattr(library, name)
+        verb.argtypes = [ctypes.POINTER(a) if issubclass(a, ctypes.Structure) else a for a in arguments]
+        verb.restype = ctypes.c_int
+    library.fl_workspace_bytes.argtypes = [ctypes.c_int, ctypes.c_int64]
+    library.fl_workspace_bytes.restype = ctypes.c_int64
 
 
 def _facts(library: ctypes.CDLL) -> dict[str, str]:
@@ -203,7 +230,8 @@ def _call(verb: str, device: torch.device, *arguments: object) -> None:
         status = getattr(library, verb)(*arguments, None)
     if status:
         detail = f": {library.fl_last_error().decode()}" if status == DEVICE_ERROR else ""
-        raise FusionLayerError(f"{verb}: {_STATUS.get(status, f'status {status}')}{detail}")
+        kind = WireError if status == BAD_MESSAGE else FusionLayerError
+        raise kind(f"{verb}: {_STATUS.get(status, f'status {status}')}{detail}")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -231,6 +259,124 @@ def recode(
     """``fl_recode``: ``body`` (nbytes,) uint8 encodes the sum of ``x`` and all ``bodies`` (count, nbytes) uint8."""
     out = _messages(body.unsqueeze(0), offsets)
     _call("fl_recode", body.device, spec, _messages(bodies, offsets), _pointer(x), _pointer(residual), out)
+
+
+def accumulate(x: Tensor, scale: float, acc: Tensor) -> None:
+    """``acc`` (n,) f32 += ``scale`` * ``x`` (n,) f32, bf16 or f16; product and sum are rounded one after the other."""
+    _call("fl_accumulate", acc.device, DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
+
+
+def accumulate_momentum(
+    x: Tensor, scale: float, momentum: float, nesterov: bool, velocity: Tensor, acc: Tensor
+) -> None:
+    """Momentum correction (Lin et al., ICLR 2018, section 3.1) of ``velocity`` and ``acc``, both (n,) f32.
+
+    With s = ``scale`` * ``x``: velocity = momentum * velocity + s and acc += velocity; with ``nesterov`` velocity =
+    (velocity + s) * momentum and acc += velocity + s.
+    """
+    pointers = velocity.data_ptr(), acc.data_ptr()
+    given = DTYPES[x.dtype], x.data_ptr(), scale, momentum, int(nesterov), acc.numel()
+    _call("fl_accumulate_momentum", acc.device, *given, *pointers)
+
+
+@dataclass(frozen=True)
+class MagnitudeStats:
+    """What ``magnitude_stats`` saw.
+
+    Attributes:
+        count: elements whose magnitude bits were large enough, infinite and NaN included.
+        total: sum of their magnitudes, those that are not finite left out.
+        squares: sum of the squares, likewise.
+        largest: the largest magnitude's bits, 0 if there is none; at least 0x7f800000 if any is not finite.
+    """
+
+    count: int
+    total: float
+    squares: float
+    largest: int
+
+
+def magnitude_stats(acc: Tensor, above: int = 0) -> MagnitudeStats:
+    """Return sums over the elements of ``acc`` (n,) f32 whose magnitude bits are >= ``above``.
+
+    The sums are f64, in an order that depends on n alone.
+    """
+    out = torch.empty(4, dtype=torch.int64, device=acc.device)
+    workspace = _workspace(_WORKSPACE_STATS, acc)
+    given = acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr()
+    _call("fl_magnitude_stats", acc.device, *given)
+    out = out.cpu()
+    total, squares = out.view(torch.float64)[1:3].tolist()
+    return MagnitudeStats(int(out[0]), total, squares, int(out[3]))
+
+
+def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:
+    """Return how many elements of ``acc`` (n,) f32 have magnitude bits >= each of 1 to 16 ``thresholds``."""
+    given = (ctypes.c_uint32 * len(thresholds))(*thresholds)
+    out = torch.empty(len(thresholds), dtype=torch.int64, device=acc.device)
+    pointers = acc.data_ptr(), acc.numel(), ctypes.cast(given, ctypes.c_void_p), len(thresholds), out.data_ptr()
+    _call("fl_count_above", acc.device, *pointers)
+    return [int(count) for count in out.tolist()]
+
+
+def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
+    """Return the bits of the ``k``-th largest magnitude of ``acc`` (n,) f32, and how many are larger; 1 <= k <= n."""
+    out = torch.empty(2, dtype=torch.int64, device=acc.device)
+    workspace = _workspace(_WORKSPACE_KTH, acc)
+    given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), out.data_ptr()
+    _call("fl_kth_magnitude", acc.device, *given)
+    magnitude, above = out.tolist()
+    return magnitude, above
+
+
+def sparse_encode(
+    spec: Spec,
+    offsets: Sequence[int],
+    acc: Tensor,
+    threshold: int,
+    ties: int,
+    body: Tensor,
+    *,
+    x: Tensor | None = None,
+    scale: float = 1.0,
+    clear: Tensor | None = None,
+) -> None:
+    """``fl_sparse_encode``: send the largest elements of ``acc`` (n,) f32 as ``body`` (nbytes,) uint8.
+
+    Elements whose magnitude bits are above ``threshold`` go, and the first ``ties`` (-1: all) that equal it, as far as
+    the message has room; with ``SPARSE_RANDOM`` those whose number of the seed's sequence is below ``threshold``, up to
+    2**32, and those that are not finite. ``acc`` keeps the rest, 0 where it is not finite.
+
+    Args:
+        spec: of codec ``SPARSE``, for n elements; its dtype is that of ``x``.
+        offsets: of the four planes in ``body``.
+        acc: (n,) f32, becomes the residual.
+        threshold: magnitude bits, or a number.
+        ties: how many that equal ``threshold`` may go.
+        body: (nbytes,) uint8, the message without header.
+        x: (n,) to be added first, in the same pass, times ``scale``.
+        scale: of ``x``.
+        clear: (n,) f32 that becomes 0 where an element was sent or was not finite.
+    """
+    workspace = _workspace(_WORKSPACE_ENCODE, acc)
+    pointers = acc.data_ptr(), _pointer(clear), threshold, ties, workspace.data_ptr()
+    _call("fl_sparse_encode", acc.device, spec, _pointer(x), scale, *pointers, _messages(body.unsqueeze(0), offsets))
+
+
+def sparse_decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor, *, add: bool) -> None:
+    """``fl_decode_sum`` of sparse messages: ``out`` (n,) becomes, or with ``add`` gains, the sum of ``bodies``.
+
+    Raises:
+        WireError: a message contradicts itself; nothing was written. On CUDA, where nobody waits for the result, such
+            pairs are left out instead.
+    """
+    decode_sum(spec, offsets, bodies, out, add=add)
+
+
+def _workspace(verb: int, acc: Tensor) -> Tensor:
+    library = _cuda() if acc.is_cuda else cpu()
+    nbytes = library.fl_workspace_bytes(verb, acc.numel())
+    return torch.empty(max(16, nbytes), dtype=torch.uint8, device=acc.device)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,7 @@ from fusionlayer.scheduler.profiler import (
     measure_step,
 )
 
-from .sparse import measure_sparse
-
 __all__ = ["Job", "main"]
-
-STAND_IN = "topk"
-"""Codec that a profile always has; torch's operations stand in for it where none is registered."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +59,6 @@ def main() -> None:
         found["copy"] = measure_copy(job.elements, job.repeats)
         codecs = {name: fl.codecs.get(name) for name in codec_presets()}
         found["codecs"] = measure_codecs(codecs, job.elements, job.repeats)
-        if STAND_IN not in codecs:
-            found["codecs"][STAND_IN] = measure_sparse(job.elements, job.repeats)
     found = average(found, context.transport())
     if fl.rank() == 0:
         print(json.dumps({**found, "threads": torch.get_num_threads(), "workers": fl.size()}), flush=True)

@@ -77,8 +77,8 @@ class Codec(ABC):
         """Whether error feedback is worth its memory by default: the codec is lossy, biased and coarse."""
         return not (self.lossless or self.unbiased)
 
-    def used_bytes(self, payload: Tensor) -> int:
-        """Return how many bytes of ``payload`` must travel; its capacity unless the codec is of variable size."""
+    def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return how many bytes of a ``payload`` (capacity,) must travel: all unless the codec is of variable size."""
         return payload.numel()
 
     def compact(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -38,7 +38,7 @@ def run(method: str, seed: int, losses: list[tuple[int, float]]) -> dict[str, An
 
 
 ROWS = [
-    training_row(method, 4.0 - 0.15 * place, rate)
+    training_row(method, 4.0 * 0.96**place, rate)
     for rate in ("1gbit", "100mbit")
     for place, method in enumerate(all_methods())
 ]

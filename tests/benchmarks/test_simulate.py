@@ -14,7 +14,6 @@ import torch
 from benchmarks.report import Environment
 from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.measure import measure
-from benchmarks.simulate.sparse import measure_sparse
 from benchmarks.simulate.validate import compare, read_cells, summarize
 from benchmarks.simulate.worker import Job
 from fusionlayer.errors import ConfigError
@@ -132,13 +131,6 @@ class TestValidate:
             run(monkeypatch, "validate", tmp_path / "r.json", "--profile", path)
         assert run(monkeypatch, "validate", tmp_path / "none.json", "--profile", path) == 1
         assert "none.json is no result file" in capsys.readouterr().err
-
-
-@pytest.mark.short
-def test_the_stand_in_for_a_sparse_codec_has_costs() -> None:
-    found = measure_sparse((256, 1024), repeats=1)
-    assert found["algorithm"] == "one_shot" and found["bits"] == 0.64
-    assert all(seconds > 0 for verb in ("encode", "decode", "sum", "recode") for _, seconds in found[verb])
 
 
 @pytest.mark.medium

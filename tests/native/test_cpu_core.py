@@ -383,7 +383,7 @@ WRONG_SPECS = {
     "negative numel": (replace(GOOD, numel=-1), BAD_ARGUMENT),
     "absurd numel": (replace(GOOD, numel=2**62), BAD_ARGUMENT),
     "flag": (int_case(4, 128, 4, F32, 64), UNSUPPORTED),
-    "codec": (Case(2, (0,), F32, 64), UNSUPPORTED),
+    "codec": (Case(3, (0,), F32, 64), UNSUPPORTED),
 }
 
 

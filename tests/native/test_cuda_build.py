@@ -143,7 +143,8 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert len(frames) >= 10
     assert {int(number) for frame in frames for number in frame} == {0}
-    assert "bytes smem" not in report, "the kernels use no shared memory"
+    shared = {name for name, (_, text) in compiled.items() if "bytes smem" in text}
+    assert shared == {"magnitudes", "sparse_decode"}, "for histograms and scattered sums alone"
 
 
 def test_memory_is_accessed_as_global(compiled: dict[str, tuple[str, str]]) -> None:

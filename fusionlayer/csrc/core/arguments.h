@@ -1,7 +1,7 @@
 // What every implementation of the C ABI checks before it starts, and the sizes that follow from a spec. Host only.
 #pragma once
 
-#include "fusionlayer_codec.h"
+#include "sparse.h"
 
 namespace fl {
 
@@ -11,7 +11,9 @@ constexpr int kPlaneAlignment = 16;
 inline int64_t element_size(uint32_t dtype) { return dtype == FL_F32 ? 4 : 2; }
 inline bool known_dtype(uint32_t dtype) { return dtype <= FL_F16; }
 
-inline int plane_count(const fl_spec &spec) { return spec.codec == FL_INT ? 2 : 1; }
+inline int plane_count(const fl_spec &spec) {
+  return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_INT ? 2 : 1;
+}
 
 inline int64_t group_count(const fl_spec &spec) {
   const int64_t group = spec.param[1];
@@ -21,13 +23,22 @@ inline int64_t group_count(const fl_spec &spec) {
 // Bytes of plane p of one message.
 inline int64_t plane_bytes(const fl_spec &spec, int p) {
   if (spec.codec == FL_CAST) return spec.numel * element_size(spec.param[0]);
+  if (spec.codec == FL_SPARSE) return sparse_shape(spec).plane_bytes(p);
   return p == 0 ? group_count(spec) * 4 : group_count(spec) * spec.param[1] * spec.param[0] / 8;
+}
+
+inline int check_sparse(const fl_spec &spec) {
+  const uint32_t *param = spec.param;
+  if (param[0] > FL_SPARSE_SHORT || !known_dtype(param[1]) || param[2] > spec.numel) return FL_BAD_ARGUMENT;
+  if (spec.offset < 0 || spec.offset > kMaxElements) return FL_BAD_ARGUMENT;
+  return param[1] == FL_F16 || param[3] & ~uint32_t(FL_SPARSE_RANDOM) ? FL_UNSUPPORTED : FL_OK;
 }
 
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec > FL_INT) return FL_UNSUPPORTED;
+  if (spec->codec > FL_SPARSE) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
+  if (spec->codec == FL_SPARSE) return check_sparse(*spec);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
@@ -36,6 +47,12 @@ inline int check_spec(const fl_spec *spec) {
   if (group < 32 || group > 4096 || (group & (group - 1)) || param[3]) return FL_BAD_ARGUMENT;
   if (spec->offset < 0 || spec->offset % group) return FL_BAD_ARGUMENT;
   return param[2] & ~uint32_t(FL_INT_HADAMARD | FL_INT_STOCHASTIC) ? FL_UNSUPPORTED : FL_OK;
+}
+
+// For verbs that sparse messages do not have.
+inline int check_dense_spec(const fl_spec *spec) {
+  if (const int bad = check_spec(spec)) return bad;
+  return spec->codec == FL_SPARSE ? FL_UNSUPPORTED : FL_OK;
 }
 
 inline bool aligned(const void *p, int64_t bytes) { return uintptr_t(p) % uintptr_t(bytes) == 0; }
@@ -55,6 +72,7 @@ inline int check_messages(const fl_spec &spec, const fl_messages *messages) {
   if (messages->count == 0 || spec.numel == 0) return FL_OK;
   if (spec.numel > kMaxElements / messages->count) return FL_BAD_ARGUMENT;
   for (int p = 0; p < plane_count(spec); ++p) {
+    if (plane_bytes(spec, p) == 0) continue;
     if (!messages->plane[p] || !aligned(messages->plane[p], kPlaneAlignment)) return FL_BAD_ARGUMENT;
     if (messages->count > 1 && messages->stride < plane_bytes(spec, p)) return FL_BAD_ARGUMENT;
   }
@@ -64,14 +82,14 @@ inline int check_messages(const fl_spec &spec, const fl_messages *messages) {
 inline int first_error(int a, int b) { return a ? a : b; }
 
 inline int check_encode(const fl_spec *spec, const void *x, const float *residual, const fl_messages *out) {
-  if (const int bad = check_spec(spec)) return bad;
+  if (const int bad = check_dense_spec(spec)) return bad;
   if (const int bad = check_messages(*spec, out)) return bad;
   const int64_t numel = spec->numel * out->count;
   return first_error(check_array(x, numel, element_size(spec->dtype)), check_optional(residual, numel, 4));
 }
 
 inline int check_decode(const fl_spec *spec, const fl_messages *in, const void *out) {
-  if (const int bad = check_spec(spec)) return bad;
+  if (const int bad = check_dense_spec(spec)) return bad;
   if (const int bad = check_messages(*spec, in)) return bad;
   return check_array(out, spec->numel * in->count, element_size(spec->dtype));
 }
@@ -83,11 +101,42 @@ inline int check_decode_sum(const fl_spec *spec, const fl_messages *in, const vo
 
 inline int check_recode(const fl_spec *spec, const fl_messages *in, const void *x, const float *residual,
                         const fl_messages *out) {
-  if (const int bad = check_spec(spec)) return bad;
+  if (const int bad = check_dense_spec(spec)) return bad;
   if (const int bad = first_error(check_messages(*spec, in), check_messages(*spec, out))) return bad;
   if (out->count != 1) return FL_BAD_ARGUMENT;
   return first_error(check_optional(x, spec->numel, element_size(spec->dtype)),
                      check_optional(residual, spec->numel, 4));
+}
+
+inline int check_accumulate(uint32_t dtype, const void *x, int64_t numel, const float *acc) {
+  if (!known_dtype(dtype) || numel < 0 || numel > kMaxElements) return FL_BAD_ARGUMENT;
+  return first_error(check_array(x, numel, element_size(dtype)), check_array(acc, numel, 4));
+}
+
+// A call that looks at acc alone and leaves its result in out.
+inline int check_look(const float *acc, int64_t numel, const void *out, const void *workspace) {
+  if (numel < 0 || numel > kMaxElements || !out || !aligned(out, 8)) return FL_BAD_ARGUMENT;
+  return first_error(check_array(acc, numel, 4), check_array(workspace, numel, kPlaneAlignment));
+}
+
+inline int check_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, int count,
+                             const int64_t *counts) {
+  if (!thresholds || count < 1 || count > FL_MAX_THRESHOLDS) return FL_BAD_ARGUMENT;
+  for (int i = 0; i < count; ++i)
+    if (thresholds[i] > kMagnitudeBits) return FL_BAD_ARGUMENT;
+  return check_look(acc, numel, counts, counts);
+}
+
+inline int check_sparse_encode(const fl_spec *spec, const void *x, const float *acc, const float *clear,
+                               int64_t threshold, int64_t ties, const void *workspace, const fl_messages *out) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (spec->codec != FL_SPARSE) return FL_UNSUPPORTED;
+  if (const int bad = check_messages(*spec, out)) return bad;
+  const int64_t most = spec->param[3] & FL_SPARSE_RANDOM ? int64_t(1) << 32 : int64_t(kMagnitudeBits);
+  if (out->count != 1 || threshold < 0 || threshold > most || ties < -1) return FL_BAD_ARGUMENT;
+  const int arrays = first_error(check_array(acc, spec->numel, 4), check_optional(clear, spec->numel, 4));
+  return first_error(arrays, first_error(check_optional(x, spec->numel, element_size(spec->dtype)),
+                                         check_array(workspace, spec->numel, kPlaneAlignment)));
 }
 
 }  // namespace fl

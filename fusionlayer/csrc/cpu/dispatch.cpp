@@ -8,6 +8,7 @@
 #include "float_environment.h"
 #include "fusionlayer_codec.h"
 #include "kernels.h"
+#include "sparse_verbs.h"
 #include "thread_pool.h"
 
 namespace fl {
@@ -51,12 +52,6 @@ const Isa *best_isa() {
   return isa;
 }
 
-const Kernels &kernels() {
-  static const Isa *const best = best_isa();
-  const Isa *isa = selected;
-  return *(isa ? isa : best)->kernels;
-}
-
 // Runs a verb over `messages` messages; each value takes `inputs` values to make, all results have `result_bytes`.
 int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs, int64_t result_bytes) {
   const fl_spec &spec = *job.spec;
@@ -89,6 +84,13 @@ int copy(uint8_t *to, int64_t to_stride, const uint8_t *from, int64_t from_strid
 }
 
 }  // namespace
+
+const Kernels &kernels() {
+  static const Isa *const best = best_isa();
+  const Isa *isa = selected;
+  return *(isa ? isa : best)->kernels;
+}
+
 }  // namespace fl
 
 #define FL_TEXT(x) #x
@@ -132,6 +134,7 @@ int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *) {
 
 int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *) {
   if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
+  if (spec->codec == FL_SPARSE) return fl::sparse_decode_sum(*spec, *in, out, add != 0);
   fl::Job job{};
   job.spec = spec;
   job.in = in;

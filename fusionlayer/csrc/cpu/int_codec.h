@@ -4,18 +4,14 @@
 
 #include "int_group.h"
 #include "kernels.h"
+#include "random.h"
 #include "simd.h"
 
 namespace fl::FL_ISA {
 
-// rounding_noise and random_bits of core/rng.h, the latter from low * kSpread + key.a.
-FL_INLINE vf rounding_noise(RngKey key, vu h) {
-  h ^= h >> 16;
-  h *= 0x7feb352du;
-  h = (h ^ (h >> 15)) + key.b;
-  h *= 0x846ca68bu;
-  h ^= h >> 16;
-  return (vf)((h >> 9) | 0x3f800000u) - 1.5f;
+// rounding_noise of core/rng.h, from low * kSpread + key.a.
+FL_INLINE vf rounding_noise(RngKey key, vu spread) {
+  return (vf)((random_bits(key, spread) >> 9) | 0x3f800000u) - 1.5f;
 }
 
 template <int kBits, bool kHadamard, bool kStochastic>

@@ -3,6 +3,9 @@
 
 #include "cast_codec.h"
 #include "int_codec.h"
+#include "magnitudes.h"
+#include "sparse_decode.h"
+#include "sparse_encode.h"
 #include "verbs.h"
 
 namespace fl::FL_ISA {
@@ -53,11 +56,32 @@ FL_VERB(decode_sum, false)
 FL_VERB(recode, true)
 #undef FL_VERB
 
+void run_accumulate(const Accumulation &job, int64_t begin, int64_t end) {
+  with_dtype(job.dtype, [&](auto type) { accumulate<typename decltype(type)::type>(job, begin, end); });
+}
+
+void run_mark(const Selection &selection, int64_t superblock) {
+  const auto with_rule = [&](auto type) {
+    using X = typename decltype(type)::type;
+    selection.random ? mark<X>(selection, ByNumber(selection), superblock)
+                     : mark<X>(selection, ByMagnitude(selection), superblock);
+  };
+  selection.x ? with_dtype(selection.dtype, with_rule) : with_rule(Type<Nothing>{});
+}
+
+void run_sparse_decode_sum(const Job &job, int64_t begin, int64_t end) {
+  with_dtype(job.spec->dtype, [&](auto type) { sparse_decode_sum<typename decltype(type)::type>(job, begin, end); });
+  if (job.streamed) finish_streaming();
+}
+
 }  // namespace
 
 #define FL_TEXT(name) #name
 #define FL_NAME(name) FL_TEXT(name)
 
-const Kernels kernels = {FL_NAME(FL_ISA), run_encode, run_decode, run_decode_sum, run_recode};
+const Kernels kernels = {
+    FL_NAME(FL_ISA), run_encode, run_decode, run_decode_sum, run_recode, run_accumulate,        stats,
+    count_above,     gather,     run_mark,   settle,         emit,       run_sparse_decode_sum, sparse_valid,
+};
 
 }  // namespace fl::FL_ISA

@@ -1,8 +1,11 @@
 // The table of kernels that each instruction set offers, and what they work on.
 #pragma once
 
+#include <atomic>
+
 #include "fusionlayer_codec.h"
 #include "rng.h"
+#include "sparse.h"
 
 namespace fl {
 
@@ -25,11 +28,67 @@ constexpr int kCastUnit = 512;
 // Kernels walk through L1 in tiles of whole units, of at most as many elements.
 constexpr int kMaxTile = 4096;
 
+// fl_accumulate; with a velocity fl_accumulate_momentum.
+struct Accumulation {
+  const void *x;
+  uint32_t dtype;
+  float scale, momentum;
+  bool nesterov;
+  float *velocity, *acc;
+  int64_t numel;
+};
+
+// The magnitudes between two, both included, which are gathered while those above are counted.
+struct Bracket {
+  uint32_t low, high;
+  uint32_t *gathered;
+  int64_t room;
+  std::atomic<int64_t> count{0}, above{0};  // `count` goes on beyond `room`
+};
+
+// One fl_sparse_encode, superblock by superblock: mark, settle, emit.
+struct Selection {
+  SparseShape shape;
+  bool random;
+  uint64_t limit;     // random: numbers below it are selected
+  int32_t threshold;  // else: magnitudes above it
+  bool ties;          // and some that equal it
+  RngKey key;
+  uint64_t offset;
+  const void *x;
+  uint32_t dtype;
+  float scale;
+  float *acc, *clear;
+  SparsePlanes out;
+
+  // Workspace. A bit for each element, blocks of 256 filled up: selected; equal to the threshold.
+  uint64_t *marked, *equal;
+  struct Counts {
+    int64_t first, ties;  // number of the first pair; how many that equal the threshold may go
+    int32_t marked, equal;
+    uint32_t largest;  // magnitude
+  } *counts;
+};
+
+constexpr int kWord = 64;  // elements of a word of marks
+
 struct Kernels {
   using Verb = void(const Job &job, int64_t begin, int64_t end);
   const char *name;
   Verb *encode, *decode, *decode_sum, *recode;
+
+  void (*accumulate)(const Accumulation &job, int64_t begin, int64_t end);  // units of kCastUnit
+  Magnitudes (*stats)(const float *run, int n, uint32_t above);
+  void (*count_above)(const float *x, int64_t n, const int32_t *bounds, int groups, int64_t *counts);
+  void (*gather)(const float *x, int64_t n, Bracket &bracket);
+  void (*mark)(const Selection &selection, int64_t superblock);    // acc += scale * x, marks and their counts
+  void (*settle)(const Selection &selection, int64_t superblock);  // which of the marked go
+  void (*emit)(const Selection &selection, int64_t superblock);    // their pairs, and what is kept of them
+  Verb *sparse_decode_sum;                                         // units of a superblock
+  bool (*sparse_valid)(const Job &job, int64_t begin, int64_t end);
 };
+
+constexpr int kBoundGroup = 4;  // count_above takes bounds in groups
 
 namespace avx512 {
 extern const Kernels kernels;
@@ -40,5 +99,8 @@ extern const Kernels kernels;
 namespace baseline {
 extern const Kernels kernels;
 }
+
+// The table in use.
+const Kernels &kernels();
 
 }  // namespace fl

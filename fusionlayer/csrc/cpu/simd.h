@@ -188,6 +188,45 @@ FL_INLINE vi max_of_each(const vi *v) {
     return max_pairs(max_of_each<N / 2>(v), max_of_each<N / 2>(v + N / 2), AllLanes{});
 }
 
+// Masks ---------------------------------------------------------------------------------------------------------------
+
+// Bit i: a[i] > b[i].
+FL_INLINE uint32_t greater_mask(vi a, vi b) {
+#if defined(FL_AVX512)
+  return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return uint32_t(_mm256_movemask_ps((__m256)(a > b)));
+#elif defined(FL_SSE2)
+  return uint32_t(_mm_movemask_ps((__m128)(a > b)));
+#else
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= uint32_t(a[i] > b[i]) << i;
+  return mask;
+#endif
+}
+
+// count[i] + (a[i] > b[i]).
+FL_INLINE vi count_greater(vi count, vi a, vi b) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_mask_sub_epi32((__m512i)count, _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b), (__m512i)count,
+                                   _mm512_set1_epi32(-1));
+#else
+  return count - (a > b);
+#endif
+}
+
+// Writes the lanes of v that the mask names, in order, and returns how many; up to kLanes elements may be written.
+FL_INLINE int store_lanes(uint32_t *p, vi v, uint32_t mask) {
+#if defined(FL_AVX512)
+  store(p, _mm512_maskz_compress_epi32(__mmask16(mask), (__m512i)v));
+  return __builtin_popcount(mask);
+#else
+  int n = 0;
+  for (; mask; mask &= mask - 1) p[n++] = uint32_t(v[__builtin_ctz(mask)]);
+  return n;
+#endif
+}
+
 // 16 bytes <-> 16 lanes of 32 bits ------------------------------------------------------------------------------------
 
 // The low bytes of 16 lanes.
@@ -268,6 +307,26 @@ FL_INLINE void load_high_halves(const uint16_t *p, vi (&v)[kVectors]) {
   }
 #else
   for (int i = 0; i < kBlock; ++i) v[i / kLanes][i % kLanes] = int32_t(uint32_t(p[i]) << 16);
+#endif
+}
+
+// f64 -----------------------------------------------------------------------------------------------------------------
+
+typedef double vd __attribute__((vector_size(4 * kLanes)));
+
+// The lanes of v as f64, exactly.
+FL_INLINE void widen(vf v, vd (&wide)[2]) {
+#if defined(FL_AVX512)
+  wide[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+  wide[1] = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+#elif defined(FL_AVX2)
+  wide[0] = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+  wide[1] = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#elif defined(FL_SSE2)
+  wide[0] = _mm_cvtps_pd(v);
+  wide[1] = _mm_cvtps_pd(_mm_movehl_ps(v, v));
+#else
+  for (int i = 0; i < kLanes; ++i) wide[i / 2][i % 2] = v[i];
 #endif
 }
 
@@ -400,6 +459,7 @@ FL_INLINE void with_store(bool streamed, const void *p, const Body &body) {
 
 // How a loop over blocks reaches an array: whole blocks directly, the first n elements of the last one through a buffer.
 struct Whole {
+  FL_INLINE uint32_t mask() const { return ~uint32_t(0); }  // a bit for each element that exists
   template <class T>
   FL_INLINE Block load(const T *p) const {
     return load_block(p);
@@ -411,6 +471,7 @@ struct Whole {
 };
 struct Part {
   int n;
+  FL_INLINE uint32_t mask() const { return (uint32_t(1) << n) - 1; }
   template <class T>
   FL_INLINE Block load(const T *p) const {  // followed by zeros
     T whole[kBlock] = {};

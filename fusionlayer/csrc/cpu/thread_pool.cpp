@@ -92,7 +92,7 @@ class Pool {
   bool stopped_ = false;
 };
 
-std::atomic<int> thread_count{1};
+std::atomic<int> allowed_threads{1};
 alignas(Pool) unsigned char storage[sizeof(Pool)];
 
 Pool &pool() { return *std::launder(reinterpret_cast<Pool *>(storage)); }
@@ -110,11 +110,13 @@ __attribute__((destructor)) void finish() { pool().stop(); }
 
 }  // namespace
 
-void set_thread_count(int n) { thread_count = n; }
+void set_thread_count(int n) { allowed_threads = n; }
+
+int thread_count() { return allowed_threads; }
 
 void parallel_for(int64_t count, int64_t grain, const RangeTask &task) {
   constexpr int64_t kChunksPerThread = 4;  // some slack, as threads do not run at the same speed
-  const int64_t threads = std::min<int64_t>(thread_count, count / grain);
+  const int64_t threads = std::min<int64_t>(allowed_threads, count / grain);
   if (threads > 1) {
     Loop loop{task, count, std::max(grain, (count + threads * kChunksPerThread - 1) / (threads * kChunksPerThread))};
     if (pool().run(int(threads), loop)) return;

@@ -21,6 +21,7 @@ class RangeTask {
 
 // How many threads parallel_for may use, the caller included; 1 at first.
 void set_thread_count(int n);
+int thread_count();
 
 // Calls task(begin, end) for disjoint ranges that make up 0..count - 1, each of at least `grain` but for the last; returns
 // when all are done. The caller takes part. Where another thread's call has the pool, or no thread can be started, the

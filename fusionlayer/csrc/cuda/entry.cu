@@ -13,10 +13,13 @@
 #define FL_COMPILER __VERSION__
 #endif
 
+namespace fl {
 namespace {
 
 constexpr int kErrorBytes = 256;
 thread_local char last_error[kErrorBytes];
+
+}  // namespace
 
 int finish(cudaError_t error) {
   if (error == cudaSuccess) return FL_OK;
@@ -24,9 +27,10 @@ int finish(cudaError_t error) {
   return FL_DEVICE_ERROR;
 }
 
-cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
+}  // namespace fl
 
-}  // namespace
+using fl::as_stream;
+using fl::finish;
 
 extern "C" {
 
@@ -47,7 +51,9 @@ int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *strea
 int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream) {
   if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
   if (spec->numel == 0) return FL_OK;
-  const auto decode_sum = spec->codec == FL_INT ? fl::int_decode_sum : fl::cast_decode_sum;
+  const auto decode_sum = spec->codec == FL_SPARSE ? fl::sparse_decode_sum
+                          : spec->codec == FL_INT  ? fl::int_decode_sum
+                                                   : fl::cast_decode_sum;
   return finish(decode_sum(*spec, *in, out, add != 0, as_stream(stream)));
 }
 
@@ -59,10 +65,17 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
   return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
 }
 
+int64_t fl_workspace_bytes(int verb, int64_t numel) {
+  if (numel < 0 || numel > fl::kMaxElements) return -1;
+  if (verb == FL_WORKSPACE_STATS) return fl::stats_workspace(numel);
+  if (verb == FL_WORKSPACE_KTH) return fl::kth_workspace();
+  return verb == FL_WORKSPACE_ENCODE ? fl::encode_workspace(numel) : -1;
+}
+
 const char *fl_build_info(void) {
   return "abi=" FL_STRING(FL_ABI_VERSION) "\nkind=cuda\ncompiler=" FL_COMPILER "\narchs=" FL_CUDA_ARCHS "\n";
 }
 
-const char *fl_last_error(void) { return last_error; }
+const char *fl_last_error(void) { return fl::last_error; }
 
 }  // extern "C"

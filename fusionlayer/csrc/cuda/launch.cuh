@@ -22,6 +22,11 @@ FL_DEVICE int lane_index() { return int(threadIdx.x) % kLanes; }
 FL_DEVICE int64_t warp_index() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / kLanes; }
 FL_DEVICE int64_t warp_count() { return int64_t(gridDim.x) * kWarps; }
 
+// The status of a verb; where it is FL_DEVICE_ERROR, fl_last_error has the text.
+int finish(cudaError_t error);
+
+inline cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
+
 // One verb of one codec on checked arguments with numel > 0 and something to do. At most one launch each.
 cudaError_t cast_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                         cudaStream_t stream);
@@ -36,5 +41,12 @@ cudaError_t int_decode(const fl_spec &spec, const fl_messages &in, void *out, cu
 cudaError_t int_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
 cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                        const fl_messages &out, cudaStream_t stream);
+
+// Bytes of workspace of the verbs that need one.
+int64_t stats_workspace(int64_t numel);
+int64_t kth_workspace();
+int64_t encode_workspace(int64_t numel);
+
+cudaError_t sparse_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
 
 }  // namespace fl

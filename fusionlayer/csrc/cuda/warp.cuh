@@ -42,6 +42,41 @@ FL_DEVICE void store_chunk(void *p, const Chunk &c) {
 
 FL_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 
+FL_DEVICE uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+
+// Bit l: lane l's vote.
+FL_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+
+// Lanes see what others wrote to shared memory before it.
+FL_DEVICE void meet() { __syncwarp(); }
+
+// The bits of a mask that belong to lower lanes.
+FL_DEVICE uint32_t below(uint32_t mask, int lane) { return mask & ((1u << lane) - 1); }
+
+FL_DEVICE int64_t shuffle_xor(int64_t v, int mask) {
+  const uint32_t low = shuffle_xor(uint32_t(uint64_t(v)), mask), high = shuffle_xor(uint32_t(uint64_t(v) >> 32), mask);
+  return int64_t(uint64_t(high) << 32 | low);
+}
+
+// The sum over all lanes, in all of them.
+FL_DEVICE int64_t sum_over_lanes(int64_t v) {
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2) v += shuffle_xor(v, mask);
+  return v;
+}
+
+// The sum over lower lanes.
+FL_DEVICE int64_t sum_before(int64_t v, int lane) {
+  int64_t sum = 0, group = v;  // over the lower lanes of a group of lanes; over all of the group
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2) {
+    const int64_t other = shuffle_xor(group, mask);
+    sum += lane & mask ? other : 0;
+    group += other;
+  }
+  return sum;
+}
+
 FL_DEVICE void swap_if(bool condition, Chunk &a, Chunk &b) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -21,34 +21,44 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 1
+#define FL_ABI_VERSION 2
 #define FL_MAX_PLANES 4
 
 enum fl_status {
   FL_OK = 0,
   FL_BAD_ARGUMENT = 1, /* a field of the spec, a null pointer or a misaligned plane; nothing was written */
   FL_UNSUPPORTED = 2,  /* this library does not know the codec or the option */
-  FL_DEVICE_ERROR = 3  /* CUDA reported an error: fl_last_error() has its text */
+  FL_DEVICE_ERROR = 3, /* CUDA reported an error: fl_last_error() has its text */
+  FL_BAD_MESSAGE = 4   /* a message contradicts itself (FL_SPARSE, CPU); nothing was written */
 };
 
 enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
 
 enum fl_codec {
-  FL_CAST = 0, /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
-  FL_INT = 1   /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group
+  FL_CAST = 0,  /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
+  FL_INT = 1,   /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group
                   size, a power of two in 32..4096; param[2] = flags, FL_INT_* */
+  FL_SPARSE = 2 /* plane 0: ends, u32 per 65536 elements; plane 1: counts, u8 per 256 elements, in form FL_SPARSE_BYTE
+                   alone; plane 2: positions; plane 3: values. param[0] = enum fl_sparse_form; param[1] = fl_dtype of the
+                   values, f32 or bf16; param[2] = capacity in pairs, <= numel; param[3] = flags, FL_SPARSE_*. For
+                   fl_sparse_encode and fl_decode_sum; other verbs give FL_UNSUPPORTED. docs/wire_format.md has the rest */
 };
 
 enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };
+
+/* How positions are written: a bit for each element; u8 inside blocks of 256 elements; u16 inside those of 65536. */
+enum fl_sparse_form { FL_SPARSE_BITMAP = 0, FL_SPARSE_BYTE = 1, FL_SPARSE_SHORT = 2 };
+
+enum { FL_SPARSE_RANDOM = 1 /* select by the element's number of the seed's sequence, not by its magnitude */ };
 
 /* What is encoded and how. */
 typedef struct fl_spec {
   uint32_t codec;    /* enum fl_codec */
   uint32_t dtype;    /* enum fl_dtype: of x and out */
   uint32_t param[4]; /* see enum fl_codec; unused ones are 0 */
-  uint64_t seed;     /* of stochastic rounding */
-  int64_t offset;    /* number of element 0 in the seed's sequence; a multiple of the group size. Elements are numbered
-                        as they lie on the wire: message after message, the last group of each filled up */
+  uint64_t seed;     /* of stochastic rounding and FL_SPARSE_RANDOM */
+  int64_t offset;    /* number of element 0 in the seed's sequence; FL_INT: a multiple of the group size. Elements are
+                        numbered as they lie on the wire: message after message, the last group of each filled up */
   int64_t numel;     /* elements in each message */
 } fl_spec;
 
@@ -67,13 +77,68 @@ FL_API int fl_encode(const fl_spec *spec, const void *x, float *residual, const 
 FL_API int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream);
 
 /* out = (add ? out : 0) + decode(in[0]) + decode(in[1]) + ..., `numel` elements, summed in this order in f32 and
- * rounded to `dtype` once. */
+ * rounded to `dtype` once. FL_SPARSE: the CPU looks through all messages first, and gives FL_BAD_MESSAGE where ends
+ * descend or pass the capacity, counts or bits contradict them, or positions do not ascend or leave the tensor; CUDA
+ * leaves out whatever lies outside the planes or the tensor, and reports nothing. */
 FL_API int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream);
 
 /* out[0] = encode((x ? x : 0) + decode(in[0]) + decode(in[1]) + ...), the sum kept in f32; out->count is 1. Residual as
  * in fl_encode, added last. */
 FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
                      void *stream);
+
+/* Sparsification -------------------------------------------------------------------------------------------------
+ * `acc` is what a tensor has to send: its new gradients and what was held back before. A magnitude is the 31 low bits of
+ * an f32, compared as an integer: Inf and NaN are the largest. NaNs that are computed become canonical. A workspace is
+ * `fl_workspace_bytes` bytes of the device's memory, aligned to 16, which hold nothing before or after the call. Results
+ * marked "device" lie in the device's memory. */
+
+enum fl_workspace { FL_WORKSPACE_STATS = 0, FL_WORKSPACE_KTH = 1, FL_WORKSPACE_ENCODE = 2 };
+
+/* Bytes of workspace that a verb of this library needs for numel elements, about a quarter of them at most; -1 where an
+ * argument makes no sense. */
+FL_API int64_t fl_workspace_bytes(int verb, int64_t numel);
+
+/* acc += scale * x, both operations rounded; x of `dtype`. */
+FL_API int fl_accumulate(uint32_t dtype, const void *x, float scale, int64_t numel, float *acc, void *stream);
+
+/* Momentum correction (Lin et al., ICLR 2018, section 3.1), with s = scale * x: velocity = momentum * velocity + s, then
+ * acc += velocity. Nesterov: velocity = (velocity + s) * momentum, then acc += velocity + s. */
+FL_API int fl_accumulate_momentum(uint32_t dtype, const void *x, float scale, float momentum, int nesterov,
+                                  int64_t numel, float *velocity, float *acc, void *stream);
+
+/* Over the elements whose magnitude is >= above. The sums leave out what is not finite; their order is fixed:
+ * core/sparse.h. */
+typedef struct fl_magnitudes {
+  int64_t count;
+  double total;    /* of |acc| */
+  double squares;  /* of acc^2 */
+  int64_t largest; /* magnitude; 0 if there is none */
+} fl_magnitudes;
+FL_API int fl_magnitude_stats(const float *acc, int64_t numel, uint32_t above, void *workspace,
+                              fl_magnitudes *out /* device */, void *stream);
+
+/* counts[i] = number of elements whose magnitude is >= thresholds[i] (in host memory, <= 0x7fffffff), 1 to 16 of them. */
+#define FL_MAX_THRESHOLDS 16
+FL_API int fl_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, int count,
+                          int64_t *counts /* device */, void *stream);
+
+/* The k-th largest magnitude, 1 <= k <= numel, and how many are larger. */
+typedef struct fl_kth {
+  int64_t magnitude;
+  int64_t above;
+} fl_kth;
+FL_API int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out /* device */,
+                            void *stream);
+
+/* First acc += scale * x if x (of spec->dtype) is not null. Selects the elements whose magnitude is > threshold, and the
+ * first `ties` of those that equal it (-1: all); with FL_SPARSE_RANDOM those whose number is < threshold (up to 2^32) and
+ * those that are not finite. Of these the message takes, in their order, at most 255 of each 256 in form FL_SPARSE_BYTE,
+ * and no more than the capacity. acc keeps what was not sent, bf16 rounding included, 0 where that is not finite. `clear`
+ * (f32, may be null) becomes 0 where an element was sent or was not finite. Planes are written whole: zeros behind the
+ * last pair. */
+FL_API int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc, float *clear,
+                            int64_t threshold, int64_t ties, void *workspace, const fl_messages *out, void *stream);
 
 /* What this library is: "key=value" lines (abi, kind, compiler, isas or archs). Static storage. */
 FL_API const char *fl_build_info(void);

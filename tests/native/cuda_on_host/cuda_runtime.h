@@ -1,6 +1,7 @@
 // As much of CUDA as csrc/cuda uses, for a CPU: the tests compile the kernels with g++ and this header in place of
 // CUDA's own. A warp is 32 cooperating fibers that meet at every shuffle, so lanes exchange values as on a GPU; a lane
 // that leaves the others alone at a shuffle, which on a GPU would be undefined behaviour, ends the process with a message.
+// Warps run one after the other, so shared memory is static, and an atomic operation a plain one.
 #pragma once
 
 #include <ucontext.h>
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 
@@ -16,6 +18,7 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __shared__ static
 
 struct uint2 {
   alignas(8) unsigned x;
@@ -69,14 +72,15 @@ class Warp {
     swapcontext(&caller_, &context_[0]);
   }
 
-  uint32_t shuffle_xor(uint32_t value, int mask) {
-    const int lane = lane_, other = lane ^ mask;
-    const unsigned round = ++shuffles_[lane];
-    given_[round % 2][lane] = value;
-    if (finished_) diverged();
-    resume((lane + 1) % kLanes, &context_[lane]);
-    if (shuffles_[other] < round || shuffles_[other] > round + 1) diverged();
-    return given_[round % 2][other];
+  uint32_t shuffle_xor(uint32_t value, int mask) { return take_from(meet(value), lane_ ^ mask); }
+
+  uint32_t shuffle(uint32_t value, int lane) { return take_from(meet(value), lane % kLanes); }
+
+  uint32_t ballot(bool vote) {
+    const unsigned round = meet(vote);
+    uint32_t votes = 0;
+    for (int lane = 0; lane < kLanes; ++lane) votes |= take_from(round, lane) << lane;
+    return votes;
   }
 
   static Warp &current() {
@@ -100,6 +104,21 @@ class Warp {
     if (++warp.finished_ != lane + 1) diverged();
     if (lane == kLanes - 1) setcontext(&warp.caller_);
     warp.resume(lane + 1, &warp.context_[lane]);
+  }
+
+  // Leaves a value for the others and waits for theirs; returns the number of the round.
+  unsigned meet(uint32_t value) {
+    const int lane = lane_;
+    const unsigned round = ++shuffles_[lane];
+    given_[round % 2][lane] = value;
+    if (finished_) diverged();
+    resume((lane + 1) % kLanes, &context_[lane]);
+    return round;
+  }
+
+  uint32_t take_from(unsigned round, int other) const {
+    if (shuffles_[other] < round || shuffles_[other] > round + 1) diverged();
+    return given_[round % 2][other];
   }
 
   void resume(int lane, ucontext_t *from) {
@@ -145,6 +164,36 @@ inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int mask) {
   return cuda_on_host::Warp::current().shuffle_xor(value, mask);
 }
 
+inline uint32_t __shfl_sync(unsigned, uint32_t value, int lane) {
+  return cuda_on_host::Warp::current().shuffle(value, lane);
+}
+
+inline uint32_t __ballot_sync(unsigned, int vote) { return cuda_on_host::Warp::current().ballot(vote != 0); }
+
+inline void __syncwarp() { cuda_on_host::Warp::current().shuffle_xor(0, 0); }
+
+inline long long __double_as_longlong(double v) {
+  long long bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  return bits;
+}
+
+inline double __longlong_as_double(long long bits) {
+  double v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+inline int __ffs(uint32_t v) { return __builtin_ffs(int(v)); }
+
+template <class T>
+inline T atomicAdd(T *p, T value) {
+  const T old = *p;
+  *p += value;
+  return old;
+}
+
 // Byte i of the result is the byte of b:a (a lowest) that nibble i of the selector names.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
@@ -162,6 +211,11 @@ inline cudaError_t cudaGetDevice(int *device) {
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
   *value = 1;
   return cudaSuccess;
+}
+
+inline cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t) {
+  std::memset(p, value, n);
+  return cuda_on_host::take_error();
 }
 
 inline cudaError_t cudaGetLastError() { return cuda_on_host::take_error(); }

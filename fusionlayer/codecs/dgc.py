@@ -1,0 +1,141 @@
+"""``dgc``: deep gradient compression: a threshold from a sample, momentum correction, clipping, warm-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import native
+from ..errors import ConfigError
+from ._base import Codec
+from ._sparse import ThresholdSparsifier, value_of
+from ._state import TensorState
+
+__all__ = ["DGC", "clipping", "warm_up_density"]
+
+_LOWERED = tuple(0.8**i for i in range(6))
+_RANK = 16  # the threshold is at least the 16th of the sample: its count is off by a quarter at most, mostly
+
+
+def warm_up_density(density: float, stage: int, stages: int) -> float:
+    """Return the density of warm-up stage 0, 1, ..., ``stages`` - 1: an exponential from near 1 to ``density``."""
+    return float(density ** ((stage + 1) / (stages + 1)))
+
+
+def clipping(norm: float, limit: float, ranks: int) -> float:
+    """Return the factor that brings a rank's gradient of norm ``norm`` down to limit / sqrt(ranks); at most 1."""
+    limit /= math.sqrt(ranks)
+    return limit / norm if norm > limit else 1.0
+
+
+@dataclass(frozen=True)
+class DGC(ThresholdSparsifier, name="dgc"):
+    """Top-k by a threshold from a strided sample of the tensor (Lin et al., "Deep Gradient Compression", ICLR 2018,
+    sections 3.1 to 3.3).
+
+    A sample of a share ``sampling`` begins at a random element (of the seed) and takes every so manyth. If its
+    threshold sends less than 0.8 k it is lowered by a fifth, up to five times; if it sends too many, the k largest are
+    selected.
+
+    Momentum correction and factor masking, clipping and warm-up are off by default. With ``momentum`` the optimizer
+    must apply none itself. It and ``clip_norm`` work on whole tensors with a memory of their own, so ahead of fusion
+    only.
+
+    Attributes:
+        sampling: share of a tensor that the sample takes; more of a small tensor.
+        momentum: u = momentum * u + gradient is accumulated instead of the gradient, and u becomes 0 where an element
+            is sent.
+        nesterov: momentum in the form of Nesterov.
+        clip_norm: largest norm of one tensor's summed gradient; each rank clips its own to clip_norm / sqrt(ranks)
+            before it is accumulated. None: no clipping. (The paper clips by the norm of all tensors together.)
+        warmup_steps: steps in which the density falls from near 1 to ``density``; 0: none.
+        warmup_stages: densities of the warm-up, each used equally long.
+    """
+
+    sampling: float = 0.01
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float | None = None
+    warmup_steps: int = 0
+    warmup_stages: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.sampling <= 1:
+            raise ConfigError(f"dgc codec: sampling={self.sampling!r}; expected a share above 0, at most 1")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"dgc codec: momentum={self.momentum!r}; expected at least 0 and less than 1")
+        if self.nesterov and not self.momentum:
+            raise ConfigError("dgc codec: nesterov=True without momentum; set momentum, 0.9 for instance")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"dgc codec: clip_norm={self.clip_norm!r}; expected a norm above 0, or None")
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise ConfigError(f"dgc codec: warmup_steps={self.warmup_steps!r}; expected at least 0")
+        if type(self.warmup_stages) is not int or not 1 <= self.warmup_stages <= 64:
+            raise ConfigError(f"dgc codec: warmup_stages={self.warmup_stages!r}; expected 1 to 64")
+
+    def at_step(self, step: int) -> Codec:
+        if step >= self.warmup_steps:
+            return self
+        stage = step * self.warmup_stages // self.warmup_steps
+        density = warm_up_density(self.density, stage, self.warmup_stages)
+        return dataclasses.replace(self, density=density, warmup_steps=0)
+
+    def encode_tensor(
+        self, x: Tensor, payload: Tensor, state: TensorState, *, scale: float = 1.0, ranks: int = 1, seed: int = 0
+    ) -> None:
+        if self.clip_norm is not None:
+            norm = abs(scale) * native.magnitude_stats(x.float()).squares ** 0.5
+            scale *= clipping(norm, self.clip_norm, ranks)
+        super().encode_tensor(x, payload, state, scale=scale, ranks=ranks, seed=seed)
+
+    def _encode_sum(
+        self, x: Tensor, scale: float, wanted: Tensor, body: Tensor, state: TensorState, seed: int, offset: int
+    ) -> None:
+        if not self.momentum:
+            return super()._encode_sum(x, scale, wanted, body, state, seed, offset)
+        if "velocity" not in state.tensors:
+            state.tensors["velocity"] = torch.zeros_like(wanted)
+        velocity = state.tensors["velocity"]
+        native.accumulate_momentum(x, scale, self.momentum, self.nesterov, velocity, wanted)
+        threshold, ties = self._select(wanted, state, seed)
+        self._send(wanted, body, threshold, ties, seed, offset, clear=velocity)
+
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+        self._check_memoryless()
+        super()._encode_rows(x, bodies, n, seed, offset, residual)
+
+    def _recode_rows(
+        self,
+        bodies: Tensor,
+        body: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        x: Tensor | None,
+        seed: int,
+        offset: int,
+        residual: Tensor | None,
+    ) -> None:
+        self._check_memoryless()
+        super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
+
+    def _check_memoryless(self) -> None:
+        if self.momentum or self.clip_norm is not None:
+            raise ConfigError(
+                f"{self}: momentum and clip_norm need each whole tensor and its memory; send it ahead of fusion "
+                "(ahead=True), or leave them out"
+            )
+
+    def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
+        stride = max(1, min(round(1 / self.sampling), k // _RANK)) | 1  # odd: rows are as long as a power of two
+        sample = wanted[seed % stride :: stride].contiguous()
+        bits, _ = native.kth_magnitude(sample, math.ceil(k / wanted.numel() * sample.numel()))
+        return [value_of(bits) * factor for factor in _LOWERED]
+
+    def _choose(self, counts: Sequence[int], k: int, state: TensorState) -> int:
+        return next((i for i, count in enumerate(counts) if count >= 0.8 * k), len(counts) - 1)

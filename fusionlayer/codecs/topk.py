@@ -1,0 +1,25 @@
+"""``topk``: the k largest magnitudes of each tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ._sparse import ThresholdSparsifier
+from ._state import TensorState
+
+__all__ = ["TopK"]
+
+
+@dataclass(frozen=True)
+class TopK(ThresholdSparsifier, name="topk"):
+    """The k elements of the largest magnitude; of equal ones those that come first (Aji, Heafield, EMNLP 2017).
+
+    Exactly k elements go, so the message needs no slack; fewer only where fewer are not zero.
+    """
+
+    slack: float = 1.0
+
+    def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
+        return []

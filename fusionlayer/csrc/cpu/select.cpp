@@ -1,0 +1,92 @@
+// Exact selection. Of a large tensor a sample tells between which two magnitudes the k-th lies almost surely; one pass
+// counts what is above and gathers the few between, and the rest happens among those. Where the sample was wrong, or too
+// many are equal, and in a small tensor, a histogram decides ten or eleven bits at a time. The result is the same.
+#include "select.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels.h"
+#include "rng.h"
+#include "thread_pool.h"
+
+namespace fl {
+namespace {
+
+constexpr int64_t kSampled = 8192;  // elements: from there on a sample pays
+constexpr int64_t kMostSamples = 8192;
+constexpr int64_t kGrain = 16384;
+
+// One pass for each digit of a magnitude, the highest first.
+struct Digit {
+  int shift, bits;
+};
+constexpr Digit kDigits[] = {{20, 11}, {10, 10}, {0, 10}};
+constexpr int kBins = 1 << 11;
+
+fl_kth by_histogram(const float *x, int64_t n, int64_t k) {
+  uint32_t prefix = 0;
+  int64_t above = 0;
+  for (const Digit digit : kDigits) {
+    int64_t bins[2][kBins] = {};  // two, since neighbours often fall into the same bin
+    const uint32_t mask = (1u << digit.bits) - 1;
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t bits = magnitude(x[i]) >> digit.shift;
+      if (bits >> digit.bits == prefix) ++bins[i & 1][bits & mask];
+    }
+    uint32_t bin = mask;
+    for (;; --bin) {
+      const int64_t count = bins[0][bin] + bins[1][bin];
+      if (above + count >= k) break;
+      above += count;
+    }
+    prefix = prefix << digit.bits | bin;
+  }
+  return {int64_t(prefix), above};
+}
+
+// Elements at irregular distances: a tensor's rows must not be sampled in step.
+int64_t draw(const float *x, int64_t n, float *samples) {
+  const int64_t count = std::min(n / 16, kMostSamples), stride = n / count;
+  const RngKey key = make_key(uint64_t(n));
+  for (int64_t i = 0; i < count; ++i)
+    samples[i] = x[i * stride + int64_t(uint64_t(random_bits(key, uint32_t(i))) * uint64_t(stride) >> 32)];
+  return count;
+}
+
+// Sets the bracket five standard deviations of the sample's rank around its k-th.
+void guess(const float *x, int64_t n, int64_t k, Bracket &bracket) {
+  float samples[kMostSamples];
+  const int64_t count = draw(x, n, samples);
+  const double share = double(k) / double(n), rank = share * double(count);
+  const int64_t margin = int64_t(5 * std::sqrt(rank * (1 - share))) + 5;
+  const int64_t upper = int64_t(rank) - margin, lower = int64_t(rank) + margin;
+  bracket.high = upper < 1 ? kMagnitudeBits : uint32_t(by_histogram(samples, count, upper).magnitude);
+  bracket.low = lower > count ? 0 : uint32_t(by_histogram(samples, count, lower).magnitude);
+}
+
+int64_t room(int64_t n) { return n / 16 + 256; }
+
+}  // namespace
+
+int64_t kth_workspace(int64_t n) { return n < kSampled ? 0 : room(n) * int64_t(sizeof(uint32_t)); }
+
+fl_kth kth_magnitude(const float *x, int64_t n, int64_t k, void *workspace) {
+  if (n < kSampled) return by_histogram(x, n, k);
+  Bracket bracket;
+  bracket.gathered = static_cast<uint32_t *>(workspace);
+  bracket.room = room(n);
+  guess(x, n, k, bracket);
+  const auto task = [&](int64_t begin, int64_t end) {
+    kernels().gather(x + begin * kGrain, std::min(n, end * kGrain) - begin * kGrain, bracket);
+  };
+  const int64_t units = ceil_div(n, kGrain);
+  parallel_for(units, units < 8 ? units : 1, RangeTask(task));
+  const int64_t above = bracket.above, count = bracket.count;
+  if (above >= k || above + count < k || count > bracket.room) return by_histogram(x, n, k);
+  fl_kth found = by_histogram(static_cast<const float *>(workspace), count, k - above);
+  found.above += above;
+  return found;
+}
+
+}  // namespace fl

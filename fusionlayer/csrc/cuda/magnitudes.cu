@@ -1,0 +1,215 @@
+// fl_magnitude_stats, fl_count_above, fl_kth_magnitude: what thresholds are made of (core/sparse.h).
+#include "arguments.h"
+#include "launch.cuh"
+#include "sparse.h"
+
+namespace fl {
+namespace {
+
+constexpr int kHeld = 16;               // elements that a lane looks at together
+constexpr int kSwath = kHeld * kLanes;  // and a warp
+constexpr int kAbsent = -1;             // in place of the magnitude of an element that does not exist
+
+// held[i] = magnitude of element first + i * kLanes + lane.
+FL_DEVICE void load_magnitudes(const float *x, int64_t numel, int64_t first, int (&held)[kHeld]) {
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int64_t element = first + i * kLanes + lane_index();
+    held[i] = element < numel ? int(magnitude(x[element])) : kAbsent;
+  }
+}
+
+FL_DEVICE double shuffle_xor_f64(double v, int mask) {
+  return __longlong_as_double(shuffle_xor(int64_t(__double_as_longlong(v)), mask));
+}
+
+// Sums over groups of `width` lanes, in all of them: the order of core/sparse.h.
+FL_DEVICE void fold(Magnitudes &m, int width) {
+  for (int mask = 1; mask < width; mask *= 2) {
+    m.total += shuffle_xor_f64(m.total, mask);
+    m.squares += shuffle_xor_f64(m.squares, mask);
+    m.count += shuffle_xor(m.count, mask);
+    const uint32_t other = shuffle_xor(m.largest, mask);
+    m.largest = other > m.largest ? other : m.largest;
+  }
+}
+
+// Half a warp takes a run: lane l of it is partial sum l.
+__global__ void __launch_bounds__(kThreads) run_kernel(const float *x, int64_t numel, int above, Magnitudes *runs) {
+  const int lane = lane_index(), partial = lane % kRunSums;
+  const int64_t count = ceil_div(numel, kRun);
+  for (int64_t pair = warp_index(); 2 * pair < count; pair += warp_count()) {
+    const int64_t run = 2 * pair + lane / kRunSums;
+    Magnitudes m = {};
+#pragma unroll 8
+    for (int i = 0; i < kRun; i += kRunSums) {
+      const int64_t element = run * kRun + i + partial;
+      const int bits = element < numel ? int(magnitude(x[element])) : kAbsent;
+      const bool counts = bits >= above;
+      const double term = counts && bits < int(kF32Inf) ? double(bits_float(uint32_t(bits))) : 0.0;
+      m.total += term;
+      m.squares += term * term;
+      m.count += counts;
+      m.largest = counts && uint32_t(bits) > m.largest ? uint32_t(bits) : m.largest;
+    }
+    fold(m, kRunSums);
+    if (partial == 0 && run < count) runs[run] = m;
+  }
+}
+
+__global__ void __launch_bounds__(kLanes) total_kernel(const Magnitudes *runs, int64_t count, fl_magnitudes *out) {
+  Magnitudes all = {};
+  for (int64_t r = lane_index(); r < count; r += kTotalSums) {
+    const Magnitudes run = runs[r];
+    all.total += run.total;
+    all.squares += run.squares;
+    all.count += run.count;
+    all.largest = run.largest > all.largest ? run.largest : all.largest;
+  }
+  fold(all, kTotalSums);
+  if (lane_index() == 0) *out = {all.count, all.total, all.squares, int64_t(all.largest)};
+}
+
+struct Bounds {
+  int bound[FL_MAX_THRESHOLDS];  // magnitudes above it count
+  int count;
+};
+
+using Counter = unsigned long long;  // what atomicAdd takes
+
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const float *x, int64_t numel, const Bounds bounds, Counter *counts) {
+  uint32_t found[FL_MAX_THRESHOLDS] = {};
+  for (int64_t swath = warp_index(); swath * kSwath < numel; swath += warp_count()) {
+    int held[kHeld];
+    load_magnitudes(x, numel, swath * kSwath, held);
+#pragma unroll
+    for (int t = 0; t < FL_MAX_THRESHOLDS; ++t) {
+      if (t >= bounds.count) break;
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) found[t] += held[i] > bounds.bound[t];
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < FL_MAX_THRESHOLDS; ++t) {
+    const int64_t sum = sum_over_lanes(found[t]);
+    if (t < bounds.count && lane_index() == 0 && sum > 0) atomicAdd(counts + t, Counter(sum));
+  }
+}
+
+// The k-th magnitude is found digit by digit, the highest first: a histogram of the digit among the elements that begin
+// as it does, then a choice.
+constexpr int kBins = 256;
+
+struct Search {
+  Counter bins[kBins];
+  int64_t above;    // elements whose digits so far are larger
+  uint32_t prefix;  // the digits so far
+};
+
+struct Digit {
+  int shift, bits;
+};
+constexpr Digit kDigits[] = {{23, 8}, {15, 8}, {7, 8}, {0, 7}};
+
+__global__ void __launch_bounds__(kThreads)
+    histogram_kernel(const float *x, int64_t numel, const Digit digit, Search *search) {
+  __shared__ uint32_t all_bins[kWarps][kBins];
+  uint32_t *bins = all_bins[threadIdx.x / kLanes];
+  const int lane = lane_index();
+  for (int i = lane; i < kBins; i += kLanes) bins[i] = 0;
+  meet();
+  const uint32_t prefix = search->prefix, mask = (1u << digit.bits) - 1;
+  for (int64_t swath = warp_index(); swath * kSwath < numel; swath += warp_count()) {
+    int held[kHeld];
+    load_magnitudes(x, numel, swath * kSwath, held);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const uint32_t bits = uint32_t(held[i]) >> digit.shift;
+      if (held[i] != kAbsent && bits >> digit.bits == prefix) atomicAdd(bins + (bits & mask), 1u);
+    }
+  }
+  meet();
+  for (int i = lane; i < kBins; i += kLanes)
+    if (bins[i]) atomicAdd(search->bins + i, Counter(bins[i]));
+}
+
+// Lane 0 has the highest bins.
+__global__ void __launch_bounds__(kLanes) choose_kernel(Search *search, const Digit digit, int64_t k, fl_kth *out) {
+  constexpr int kEach = kBins / kLanes;
+  const int lane = lane_index(), highest = kBins - 1 - lane * kEach;
+  const int64_t above = search->above;
+  const uint32_t prefix = search->prefix;
+  int64_t mine = 0;
+  for (int i = 0; i < kEach; ++i) mine += int64_t(search->bins[highest - i]);
+  int64_t before = above + sum_before(mine, lane);
+  if (before < k && k <= before + mine) {
+    int bin = highest;
+    for (; before + int64_t(search->bins[bin]) < k; --bin) before += int64_t(search->bins[bin]);
+    search->prefix = prefix << digit.bits | uint32_t(bin);
+    search->above = before;
+    if (digit.shift == 0) *out = {int64_t(search->prefix), before};
+  }
+  meet();
+  for (int i = 0; i < kEach; ++i) search->bins[highest - i] = 0;
+}
+
+Bounds bounds_of(const uint32_t *thresholds, int count) {
+  Bounds bounds{{}, count};
+  for (int i = 0; i < count; ++i) bounds.bound[i] = int(thresholds[i]) - 1;
+  return bounds;
+}
+
+}  // namespace
+
+int64_t stats_workspace(int64_t numel) { return ceil_div(numel, kRun) * int64_t(sizeof(Magnitudes)); }
+int64_t kth_workspace() { return sizeof(Search); }
+
+}  // namespace fl
+
+extern "C" {
+
+int fl_magnitude_stats(const float *acc, int64_t numel, uint32_t above, void *workspace, fl_magnitudes *out,
+                       void *stream) {
+  if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
+  if (above > fl::kMagnitudeBits) return FL_BAD_ARGUMENT;
+  fl::Magnitudes *runs = static_cast<fl::Magnitudes *>(workspace);
+  const int64_t count = fl::ceil_div(numel, fl::kRun);
+  if (count > 0) {
+    const fl::Grid grid((count + 1) / 2, 1);
+    if (grid.error) return fl::finish(grid.error);
+    FL_LAUNCH(fl::run_kernel, grid.blocks, fl::kThreads, fl::as_stream(stream), acc, numel, int(above), runs);
+  }
+  FL_LAUNCH(fl::total_kernel, dim3(1), fl::kLanes, fl::as_stream(stream), runs, count, out);
+  return fl::finish(cudaGetLastError());
+}
+
+int fl_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, int count, int64_t *counts,
+                   void *stream) {
+  if (const int bad = fl::check_count_above(acc, numel, thresholds, count, counts)) return bad;
+  if (const cudaError_t error = cudaMemsetAsync(counts, 0, size_t(count) * 8, fl::as_stream(stream)))
+    return fl::finish(error);
+  if (numel == 0) return FL_OK;
+  const fl::Grid grid(fl::ceil_div(numel, fl::kSwath), 1);
+  if (grid.error) return fl::finish(grid.error);
+  FL_LAUNCH(fl::count_kernel, grid.blocks, fl::kThreads, fl::as_stream(stream), acc, numel,
+            fl::bounds_of(thresholds, count), reinterpret_cast<fl::Counter *>(counts));
+  return fl::finish(cudaGetLastError());
+}
+
+int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out, void *stream) {
+  if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
+  if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
+  fl::Search *search = static_cast<fl::Search *>(workspace);
+  if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, fl::as_stream(stream)))
+    return fl::finish(error);
+  const fl::Grid grid(fl::ceil_div(numel, fl::kSwath), 1);
+  if (grid.error) return fl::finish(grid.error);
+  for (const fl::Digit digit : fl::kDigits) {
+    FL_LAUNCH(fl::histogram_kernel, grid.blocks, fl::kThreads, fl::as_stream(stream), acc, numel, digit, search);
+    FL_LAUNCH(fl::choose_kernel, dim3(1), fl::kLanes, fl::as_stream(stream), search, digit, k, out);
+  }
+  return fl::finish(cudaGetLastError());
+}
+
+}  // extern "C"

@@ -1,0 +1,167 @@
+"""The formulas of threshold sparsifiers: how many elements they would send of values of a known distribution."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusionlayer import codecs, native
+from fusionlayer.codecs import TensorState
+from fusionlayer.codecs._sparse import INFINITE, ThresholdSparsifier, bits_of, value_of
+from fusionlayer.codecs.gaussiank import gaussian_threshold
+from fusionlayer.codecs.redsync import between, bisect, trim
+from fusionlayer.codecs.sidco import exponential_tail, gamma_tail, pareto_tail, stage_ratios
+
+pytestmark = pytest.mark.short
+
+N, K = 1 << 20, 10_485
+
+
+@cache
+def values(shape: str) -> Tensor:
+    """Return N values: normal, Laplace, or Student-t with three degrees of freedom."""
+    generator = torch.Generator().manual_seed(17)
+    normal = torch.randn(N, generator=generator)
+    if shape == "student":
+        return normal / torch.randn(3, N, generator=generator).square().mean(0).sqrt()
+    if shape == "laplace":
+        return normal.sign() * -torch.rand(N, generator=generator).clamp_min(1e-12).log()
+    return normal
+
+
+def sent(name: str, shape: str, seed: int = 0, **options: object) -> tuple[float, float]:
+    """Return what the estimate, and what the codec chose after refining it, would send; shares of k."""
+    codec = codecs.get(name, **options)
+    assert isinstance(codec, ThresholdSparsifier)
+    state = TensorState()
+    estimates = codec._estimate(values(shape), K, state, seed)
+    counts = native.count_above(values(shape), [bits_of(value) for value in estimates])
+    return counts[0] / K, counts[codec._choose(counts, K, state)] / K
+
+
+def test_bits_and_values() -> None:
+    assert [bits_of(value) for value in (1.0, 0.0, -1.0, 1e-50, math.inf, 1e300, math.nan)] == [
+        *(0x3F800000, 1, 1, 1),
+        *[INFINITE - 1] * 3,
+    ]
+    assert value_of(0x40490FDB) == pytest.approx(math.pi, rel=1e-6) and value_of(INFINITE) == math.inf
+
+
+# ---- gaussiank ------------------------------------------------------------------------------------------------------
+
+
+def test_gaussian_quantiles() -> None:
+    assert gaussian_threshold(1.0, 0.01) == pytest.approx(2.5758293)
+    assert gaussian_threshold(3.0, 0.3173105) == pytest.approx(3.0)
+
+
+def test_gaussiank_on_what_it_was_made_for_and_on_longer_tails() -> None:
+    raw, refined = sent("gaussiank", "normal")
+    assert abs(raw - 1) < 0.03 and refined == raw
+    assert sent("gaussiank", "laplace")[0] == pytest.approx(2.63, rel=0.05)
+    assert sent("gaussiank", "student")[0] == pytest.approx(2.09, rel=0.05)
+
+
+# ---- redsync --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1000), min_size=7, max_size=7), st.integers(1, 500))
+def test_bisection_ends_between_k_and_2k_or_after_three_steps(counts: list[int], k: int) -> None:
+    shares = (4, 1, 2, 3, 5, 6, 7)
+    descending = dict(zip(sorted(shares), sorted(counts, reverse=True), strict=True))
+    end = bisect([descending[share] for share in shares], k)
+    visited, low, high = [], 0, 8
+    while shares[end] not in visited:
+        visited.append((low + high) // 2)
+        low, high = (low, visited[-1]) if descending[visited[-1]] <= k else (visited[-1], high)
+    assert len(visited) <= 3
+    assert len(visited) == 3 or k < descending[shares[end]] < 2 * k
+
+
+def test_trimming_stops_as_soon_as_enough_are_above() -> None:
+    assert [trim([0, 3, 9, 50, 400], k) for k in (1, 3, 4, 50, 51, 1000)] == [1, 1, 2, 3, 4, 4]
+
+
+def test_redsync_estimates() -> None:
+    assert between(1.0, 5.0, 0.5) == 3.0
+    assert 1 < sent("redsync", "normal")[1] < 2.2
+    assert sent("redsync", "student")[1] < 0.2, "three bisections do not reach the tail"
+    assert all(sent("redsync_trim", shape)[1] >= 1 for shape in ("normal", "laplace", "student"))
+
+
+# ---- dgc ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["normal", "laplace", "student"])
+def test_dgc_comes_close_whatever_the_distribution(shape: str) -> None:
+    draws = [sent("dgc", shape, seed=seed) for seed in range(20)]
+    assert all(0.75 <= refined <= 1.25 for _, refined in draws[:1])
+    assert all(0.7 <= refined <= 1.4 for _, refined in draws)
+    assert len({raw for raw, _ in draws}) == 20, "the sample begins somewhere else with each seed"
+    assert abs(sum(raw for raw, _ in draws) / 20 - 1) < 0.1
+
+
+# ---- sidco ----------------------------------------------------------------------------------------------------------
+
+
+def test_tails() -> None:
+    assert exponential_tail(2.0, 0.01) == pytest.approx(2 * math.log(100))
+    # Shape 1/2 is (1 - x / 2 a)^2 beyond x, with a = 3: mean 2, variance 2.
+    assert pareto_tail(2.0, 2.0, 0.25) == pytest.approx(3.0)
+    for near in (4.0, 4.0 * (1 + 1e-7), 0.0):
+        assert pareto_tail(2.0, near, 0.01) == pytest.approx(exponential_tail(2.0, 0.01), rel=1e-5)
+    # Gamma with shape 1 is exponential; its mean logarithm is log(mean) minus Euler's constant.
+    assert gamma_tail(2.0, 0.5772157, 0.01) == pytest.approx(exponential_tail(2.0, 0.01), rel=0.01)
+    assert gamma_tail(1.0, 0.0, 0.01) == pytest.approx(1.0, rel=0.01), "all values are the same"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+def test_stages_multiply_to_the_ratio(stages: int) -> None:
+    ratios = stage_ratios(0.01, stages)
+    assert math.prod(ratios) == pytest.approx(0.01) and len(ratios) == stages
+    assert stages == 1 or ratios[0] == 0.25
+    assert stage_ratios(0.3, stages) == [0.3]
+
+
+@pytest.mark.parametrize(
+    "shape, distribution, expected",
+    [
+        ("laplace", "exponential", (1.0, 1.0, 1.0)),
+        ("laplace", "gamma", (1.0, 1.0, 1.0)),
+        ("laplace", "generalized_pareto", (1.0, 1.0, 1.0)),
+        ("normal", "exponential", (0.02, 0.62, 1.13)),
+        ("normal", "gamma", (0.16, 1.05, 1.05)),
+        ("normal", "generalized_pareto", (1.64, 0.91, 0.91)),
+        ("student", "exponential", (1.48, 1.17, 0.65)),
+        ("student", "gamma", (1.56, 0.83, 0.90)),
+        ("student", "generalized_pareto", (0.80, 0.91, 0.98)),
+    ],
+)
+def test_sidco_sends_what_its_distribution_makes_of_the_values(
+    shape: str, distribution: str, expected: tuple[float, float, float]
+) -> None:
+    for stages, share in enumerate(expected, 1):
+        tolerance = 0.02 if shape == "laplace" and distribution == "exponential" else 0.06
+        assert sent("sidco", shape, distribution=distribution, stages=stages)[0] == pytest.approx(share, abs=tolerance)
+
+
+def test_sidco_finds_its_number_of_stages() -> None:
+    codec = codecs.get("sidco", stages=1)
+    assert isinstance(codec, ThresholdSparsifier)
+    state = TensorState()
+
+    def estimates_send(share: float) -> list[float]:
+        """Return the number of stages after each of 25 estimates."""
+        return [codec._choose([round(share * 1000)], 1000, state) or state.numbers.get("stages", 1) for _ in range(25)]
+
+    assert estimates_send(0.5) == [1] * 4 + [2] * 5 + [3] * 5 + [4] * 5 + [5] * 5 + [6]
+    assert estimates_send(0.1)[-1] == 7, "no more than the logarithm of the density to base 1/2"
+    assert estimates_send(1.1) == [7] * 25
+    assert estimates_send(3.0)[-1] == 2
+    assert estimates_send(3.0)[-1] == 1

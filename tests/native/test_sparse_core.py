@@ -1,0 +1,595 @@
+"""Sparse messages of the CPU core, on every instruction set, and of the CUDA kernels on the host, are as specified."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from fusionlayer import native
+from fusionlayer.errors import FusionLayerError, WireError
+from tests.native import sparse_oracle as oracle
+from tests.native.abi import BAD_ARGUMENT, BF16, F16, F32, OK, UNSUPPORTED, Area, Bytes, itemsize, values
+from tests.native.sparse_oracle import BITMAP, BYTE, INF, SHORT, Encoded, Floats, Shape
+from tests.native.test_cpu_core import ISAS, in_child
+
+pytestmark = pytest.mark.short
+
+BAD_MESSAGE = native.BAD_MESSAGE
+FORMS = {"bitmap": BITMAP, "byte": BYTE, "short": SHORT}
+DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
+LENGTHS = (0, 1, 2, 31, 33, 64, 255, 256, 257, 4095, 4097, 65535, 65536, 65537)
+LARGE = 140_001
+SEED, OFFSET = 0x1234_5678_9ABC_DEF0, 2**32 - 1000
+
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+@pytest.fixture(params=[*ISAS, "cuda on host"])
+def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+    """Return one library after the other, the CPU's once for each instruction set."""
+    if request.param == "cuda on host":
+        yield request.getfixturevalue("kernels")
+        return
+    native.select_isa(request.param)
+    yield native.cpu()
+    native.select_isa("auto")
+
+
+@pytest.fixture
+def cpu() -> Iterator[ctypes.CDLL]:
+    yield native.cpu()
+    native.select_isa("auto")
+    native.set_threads(max(1, min(torch.get_num_threads(), 8)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of ``fl_sparse_encode``."""
+
+    shape: Shape
+    threshold: int
+    ties: int = -1
+    x: int | None = None
+    """dtype of what is added first."""
+    scale: float = 0.3
+    random: bool = False
+    misaligned: bool = False
+
+    @property
+    def spec(self) -> native.Spec:
+        shape, flags = self.shape, native.SPARSE_RANDOM if self.random else 0
+        param = (ctypes.c_uint32 * 4)(shape.form, shape.values, shape.capacity, flags)
+        return native.Spec(native.SPARSE, self.x or F32, param, SEED, OFFSET, shape.numel)
+
+    def area(self, raw: Bytes, size: int = 4) -> Area:
+        return Area(raw, size if self.misaligned else 0)
+
+
+class Message:
+    """The planes of ``count`` messages, guarded, with gaps between them."""
+
+    def __init__(self, shape: Shape, count: int = 1) -> None:
+        self.shape = shape
+        self.offsets = [0, *itertools.accumulate(-(-nbytes // 16) * 16 + 16 for nbytes in shape.plane_bytes)]
+        self.stride = self.offsets[-1]
+        self.area = Area(np.full(self.stride * count, 0xA5, np.uint8))
+        pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + at for at in self.offsets[:4]))
+        self.messages = native.Messages(pointers, self.stride, count)
+
+    def planes(self, i: int = 0) -> list[Bytes]:
+        start = i * self.stride
+        return [
+            self.area.data[start + at : start + at + nbytes]
+            for at, nbytes in zip(self.offsets, self.shape.plane_bytes, strict=False)
+        ]
+
+    def gaps_hold(self) -> bool:
+        data = self.area.data.reshape(-1, self.stride) if self.stride else self.area.data.reshape(1, -1)
+        gaps = np.ones(self.stride, bool)
+        for at, nbytes in zip(self.offsets, self.shape.plane_bytes, strict=False):
+            gaps[at : at + nbytes] = False
+        return bool((data[:, gaps] == 0xA5).all()) and self.area.guards_hold()
+
+
+def workspace(library: ctypes.CDLL, verb: int, numel: int) -> Area:
+    nbytes = library.fl_workspace_bytes(verb, numel)
+    assert 0 <= nbytes <= numel // 2 + 65536
+    return Area(np.full(max(16, nbytes), 0xC3, np.uint8))
+
+
+def encode(library: ctypes.CDLL, case: Case, acc: Floats, x: Bytes | None, clear: Floats | None) -> Encoded:
+    shape, out = case.shape, Message(case.shape)
+    areas = {
+        "acc": case.area(acc.view(np.uint8)),
+        "x": None if x is None or case.x is None else case.area(x, itemsize(case.x)),
+        "clear": None if clear is None else case.area(clear.view(np.uint8)),
+    }
+    at = {name: area and area.address for name, area in areas.items()}
+    room = workspace(library, 2, shape.numel)
+    status = library.fl_sparse_encode(
+        ctypes.byref(case.spec),
+        *(at["x"], case.scale, at["acc"], at["clear"], case.threshold, case.ties, room.address),
+        *(ctypes.byref(out.messages), None),
+    )
+    assert status == OK, case
+    assert out.gaps_hold() and room.guards_hold(), case
+    assert all(area.guards_hold() for area in areas.values() if area), case
+    after, cleared = areas["acc"], areas["clear"]
+    assert after is not None
+    none = np.zeros(0, np.float32)
+    return Encoded(
+        out.planes(), after.data.view(np.float32), cleared.data.view(np.float32) if cleared else none, np.zeros(0, int)
+    )
+
+
+def random_numbers(numel: int) -> npt.NDArray[np.uint64]:
+    """Return numbers ``OFFSET`` ... of the seed's sequence, as docs/wire_format.md makes them."""
+    a, b, c = philox_key(SEED)
+    with np.errstate(over="ignore"):
+        e = np.uint64(OFFSET) + np.arange(numel, dtype=np.uint64)
+        low, high = e.astype(np.uint32), (e >> np.uint64(32)).astype(np.uint32)
+        x = low * np.uint32(0x9E3779B1) + (np.uint32(a) ^ high * np.uint32(0x9E3779B9))
+        x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
+        x = ((x ^ x >> np.uint32(15)) + (np.uint32(b) + high * np.uint32(c))) * np.uint32(0x846CA68B)
+    return (x ^ x >> np.uint32(16)).astype(np.uint64)
+
+
+def philox_key(seed: int) -> tuple[int, int, int]:
+    counter, k0, k1, low = [0, 0, 0, 0], seed & 0xFFFFFFFF, seed >> 32, 0xFFFFFFFF
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [p1 >> 32 ^ counter[1] ^ k0, p1 & low, p0 >> 32 ^ counter[3] ^ k1, p0 & low]
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return counter[0], counter[1], counter[2] | 1
+
+
+def expected(case: Case, acc: Floats, x: Bytes | None, clear: Floats) -> Encoded:
+    if x is not None and case.x is not None:
+        acc = oracle.accumulated(acc, oracle.widen(x, case.x), case.scale)
+    if case.random:
+        wanted = (random_numbers(acc.size) < case.threshold) | ~np.isfinite(acc)
+    else:
+        wanted = oracle.by_magnitude(acc, case.threshold, case.ties)
+    return oracle.encode(case.shape, acc, clear, wanted)
+
+
+def check(library: ctypes.CDLL, case: Case, acc: Floats, clear: bool = True) -> Encoded:
+    """Assert that a call writes what the oracle does, and return the oracle's."""
+    x = None if case.x is None else values(5, case.x, acc.size)
+    masked = values(6, F32, acc.size).view(np.float32)
+    want = expected(case, acc, x, masked)
+    got = encode(library, case, acc, x, masked if clear else None)
+    for name, plane, wanted in zip(("ends", "counts", "positions", "values"), got.planes, want.planes, strict=True):
+        assert np.array_equal(plane, wanted), f"{name} of {case}"
+    assert np.array_equal(got.acc.view(np.uint32), want.acc.view(np.uint32)), f"acc of {case}"
+    if clear:
+        assert np.array_equal(got.clear.view(np.uint32), want.clear.view(np.uint32)), f"clear of {case}"
+    return want
+
+
+def gaussian(numel: int, seed: int = 0) -> Floats:
+    return np.random.default_rng([seed, numel]).standard_normal(numel).astype(np.float32)
+
+
+def threshold_for(acc: Floats, density: float) -> int:
+    if acc.size == 0:
+        return 0
+    k = min(acc.size, max(1, int(acc.size * density)))
+    return int(np.sort(oracle.magnitudes(acc))[acc.size - k])
+
+
+# ---- encoding -------------------------------------------------------------------------------------------------------
+
+
+@every_form
+def test_every_length_and_density(library: ctypes.CDLL, form: int) -> None:
+    kinds = itertools.cycle(itertools.product((F32, BF16), (None, F32, BF16, F16)))
+    for numel, density in itertools.product(LENGTHS, (1e-9, 0.01, 0.2, 1.0)):
+        kind, x = next(kinds)
+        acc = values(7, F32, numel).view(np.float32)
+        room = min(numel, int(numel * density * 1.2) + 1)
+        case = Case(Shape(numel, form, kind, room), min(INF, threshold_for(acc, density)), x=x)
+        check(library, replace(case, misaligned=numel % 2 == 1), acc, clear=numel % 3 != 0)
+
+
+@every_form
+def test_more_than_one_superblock_with_ties_across_them(library: ctypes.CDLL, form: int) -> None:
+    acc = np.round(gaussian(LARGE), 1)
+    threshold = int(oracle.bits_of(np.array([0.5], np.float32))[0])
+    above = int((oracle.magnitudes(acc) > threshold).sum())
+    equal = int((oracle.magnitudes(acc) == threshold).sum())
+    for ties in (0, 1, equal // 2, equal - 1, -1):
+        check(library, Case(Shape(LARGE, form, F32, above + equal), threshold, ties), acc)
+
+
+@every_form
+def test_what_has_no_room_stays(library: ctypes.CDLL, form: int) -> None:
+    acc = gaussian(LARGE, 1)
+    threshold = threshold_for(acc, 0.1)
+    for room in (0, 1, 6553, 14_000):
+        want = check(library, Case(Shape(LARGE, form, BF16, room), threshold), acc)
+        assert want.sent.size == min(room, 14_000)
+
+
+def test_a_full_block_of_bytes_keeps_its_last_element(library: ctypes.CDLL) -> None:
+    acc = np.full(1000, 0.5, np.float32)
+    want = check(library, Case(Shape(1000, BYTE, F32, 1000), 0), acc)
+    assert want.sent.size == 3 * 255 + 232
+    assert set(np.flatnonzero(want.acc)) == {255, 511, 767}
+    check(library, Case(Shape(1000, BYTE, F32, 1000), int(oracle.bits_of(acc)[0]), ties=600), acc)
+
+
+@every_form
+@pytest.mark.parametrize("threshold", [0, INF - 1, INF, 0x7FFFFFFF])
+def test_what_is_not_finite_goes_first_and_never_stays(library: ctypes.CDLL, form: int, threshold: int) -> None:
+    acc = gaussian(3000, 2)
+    acc.view(np.uint32)[[3, 255, 256, 700, 2999]] = (0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001)
+    acc.view(np.uint32)[[9, 10, 11]] = (0x80000000, 1, 0x80000001)
+    for kind, room in itertools.product((F32, BF16), (2, 3000)):
+        want = check(library, Case(Shape(3000, form, kind, room), threshold), acc)
+        assert np.isfinite(want.acc).all()
+
+
+def test_bf16_overflow_is_sent_and_not_kept(library: ctypes.CDLL) -> None:
+    acc = np.array([3.4e38, 1.0 + 2**-12, -3.4e38, 1e-42], np.float32)
+    want = check(library, Case(Shape(4, SHORT, BF16, 4), 0), acc)
+    assert oracle.widen(want.planes[3], BF16)[0] == np.inf
+    assert want.acc.tolist() == [0.0, 2**-12, 0.0, float(acc[3] - oracle.widen(want.planes[3], BF16)[3])]
+
+
+@every_form
+def test_random_selection_depends_on_the_number_alone(library: ctypes.CDLL, form: int) -> None:
+    acc = values(8, F32, 70_001).view(np.float32)
+    for threshold, x in ((0, None), (2**32 // 50, F32), (2**32, None)):
+        room = min(acc.size, acc.size * threshold // 2**32 + 3000)
+        check(library, Case(Shape(acc.size, form, F32, room), threshold, x=x, random=True), acc)
+    finite = gaussian(70_001)
+    case = Case(Shape(finite.size, form, F32, finite.size), 2**32 // 10, random=True)
+    sent = [check(library, case, v).sent for v in (finite, 2 * finite)]
+    assert np.array_equal(*sent) and abs(sent[0].size - 7000) < 400
+
+
+@every_form
+def test_sent_and_kept_are_what_there_was(cpu: ctypes.CDLL, form: int) -> None:
+    acc, x = gaussian(LARGE, 3), gaussian(LARGE, 4)
+    for kind in (F32, BF16):
+        case = Case(Shape(LARGE, form, kind, 2500), threshold_for(acc, 0.01), x=F32)
+        message = encode(cpu, case, acc, x.view(np.uint8), None)
+        out = decode(cpu, case.shape, [message.planes], np.zeros(LARGE, np.float32).view(np.uint8), F32, add=False)
+        total = out.view(np.float32) + message.acc
+        assert np.array_equal(total, oracle.accumulated(acc, x, case.scale))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@every_form
+def test_the_number_of_threads(cpu: ctypes.CDLL, form: int, threads: int) -> None:
+    native.set_threads(threads)
+    acc = (values(7, F32, 600_001).view(np.uint32) & np.uint32(0xFFFC0000)).view(np.float32)  # many are equal
+    threshold = 0x3FC00000
+    for ties, room, x in ((-1, 600_001, F32), (700, 300_000, None), (10, 10_000, BF16)):
+        check(cpu, Case(Shape(600_001, form, BF16, room), threshold, ties, x), acc)
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def decode(
+    library: ctypes.CDLL, shape: Shape, planes: Sequence[list[Bytes]], start: Bytes, dtype: int, *, add: bool
+) -> Bytes:
+    source = Message(shape, len(planes))
+    for i, message in enumerate(planes):
+        for plane, content in zip(source.planes(i), message, strict=True):
+            plane[:] = content
+    out = Area(start, itemsize(dtype))
+    spec = replace(Case(shape, 0), x=dtype).spec
+    status = library.fl_decode_sum(ctypes.byref(spec), ctypes.byref(source.messages), out.address, int(add), None)
+    assert out.guards_hold()
+    if status == BAD_MESSAGE:
+        assert np.array_equal(out.data, start), "something was written"
+        raise WireError("bad message")
+    assert status == OK
+    return out.data
+
+
+@every_form
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_sums_are_in_order_and_rounded_once(library: ctypes.CDLL, form: int, dtype: int) -> None:
+    rng = np.random.default_rng(form)
+    for numel, density, kind in itertools.product((1, 256, 300, 65_537, 140_000), (1e-9, 0.02, 0.9), (F32, BF16)):
+        shape = Shape(numel, form, kind, min(numel, int(numel * density * 1.2) + 1))
+        messages = []
+        for i in range(3):
+            acc = values(10 + i, F32, numel).view(np.float32)
+            messages.append(oracle.encode(shape, acc, acc, rng.random(numel) < density))
+        start = values(4, dtype, numel)
+        for count, add in ((3, False), (3, True), (1, False), (0, True), (0, False)):
+            begin = oracle.widen(start, dtype) if add else np.zeros(numel, np.float32)
+            want = oracle.decode_sum(shape, messages[:count], begin, dtype)
+            got = decode(library, shape, [m.planes for m in messages[:count]], start, dtype, add=add)
+            assert np.array_equal(got, want), (shape, count, add)
+
+
+def valid_message(form: int, numel: int = 70_000) -> tuple[Shape, list[Bytes]]:
+    acc = gaussian(numel)
+    shape = Shape(numel, form, F32, numel // 5)
+    return shape, oracle.encode(shape, acc, acc, oracle.by_magnitude(acc, threshold_for(acc, 0.1), -1)).planes
+
+
+def spoiled(form: int) -> Iterator[tuple[str, Shape, list[Bytes]]]:
+    """Yield messages that contradict themselves."""
+    shape, good = valid_message(form)
+
+    def changed(plane: int, kind: type[np.uint8 | np.uint32], change: dict[int, int]) -> list[Bytes]:
+        planes = [content.copy() for content in good]
+        view = planes[plane].view(kind)
+        for at, by in change.items():
+            view[at] = int(view[at]) + by & np.iinfo(kind).max
+        return planes
+
+    ends = good[0].view(np.uint32)
+    yield "ends descend", shape, changed(0, np.uint32, {0: int(ends[1] - ends[0]) + 1})
+    yield "ends beyond the capacity", shape, changed(0, np.uint32, {1: shape.capacity})
+    yield "one pair too many", shape, changed(0, np.uint32, {1: 1})
+    yield "a pair of the other superblock", shape, changed(0, np.uint32, {0: 1})
+    if form == BITMAP:
+        odd, planes = valid_message(form, 70_003)
+        planes[2][-1] |= 0x80
+        yield "a bit behind the last element", odd, planes
+        planes = [content.copy() for content in good]
+        planes[2][17] ^= 4
+        yield "a bit too many or too few", shape, planes
+        return
+    kind = np.uint8 if form == BYTE else np.uint16
+    twice = [content.copy() for content in good]
+    positions = twice[2].view(kind)
+    first = int(good[1][:3].sum()) if form == BYTE else 0
+    positions[first + 1] = positions[first]
+    yield "the same position twice", shape, twice
+    far = [content.copy() for content in good]
+    far[2].view(kind)[int(ends[1]) - 1] = 255 if form == BYTE else 65_535
+    yield "a position behind the last element", shape, far
+    if form == BYTE:
+        yield "counts beyond the ends", shape, changed(1, np.uint8, {-1: 1})
+        yield "counts short of the ends", shape, changed(1, np.uint8, {0: -1})
+
+
+@every_form
+def test_messages_that_contradict_themselves_are_refused(cpu: ctypes.CDLL, form: int) -> None:
+    shape, good = valid_message(form)
+    start = values(3, F32, shape.numel)
+    decode(cpu, shape, [good, good], start, F32, add=True)
+    for name, bad_shape, planes in spoiled(form):
+        start = values(3, F32, bad_shape.numel)
+        others = [good, planes] if bad_shape == shape else [planes]
+        with pytest.raises(WireError):
+            decode(cpu, bad_shape, others, start, F32, add=True)
+            raise AssertionError(f"accepted: {name}")
+
+
+@every_form
+def test_spoiled_messages_stay_inside_the_tensor(kernels: ctypes.CDLL, form: int) -> None:
+    for _, shape, planes in spoiled(form):
+        decode(kernels, shape, [planes], values(3, F32, shape.numel), F32, add=False)
+
+
+@every_form
+def test_garbage_is_refused_or_harmless(library: ctypes.CDLL, form: int) -> None:
+    rng = np.random.default_rng(form)
+    refused = 0
+    for _ in range(40):
+        numel = int(rng.integers(1, 70_000))
+        shape = Shape(numel, form, BF16, int(rng.integers(0, numel + 1)))
+        planes = [rng.integers(0, 256, nbytes, np.uint8) for nbytes in shape.plane_bytes]
+        if rng.random() < 0.7:
+            planes[0].view(np.uint32)[:] = np.sort(rng.integers(0, shape.capacity + 1, shape.superblocks))
+        try:
+            decode(library, shape, [planes], values(1, BF16, numel), BF16, add=True)
+        except WireError:
+            refused += 1
+    assert refused >= 35 or library is not native.cpu()
+
+
+# ---- thresholds -----------------------------------------------------------------------------------------------------
+
+
+def look(library: ctypes.CDLL, verb: str, acc: Floats, results: int, *given: object, room: int | None = None) -> Area:
+    area, out = Area(acc.view(np.uint8), 4), Area(np.zeros(8 * results, np.uint8))
+    extra = () if room is None else (workspace(library, room, acc.size),)
+    addresses = [space.address for space in extra]
+    assert getattr(library, verb)(area.address, acc.size, *given, *addresses, out.address, None) == OK
+    assert out.guards_hold() and all(space.guards_hold() for space in extra)
+    return out
+
+
+@pytest.mark.parametrize("numel", [*LENGTHS[1:], LARGE])
+def test_kth_magnitude(library: ctypes.CDLL, numel: int) -> None:
+    for acc in (gaussian(numel), values(7, F32, numel).view(np.float32), np.round(gaussian(numel), 1)):
+        order = np.sort(oracle.magnitudes(acc))[::-1]
+        for k in sorted({1, 2, numel // 100, numel // 2, numel - 1, numel} & set(range(1, numel + 1))):
+            found = look(library, "fl_kth_magnitude", acc, 2, k, room=1).data.view(np.int64)
+            assert found.tolist() == [order[k - 1], int((order > order[k - 1]).sum())], k
+
+
+def test_kth_magnitude_where_a_sample_misleads(cpu: ctypes.CDLL) -> None:
+    spikes = np.zeros(LARGE, np.float32)
+    spikes[:300] = gaussian(300)
+    order = np.sort(oracle.magnitudes(spikes))[::-1]
+    for k in (1, 299, 300, 301, LARGE):
+        found = look(cpu, "fl_kth_magnitude", spikes, 2, k, room=1).data.view(np.int64)
+        assert found.tolist() == [order[k - 1], int((order > order[k - 1]).sum())]
+
+
+@pytest.mark.parametrize("numel", [*LENGTHS, LARGE])
+def test_count_above(library: ctypes.CDLL, numel: int) -> None:
+    acc = values(7, F32, numel).view(np.float32)
+    ladder = [0, 1, 0x3F000000, 0x3F800000, 0x40000000, INF, INF + 1, 0x7FFFFFFF] * 2
+    for count in (1, 7, 16):
+        given = (ctypes.c_uint32 * count)(*ladder[:count])
+        found = look(library, "fl_count_above", acc, count, ctypes.cast(given, ctypes.c_void_p), count)
+        want = [int((oracle.magnitudes(acc) >= threshold).sum()) for threshold in ladder[:count]]
+        assert found.data.view(np.int64).tolist() == want
+
+
+@pytest.mark.parametrize("numel", [*LENGTHS, LARGE, 32 * 4096 * 2 + 17])
+def test_magnitude_stats(library: ctypes.CDLL, numel: int) -> None:
+    for acc, above in itertools.product((gaussian(numel), values(7, F32, numel).view(np.float32)), (0, 0x3F000000)):
+        found = look(library, "fl_magnitude_stats", acc, 4, above, room=0).data
+        bits = oracle.magnitudes(acc)
+        counted = bits >= above
+        terms = np.where(counted & (bits < INF), np.abs(acc), np.float32(0)).astype(np.float64)
+        assert found.view(np.int64)[[0, 3]].tolist() == [counted.sum(), bits[counted].max(initial=0)]
+        assert found.view(np.float64)[1] == oracle.run_sums(terms)
+        assert found.view(np.float64)[2] == oracle.run_sums(terms * terms)
+        assert found.view(np.float64)[1] == pytest.approx(terms.sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_accumulate(library: ctypes.CDLL, dtype: int) -> None:
+    for numel in (0, 1, 33, 511, 513, 70_001):
+        x, old, u = (values(seed, kind, numel) for seed, kind in ((1, dtype), (2, F32), (3, F32)))
+        acc, velocity = Area(old, 4), Area(u, 4)
+        given = Area(x, itemsize(dtype))
+        assert library.fl_accumulate(dtype, given.address, 0.7, numel, acc.address, None) == OK
+        want = oracle.accumulated(old.view(np.float32), oracle.widen(x, dtype), 0.7)
+        assert np.array_equal(acc.data.view(np.uint32), want.view(np.uint32))
+        for nesterov in (0, 1):
+            acc.data[:], velocity.data[:] = old, u
+            status = library.fl_accumulate_momentum(
+                dtype, given.address, 0.7, 0.9, nesterov, numel, velocity.address, acc.address, None
+            )
+            assert status == OK
+            with np.errstate(over="ignore", invalid="ignore"):
+                s, m = np.float32(0.7) * oracle.widen(x, dtype), np.float32(0.9)
+                v = u.view(np.float32)
+                v = oracle.canonical((v + s) * m if nesterov else m * v + s)
+                want = oracle.canonical(old.view(np.float32) + (v + s if nesterov else v))
+            assert np.array_equal(velocity.data.view(np.uint32), v.view(np.uint32))
+            assert np.array_equal(acc.data.view(np.uint32), want.view(np.uint32))
+        assert acc.guards_hold() and velocity.guards_hold()
+
+
+def test_the_callers_flushing_of_subnormals(cpu: ctypes.CDLL) -> None:
+    tiny = np.full(70_001, 1e-40, np.float32)
+    want = oracle.run_sums(np.full(70_001, np.float64(tiny[0])))
+    total = oracle.accumulated(tiny, tiny, 0.5)
+    try:
+        torch.set_flush_denormal(True)
+        found = look(cpu, "fl_magnitude_stats", tiny, 4, 0, room=0).data.view(np.float64)[1]
+        acc, x = Area(tiny.view(np.uint8)), Area(tiny.view(np.uint8))
+        cpu.fl_accumulate(F32, x.address, 0.5, tiny.size, acc.address, None)
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == want
+    assert np.array_equal(acc.data.view(np.uint32), total.view(np.uint32))
+
+
+def test_nothing_beyond_the_input_is_read(library: ctypes.CDLL) -> None:
+    """x and acc end where memory ends; so does the last plane of a message."""
+    page = 4096
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    ends = []
+    for _ in range(2):
+        end = libc.mmap(None, 9 * page, 3, 0x22, -1, 0) + 8 * page
+        assert libc.mprotect(end, page, 0) == 0
+        ends.append(end)
+    scratch, results = Area(np.zeros(1 << 18, np.uint8)), Area(np.zeros(64, np.uint8))
+
+    def body() -> None:
+        for numel, form in itertools.product((1, 33, 255, 1025), FORMS.values()):
+            acc, x = ends[0] - 4 * numel, ends[1] - 2 * numel
+            shape = Shape(numel, form, F32, numel)
+            case, out = Case(shape, 0, x=BF16), Message(shape)
+            planes = ctypes.byref(out.messages)
+            spec = ctypes.byref(case.spec)
+            assert library.fl_sparse_encode(spec, x, 1.0, acc, None, 0, -1, scratch.address, planes, None) == OK
+            assert library.fl_decode_sum(spec, planes, x, 0, None) == OK
+            assert library.fl_magnitude_stats(acc, numel, 0, scratch.address, results.address, None) == OK
+            assert library.fl_kth_magnitude(acc, numel, 1, scratch.address, results.address, None) == OK
+
+    assert in_child(body) == 0
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused(library: ctypes.CDLL) -> None:
+    area, good = Area(np.zeros(65536, np.uint8)), Case(Shape(64, SHORT, F32, 8), 5)
+    at = area.address
+    planes = native.Messages((ctypes.c_void_p * 4)(at, at + 1024, at + 2048, at + 4096), 8192, 1)
+
+    def status(case: Case = good, acc: int | None = at + 16384, room: int | None = at + 32768) -> int:
+        given = None, 1.0, acc, None, case.threshold, case.ties, room
+        return int(library.fl_sparse_encode(ctypes.byref(case.spec), *given, ctypes.byref(planes), None))
+
+    assert status() == OK
+    assert status(acc=None) == status(acc=at + 2) == status(room=None) == status(room=at + 8) == BAD_ARGUMENT
+    for wrong in (
+        replace(good, shape=Shape(64, 3, F32, 8)),
+        replace(good, shape=Shape(64, SHORT, 3, 8)),
+        replace(good, shape=Shape(64, SHORT, F32, 65)),
+        replace(good, threshold=-1),
+        replace(good, threshold=1 << 31),
+        replace(good, threshold=(1 << 32) + 1, random=True),
+        replace(good, ties=-2),
+    ):
+        assert status(wrong) == BAD_ARGUMENT, wrong
+    assert status(replace(good, shape=Shape(64, SHORT, F16, 8))) == UNSUPPORTED
+    planes.plane[3] = at + 8
+    assert status() == BAD_ARGUMENT
+    planes.plane[3] = at + 4096
+    planes.plane[1] = 0  # a plane without bytes needs no place
+    assert status() == OK
+    spec, message = ctypes.byref(good.spec), ctypes.byref(planes)
+    assert library.fl_encode(spec, at, None, message, None) == UNSUPPORTED
+    assert library.fl_decode(spec, message, at, None) == UNSUPPORTED
+    assert library.fl_recode(spec, message, None, None, message, None) == UNSUPPORTED
+    one = (ctypes.c_uint32 * 1)(1 << 31)
+    pointer = ctypes.cast(one, ctypes.c_void_p)
+    assert library.fl_count_above(at, 64, pointer, 1, at + 1024, None) == BAD_ARGUMENT
+    assert library.fl_count_above(at, 64, pointer, 17, at + 1024, None) == BAD_ARGUMENT
+    for k in (0, 65):
+        assert library.fl_kth_magnitude(at, 64, k, at + 1024, at + 2048, None) == BAD_ARGUMENT
+    assert library.fl_accumulate(3, at, 1.0, 64, at + 1024, None) == BAD_ARGUMENT
+    assert library.fl_workspace_bytes(3, 64) == library.fl_workspace_bytes(0, -1) == -1
+
+
+# ---- the Python face ------------------------------------------------------------------------------------------------
+
+
+def test_python_face() -> None:
+    acc, x = torch.from_numpy(gaussian(70_000)), torch.from_numpy(gaussian(70_000, 1))
+    want = acc + 0.5 * x
+    native.accumulate(x, 0.5, acc)
+    assert torch.equal(acc, want)
+    velocity = torch.zeros_like(acc)
+    native.accumulate_momentum(x, 1.0, 0.9, False, velocity, acc)
+    assert torch.equal(velocity, x) and torch.equal(acc, want + x)
+    stats = native.magnitude_stats(acc, 0x3F800000)
+    assert stats.count == int((acc.abs() >= 1).sum()) == native.count_above(acc, [0x3F800000])[0]
+    assert stats.largest == int(acc.abs().max().view(torch.int32))
+    assert stats.total == pytest.approx(float(acc.abs()[acc.abs() >= 1].double().sum()))
+    magnitude, above = native.kth_magnitude(acc, 700)
+    assert magnitude == int(acc.abs().topk(700).values[-1].view(torch.int32)) and above == 699
+
+    shape = Shape(70_000, SHORT, F32, 700)
+    offsets = [0, *itertools.accumulate(-(-nbytes // 16) * 16 for nbytes in shape.plane_bytes)]
+    spec = native.CodecParams(native.SPARSE, (SHORT, F32, 700)).spec(70_000, torch.float32)
+    body, residual, out = torch.zeros(offsets[-1], dtype=torch.uint8), acc.clone(), torch.empty(70_000)
+    native.sparse_encode(spec, offsets[:4], residual, magnitude, 700 - above, body)
+    native.sparse_decode_sum(spec, offsets[:4], body.unsqueeze(0), out, add=False)
+    assert int((out != 0).sum()) == 700 and torch.equal(out + residual, acc)
+    body[:8] = 255
+    with pytest.raises(WireError, match="contradicts itself"):
+        native.sparse_decode_sum(spec, offsets[:4], body.unsqueeze(0), out, add=False)
+    with pytest.raises(FusionLayerError, match="refused an argument"):
+        native.kth_magnitude(acc, 0)
