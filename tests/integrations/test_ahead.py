@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import fusionlayer as fl
-from fusionlayer import context
+from fusionlayer import codecs, context
 from fusionlayer.transport import local
 from tests.codecs.toy_sparse import toy_sparse
 from tests.integrations.training import fill, loss_of, make_model, reference, train, weights
@@ -95,6 +95,32 @@ def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str
             optimizer.close()
 
     local.run(rank_main, 2)
+
+
+SPARSIFIERS = [name for name in codecs.names() if codecs.get(name).ahead]
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_sparsifier_resumes_bit_by_bit(name: str, way: dict[str, Any]) -> None:
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(codec=name, density=0.1, **way)
+        train(model, optimizer, rank, range(2))
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, rank, range(2, 5))
+        optimizer.synchronize()
+        uninterrupted = weights(model)
+        optimizer.close()
+        assert equal_everywhere(uninterrupted)
+        model, optimizer = make_pair(codec=name, density=0.1, **way)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(model, optimizer, rank, range(2, 5))
+        optimizer.synchronize()
+        optimizer.close()
+        assert torch.equal(weights(model), uninterrupted)
+
+    local.run(rank_main, 3)
 
 
 def test_loading_goes_back_into_the_warm_up() -> None:
