@@ -268,7 +268,7 @@ class TestSAFusion:
 
     @pytest.mark.parametrize(("backward", "first"), [(1.4, 2), (1.5, 3), (3.0, 1)])
     def test_the_first_buffer_is_sooner_than_tensor_by_tensor(self, backward: float, first: int) -> None:
-        tensors, costs = tensors_of([0] * 4), costs_of([backward] * 4, lambda n: 3.0)  # type: ignore[arg-type]
+        tensors, costs = tensors_of([0] * 8), costs_of([backward] * 8, lambda n: 3.0)  # type: ignore[arg-type]
         assert next(_adaptive(Pipeline(tensors, costs)))[0] == first
 
     def test_encoding_counts_as_what_is_to_be_hidden(self) -> None:
