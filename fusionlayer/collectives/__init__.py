@@ -1,5 +1,6 @@
 """Collectives: how messages travel. ``get`` and ``names`` are the way to them."""
 
+from ..codecs import Codec
 from ..errors import ConfigError
 from ._base import AllReduce, Gather, Message, collective, gather_collective, gathers, registry
 
@@ -14,6 +15,7 @@ __all__ = [
     "get",
     "get_gather",
     "names",
+    "settle",
 ]
 
 names = registry.names
@@ -25,7 +27,7 @@ def get(name: str) -> AllReduce:
     if name in gathers.names():
         raise ConfigError(
             f"algorithm {name!r} carries tensors that were encoded one by one, ahead of fusion, and cannot sum a flat "
-            f"tensor; give ahead=True to DistributedOptimizer, or choose one of: {', '.join(names())}"
+            f"tensor; use ahead=True, or choose one of: {', '.join(names())}"
         )
     return registry.get(name)
 
@@ -47,3 +49,18 @@ def choose(lossless: bool, size: int, *, ahead: bool = False) -> str:
     if lossless:
         return "dense"
     return "one_shot" if size <= 2 else "two_shot"
+
+
+def settle(algorithm: str | None, ahead: bool | None, codec: Codec, size: int) -> tuple[str, bool]:
+    """Return the name of a collective, and whether tensors are encoded ahead of fusion for it.
+
+    Where ``ahead`` is None the algorithm decides, or without one the codec.
+
+    Raises:
+        ConfigError: there is no such collective, or none such for ``ahead``.
+    """
+    if ahead is None:
+        ahead = codec.ahead if algorithm is None else algorithm in gather_names()
+    algorithm = algorithm or choose(codec.lossless, size, ahead=ahead)
+    _ = get_gather(algorithm) if ahead else get(algorithm)
+    return algorithm, ahead

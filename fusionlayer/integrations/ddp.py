@@ -18,7 +18,7 @@ from ..codecs import Codec
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import Bucket, Slot
-from ..scheduler import Job, Memory, Worker, located
+from ..scheduler import AheadBuffer, Job, Memory, Worker, located
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
@@ -35,6 +35,7 @@ def register(
     codec: str | Codec | None = None,
     algorithm: str | None = None,
     error_feedback: bool | None = None,
+    ahead: bool | None = None,
     **codec_options: Any,
 ) -> CommHook:
     """Send the gradients of ``model`` compressed, over the ranks of its process group; call it before training.
@@ -47,24 +48,30 @@ def register(
         codec: name or codec of what travels; None takes the configured one.
         algorithm: name of a collective; None chooses by codec and number of ranks.
         error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse.
+        ahead: encode the gradients of a bucket one by one; False encodes the bucket as it is. None: as ``algorithm``
+            needs it, or without one as is best for the codec: one by one for those that sparsify.
         codec_options: options of a codec given by name.
 
     Returns:
         The hook: its ``state_dict`` belongs into the rank's checkpoint, ``close`` ends its thread.
 
     Raises:
-        ConfigError: ``model`` is not wrapped by DDP, or names and options are unknown.
+        ConfigError: ``model`` is not wrapped by DDP, or names and options are unknown or do not fit each other.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"ddp.register got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
     transport = context.transport(model.process_group)
     chosen = make_codec(codec, codec_options)
     settings = context.settings()
+    algorithm, ahead = collectives.settle(
+        algorithm or settings.algorithm, settings.ahead if ahead is None else ahead, chosen, transport.size
+    )
     hook = CommHook(
         {parameter: name for name, parameter in model.module.named_parameters()},
         transport.duplicate(),
         chosen.checked if settings.checksum else chosen.bare,
-        algorithm or settings.algorithm or collectives.choose(chosen.lossless, transport.size),
+        algorithm,
+        ahead,
         chosen.feedback_pays if error_feedback is None else error_feedback and not chosen.lossless,
         Timeline(settings.timeline, transport.rank),
     )
@@ -85,6 +92,7 @@ class CommHook:
         transport: Transport,
         codec: Codec,
         algorithm: str,
+        ahead: bool,
         error_feedback: bool,
         timeline: Timeline,
     ) -> None:
@@ -92,12 +100,13 @@ class CommHook:
         self._transport = transport
         self._codec = codec
         self._algorithm = algorithm
-        self._all_reduce = collectives.get(algorithm)
+        self._ahead = ahead
         self._feedback = error_feedback
         self._timeline = timeline
         self._memory = Memory()
         self._worker = Worker("fusionlayer ddp")
         self._residuals: dict[tuple[Slot, ...], Tensor | None] = {}
+        self._buffers: dict[tuple[Slot, ...], AheadBuffer] = {}
         self._jobs: list[Job] = []
         self._sent = 0
         self._step = 0
@@ -107,7 +116,8 @@ class CommHook:
         """Start the reduction of one bucket; the future holds its average."""
         flat = bucket.buffer()
         index, number, layout = bucket.index(), self._sent, self._layout(bucket)
-        codec = self._codec.at_step(self._step)
+        step, codec = self._step, self._codec.at_step(self._step)
+        gradients = dict(zip(layout.names, bucket.gradients(), strict=True)) if self._ahead else {}
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
         arrival = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         if not self._jobs:
@@ -122,8 +132,12 @@ class CommHook:
             with self._on_stream(flat, arrival), located(number, index, layout, self._transport), torch.no_grad():
                 residual = self._residual(layout, flat)
                 with self._timeline.span("ALLREDUCE", bucket=index, codec=str(codec)):
-                    flat.mul_(1 / self._transport.size)
-                    self._all_reduce(flat, codec, self._transport, seed=derive_seed(number), residual=residual)
+                    if self._ahead:
+                        self._average_each(gradients, layout, index, codec, step)
+                    else:
+                        flat.mul_(1 / self._transport.size)
+                        all_reduce = collectives.get(self._algorithm)
+                        all_reduce(flat, codec, self._transport, seed=derive_seed(number), residual=residual)
                 future.set_result(flat)
 
         try:
@@ -165,16 +179,47 @@ class CommHook:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         )
         dtype = str(flat.dtype).removeprefix("torch.")
-        return Bucket(slots, flat.numel(), dtype, self._codec.name, self._codec.options, self._algorithm)
+        codec = self._codec
+        return Bucket(slots, flat.numel(), dtype, codec.name, codec.options, self._algorithm, self._ahead)
+
+    def _average_each(
+        self, gradients: Mapping[str, Tensor], layout: Bucket, index: int, codec: Codec, step: int
+    ) -> None:
+        """Replace each of ``gradients``, views of the bucket, by its average."""
+        size, device = self._transport.size, next(iter(gradients.values())).device
+        buffer = self._buffers.get(layout.slots)
+        if buffer is None or buffer.codec != codec:
+            buffer = self._buffers[layout.slots] = AheadBuffer(
+                layout,
+                codec,
+                1 / size,
+                1.0,
+                device,
+                self._timeline,
+                index=index,
+                gather=collectives.get_gather(self._algorithm),
+                states={
+                    slot.name: self._memory.state(slot.name, slot.numel, device, feedback=self._feedback)
+                    for slot in layout.slots
+                },
+                rank=self._transport.rank,
+                size=size,
+            )
+        for name, gradient in gradients.items():
+            buffer.put(name, gradient, step)
+        buffer.run(self._transport, derive_seed(step, index))
+        buffer.take()
 
     def _residual(self, layout: Bucket, flat: Tensor) -> Tensor | None:
-        """Return the bucket's error feedback; a layout that is new is first compared over ranks."""
+        """Return the error feedback of a bucket that is encoded whole; a new layout is first compared over ranks."""
         if layout.slots not in self._residuals:
             digest = hashlib.sha256(repr((layout, WIRE_VERSION)).encode()).digest()
             self._transport.check_agreement("the layout of a DDP bucket (model, codec, options)", digest)
             names = set(layout.names)
             kept = {slots: r for slots, r in self._residuals.items() if names.isdisjoint(slot.name for slot in slots)}
-            self._residuals = {**kept, layout.slots: self._memory.flat(layout, flat.device) if self._feedback else None}
+            whole = self._feedback and not self._ahead
+            self._residuals = {**kept, layout.slots: self._memory.flat(layout, flat.device) if whole else None}
+            self._buffers = {slots: buffer for slots, buffer in self._buffers.items() if slots in kept}
         return self._residuals[layout.slots]
 
     def _on_stream(self, flat: Tensor, arrival: torch.cuda.Event | None) -> contextlib.AbstractContextManager[object]:

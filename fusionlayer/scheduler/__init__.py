@@ -1,9 +1,10 @@
 """The scheduler: when gradients travel, and in what company."""
 
+from .ahead import AheadBuffer
 from .engine import Engine, Scaling
 from .failure import located
 from .lane import CPU_LANES
 from .memory import Memory
 from .worker import Job, Worker
 
-__all__ = ["CPU_LANES", "Engine", "Job", "Memory", "Scaling", "Worker", "located"]
+__all__ = ["CPU_LANES", "AheadBuffer", "Engine", "Job", "Memory", "Scaling", "Worker", "located"]

@@ -42,6 +42,7 @@ class AheadBuffer(Buffer):
 
     Args:
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
+        index: the bucket's number, for the timeline.
         gather: the bucket's collective.
         states: what is kept of each tensor, by name.
         rank: this rank.
@@ -58,12 +59,14 @@ class AheadBuffer(Buffer):
         timeline: Timeline,
         in_place: bool = True,
         *,
+        index: int,
         gather: Gather,
         states: Mapping[str, TensorState],
         rank: int,
         size: int,
     ) -> None:
         super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
+        self._index = index
         self._gather = gather
         self._rank = rank
         self._size = size
@@ -88,7 +91,7 @@ class AheadBuffer(Buffer):
         """Encode a gradient, which may be of any layout; it is overwritten by its result later, if in place."""
         place = self._places[name]
         self.join()
-        with self._timeline.span("ENCODE", tensor=name, step=step):
+        with self._timeline.span("ENCODE", tensor=name, step=step, bucket=self._index):
             flat = gradient.detach()
             if self._is_flat(flat):
                 flat = flat.view(-1)
@@ -118,7 +121,7 @@ class AheadBuffer(Buffer):
         every = self._exchange(transport)
         results = {}
         for name, gradient in gradients.items():
-            with self._timeline.span("DECODE", tensor=name):
+            with self._timeline.span("DECODE", tensor=name, bucket=self._index):
                 place = self._places[name]
                 out = self._target(place, gradient)
                 self.codec.decode_sum(every[:, place.message.start : place.message.stop], out)

@@ -97,11 +97,7 @@ class Engine:
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._codec = codec
-        if ahead is None:
-            ahead = codec.ahead if algorithm is None else algorithm in collectives.gather_names()
-        self._ahead = ahead
-        self._algorithm = algorithm or collectives.choose(codec.lossless, transport.size, ahead=ahead)
-        self._collective_of(self._algorithm, ahead)
+        self._algorithm, self._ahead = collectives.settle(algorithm, ahead, codec, transport.size)
         self._planner = planner
         self._device = device
         self.memory = memory or Memory()
@@ -142,8 +138,7 @@ class Engine:
         """
         plan.check(self._tensors.values(), self.size)
         for bucket in plan.buckets:
-            self._codec_of(bucket)
-            self._collective_of(bucket.algorithm, bucket.ahead)
+            collectives.settle(bucket.algorithm, bucket.ahead, self._codec_of(bucket), self.size)
         self._next_plan = plan
 
     @property
@@ -291,13 +286,13 @@ class Engine:
             buffer.join()
         self._codecs = [self._codec_of(bucket) for bucket in plan.buckets]
         self._buffers = [
-            self._make_buffer(bucket, codec.at_step(self.step))
-            for bucket, codec in zip(plan.buckets, self._codecs, strict=True)
+            self._make_buffer(index, bucket, codec.at_step(self.step))
+            for index, (bucket, codec) in enumerate(zip(plan.buckets, self._codecs, strict=True))
         ]
         self._bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket.names}
         self._order = SendOrder(len(self._buffers), len(self._lanes))
 
-    def _make_buffer(self, bucket: Bucket, codec: Codec) -> Buffer:
+    def _make_buffer(self, index: int, bucket: Bucket, codec: Codec) -> Buffer:
         device = self._device
         feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
         feedback = feedback and not codec.lossless
@@ -310,13 +305,10 @@ class Engine:
             slot.name: self.memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots
         }
         gather = collectives.get_gather(bucket.algorithm)
-        return AheadBuffer(*common, gather=gather, states=states, rank=self.rank, size=self.size)
+        return AheadBuffer(*common, index=index, gather=gather, states=states, rank=self.rank, size=self.size)
 
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
-
-    def _collective_of(self, algorithm: str, ahead: bool) -> collectives.AllReduce | collectives.Gather:
-        return collectives.get_gather(algorithm) if ahead else collectives.get(algorithm)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

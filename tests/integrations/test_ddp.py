@@ -126,7 +126,7 @@ def check_sparse(rank: int, world: int) -> None:
         model, hook = make_ddp("toysparse", density=1.0)
         train(model, SGD(model.parameters(), lr=0.1), rank, range(4))
         torch.testing.assert_close(weights(model), plain, rtol=1e-5, atol=1e-7)
-        for algorithm in ("one_shot", "two_shot", "oktopk"):
+        for algorithm in ("gather", "gather_v", "one_shot", "two_shot", "oktopk"):
             options: dict[str, Any] = {"algorithm": algorithm, "density": 0.2, "warmup": 4}
 
             def go_on(model: Any, steps: range) -> Tensor:
@@ -145,8 +145,37 @@ def check_sparse(rank: int, world: int) -> None:
             hook.load_state_dict(saved[1])
             assert torch.equal(go_on(model, range(2, 6)), whole)
             hook.close()
-        with pytest.raises(fl.ConfigError, match="give ahead=True"):
-            make_ddp("toysparse", algorithm="gather")
+        with pytest.raises(fl.ConfigError, match="'gather' carries tensors.*one by one"):
+            make_ddp("toysparse", algorithm="gather", ahead=False)
+
+
+def check_one_by_one(rank: int, world: int) -> None:
+    """Averages are those of an optimizer ahead of fusion, to the last bit, whatever buckets DDP makes."""
+    with toy_sparse():
+        results = []
+        for ddp in (SMALL_BUCKETS, {"gradient_as_bucket_view": True}):
+            model, hook = make_ddp("toysparse", ddp=ddp, density=0.2, warmup=3)
+            assert hook._ahead
+            train(model, SGD(model.parameters(), lr=0.1), rank, range(5))
+            results.append((weights(model), hook.state_dict()))
+            hook.close()
+        model = make_model()
+        optimizer = fl.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1), model.named_parameters(), codec="toysparse", density=0.2, warmup=3
+        )
+        train(model, optimizer, rank, range(5))
+        results.append((weights(model), optimizer.state_dict()["fusionlayer"]))
+        optimizer.close()
+        for values, state in results:
+            assert torch.equal(values, results[-1][0])
+            assert state["numbers"] == results[-1][1]["numbers"]
+            for name, residual in results[-1][1]["residuals"].items():
+                assert torch.equal(state["residuals"][name], residual)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_by_one_it_is_the_same_as_an_optimizer(world: int) -> None:
+    run_ranks(check_one_by_one, world, timeout=50)
 
 
 def trained_plainly(rank: int) -> Tensor:

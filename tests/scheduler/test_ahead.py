@@ -308,7 +308,9 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
         spans = [event for event in events if event["ph"] == "X"]
         encodes = [s for s in spans if s["name"] == "ENCODE"]
         order = ["w5", "w0", "w1", "w2", "w3", "w4"]
-        assert [s["args"] for s in encodes] == [{"tensor": name, "step": step} for step in range(2) for name in order]
+        assert [s["args"] for s in encodes] == [
+            {"tensor": name, "step": step, "bucket": int(name > "w2")} for step in range(2) for name in order
+        ]
         assert all(s["tid"] != "sender" for s in encodes)
         lane = [s for s in spans if s["tid"] == "sender"]
         bucket = ["GATHER", "DECODE", "DECODE", "DECODE", "ALLREDUCE"]
@@ -351,7 +353,7 @@ def test_combinations_that_cannot_be_are_refused() -> None:
     def body(transport: Transport) -> None:
         for options, message in [
             ({"ahead": True, "algorithm": "two_shot"}, "'two_shot' sums a flat tensor.*use ahead=False.*gather"),
-            ({"ahead": False, "algorithm": "gather"}, "'gather' carries tensors.*give ahead=True.*two_shot"),
+            ({"ahead": False, "algorithm": "gather"}, "'gather' carries tensors.*use ahead=True.*two_shot"),
             ({"algorithm": "gather_vv"}, "unknown collective 'gather_vv'"),
             ({"ahead": True, "algorithm": "gather_vv"}, "did you mean 'gather_v'"),
             ({"plan": with_algorithm(plan_of("012345", world=1), "two_shot")}, "use ahead=False"),
