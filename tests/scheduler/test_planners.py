@@ -210,6 +210,9 @@ class TestOMGS:
         tensors = tensors_of([10] * 3)
         assert counts("omgs", tensors, costs_of([1.0, 0.5, 3.0], AlphaBeta(2.0, 0.0))) == [2, 1]
 
+    def test_what_is_in_the_queue_anyway_is_merged(self) -> None:
+        assert counts("omgs", tensors_of([20, 1, 1]), costs_of([1.0, 0.7, 0.7], AlphaBeta(0.6, 0.1))) == [1, 2]
+
     def test_encoding_at_once_may_cost_more_than_apart(self) -> None:
         def square(elements: float) -> float:
             return elements * elements / 100
@@ -262,6 +265,11 @@ class TestSAFusion:
         tensors, costs = tensors_of([0] * 8), costs_of([1.0] * 8, lambda n: 3.0)  # type: ignore[arg-type]
         assert next(_adaptive(Pipeline(tensors, costs))) == [2, 5, 8]
         assert prediction("safusion", (tensors, costs)).idle == 0
+
+    @pytest.mark.parametrize(("backward", "first"), [(1.4, 2), (1.5, 3), (3.0, 1)])
+    def test_the_first_buffer_is_sooner_than_tensor_by_tensor(self, backward: float, first: int) -> None:
+        tensors, costs = tensors_of([0] * 8), costs_of([backward] * 8, lambda n: 3.0)  # type: ignore[arg-type]
+        assert next(_adaptive(Pipeline(tensors, costs)))[0] == first
 
     def test_encoding_counts_as_what_is_to_be_hidden(self) -> None:
         tensors = tensors_of([100] * 8)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from fusionlayer import codecs
 from fusionlayer.codecs._base import registry
@@ -16,10 +17,13 @@ from fusionlayer.scheduler.cost_model import AlphaBeta, CodecCost, Curve
 from fusionlayer.scheduler.costs import step_costs
 from fusionlayer.scheduler.planning import choose_codecs, codec_cost, make_plan, plan_costs, predict_plan, short_name
 from fusionlayer.scheduler.policy import Policy, Rule
-from fusionlayer.scheduler.profile import Profile
+from fusionlayer.scheduler.profile import Profile, Tensor
 from fusionlayer.scheduler.projection import Method, Scenario, project
 from fusionlayer.scheduler.simulation import ALGORITHMS, message_phases
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
 
+from .engines import MODEL, exact_sum, gradients, make_engine, run_step
 from .profiles import write_example
 
 pytestmark = pytest.mark.short
@@ -170,6 +174,28 @@ def test_gradients_of_different_codecs_never_share_a_bucket(profile: Profile) ->
     ]
     costs = plan_costs(profile, plan, SCENARIO)
     assert [span.ready for span in predict_plan(profile, plan, costs).spans] == pytest.approx([0.15, 0.2])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_runs_what_was_planned(profile: Profile, ahead: bool) -> None:
+    model = replace(
+        profile.model, tensors=tuple(Tensor(t.name, t.numel, 0.01 * i) for i, t in enumerate(reversed(MODEL)))
+    )
+    mixed = {tensor.name: codecs.get("int4" if tensor.numel > 200 else "raw") for tensor in MODEL}
+    plan = make_plan(replace(profile, model=model), planners.get("safusion"), mixed, SCENARIO, 2, ahead=ahead or None)
+    assert {bucket.codec for bucket in plan.buckets} == {"raw", "int"}
+
+    def body(transport: Transport) -> dict[str, torch.Tensor]:
+        engine = make_engine(transport, plan=plan)
+        summed = run_step(engine, gradients(transport.rank, 0))
+        engine.close()
+        return summed
+
+    first, second = over_threads(2, body)
+    for name, exact in exact_sum(2, 0).items():
+        assert torch.equal(first[name], second[name])
+        lossy = mixed[name].name == "int"
+        torch.testing.assert_close(first[name].double(), exact, rtol=1e-6, atol=0.3 if lossy else 1e-6)
 
 
 def test_auto_takes_what_is_fastest_on_the_network(profile: Profile) -> None:
