@@ -2,6 +2,9 @@
 
     python -m benchmarks.codec [--device cuda] [--numel 16777216] [--codecs int8 int4] [--out benchmarks/results]
 
+Rows of the sparse verbs have in addition how many times faster they are than ``torch.topk`` on the same elements
+(``--no-sparse`` leaves them out).
+
 One thread. Each round runs every row once, so that all of them see the same load; a row's share is the median over
 rounds of its rate divided by the copy's in that round. Rates are bytes read plus bytes written. On the CPU time is the
 thread's own CPU time, on CUDA the time between two events.
@@ -16,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
+from operator import truediv
 from pathlib import Path
 
 import torch
@@ -24,6 +29,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer import native
 from fusionlayer.codecs import Codec
+from fusionlayer.wire import aligned
 
 from .report import Environment, table, write
 
@@ -41,8 +47,8 @@ class Row:
     call: Callable[[], object] = field(repr=False)
     seconds: list[float] = field(default_factory=list)
 
-    def result(self, copy: Row) -> dict[str, object]:
-        """Return rate and share of ``copy``, both as numbers for a report."""
+    def result(self, copy: Row, topk: Row | None = None) -> dict[str, object]:
+        """Return rate, share of ``copy`` and how often faster than ``topk``, as numbers for a report."""
         rates = [self.nbytes / s / 1e9 for s in self.seconds]
         shares = [rate / (copy.nbytes / s / 1e9) for rate, s in zip(rates, copy.seconds, strict=True)]
         low, high = statistics.quantiles(shares, n=10)[0], statistics.quantiles(shares, n=10)[-1]
@@ -54,6 +60,7 @@ class Row:
             "of memcpy": round(statistics.median(shares), 3),
             "p10": round(low, 3),
             "p90": round(high, 3),
+            "of topk": "" if topk is None else round(statistics.median(map(truediv, topk.seconds, self.seconds)), 1),
         }
 
 
@@ -95,6 +102,52 @@ def torch_int4_decode(scale: Tensor, packed: Tensor) -> Tensor:
     """Return what ``torch_int4`` made, decoded with torch operations."""
     codes = torch.cat([packed << 4 >> 4, packed >> 4], 1).float()
     return (codes.view(-1, 32) @ _hadamard(packed.device)).view(-1, 128) * (scale / 32)
+
+
+SPARSE_DENSITY = 0.01
+SPARSE_MESSAGES = 8
+
+
+def sparse_rows(x: Tensor) -> Iterator[Row]:
+    """Yield a row for each sparse verb, and one for ``torch.topk`` of the magnitudes; they all read ``x`` (n,) f32.
+
+    A message has the largest hundredth, its threshold is known. Encoding empties what there is to send, so a copy of
+    that comes first, and its bytes count.
+    """
+    numel, name = x.numel(), "sparse"
+    k = int(numel * SPARSE_DENSITY)
+    acc, residual, out = x.clone(), torch.empty_like(x), torch.empty_like(x)
+    magnitude, above = native.kth_magnitude(x, k)
+    ladder = [magnitude + (step << 18) for step in range(native.MAX_THRESHOLDS)]
+
+    def row(verb: str, nbytes: int, call: Callable[[], object]) -> Row:
+        return Row(name, verb, "float32", nbytes, call)
+
+    yield Row("torch.topk", "abs, topk", "float32", x.nbytes, lambda: torch.topk(x.abs(), k, sorted=False))
+    yield row("accumulate", 3 * x.nbytes, partial(native.accumulate, x, 0.0, acc))
+    yield row("magnitude_stats", x.nbytes, partial(native.magnitude_stats, x))
+    yield row("count_above x1", x.nbytes, partial(native.count_above, x, ladder[:1]))
+    yield row("count_above x16", x.nbytes, partial(native.count_above, x, ladder))
+    yield row("kth_magnitude", x.nbytes, partial(native.kth_magnitude, x, k))
+    for form, kind in (("bitmap", native.SPARSE_BITMAP), ("byte", native.SPARSE_BYTE), ("short", native.SPARSE_SHORT)):
+        params = native.CodecParams(native.SPARSE, (kind, native.DTYPES[torch.float32], k))
+        spec = params.spec(numel, torch.float32)
+        counts, positions = numel // 256 * (kind == native.SPARSE_BYTE), {0: numel // 8, 1: k, 2: 2 * k}[kind]
+        offsets = [0, *accumulate(aligned(n) for n in (numel // 65536 * 4, counts, positions, 4 * k))]
+        bodies = torch.zeros(SPARSE_MESSAGES, offsets[-1], dtype=torch.uint8, device=x.device)
+
+        def encode(spec: native.Spec, offsets: list[int], body: Tensor, added: Tensor | None) -> None:
+            residual.copy_(x)
+            native.sparse_encode(spec, offsets[:4], residual, magnitude, k - above, body, x=added, scale=0.0)
+
+        encode(spec, offsets, bodies[0], None)
+        bodies[1:] = bodies[0]
+        read = offsets[-1] + 4 * x.nbytes
+        yield row(f"encode, {form}", read, partial(encode, spec, offsets, bodies[0], None))
+        yield row(f"add + encode, {form}", read + x.nbytes, partial(encode, spec, offsets, bodies[0], x))
+        for count in (1, SPARSE_MESSAGES):
+            sums = partial(native.sparse_decode_sum, spec, offsets[:4], bodies[:count], out, add=False)
+            yield row(f"decode_sum x{count}, {form}", count * offsets[-1] + out.nbytes, sums)
 
 
 def _hadamard(device: torch.device) -> Tensor:
@@ -145,6 +198,7 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="*", default=fl.codecs.names(), help="names of codecs and presets")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--isas", nargs="*", default=["auto"], help="instruction sets of the CPU to measure")
+    parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, default=True, help="rows of sparse verbs")
     parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
     parser.add_argument("--hardware", help="name of the machine in the file names")
     args = parser.parse_args()
@@ -173,8 +227,10 @@ def main() -> None:
             nbytes = x.nbytes + 4 * scale.numel() + packed.numel()
             rows.append(Row("int4 in torch", "encode", "float32", nbytes, partial(torch_int4, x)))
             rows.append(Row("int4 in torch", "decode", "float32", nbytes, partial(torch_int4_decode, scale, packed)))
-        measure(rows, device, args.rounds)
+        sparse = list(sparse_rows(x)) if args.sparse else []
+        measure(rows + sparse, device, args.rounds)
         results += [{"isa": isa, **row.result(copy)} for row in rows]
+        results += [{"isa": isa, **row.result(copy, sparse[0])} for row in sparse]
     environment = Environment.here(device, args.hardware)
     title = f"Codec speed: {args.numel} elements, one thread, {args.rounds} rounds"
     print(table(title, results))

@@ -306,8 +306,9 @@ def magnitude_stats(acc: Tensor, above: int = 0) -> MagnitudeStats:
     given = acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr()
     _call("fl_magnitude_stats", acc.device, *given)
     out = out.cpu()
-    total, squares = out.view(torch.float64)[1:3].tolist()
-    return MagnitudeStats(int(out[0]), total, squares, int(out[3]))
+    count, _, _, largest = out.tolist()
+    _, total, squares, _ = out.view(torch.float64).tolist()
+    return MagnitudeStats(count, total, squares, largest)
 
 
 def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kInlineElements = 64 * 1024;  // below, waking threads costs more than it gains
 constexpr int64_t kGrainElements = 16 * 1024;
-constexpr int64_t kStreamedBytes = int64_t(32) << 20;
+constexpr int64_t kStreamedBytes = int64_t(32) << 20;  // of results: they need not pass through the caches
+constexpr int64_t kSharedSuperblocks = 8;              // from there on threads share an encoding
 
 // Calls body(begin, end) for ranges of units of `unit` elements each.
 template <class Body>
@@ -221,7 +222,8 @@ int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc
   const fl::Selection s = fl::selection_of(*spec, x, scale, acc, clear, threshold, ties, workspace, *out);
   const int64_t superblocks = s.shape.superblocks();
   // One thread takes each superblock through all steps while the second-level cache has it.
-  const int64_t together = fl::thread_count() > 1 ? superblocks : 1;
+  const bool shared = fl::thread_count() > 1 && superblocks >= fl::kSharedSuperblocks;
+  const int64_t together = shared ? superblocks : 1;
   fl::Taken taken{};
   for (int64_t i = 0; i < superblocks; i += together)
     fl::encode(s, i, std::min(superblocks, i + together), std::max<int64_t>(ties, 0), taken);

@@ -1,0 +1,84 @@
+"""The sparse verbs give the same bits on a GPU as on the CPU."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import native
+from tests.synthetic import awkward, gradient
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+GPU = torch.device("cuda")
+LENGTHS = (1, 33, 255, 257, 4097, 65_537, 1_000_003)
+LARGE = (1 << 24) + 4097
+FORMS = {"bitmap": native.SPARSE_BITMAP, "byte": native.SPARSE_BYTE, "short": native.SPARSE_SHORT}
+
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def same(cpu: Tensor, gpu: Tensor) -> bool:
+    """Tell whether two tensors have the same bytes."""
+    return torch.equal(cpu.view(torch.uint8), gpu.cpu().view(torch.uint8))
+
+
+def offsets_of(form: int, numel: int, capacity: int, values: torch.dtype) -> list[int]:
+    counts = -(-numel // 256) if form == native.SPARSE_BYTE else 0
+    positions = (-(-numel // 8), capacity, 2 * capacity)[form]
+    planes = (-(-numel // 65536) * 4, counts, positions, capacity * values.itemsize)
+    return [0, *accumulate(-(-nbytes // 16) * 16 for nbytes in planes)]
+
+
+@pytest.mark.parametrize("numel", [*LENGTHS, LARGE])
+def test_looks_agree(numel: int) -> None:
+    for acc in (gradient(numel, 1), awkward(numel, 32, torch.float32)):
+        on_gpu = acc.to(GPU)
+        for k in {1, max(1, numel // 100), numel}:
+            assert native.kth_magnitude(on_gpu, k) == native.kth_magnitude(acc, k)
+        for above in (0, 0x38000000):
+            assert native.magnitude_stats(on_gpu, above) == native.magnitude_stats(acc, above)
+        ladder = [0, 1, 0x38000000, 0x3F800000, 0x7F800000]
+        assert native.count_above(on_gpu, ladder) == native.count_above(acc, ladder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_form
+def test_messages_agree(form: int, dtype: torch.dtype) -> None:
+    for numel in (*LENGTHS, LARGE):
+        values = torch.bfloat16 if numel % 2 else torch.float32
+        x, start = awkward(numel, 32, dtype), gradient(numel, 2)
+        probe = start.clone()
+        native.accumulate(x, 0.5, probe)
+        magnitude, above = native.kth_magnitude(probe, max(1, numel // 50))
+        capacity = max(1, numel // 60)
+        for flags, threshold, ties in ((0, magnitude, 1), (0, magnitude, -1), (native.SPARSE_RANDOM, 1 << 25, 0)):
+            offsets = offsets_of(form, numel, capacity, values)
+            params = native.CodecParams(native.SPARSE, (form, native.DTYPES[values], capacity, flags))
+            results = []
+            for device in (torch.device("cpu"), GPU):
+                spec = params.spec(numel, dtype, seed=7, offset=2**32 - 1000)
+                acc, clear = start.to(device, copy=True), gradient(numel, 3).to(device)
+                body = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
+                given = x.to(device)
+                native.sparse_encode(spec, offsets[:4], acc, threshold, ties, body, x=given, scale=0.5, clear=clear)
+                out = given.clone()
+                native.sparse_decode_sum(spec, offsets[:4], torch.stack([body] * 3), out, add=True)
+                results.append((acc, clear, body, out))
+            assert all(same(cpu, gpu) for cpu, gpu in zip(*results, strict=True)), (numel, flags, ties, above)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_agrees(nesterov: bool) -> None:
+    results = []
+    for device in (torch.device("cpu"), GPU):
+        velocity, acc = gradient(70_001, 4).to(device), gradient(70_001, 5).to(device)
+        native.accumulate_momentum(awkward(70_001, 32, torch.bfloat16).to(device), 0.3, 0.9, nesterov, velocity, acc)
+        results.append((velocity, acc))
+    assert all(same(cpu, gpu) for cpu, gpu in zip(*results, strict=True))
