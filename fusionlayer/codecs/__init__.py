@@ -2,11 +2,11 @@
 
 from ._base import Codec, registry
 from ._native import NativeCodec
-from ._sparse import Sparsifier
+from ._sparse import Sparsifier, ThresholdSparsifier
 from ._state import TensorState
 from ._torch import TorchCodec
 
-__all__ = ["Codec", "NativeCodec", "Sparsifier", "TensorState", "TorchCodec", "get", "names"]
+__all__ = ["Codec", "NativeCodec", "Sparsifier", "TensorState", "ThresholdSparsifier", "TorchCodec", "get", "names"]
 
 get = registry.get
 names = registry.names
