@@ -107,7 +107,7 @@ def _line(method: str, methods: Sequence[str]) -> dict[str, Any]:
 def speedup(setting: Setting, rows: Sequence[Row]) -> Figure:
     """Return speed-up over DDP against bandwidth, with 95 % intervals; both axes are logarithmic."""
     methods = [row["method"] for row in _by_link(rows)[0][1] if row["method"] != BASELINE]
-    figure = Figure(figsize=(7.5, 4.2))
+    figure = Figure(figsize=(7.5, max(4.2, 0.6 + 0.2 * len(methods))))  # the legend has a line for each
     axes = figure.subplots()
     limited = [row for row in rows if row["rate"]] or rows
     rates = {_link(row): _megabits(row) if row["rate"] else 1.0 for row in limited}

@@ -149,7 +149,7 @@ def test_loss_is_drawn_only_where_the_same_was_trained(
 ) -> None:
     rows = [{**row, "model": setting.model, "hosts": setting.hosts, "workers": setting.workers} for row in ROWS]
     saved: list[str] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, stem: saved.append(stem.name))
+    monkeypatch.setattr(plots, "save", lambda figure, stem: saved.append(stem.name))
     plots.draw([{"title": title, "rows": RUNS}, {"title": "Training", "rows": rows}], tmp_path)
     kinds = ["speedup", "breakdown", "bytes", *(["time-to-loss"] if same else [])]
     assert saved == [f"{kind}_{setting.stem}" for kind in kinds]
