@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from .. import __version__, codecs, context
+from ..codecs import Codec
 from ..scheduler.cost_model import parse_rate
 from ..scheduler.profiler import Sizes, describe_machine, file_name, measure_profile
 from ..transport import Transport, local
@@ -73,6 +75,13 @@ def run(options: argparse.Namespace) -> None:
     grown = tuple(size for size in whole.elements[2:] if size <= options.largest)
     sizes = Sizes((*whole.elements[:2], *grown), (*whole.nbytes[:2], *grown), options.steps, options.repeats)
     context.init()
+    try:
+        _measure(options, chosen, sizes)
+    finally:
+        context.shutdown()
+
+
+def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Sizes) -> None:
     transport = context.transport()
     environment = {**describe_machine(options.hardware), "fusionlayer": __version__}
     profile = measure_profile(
@@ -92,7 +101,6 @@ def run(options: argparse.Namespace) -> None:
         print(path)
         sys.stdout.flush()
     transport.barrier()
-    context.shutdown()
 
 
 def _pair(transport: Transport) -> Transport | None:

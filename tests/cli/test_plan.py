@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fusionlayer import context
 from fusionlayer.cli import main
 from fusionlayer.cli.plan import compare
 from fusionlayer.plan import FusionPlan
@@ -96,6 +97,7 @@ class TestPlan:
         assert main(["plan", "--profile", str(path), "--workers", "4", *arguments]) == 1
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1
+        assert not context.is_initialized(), "a command that fails ends what it began"
 
     @pytest.mark.parametrize("pair", ["threshold", "=1"])
     def test_options_are_keys_and_values(self, path: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +191,7 @@ class TestProfile:
         assert main(["profile", *SMALL, *arguments]) == 1
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1
+        assert not context.is_initialized(), "a command that fails ends what it began"
 
 
 @pytest.mark.short

@@ -54,11 +54,11 @@ def test_wheel_holds_the_package_and_its_libraries_and_nothing_else(wheel: Path)
     assert content == modules | {"fusionlayer/py.typed", "fusionlayer/lib/libfusionlayer_cpu.so"}
 
 
-def test_wheel_requires_torch_numpy_and_yaml_alone(wheel: Path) -> None:
+def test_wheel_requires_torch_numpy_scipy_and_yaml_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (about,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         required = re.findall(r"^Requires-Dist: (.*)$", archive.read(about).decode(), re.MULTILINE)
-    assert {line for line in required if "extra ==" not in line} == {"torch>=2.11", "numpy", "PyYAML"}
+    assert {line for line in required if "extra ==" not in line} == {"torch>=2.11", "numpy", "scipy", "PyYAML"}
 
 
 def test_installed_wheel_opens_its_library(wheel: Path, run: Run, tmp_path: Path) -> None:

@@ -106,15 +106,14 @@ def test_ahead_and_the_collective_follow_from_each_other(
     assert len(plan_costs(profile, plan, SCENARIO)) == 1
 
 
-@dataclass(frozen=True)
-class Halves(BF16, name="halves"):
-    """A codec that goes ahead by default."""
-
-    ahead = True
-
-
 @pytest.fixture(scope="module")
 def sparse(profile: Profile) -> Iterator[Profile]:
+    @dataclass(frozen=True)
+    class Halves(BF16, name="halves"):
+        """A codec that goes ahead by default."""
+
+        ahead = True
+
     line = AlphaBeta(1e-4, 1e-9)
     yield replace(profile, codecs={**profile.codecs, "halves": CodecCost(16, line, line, line, line, ahead=True)})
     registry.remove("halves")
