@@ -14,8 +14,8 @@ from fusionlayer.codecs import Codec
 
 __all__ = ["Clock", "timed"]
 
-VERBS = ("encode_chunks", "decode_chunks", "decode_sum", "recode")
-"""Every other verb is written in these."""
+VERBS = ("encode_tensor", "encode_chunks", "decode_chunks", "decode_sum", "recode")
+"""Every other verb is written in these. Sparsifiers encode whole tensors by other means than in chunks."""
 
 
 class Clock:

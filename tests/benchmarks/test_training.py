@@ -22,7 +22,7 @@ from benchmarks.training.summary import columns, interval, readings, rows
 from benchmarks.training.timed_codec import Clock, timed
 from benchmarks.training.worker import steps_of_turn
 from benchmarks.training.workloads import make_workload
-from fusionlayer.codecs import Codec
+from fusionlayer.codecs import Codec, TensorState
 from fusionlayer.codecs._base import registry
 from tests.examples.places import ROOT
 
@@ -165,7 +165,7 @@ class TestMethods:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("name", ["raw", "int8", "int4", "dgc"])
 def test_timed_codec_makes_the_same_bytes_and_counts(name: str) -> None:
     clock = Clock()
     plain: Codec = fl.codecs.get(name)
@@ -182,6 +182,9 @@ def test_timed_codec_makes_the_same_bytes_and_counts(name: str) -> None:
         before = clock.seconds
         again.compress(x)
         assert clock.seconds > before
+        before = clock.seconds
+        again.bare.encode_tensor(x, message, TensorState(torch.zeros(1000)))
+        assert clock.seconds > before, "ahead of fusion"
     finally:
         registry.remove(f"{name} for this test")
 
