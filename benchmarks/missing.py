@@ -90,7 +90,7 @@ def missing_rates(model: str, density: float, steps: int) -> list[dict[str, Any]
 
 def picture(rows: Sequence[dict[str, Any]], density: float) -> Figure:
     """Return the missing rate against the fusion degree, a line for each model."""
-    figure = Figure(figsize=(5.2, 3.4))
+    figure = Figure(figsize=(7.5, 3.4))
     axes = figure.subplots()
     for i, (model, feedback) in enumerate(dict.fromkeys((row["model"], row["feedback"]) for row in rows)):
         mine = [row for row in rows if (row["model"], row["feedback"]) == (model, feedback)]
@@ -100,7 +100,7 @@ def picture(rows: Sequence[dict[str, Any]], density: float) -> Figure:
     axes.plot([0, 100], [0, 0], color="black", linestyle="--", label="ahead of fusion")
     axes.set(xlabel="fusion degree, %", ylabel="tensors missing, %", ylim=(-3, 100))
     axes.set_title(f"Tensors of which nothing is sent, density {density:g}")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
 
