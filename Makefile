@@ -47,7 +47,7 @@ format: install ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-bench: install ## all measurements of this machine, half an hour; results and pictures into $(RESULTS)
+bench: install ## all measurements of this machine, about half an hour; results and pictures into $(RESULTS)
 	$(BIN)/python -m benchmarks.suite --out $(RESULTS) $(ARGS)
 
 bench-smoke: install ## the same in small, a minute: only to see that all of it works

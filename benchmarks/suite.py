@@ -3,7 +3,7 @@
     python -m benchmarks.suite --out benchmarks/results
     python -m benchmarks.suite --smoke --out build/bench-smoke
 
-Two cores that have nothing else to do take less than half an hour; ``--smoke`` runs a little of everything in a minute,
+Two cores that have nothing else to do take about half an hour; ``--smoke`` runs a little of everything in a minute,
 whatever else the machine does, and its figures mean nothing. Benchmarks that need long runs of their own
 (``benchmarks.convergence``) or a GPU are not among them.
 """
