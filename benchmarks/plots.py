@@ -24,8 +24,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from benchmarks.lab import Network
-from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, OVERLAP, PEERS
+from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, PEERS
 from benchmarks.training.workloads import MODELS, Text
+from benchmarks.variants import OVERLAP
 
 __all__ = ["Setting", "breakdown", "bytes_sent", "draw", "main", "save", "settings_of", "speedup", "time_to_loss"]
 

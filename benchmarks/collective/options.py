@@ -12,7 +12,7 @@ import fusionlayer as fl
 from benchmarks.arguments import comma_separated, count, one_of
 from benchmarks.lab import Network
 from benchmarks.lab.network import CPU_BOUND
-from benchmarks.presets import codec_presets
+from benchmarks.variants import codec_presets
 
 __all__ = ["parse"]
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import comma_separated, count, one_of
+from benchmarks.arguments import comma_separated, count
 from benchmarks.lab import Network, launch
 from benchmarks.report import Environment, result_path, table, write
+from benchmarks.variants import Variant
 
-from .settings import MODELS, VALIDATION_PIECES, Settings, methods
+from .settings import MODELS, PEERS, VALIDATION_PIECES, Settings, methods
 from .summary import summarize
 
 THEME = "convergence"
@@ -117,6 +118,15 @@ def _resume(path: Path, settings: Settings, environment: Environment) -> tuple[l
     return rows, replace(environment, date=before.date)
 
 
+def _method(name: str) -> str:
+    try:
+        if name not in PEERS:
+            Variant.parse(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
 def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     default = Settings()
     parser = argparse.ArgumentParser(
@@ -124,9 +134,10 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     )
     parser.add_argument(
         "--presets",
-        type=comma_separated(one_of(methods())),
+        type=comma_separated(_method),
         default=methods(),
-        help=f"methods, comma-separated (default {','.join(methods())})",
+        help="methods, comma-separated; a codec may have words behind it, as in dgc+behind+single "
+        f"(default {','.join(methods())})",
     )
     parser.add_argument("--seeds", type=count(), default=3, help="number of seeds, from 0 on (default 3)")
     parser.add_argument("--model", choices=list(MODELS), default=default.model, help=f"default {default.model}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.presets import codec_presets
+from benchmarks.variants import codec_presets
 from examples.gpt import Config
 
-__all__ = ["MODELS", "VALIDATION_PIECES", "Settings", "methods"]
+__all__ = ["MODELS", "PEERS", "VALIDATION_PIECES", "Settings", "methods"]
 
 MODELS = {"gpt": Config(width=384, layers=6, heads=6, context=128, tied=False), "small": Config()}
 
@@ -45,6 +45,10 @@ class Settings:
         )
 
 
+PEERS = ("ddp", "powersgd")
+"""DDP as it is, and DDP with PowerSGD."""
+
+
 def methods() -> list[str]:
-    """Return all that can be compared: DDP as it is, DDP with PowerSGD, and fusionlayer with each codec."""
-    return ["ddp", "powersgd", *codec_presets()]
+    """Return DDP as it is, DDP with PowerSGD, and fusionlayer with each codec."""
+    return [*PEERS, *codec_presets()]

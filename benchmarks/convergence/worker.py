@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
+from benchmarks.variants import Variant
 from examples.gpt import GPT, Corpus
 
 from .settings import MODELS, VALIDATION_PIECES, Settings
@@ -69,7 +70,7 @@ def connect(method: str, network: nn.Module, learning_rate: float) -> tuple[nn.M
         state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return model, optimizer
-    return network, fl.DistributedOptimizer(optimizer, network.named_parameters(), codec=method)
+    return network, Variant.parse(method).wrap(optimizer, network)
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import fusionlayer as fl
-from benchmarks.presets import codec_presets
 from benchmarks.training.workloads import make_workload
+from benchmarks.variants import codec_presets
 from fusionlayer import context
 from fusionlayer.scheduler.profiler import (
     average,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["Cell", "Measured", "Round"]
 
@@ -19,6 +20,7 @@ class Cell:
         methods: names of methods; "alone" and "ddp" are among them.
         rounds: turns that each method gets.
         seed: of weights, data and the order of methods in each round.
+        plans: files of fusion plans by the methods that are to use them.
     """
 
     model: str
@@ -28,6 +30,7 @@ class Cell:
     methods: tuple[str, ...]
     rounds: int
     seed: int = 0
+    plans: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.model}, {self.hosts} x {self.workers} workers, {self.rate or 'no limit'}"
@@ -41,6 +44,8 @@ class Round:
         seconds: of the slowest worker.
         sent: bytes that left the busiest host.
         cpu: CPU seconds of a worker, all threads, mean over workers.
+        waiting: seconds from the end of backward until all gradients were there, of the slowest worker; None where
+            that is not known.
         codec: seconds in fusionlayer's codecs, all threads, mean over workers; None for methods of others.
         codec_cpu: CPU seconds of the threads that made those calls, likewise.
     """
@@ -48,6 +53,7 @@ class Round:
     seconds: float
     sent: float
     cpu: float
+    waiting: float | None
     codec: float | None
     codec_cpu: float | None
 

@@ -140,10 +140,10 @@ class _Trainer:
         import horovod.torch as hvd  # type: ignore[import-not-found]
 
         hvd.init()
-        model = self._workload.model()
+        model, optimizer = self._workload.begin()
         compression = hvd.Compression.fp16 if self._method.endswith("fp16") else hvd.Compression.none
         optimizer = hvd.DistributedOptimizer(
-            self._workload.optimizer(model), named_parameters=model.named_parameters(), compression=compression
+            optimizer, named_parameters=model.named_parameters(), compression=compression
         )
         self._trainee = Trainee(self._workload, model, optimizer)
         return str(sys.modules["horovod"].__version__)

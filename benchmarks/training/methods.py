@@ -7,16 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks.presets import codec_presets
+from benchmarks.variants import OVERLAP, SEPARATOR, Variant, codec_presets
 from fusionlayer.registry import nearest
 
-__all__ = ["ALWAYS", "BASELINE", "COMPUTE", "NULL", "OVERLAP", "PEERS", "all_methods", "missing", "select"]
+__all__ = ["ALWAYS", "BASELINE", "COMPUTE", "NULL", "PEERS", "about", "all_methods", "missing", "select"]
 
 COMPUTE = "alone"
 BASELINE = "ddp"
 NULL = "ddp-again"
-OVERLAP = "+overlap"
-"""Ends the name of a fusionlayer method whose communication goes on during the next forward."""
 
 ALWAYS = (COMPUTE, BASELINE, NULL)
 """Without them nothing else can be read: the limit, what is compared with, and how much equal things differ."""
@@ -34,12 +32,18 @@ PEERS = {
 }
 
 
+def about(method: str) -> str:
+    """Return what a method is, in words; ``ValueError`` if there is none of that name."""
+    return PEERS.get(method) or Variant.parse(method).about
+
+
 def all_methods() -> dict[str, str]:
-    """Return every method's name and what it is; of fusionlayer, one for each codec and one more with overlap."""
+    """Return the names of methods and what each is; of fusionlayer, one for each codec and one more with overlap.
+
+    More can be named: ``Variant`` has the words.
+    """
     codecs = codec_presets()
-    plain = {name: f"fusionlayer with the codec {name}" for name in codecs}
-    overlapped = {name + OVERLAP: f"the same with overlap_forward ({name})" for name in codecs}
-    return {**PEERS, **plain, **overlapped}
+    return {name: about(name) for name in [*PEERS, *codecs, *(name + OVERLAP for name in codecs)]}
 
 
 def missing() -> dict[str, str]:
@@ -56,7 +60,9 @@ def missing() -> dict[str, str]:
 
 
 def select(words: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
-    """Return the methods to run, in the order of ``all_methods``, and those asked for that cannot run, with reasons.
+    """Return the methods to run, and those asked for that cannot run, with reasons.
+
+    They are in the order of ``all_methods``, and behind them in that of ``words``.
 
     Args:
         words: names; "all", "peers", "codecs" and "overlap" stand for all of a kind. None is "all".
@@ -71,10 +77,20 @@ def select(words: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
         "codecs": codec_presets(),
         "overlap": [name for name in known if name.endswith(OVERLAP)],
     }
-    wanted = set(ALWAYS)
+    wanted = dict.fromkeys(ALWAYS)
     for word in words if words is not None else ["all"]:
         if word not in known and word not in kinds:
-            raise ValueError(f"unknown method {word!r}; {nearest(word, [*kinds, *known])}")
-        wanted |= set(kinds.get(word, [word]))
+            _check(word, [*kinds, *known])
+        wanted |= dict.fromkeys(kinds.get(word, [word]))
     absent = {name: reason for name, reason in missing().items() if name in wanted}
-    return [name for name in known if name in wanted and name not in absent], absent
+    order = [name for name in known if name in wanted] + [name for name in wanted if name not in known]
+    return [name for name in order if name not in absent], absent
+
+
+def _check(word: str, known: list[str]) -> None:
+    try:
+        Variant.parse(word)
+    except ValueError as error:
+        if SEPARATOR in word:
+            raise
+        raise ValueError(f"unknown method {word!r}; {nearest(word, known)}") from error

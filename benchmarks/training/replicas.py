@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import fusionlayer as fl
+from benchmarks.variants import Variant
 
-from .methods import COMPUTE, OVERLAP
+from .methods import COMPUTE
 from .timed_codec import Clock, timed
 from .workloads import Workload
 
@@ -42,6 +42,7 @@ class Turn:
 
     seconds: float
     cpu: float
+    waiting: float | None
     codec: float | None
     codec_cpu: float | None
     losses: tuple[float, ...]
@@ -104,6 +105,7 @@ class Trainee(Replica):
         self._clock = clock
         self.note = note
         self._batches: list[tuple[Tensor, Tensor]] = []
+        self._waited: float | None = None
 
     def prepare(self, first: int, steps: int) -> None:  # noqa: D102 - described in Replica
         self._batches = [self._workload.batch(step) for step in range(first, first + steps)]
@@ -112,12 +114,14 @@ class Trainee(Replica):
         clock = self._clock or Clock()
         losses = [self._step(*batch) for batch in self._batches[: self.lead]]
         codec, codec_cpu = clock.seconds, clock.cpu
+        self._waited = None
         start, cpu = time.perf_counter(), time.process_time()
         losses += [self._step(*batch) for batch in self._batches[self.lead :]]
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         return Turn(
             seconds,
             cpu,
+            self._waited,
             clock.seconds - codec if self._clock else None,
             clock.cpu - codec_cpu if self._clock else None,
             tuple(loss.item() for loss in losses),
@@ -127,8 +131,12 @@ class Trainee(Replica):
         self._optimizer.zero_grad()
         loss: Tensor = self._model(inputs, targets)
         loss.backward()
-        self._optimizer.step()
+        self._update()
         return loss.detach()
+
+    def _update(self) -> None:
+        """Take the optimizer's step."""
+        self._optimizer.step()
 
     def rest(self) -> None:  # noqa: D102 - described in Replica
         self._batches = []
@@ -149,14 +157,13 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def make_replica(method: str, workload: Workload) -> Replica:
-    """Return a new replica for ``method``; all ranks call it together."""
+def make_replica(method: str, workload: Workload, plan: str | None = None) -> Replica:
+    """Return a new replica for ``method``, with a file of a plan if it has one; all ranks call it together."""
     if method.startswith("horovod"):
         from .horovod_replica import HorovodReplica
 
         return HorovodReplica(method, workload)
-    model = workload.model()
-    optimizer = workload.optimizer(model)
+    model, optimizer = workload.begin()
     if method == COMPUTE:
         return Trainee(workload, model, optimizer)
     if method == "ddp-tuned":
@@ -170,7 +177,7 @@ def make_replica(method: str, workload: Workload) -> Replica:
         if method in _HOOKS:
             wrapper.register_comm_hook(None, _HOOKS[method])
         return Trainee(workload, wrapper, optimizer)
-    return _fusionlayer(method, workload, model, optimizer)
+    return _fusionlayer(method, workload, model, optimizer, plan)
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {
@@ -178,6 +185,17 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     # By its own name DDP refuses this hook unless there is a GPU; gloo does what it needs.
     "ddp-bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
 }
+
+
+class Waiting(Trainee):
+    """fusionlayer, whose ``step`` is taken in two parts: until the gradients are there, and the update."""
+
+    def _update(self) -> None:
+        start = time.perf_counter()
+        self._optimizer.synchronize()  # type: ignore[attr-defined]
+        self._waited = (self._waited or 0.0) + time.perf_counter() - start
+        with self._optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            self._optimizer.step()
 
 
 class Overlapped(Trainee):
@@ -205,23 +223,22 @@ class PowerSGD(Trainee):
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer) -> Replica:
-    clock = Clock()
-    codec = timed(fl.codecs.get(method.removesuffix(OVERLAP)), f"{method} (timed)", clock)
-    if not method.endswith(OVERLAP):
-        optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters(), codec)
-        return Trainee(workload, model, optimizer, clock)
-    optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters(), codec, overlap_forward=model)
-    return Overlapped(workload, model, optimizer, clock)
+def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer, plan: str | None) -> Replica:
+    variant, clock = Variant.parse(method), Clock()
+    kind = Overlapped if variant.overlap else Waiting
+    if plan is not None:
+        return kind(workload, model, variant.wrap(optimizer, model, plan=plan))
+    codec = timed(variant.make_codec(), f"{method} (timed)", clock)
+    return kind(workload, model, variant.wrap(optimizer, model, codec), clock)
 
 
 def _fastest_buckets(workload: Workload) -> int:
     """Return which of ``TRIAL_MEGABYTES`` gives DDP the shortest steps, tried on replicas that are thrown away."""
     found: dict[float, int] = {}
     for megabytes in TRIAL_MEGABYTES:
-        model = workload.model()
+        model, optimizer = workload.begin()
         wrapper = DistributedDataParallel(model, bucket_cap_mb=megabytes)
-        trainee = Trainee(workload, wrapper, workload.optimizer(model))
+        trainee = Trainee(workload, wrapper, optimizer)
         trainee.prepare(0, 1)
         seconds = slowest(trainee.run().seconds)
         steps = max(1, min(8, round(TRIAL_SECONDS / seconds)))

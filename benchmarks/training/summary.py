@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lab import Network
+from benchmarks.variants import OVERLAP
 
 from .cell import Cell, Measured
-from .methods import ALWAYS, BASELINE, COMPUTE, NULL, OVERLAP, all_methods
+from .methods import ALWAYS, BASELINE, COMPUTE, NULL, about
 
 __all__ = ["columns", "interval", "readings", "rows"]
 
@@ -49,7 +50,6 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
     rate = Network(cell.hosts, cell.rate, isolated=cell.hosts > 1).bits_per_second
     null_high = interval(_ratios(measured, NULL))[1]
     steps = min(len(one.losses) for one in measured.values())
-    about = all_methods()
     found = []
     for method, one in measured.items():
         seconds = statistics.median(turn.seconds for turn in one.rounds)
@@ -58,6 +58,7 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
         low, high = interval(ratios)
         wire = sent * 8 / rate if rate else 0.0
         bound = max(compute, wire)
+        waiting = [turn.waiting for turn in one.rounds if turn.waiting is not None]
         codec = [turn.codec for turn in one.rounds if turn.codec is not None]
         codec_cpu = [turn.codec_cpu for turn in one.rounds if turn.codec_cpu is not None]
         found.append(
@@ -67,7 +68,7 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
                 "workers": cell.workers,
                 "rate": cell.rate,
                 "method": method,
-                "about": about[method],
+                "about": about(method),
                 "note": one.note,
                 "step_seconds": seconds,
                 "speedup": {
@@ -79,6 +80,7 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
                 },
                 "faster": method not in ALWAYS and len(ratios) >= CLAIM_ROUNDS and low > max(1.0, null_high),
                 "bytes_per_step": sent,
+                "waiting_seconds": statistics.median(waiting) if waiting else None,
                 "cpu_seconds": statistics.median(turn.cpu for turn in one.rounds),
                 "codec_seconds": statistics.median(codec) if codec else None,
                 "codec_cpu_seconds": statistics.median(codec_cpu) if codec_cpu else None,
@@ -115,6 +117,7 @@ def columns(row: Mapping[str, Any]) -> dict[str, str]:
         "95 %": f"{speedup['low']:.2f}..{speedup['high']:.2f}",
         "faster": "yes" if row["faster"] else "",
         "MB sent": f"{row['bytes_per_step'] / 1e6:.3f}",
+        "waiting, ms": "" if row["waiting_seconds"] is None else f"{row['waiting_seconds'] * 1e3:.1f}",
         "CPU, ms": f"{row['cpu_seconds'] * 1e3:.0f}",
         "codec, ms": "" if codec is None else f"{codec * 1e3:.1f}",
         "limit, ms": f"{row['bound_seconds'] * 1e3:.1f}",

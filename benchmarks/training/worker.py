@@ -48,7 +48,7 @@ def measure(cell: Cell) -> dict[str, Measured]:
     workload = make_workload(cell.model, cell.seed, fl.rank())
     players: dict[str, Player] = {}
     for method in cell.methods:
-        players[method] = Player(make_replica(method, workload))
+        players[method] = Player(make_replica(method, workload, cell.plans.get(method)))
         seconds = players[method].warm_up()
         _say(f"{method}: warmed up, {seconds * 1e3:.0f} ms a step, {players[method].steps} steps a turn")
     for number in range(cell.rounds):
@@ -126,12 +126,14 @@ def steps_of_turn(seconds: float) -> int:
 
 def _round(everyone: Sequence[tuple[Turn, float]], steps: int) -> Round:
     turns = [turn for turn, _ in everyone]
+    waiting = [turn.waiting for turn in turns if turn.waiting is not None]
     codec = [turn.codec for turn in turns if turn.codec is not None]
     codec_cpu = [turn.codec_cpu for turn in turns if turn.codec_cpu is not None]
     return Round(
         max(turn.seconds for turn in turns) / steps,
         max(sent for _, sent in everyone),
         statistics.fmean(turn.cpu for turn in turns) / steps,
+        max(waiting) / steps if waiting else None,
         statistics.fmean(codec) / steps if codec else None,
         statistics.fmean(codec_cpu) / steps if codec_cpu else None,
     )

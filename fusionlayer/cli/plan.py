@@ -20,14 +20,13 @@ from ..scheduler.projection import Scenario
 from .arguments import add_cluster, as_options, get_codec, key_value, names, positive, scenario_of
 from .tables import print_table
 
-__all__ = ["add_parser", "compare"]
+__all__ = ["add_parser"]
 
 _EPILOG = """\
 Waiting is what the optimizer waits for after backward; idle is how long communication stood still between buckets (W
 in SAFusion, section 3.3). Both are predictions of one communication thread with a core of its own; `fusionlayer
 simulate` shares cores and links out. docs/planning.md says more.
 """
-_SCHEMES = ("naive", "inter", "inter_intra")
 
 
 def add_parser(commands: Any) -> None:
@@ -147,20 +146,13 @@ def predicted(
     return plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured))
 
 
-def compare() -> list[tuple[str, Planner]]:
-    """Return every planner by its name, those with schemes or kinds of partition once for each."""
-    found = [(name, planners.get(name)) for name in planners.names() if name not in ("safusion", "cupcake")]
-    found += [(f"cupcake {kind}", planners.get("cupcake", partition=kind)) for kind in ("two", "optimal")]
-    found += [(f"safusion {scheme}", planners.get("safusion", scheme=scheme)) for scheme in _SCHEMES]
-    return sorted(found, key=lambda pair: pair[0])
-
-
 def show(
     profile: Profile, codec: Codec | Mapping[str, Codec], scenarios: Sequence[Scenario], options: argparse.Namespace
 ) -> None:
     """Print a row for each planner, and in it for each rate what is predicted of its plan."""
     rows = []
-    for name, planner in compare():
+    for name in planners.names():
+        planner = planners.get(name)
         row = [name]
         for scenario in scenarios:
             plan, found = predicted(profile, planner, codec, scenario, options)

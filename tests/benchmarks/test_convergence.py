@@ -13,8 +13,8 @@ import pytest
 import fusionlayer as fl
 from benchmarks.convergence import BASELINE, Settings, methods, summarize
 from benchmarks.convergence import __main__ as command
-from benchmarks.presets import codec_presets
 from benchmarks.report import Environment
+from benchmarks.variants import codec_presets
 
 
 def row(method: str, seed: int, final: float) -> dict[str, Any]:

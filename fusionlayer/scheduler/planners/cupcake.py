@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...plan import TensorInfo
-from ._base import Planner, split_at
+from ._base import Planner, registry, split_at
 from ._costs import Pipeline, StepCosts
 
 __all__ = ["Cupcake"]
@@ -67,3 +67,6 @@ def _optimal(pipeline: Pipeline) -> list[int]:
     while best[ends[0]][2]:
         ends.insert(0, best[ends[0]][2])
     return ends
+
+
+registry.add_preset("cupcake_optimal", "cupcake", partition="optimal")

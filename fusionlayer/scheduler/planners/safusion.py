@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from ...plan import TensorInfo
-from ._base import Planner, split_at
+from ._base import Planner, registry, split_at
 from ._costs import Pipeline, StepCosts
 
 __all__ = ["SAFusion"]
@@ -113,3 +113,7 @@ def _long_tail(pipeline: Pipeline, ends: Sequence[int]) -> int:
         if communicated > to_hide:
             return place
     return len(ends) - 1
+
+
+registry.add_preset("safusion_naive", "safusion", scheme="naive")
+registry.add_preset("safusion_inter", "safusion", scheme="inter")

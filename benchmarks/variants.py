@@ -1,0 +1,110 @@
+"""Names of what is compared: a codec, and words for the ways in which it can travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from torch import nn
+from torch.optim import Optimizer
+
+import fusionlayer as fl
+from fusionlayer.codecs import Codec
+from fusionlayer.errors import ConfigError
+from fusionlayer.registry import nearest
+
+__all__ = ["OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
+
+SEPARATOR = "+"
+OVERLAP = SEPARATOR + "overlap"
+"""Ends the name of a variant whose communication goes on during the next forward."""
+
+_WORDS = ("behind", "overlap")
+
+
+def codec_presets() -> list[str]:
+    """Return the names of all codecs, without those that are there to have presets made of them."""
+    codec_of = {name: fl.codecs.get(name).name for name in fl.codecs.names()}
+    bases = {codec for name, codec in codec_of.items() if codec != name}
+    return [name for name in codec_of if name not in bases]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of fusionlayer to average gradients: ``dgc+density=0.001+safusion+overlap``, the codec first.
+
+    Attributes:
+        codec: registered name; what follows in the name may stand in any order.
+        options: of the codec, each a word KEY=VALUE.
+        planner: a word that is a planner's name; None: the default.
+        behind: the codec gets whole buckets, and sparse ones are summed by ``one_shot``: what the others compare with
+            sparsification ahead of fusion. The word "behind".
+        overlap: the next forward begins before all gradients have arrived. The word "overlap".
+    """
+
+    codec: str
+    options: dict[str, Any] = field(default_factory=dict)
+    planner: str | None = None
+    behind: bool = False
+    overlap: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Variant:
+        """Return what a name stands for; ``ValueError`` if it is none."""
+        codec, *words = name.split(SEPARATOR)
+        options: dict[str, Any] = {}
+        found: dict[str, Any] = {}
+        for word in words:
+            key, equals, value = word.partition("=")
+            if equals:
+                options[key] = yaml.safe_load(value)
+            elif word in _WORDS:
+                found[word] = True
+            elif word in fl.planners.names():
+                found["planner"] = word
+            else:
+                known = nearest(word, [*_WORDS, *fl.planners.names()])
+                raise ValueError(f"{name!r}: unknown word {word!r}; {known}, or KEY=VALUE for an option of the codec")
+        variant = cls(codec, options, **found)
+        try:
+            variant.make_codec()
+        except ConfigError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        return variant
+
+    @property
+    def about(self) -> str:
+        """What it is, in words."""
+        parts = [f"fusionlayer with the codec {self.codec}"]
+        parts += [f"{key}={value}" for key, value in self.options.items()]
+        parts += [f"the planner {self.planner}"] if self.planner else []
+        parts += ["sparsified behind fusion"] if self.behind else []
+        parts += ["overlap_forward"] if self.overlap else []
+        return ", ".join(parts)
+
+    def make_codec(self) -> Codec:
+        """Return the codec."""
+        return fl.codecs.get(self.codec, **self.options)
+
+    def wrap(
+        self, optimizer: Optimizer, model: nn.Module, codec: Codec | None = None, plan: str | None = None
+    ) -> Optimizer:
+        """Return ``optimizer`` over ``model`` made distributed.
+
+        Args:
+            optimizer: of the model.
+            model: that is trained.
+            codec: another object of the same kind, to be used in place of ``make_codec()``.
+            plan: file of a plan, to be used in place of a planner's.
+        """
+        return fl.DistributedOptimizer(
+            optimizer,
+            model.named_parameters(),
+            codec=codec or self.make_codec(),
+            planner=self.planner,
+            plan=plan,
+            algorithm="one_shot" if self.behind else None,
+            ahead=False if self.behind else None,
+            overlap_forward=model if self.overlap else None,
+        )
