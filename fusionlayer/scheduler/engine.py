@@ -28,6 +28,7 @@ from .lane import Lane
 from .memory import Memory
 from .order import SendOrder
 from .planners import Planner
+from .steering import Steering, StepWatch
 from .worker import Job
 
 __all__ = ["Engine", "Scaling"]
@@ -69,6 +70,7 @@ class Engine:
         lanes: buckets that are under way at once; while one is encoded or decoded, another travels.
         overlap_forward: buckets are taken one by one while the next forward runs, and after some steps leave in the
             order in which it wants them: of those that are complete, the one that backward completed last.
+        steering: watches the steps and may bring another plan between two of them.
         name: of the threads.
 
     Attributes:
@@ -93,6 +95,7 @@ class Engine:
         timeline: Timeline | None = None,
         lanes: int = 1,
         overlap_forward: bool = False,
+        steering: Steering | None = None,
         name: str = "fusionlayer",
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
@@ -106,6 +109,8 @@ class Engine:
         self._checksum = checksum
         self._timeline = timeline or Timeline(None, transport.rank)
         self._overlap_forward = overlap_forward
+        self._steering = steering
+        self._watch = None if steering is None else StepWatch()
         self.rank = transport.rank
         self.size = transport.size
         self.step = 0
@@ -169,6 +174,7 @@ class Engine:
         """
         if self.failure is not None:
             raise self.failure
+        arrived = 0.0 if self._watch is None else time.perf_counter()
         with self._lock:
             if name not in self._tensors:
                 raise UsageError(f"gradient {name!r} is none of this engine's {len(self._tensors)} tensors")
@@ -187,6 +193,8 @@ class Engine:
                 if self._buffers:
                     self._put(name, gradient)
                     self._launch()
+                if self._watch is not None:
+                    self._watch.note_gradient(name, arrived)
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -220,6 +228,9 @@ class Engine:
         self._ended_bucket_of = self._bucket_of
         self._jobs = {}
         self.step += 1
+        if self._steering is not None and self._steering.due(self.step - 1):
+            with self._failing():
+                self._steer(self._steering)
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
@@ -232,7 +243,7 @@ class Engine:
         """
         with self._failing(), self._timeline.span("WAIT", step=self.step - 1, bucket=index):
             job, buffer = self._ended[index]
-            job.wait()
+            self._wait_for(job)
         del self._ended[index]
         return buffer.take()
 
@@ -264,6 +275,10 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Adopt a plan that is due and what the codecs are in this step."""
+        if self._watch is not None and self._steering is not None:
+            last = self._watch.begin(self.step)
+            if last is not None:
+                self._steering.note_step(self, self.step - 1, last)
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None
             self._agree_first(partial(self._agree, self.step, self.plan))
@@ -271,6 +286,24 @@ class Engine:
         elif any(codec.at_step(self.step) != b.codec for codec, b in zip(self._codecs, self._buffers, strict=True)):
             assert self.plan is not None
             self._make_buffers(self.plan)
+
+    def _steer(self, steering: Steering) -> None:
+        """Ask for the next plan on a lane, when all of them are idle."""
+        for job, _ in self._ended.values():
+            self._wait_for(job)
+        start = time.perf_counter()
+        plans: list[FusionPlan | None] = []
+        self._lanes[0].put(lambda transport: plans.append(steering.next_plan(transport))).wait()
+        if plans[0] is not None:
+            self.switch(plans[0])
+        if self._watch is not None:
+            self._watch.leave_out(time.perf_counter() - start)
+
+    def _wait_for(self, job: Job) -> None:
+        start = time.perf_counter()
+        job.wait()
+        if self._watch is not None:
+            self._watch.note_waiting(time.perf_counter() - start)
 
     def _agree_first(self, work: Callable[[Transport], None]) -> Job:
         """Queue ``work``; no lane sends anything that comes after it until it is done."""
@@ -350,7 +383,10 @@ class Engine:
             self._timeline.span("ALLREDUCE", step=step, bucket=index),
         ):
             buffer.run(transport, derive_seed(step, index))
-        self._order.note_sent(index, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._order.note_sent(index, seconds)
+        if self._watch is not None:
+            self._watch.note_bucket(step, index, seconds)
 
     def _agree(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
         """Compare with the other ranks what this engine is about to do."""
