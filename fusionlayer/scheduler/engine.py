@@ -73,6 +73,7 @@ class Engine:
         name: of the threads.
 
     Attributes:
+        steering: as given.
         failure: what a step has failed with, or None. The engine is closed by then and raises it again and again.
     """
 
@@ -110,7 +111,7 @@ class Engine:
         self._checksum = checksum
         self._timeline = timeline or Timeline(None, transport.rank)
         self._overlap_forward = overlap_forward
-        self._steering = steering
+        self.steering = steering
         self._watch = None if steering is None else StepWatch()
         self.rank = transport.rank
         self.size = transport.size
@@ -229,9 +230,9 @@ class Engine:
         self._ended_bucket_of = self._bucket_of
         self._jobs = {}
         self.step += 1
-        if self._steering is not None and self._steering.due(self.step - 1):
+        if self.steering is not None and self.steering.due(self.step - 1):
             with self._failing():
-                self._steer(self._steering)
+                self._steer(self.steering)
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
@@ -276,10 +277,10 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Adopt a plan that is due and what the codecs are in this step."""
-        if self._watch is not None and self._steering is not None:
+        if self._watch is not None and self.steering is not None:
             last = self._watch.begin(self.step)
             if last is not None:
-                self._steering.note_step(self, self.step - 1, last)
+                self.steering.note_step(self, self.step - 1, last)
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None
             self._agree_first(partial(self._agree, self.step, self.plan))
@@ -400,7 +401,7 @@ class Engine:
             f"feedback {self._error_feedback}",
             f"overlap {self._overlap_forward}",
             f"step {step}",
-            f"steering {self._steering}",
+            f"steering {self.steering}",
         ]
         if plan is not None:
             parts.append(plan.digest().hex())
