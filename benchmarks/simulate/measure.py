@@ -63,6 +63,7 @@ def measure(model: str, rates: Sequence[str], job: Job, environment: Environment
         codecs=as_codecs(local["codecs"]),
         links=links,
         inside=as_link(local["link"], overhead),
+        disturbance=local["disturbance"],
     )
 
 

@@ -18,6 +18,7 @@ from fusionlayer.scheduler.profiler import (
     measure_call,
     measure_codecs,
     measure_copy,
+    measure_disturbance,
     measure_link,
     measure_step,
 )
@@ -48,7 +49,10 @@ def main() -> None:
     """Run the job in the command line."""
     job = Job(**json.loads(sys.argv[1]))
     fl.init(timeout=120)
-    found: dict[str, Any] = {"call": measure_call(context.transport(), job.repeats)}
+    found: dict[str, Any] = {
+        "call": measure_call(context.transport(), job.repeats),
+        "disturbance": measure_disturbance(context.transport(), job.repeats),
+    }
     if job.nbytes:
         found["link"] = measure_link(context.transport(), job.nbytes, job.repeats)
     if job.model is not None:

@@ -5,6 +5,18 @@ from .engine import Engine, Scaling
 from .failure import located
 from .lane import CPU_LANES
 from .memory import Memory
+from .steering import Steering, StepSeconds
 from .worker import Job, Worker
 
-__all__ = ["CPU_LANES", "AheadBuffer", "Engine", "Job", "Memory", "Scaling", "Worker", "located"]
+__all__ = [
+    "CPU_LANES",
+    "AheadBuffer",
+    "Engine",
+    "Job",
+    "Memory",
+    "Scaling",
+    "Steering",
+    "StepSeconds",
+    "Worker",
+    "located",
+]

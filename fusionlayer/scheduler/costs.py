@@ -52,7 +52,8 @@ def step_costs(
         return transfer(codec.nbytes(elements)) + seconds(elements, between, offline, FREE)
 
     backward = backward_seconds(profile.model.tensors)
-    return StepCosts(backward, encode, decode, communicate, communicate(1), ahead)
+    disturbance = profile.disturbance * (2 if algorithm == "two_shot" else 1)
+    return StepCosts(backward, encode, decode, communicate, communicate(1), ahead, disturbance)
 
 
 def backward_seconds(tensors: Sequence[Tensor]) -> dict[str, float]:

@@ -152,6 +152,7 @@ class Profile:
         links: costs of the link between hosts, by rate in the words of tc; none if one process measured alone.
         inside: costs of the link between ranks of one host, if it was measured.
         collectives: seconds of collectives by bytes of each rank's message, by algorithm and number of ranks.
+        disturbance: seconds that a rank's computing loses while it exchanges one small message with all others.
         environment: facts about hardware and software, in words.
         validation: how well projections from this profile held.
     """
@@ -165,6 +166,7 @@ class Profile:
     links: Mapping[str, LinkCost]
     inside: LinkCost | None = None
     collectives: Mapping[str, Mapping[str, Cost]] = field(default_factory=dict)
+    disturbance: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
     validation: Validation | None = None
 

@@ -24,10 +24,11 @@ def costs_of(
     encode: Cost = FREE,
     decode: Cost = FREE,
     ahead: bool = False,
+    disturbance: float = 0.0,
 ) -> StepCosts:
     """Return the costs of a step of the tensors t0, t1, ..."""
     by_name = {f"t{i}": seconds for i, seconds in enumerate(backward)}
-    return StepCosts(by_name, encode, decode, communicate, communicate(1), ahead)
+    return StepCosts(by_name, encode, decode, communicate, communicate(1), ahead, disturbance)
 
 
 @st.composite
@@ -36,5 +37,7 @@ def steps(draw: st.DrawFn, ahead: bool | None = None) -> tuple[list[TensorInfo],
     sizes = draw(st.lists(st.sampled_from([1, 10, 100, 1000, 10_000, 100_000]), min_size=1, max_size=40))
     backward = [draw(st.sampled_from([1e-9, 3e-9, 1e-8])) * n + draw(st.sampled_from([0.0, 1e-6, 1e-4])) for n in sizes]
     line = st.builds(AlphaBeta, st.sampled_from([0.0, 1e-6, 1e-4, 1e-3]), st.sampled_from([1e-10, 1e-9, 1e-8, 1e-7]))
-    costs = costs_of(backward, draw(line), draw(line), draw(line), draw(st.booleans()) if ahead is None else ahead)
+    disturbance = draw(st.sampled_from([0.0, 0.0, 1e-5, 1e-3]))
+    ahead = draw(st.booleans()) if ahead is None else ahead
+    costs = costs_of(backward, draw(line), draw(line), draw(line), ahead, disturbance)
     return tensors_of(sizes), costs

@@ -25,16 +25,19 @@ class Planner(ABC):
 
     Attributes:
         name: what ``fusionlayer.planners.get`` calls it.
-        needs_costs: its cuts follow from what a step costs.
     """
 
     name: ClassVar[str]
-    needs_costs: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, name: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.name = name
         registry.add(name, cls)
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether its cuts follow from what a step costs."""
+        return False
 
     @abstractmethod
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:

@@ -24,6 +24,8 @@ class StepCosts:
         decode: of summing all ranks' messages of so many elements, and of unpacking the sum.
         communicate: of a bucket of so many elements: its transfers, and what is done between them.
         startup: of communicating next to nothing.
+        disturbance: that each bucket costs what is computed after it, beside its own time on the thread that
+            communicates: threads share cores, caches and the interpreter.
         ahead: each tensor is encoded when its gradient arrives, by the thread that computes; otherwise each bucket is,
             by the thread that communicates.
     """
@@ -34,6 +36,7 @@ class StepCosts:
     communicate: Seconds
     startup: float
     ahead: bool = False
+    disturbance: float = 0.0
 
     def within(self, tensors: Sequence[TensorInfo], pool: Sequence[TensorInfo]) -> StepCosts:
         """Return the costs of a step of ``pool`` alone, tensors between two of its own counted with the later one."""
@@ -70,7 +73,7 @@ class Prediction:
 
     Attributes:
         spans: of the buckets, in order.
-        computing: seconds of backward and of what is encoded ahead.
+        computing: seconds of backward and of what is encoded ahead, undisturbed: the same for all plans.
     """
 
     spans: tuple[Span, ...]
@@ -83,7 +86,7 @@ class Prediction:
 
     @property
     def waiting(self) -> float:
-        """Seconds for which the optimizer waits for communication that computing has not hidden."""
+        """Seconds by which communication makes the step longer: what is not hidden, and what disturbs computing."""
         return self.step - self.computing
 
     @property
@@ -95,8 +98,7 @@ class Prediction:
     def rank(self) -> tuple[float, float]:
         """What plans of the same tensors are compared by, the less the better.
 
-        First the step, to the nanosecond; since computing is the same for all plans, that is the waiting. Then the
-        seconds of communication.
+        First the step, to the nanosecond, and so the waiting; then the seconds of communication.
         """
         return (round(self.step, 9), sum(span.end - span.start for span in self.spans))
 
@@ -111,18 +113,21 @@ def predict(tensors: Sequence[TensorInfo], runs: Sequence[Sequence[str]], costs:
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     bucket_of = {name: i for i, run in enumerate(runs) for name in run}
-    now = 0.0
+    computing = disturbed = 0.0
     ready = [0.0] * len(runs)
+    left = [len(run) for run in runs]
     for tensor in tensors:
         index = bucket_of[tensor.name]
-        now += costs[index].backward.get(tensor.name, 0.0)
-        now += costs[index].encode(tensor.numel) if costs[index].ahead else 0.0
-        ready[index] = now
+        computing += costs[index].backward.get(tensor.name, 0.0)
+        computing += costs[index].encode(tensor.numel) if costs[index].ahead else 0.0
+        ready[index] = computing + disturbed
+        left[index] -= 1
+        disturbed += costs[index].disturbance if not left[index] else 0.0
     seconds = [
         Pipeline([by_name[name] for name in run], cost).communicating(0, len(run))
         for run, cost in zip(runs, costs, strict=True)
     ]
-    return Prediction(_queue(zip(ready, seconds, strict=True)), now)
+    return Prediction(_queue(zip(ready, seconds, strict=True)), computing)
 
 
 class Pipeline:
@@ -147,6 +152,11 @@ class Pipeline:
     def __len__(self) -> int:
         return len(self._elements) - 1
 
+    @property
+    def disturbance(self) -> float:
+        """Seconds by which each bucket makes all that is computed after it later."""
+        return self._costs.disturbance
+
     def elements(self, i: int, j: int) -> int:
         """Return the elements of the run."""
         return self._elements[j] - self._elements[i]
@@ -160,7 +170,7 @@ class Pipeline:
         return self._ready[j] - self._ready[i]
 
     def ready(self, j: int) -> float:
-        """Return when the first ``j`` tensors are ready."""
+        """Return when the first ``j`` tensors are ready, disturbances apart."""
         return self._ready[j]
 
     def _communicating(self, i: int, j: int) -> float:
@@ -173,7 +183,8 @@ class Pipeline:
     def predict(self, ends: Sequence[int]) -> Prediction:
         """Return the timeline of the partition into runs that end before the indices ``ends``, the last the length."""
         runs = zip([0, *ends], ends, strict=False)
-        spans = _queue((self.ready(j), self.communicating(i, j)) for i, j in runs)
+        each = self.disturbance
+        spans = _queue((self.ready(j) + each * n, self.communicating(i, j)) for n, (i, j) in enumerate(runs))
         return Prediction(spans, self.ready(len(self)))
 
 

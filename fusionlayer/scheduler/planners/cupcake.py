@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...errors import ConfigError
 from ...plan import TensorInfo
@@ -26,11 +25,15 @@ class Cupcake(Planner, name="cupcake"):
     """
 
     partition: str = "two"
-    needs_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.partition not in _PARTITIONS:
             raise ConfigError(f"cupcake planner: partition={self.partition!r}; expected one of: {_PARTITIONS}")
+
+    @property
+    def needs_costs(self) -> bool:
+        """Yes."""
+        return True
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return one, two or as many runs as are best."""
@@ -59,6 +62,8 @@ def _two_groups(pipeline: Pipeline) -> list[int]:
 
 def _optimal(pipeline: Pipeline) -> list[int]:
     """The communication of a prefix that ends sooner never makes the rest end later, so the best prefixes suffice."""
+    if pipeline.disturbance:
+        return _optimal_disturbed(pipeline)
     best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # for each prefix: its end, its buckets, where the last begins
     for j in range(1, len(pipeline) + 1):
         ready = pipeline.ready(j)
@@ -66,6 +71,32 @@ def _optimal(pipeline: Pipeline) -> list[int]:
     ends = [len(pipeline)]
     while best[ends[0]][2]:
         ends.insert(0, best[ends[0]][2])
+    return ends
+
+
+def _optimal_disturbed(pipeline: Pipeline) -> list[int]:
+    """Where each bucket delays what is computed after it, that holds among prefixes in equally many buckets."""
+    whole = len(pipeline)
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by buckets, by prefix: its end, where the last begins
+    for count in range(1, whole + 1):
+        delay = (count - 1) * pipeline.disturbance
+        if len(rows) > 1 and pipeline.ready(whole) + delay >= min(row[whole][0] for row in rows[1:]):
+            break
+        before = rows[-1]
+        rows.append(
+            {
+                j: min(
+                    (max(end, pipeline.ready(j) + delay) + pipeline.communicating(i, j), i)
+                    for i, (end, _) in before.items()
+                    if i < j
+                )
+                for j in range(count, whole + 1)
+            }
+        )
+    count = min(range(1, len(rows)), key=lambda count: rows[count][whole][0])
+    ends = [whole]
+    for row in reversed(rows[2 : count + 1]):
+        ends.insert(0, row[ends[0]][1])
     return ends
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...plan import TensorInfo
 from ._base import Planner, split_at
@@ -21,7 +20,10 @@ class MGWFBP(Planner, name="mg_wfbp"):
     the queue then, or would have waited for less than a startup. After a merge the bucket's times are computed anew.
     """
 
-    needs_costs: ClassVar[bool] = True
+    @property
+    def needs_costs(self) -> bool:
+        """Yes."""
+        return True
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return the runs that remain when each tensor in turn was merged or not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...plan import TensorInfo
 from ._base import Planner, split_at
@@ -22,7 +21,10 @@ class OMGS(Planner, name="omgs"):
     The paper sparsifies what was merged; where costs are those of encoding ahead, merging does not change them.
     """
 
-    needs_costs: ClassVar[bool] = True
+    @property
+    def needs_costs(self) -> bool:
+        """Yes."""
+        return True
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return the runs that remain when each tensor in turn was merged or not."""

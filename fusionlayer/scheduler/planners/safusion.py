@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...errors import ConfigError
 from ...plan import TensorInfo
@@ -41,13 +40,17 @@ class SAFusion(Planner, name="safusion"):
 
     scheme: str = "inter_intra"
     buffers: int = 4
-    needs_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.scheme not in _SCHEMES:
             raise ConfigError(f"safusion planner: scheme={self.scheme!r}; expected one of: {', '.join(_SCHEMES)}")
         if type(self.buffers) is not int or self.buffers < 1:
             raise ConfigError(f"safusion planner: buffers={self.buffers!r}; expected a whole number above 0")
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the scheme is not "naive"."""
+        return self.scheme != "naive"
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return the buffers."""

@@ -11,13 +11,16 @@ import torch
 
 from ...codecs import Codec
 from ...transport import Transport
-from ..cost_model import CodecCost, Curve, LinkCost
+from ..cost_model import LinkCost
 from ..profile import PROFILE_VERSION, Machine, Profile
 from .averages import Points, average
 from .codecs import cpu_seconds, measure_codecs, measure_copy
+from .disturbance import measure_disturbance
 from .link import measure_call, measure_collectives, measure_link
 from .machine import cpu_name, describe_machine, file_name
 from .models import BUILT_IN, load_model
+from .online import profile_training
+from .results import as_codecs, as_curve, as_link
 from .step import as_model, measure_step
 
 __all__ = [
@@ -38,9 +41,11 @@ __all__ = [
     "measure_codecs",
     "measure_collectives",
     "measure_copy",
+    "measure_disturbance",
     "measure_link",
     "measure_profile",
     "measure_step",
+    "profile_training",
 ]
 
 
@@ -100,6 +105,7 @@ def measure_profile(
     }
     if transport.size > 1:
         found["call"] = measure_call(transport, sizes.repeats)
+        found["disturbance"] = measure_disturbance(transport, sizes.repeats)
         found["collectives"] = measure_collectives(transport, sizes.nbytes, sizes.repeats)
     found = average(found, transport)
     links: dict[str, LinkCost] = {}
@@ -121,6 +127,7 @@ def measure_profile(
             algorithm: {str(transport.size): as_curve(points)}
             for algorithm, points in found.get("collectives", {}).items()
         },
+        disturbance=found.get("disturbance", 0.0),
         environment=environment,
     )
 
@@ -139,25 +146,3 @@ def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes) -> 
 def _achieved(exchange: Points) -> str:
     nbytes, seconds = exchange[-1]
     return f"{max(1, round(8 * nbytes / seconds / 1e6))}mbit"
-
-
-def as_curve(points: Points) -> Curve:
-    """Return measured points as a cost."""
-    return Curve(tuple((size, seconds) for size, seconds in points))
-
-
-def as_codecs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, CodecCost]:
-    """Return what ``measure_codecs`` has found as costs."""
-    return {name: CodecCost(**_with_curves(costs)) for name, costs in found.items()}
-
-
-def as_link(found: Mapping[str, Any], overhead: float) -> LinkCost:
-    """Return what ``measure_link`` has found as a cost; ``overhead``: CPU seconds of one more message."""
-    costs = _with_curves(found)
-    return LinkCost(
-        costs["latency"], overhead, costs["cpu_per_byte"], exchange=costs["exchange"], all_reduce=costs["all_reduce"]
-    )
-
-
-def _with_curves(costs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: as_curve(value) if isinstance(value, list) else value for key, value in costs.items()}
