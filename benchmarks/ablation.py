@@ -32,6 +32,7 @@ from benchmarks.report import Environment, table, write
 from benchmarks.training.cell import Cell
 from benchmarks.training.methods import COMPUTE
 from benchmarks.training.summary import interval
+from benchmarks.training.workloads import MODELS
 from benchmarks.variants import SEPARATOR, Variant
 from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler.planners import Prediction
@@ -41,7 +42,6 @@ from fusionlayer.scheduler.projection import Scenario
 
 __all__ = ["main"]
 
-MODEL = "gpt"
 OURS = "safusion"
 
 
@@ -122,7 +122,7 @@ def columns(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def picture(found: Sequence[Mapping[str, Any]], codec: str) -> Figure:
+def picture(found: Sequence[Mapping[str, Any]], what: str) -> Figure:
     """Return waiting by planner, predicted and measured, one panel for each rate."""
     rates = list(dict.fromkeys(row["rate"] for row in found))
     most = max(sum(row["rate"] == rate for row in found) for rate in rates)
@@ -138,7 +138,7 @@ def picture(found: Sequence[Mapping[str, Any]], codec: str) -> Figure:
             axes.plot(1e3 * row["predicted_waiting"], place, "D", color=COLOURS[1], markersize=4, **label)
         names = ["\n".join([", ".join(row["planners"][:2]), ", ".join(row["planners"][2:])]).strip() for row in mine]
         axes.set_yticks(range(len(mine)), names)
-        axes.set(xlabel="waiting, ms", title=f"{MODEL}, {codec}, {rate or 'no limit'}")
+        axes.set(xlabel="waiting, ms", title=f"{what}, {rate or 'no limit'}")
     axes.legend(loc="lower right")
     return figure
 
@@ -148,6 +148,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained (default gpt)")
     parser.add_argument(
         "--rates", type=comma_separated(str), default=("100mbit", "1gbit"), help="default 100mbit,1gbit"
     )
@@ -174,13 +175,14 @@ def main() -> int:
         if mine is None:
             return 1
         found += mine
-    title = f"Waiting by planner: {MODEL}, {options.codec}, {options.hosts} hosts, {options.rounds} rounds"
+    title = f"Waiting by planner: {options.model}, {options.codec}, {options.hosts} hosts, {options.rounds} rounds"
     shown = [columns(row) for row in found]
     print(table(title, shown))
     if options.out:
-        path = write(options.out, f"ablation-{options.hosts}x1", title, environment, found, shown)
+        theme = f"ablation-{options.model}-{options.hosts}x1"
+        path = write(options.out, theme, title, environment, found, shown)
         with rc_context(STYLE):
-            save(picture(found, options.codec), options.out / "plots" / f"ablation-{options.hosts}x1")
+            save(picture(found, f"{options.model}, {options.codec}"), options.out / "plots" / theme)
         print(f"wrote {path}", file=sys.stderr)
     return 0
 
@@ -194,7 +196,7 @@ def _measure(network: Network, options: argparse.Namespace) -> list[dict[str, An
         profiling = [
             "profile",
             "--model",
-            f"benchmarks.training.workloads:{MODEL}",
+            f"benchmarks.training.workloads:{options.model.replace('-', '_')}",
             "--codec",
             codec,
             *sizes,
@@ -212,7 +214,7 @@ def _measure(network: Network, options: argparse.Namespace) -> list[dict[str, An
             one.plan.to_yaml(path)
             plans[SEPARATOR.join([options.codec, one.planners[0]])] = str(path)
         methods = (COMPUTE, *plans)
-        cell = Cell(MODEL, network.hosts, 1, network.rate, methods, options.rounds, plans=plans)
+        cell = Cell(options.model, network.hosts, 1, network.rate, methods, options.rounds, plans=plans)
         result = folder / "result.json"
         worker = [sys.executable, "-m", "benchmarks.training.worker", json.dumps(asdict(cell)), str(result)]
         if not _run(worker, network):

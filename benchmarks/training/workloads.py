@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from examples.gpt import GPT, Config, Corpus
 
 from .resnet import ResNet
 
-__all__ = ["MODELS", "Workload", "gpt", "make_workload"]
+__all__ = ["MODELS", "Workload", "gpt", "gpt_small", "make_workload", "resnet"]
 
 
 class Workload(ABC):
@@ -139,7 +140,14 @@ def make_workload(name: str, seed: int, rank: int) -> Workload:
     return MODELS[name](seed, rank)
 
 
-def gpt() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Return what ``fusionlayer profile --model benchmarks.training.workloads:gpt`` measures."""
-    workload = make_workload("gpt", 0, 0)
-    return workload.model(), workload.batch(0)
+def to_profile(name: str) -> Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]:
+    """Return what ``fusionlayer profile --model benchmarks.training.workloads:NAME`` calls."""
+
+    def make() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        workload = make_workload(name, 0, 0)
+        return workload.model(), workload.batch(0)
+
+    return make
+
+
+gpt, gpt_small, resnet = (to_profile(kind.name) for kind in (Text, SmallText, Digits))

@@ -33,7 +33,7 @@ QUIET = {"before": {"load": 0.1}, "after": {"load": 2.0}}
 def did(
     seconds: list[float], sent: float, losses: int = 8, codec: float | None = None, identical: bool = True
 ) -> Measured:
-    turns = tuple(Round(s, sent, 0.5, codec, codec) for s in seconds)
+    turns = tuple(Round(s, sent, 0.5, None, codec, codec) for s in seconds)
     return Measured(1, turns, tuple(float(10 - step) for step in range(losses)), identical)
 
 

@@ -241,6 +241,16 @@ class TestCupcake:
         assert prediction("cupcake", (tensors, costs), partition="optimal").step == 5.5
         assert counts("cupcake", tensors, costs) == [2, 2]
 
+    def test_an_optimum_by_hand_where_buckets_disturb(self) -> None:
+        tensors = tensors_of([1, 1, 1, 1])
+        costs = costs_of([1.0] * 4, AlphaBeta(0.1, 0.25), disturbance=0.5)
+        found = prediction("cupcake", (tensors, costs), partition="optimal")
+        assert counts("cupcake_optimal", tensors, costs) == [3, 1]
+        assert (found.spans[1].ready, found.computing) == (4.5, 4.0)
+        assert (found.step, found.waiting) == (pytest.approx(4.85), pytest.approx(0.85))
+        undisturbed = costs_of([1.0] * 4, AlphaBeta(0.1, 0.25))
+        assert counts("cupcake_optimal", tensors, undisturbed)[-1] == 1
+
     def test_unknown_partitions_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="partition='three'; expected one of"):
             planners.get("cupcake", partition="three")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from fusionlayer.scheduler.profiler import (
     measure_codecs,
     measure_collectives,
     measure_copy,
+    measure_disturbance,
     measure_link,
     measure_profile,
     measure_step,
@@ -104,6 +106,13 @@ def test_collectives_have_costs_with_any_number_of_ranks() -> None:
     for found in over_threads(3, lambda transport: measure_collectives(transport, (1024, 4096), repeats=2)):
         assert set(found) == {"dense", "one_shot", "two_shot"}
         assert all([size for size, _ in points] == [1024, 4096] for points in found.values())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_exchanges_cost_the_thread_that_computes(world: int) -> None:
+    found = over_threads(world, lambda transport: measure_disturbance(transport, 2))
+    assert len(found) == world
+    assert all(math.isfinite(seconds) and seconds >= 0 for seconds in found)
 
 
 def test_ranks_are_averaged() -> None:

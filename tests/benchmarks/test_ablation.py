@@ -1,0 +1,64 @@
+"""The ablation of planners: what is compared with what, and the whole of it in small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusionlayer as fl
+from benchmarks import ablation
+from benchmarks.lab import Network, why_not
+from fusionlayer.scheduler.profile import Profile
+from tests.examples.places import ROOT
+from tests.scheduler.profiles import write_example
+
+
+def example_plans(folder: Path) -> list[ablation.Planned]:
+    return ablation.make_plans(Profile.from_yaml(write_example(folder)), "int4", "1gbit", 2)
+
+
+@pytest.mark.short
+def test_equal_plans_are_trained_once(tmp_path: Path) -> None:
+    planned = example_plans(tmp_path)
+    assert sorted(name for one in planned for name in one.planners) == fl.planners.names()
+    digests = [one.plan.digest() for one in planned]
+    assert len(set(digests)) == len(digests) < len(fl.planners.names())
+
+
+@pytest.mark.short
+def test_waiting_is_compared_round_by_round(tmp_path: Path) -> None:
+    planned = example_plans(tmp_path)
+    ours = next(one.planners[0] for one in planned if "safusion" in one.planners)
+    measured = {
+        one.planners[0]: {
+            "rounds": [
+                {"seconds": 0.2 + w, "sent": 1e6, "waiting": w + (0.0 if one.planners[0] == ours else 0.01)}
+                for w in (0.01, 0.03, 0.02)
+            ]
+        }
+        for one in planned
+    }
+    first, *others = ablation.rows("1gbit", planned, measured)
+    assert "safusion" in first["planners"] and first["waiting"] == 0.02
+    assert ablation.columns(first)["more than safusion"] == ""
+    for row in others:
+        assert row["more_than_ours"] == pytest.approx(0.01)
+        assert ablation.columns(row)["more than safusion"] == "+10.0 [+10.0..+10.0]"
+
+
+@pytest.mark.skipif(why_not(Network(2)) is not None, reason="needs network namespaces")
+def test_all_of_it_in_small(tmp_path: Path) -> None:
+    small = ["--model", "gpt-small", "--rates", "1gbit", "--rounds", "1", "--repeats", "1", "--busy-ok"]
+    command = [sys.executable, "-m", "benchmarks.ablation", *small, "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "predicted waiting, ms" in done.stdout
+    (path,) = tmp_path.glob("ablation-gpt-small-2x1_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert sorted(name for row in rows for name in row["planners"]) == fl.planners.names()
+    assert all(row["waiting"] > 0 and row["bytes_per_step"] > 0 for row in rows)
+    assert (tmp_path / "plots" / "ablation-gpt-small-2x1.png").stat().st_size > 5000

@@ -1,0 +1,66 @@
+"""Names of variants: what they stand for, and what is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from benchmarks.training.methods import about, select
+from benchmarks.variants import Variant
+from fusionlayer.plan import FusionPlan
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
+
+pytestmark = pytest.mark.short
+
+
+def test_words_come_in_any_order() -> None:
+    variant = Variant.parse("dgc+overlap+density=0.001+safusion")
+    assert variant == Variant("dgc", {"density": 0.001}, "safusion", behind=False, overlap=True)
+    assert variant == Variant.parse("dgc+safusion+density=0.001+overlap")
+    assert variant.make_codec().options["density"] == 0.001
+    assert Variant.parse("topk+behind").behind
+
+
+def test_a_variant_is_told_in_words() -> None:
+    assert about("dgc+density=0.5+wfbp+behind") == (
+        "fusionlayer with the codec dgc, density=0.5, the planner wfbp, sparsified behind fusion"
+    )
+    assert about("ddp").startswith("DistributedDataParallel")
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("dgcc", "unknown codec 'dgcc'; did you mean 'dgc'?"),
+        ("dgc+safusoin", "unknown word 'safusoin'; did you mean 'safusion'?"),
+        ("dgc+density=2", "density=2"),
+        ("dgc+densty=0.1", "densty"),
+    ],
+)
+def test_what_is_no_variant_is_refused(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint.replace("?", r"\?")):
+        Variant.parse(name)
+    with pytest.raises(ValueError, match="unknown method 'dgcc'" if name == "dgcc" else complaint.replace("?", r"\?")):
+        select([name])
+
+
+def test_variants_come_after_the_methods_that_all_know() -> None:
+    chosen, _ = select(["dgc+wfbp", "int8", "dgc+safusion", "dgc+wfbp"])
+    assert chosen == ["alone", "ddp", "ddp-again", "int8", "dgc+wfbp", "dgc+safusion"]
+
+
+def test_a_variant_wraps_an_optimizer() -> None:
+    def plan(transport: Transport) -> FusionPlan:
+        model = nn.Linear(4, 2)
+        optimizer = Variant.parse("topk+behind+single").wrap(SGD(model.parameters(), 0.1), model)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        found: FusionPlan = optimizer.fusion_plan  # type: ignore[attr-defined]
+        return found
+
+    for found in over_threads(2, plan):
+        (bucket,) = found.buckets
+        assert (bucket.codec, bucket.algorithm, bucket.ahead) == ("topk", "one_shot", False)
