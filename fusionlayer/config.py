@@ -24,7 +24,9 @@ def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
 class Config:
     """Defaults of every entry point; an argument given in code wins. docs/config.md describes each."""
 
-    codec: str = _setting("codec of gradients: a name of `fusionlayer.codecs.names()`", "raw")
+    codec: str = _setting(
+        "codec of gradients: a name of `fusionlayer.codecs.names()`, or `auto` in an optimizer", "raw"
+    )
     codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
     algorithm: str | None = _setting(
         "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null "
@@ -38,6 +40,15 @@ class Config:
         "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "tapered"
     )
     planner_options: Mapping[str, Any] = _setting("options of that planner; sizes in bytes", factory=dict)
+    profile: str | None = _setting(
+        "file with measured costs of the model, for what plans by costs; null measures the first steps", None
+    )
+    policy: str | None = _setting("file with rules that give each gradient a codec, in place of `codec`", None)
+    fidelity: str = _setting(
+        "what codec `auto` may choose: `lossless`, `near_lossless` (8 bits and more an element) or `aggressive`",
+        "near_lossless",
+    )
+    replan: bool = _setting("what plans by costs measures and plans again when steps have drifted", True)
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
@@ -62,6 +73,10 @@ class Config:
             "ahead": (bool, type(None)),
             "planner": str,
             "planner_options": Mapping,
+            "profile": (str, type(None)),
+            "policy": (str, type(None)),
+            "fidelity": str,
+            "replan": bool,
             "error_feedback": (bool, type(None)),
             "checksum": bool,
             "timeout": (int, float),

@@ -60,7 +60,9 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
         return codec
     if codec is None:
         settings = context.settings()
-        return codecs.get(settings.codec, **{**settings.codec_options, **options})
+        codec, options = settings.codec, {**settings.codec_options, **options}
+    if codec == "auto":
+        raise ConfigError("codec 'auto' chooses for the gradients of a DistributedOptimizer; give a codec's name here")
     return codecs.get(codec, **options)
 
 

@@ -139,6 +139,15 @@ class FusionPlan:
         """Return 32 bytes that are equal on two ranks only if their plans are."""
         return hashlib.sha256(json.dumps(self._as_dict(), sort_keys=True).encode()).digest()
 
+    def to_bytes(self) -> bytes:
+        """Return the plan as bytes, for another rank."""
+        return json.dumps(self._as_dict()).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> FusionPlan:
+        """Return the plan that ``to_bytes`` made ``data`` of."""
+        return cls._from_dict(json.loads(data))
+
     def to_yaml(self, path: str | Path) -> None:
         """Write the plan to a file."""
         Path(path).write_text(yaml.safe_dump(self._as_dict(), sort_keys=False))
@@ -150,13 +159,17 @@ class FusionPlan:
             data = _typed(yaml.safe_load(Path(path).read_text()))
             if data["version"] != PLAN_VERSION:
                 raise ConfigError(f"plan file {path} has version {data['version']}, expected {PLAN_VERSION}")
-            buckets = tuple(
-                Bucket(**{**_typed(bucket), "slots": tuple(Slot(**_typed(slot)) for slot in bucket["slots"])})
-                for bucket in data["buckets"]
-            )
-            return cls(buckets, data["world_size"])
+            return cls._from_dict(data)
         except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ConfigError(f"plan file {path} cannot be read as a fusion plan: {error!r}") from error
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any]) -> FusionPlan:
+        buckets = tuple(
+            Bucket(**{**_typed(bucket), "slots": tuple(Slot(**_typed(slot)) for slot in bucket["slots"])})
+            for bucket in data["buckets"]
+        )
+        return cls(buckets, data["world_size"])
 
     def _as_dict(self) -> dict[str, Any]:
         buckets = [

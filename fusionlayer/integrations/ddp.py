@@ -60,6 +60,17 @@ def register(
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"ddp.register got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
+    refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan"} & codec_options.keys())
+    if refused:
+        raise ConfigError(
+            f"ddp.register got {refused[0]}={codec_options[refused[0]]!r}; DDP makes its own buckets, which all travel "
+            f"by one codec: wrap the optimizer in DistributedOptimizer for {refused[0]}"
+        )
+    if codec is None and context.settings().policy is not None:
+        raise ConfigError(
+            f"the configured policy {context.settings().policy} gives each gradient a codec, which DDP's buckets "
+            "cannot have; give ddp.register a codec, or wrap the optimizer in DistributedOptimizer"
+        )
     transport = context.transport(model.process_group)
     chosen = make_codec(codec, codec_options)
     settings = context.settings()

@@ -19,12 +19,16 @@ from torch.utils.hooks import RemovableHandle
 from .. import context
 from ..codecs import Codec
 from ..errors import ConfigError, UsageError
-from ..functional import Average, Group, ReduceOp, check_op, make_codec
+from ..functional import Average, Group, ReduceOp, check_op
 from ..plan import FusionPlan
-from ..scheduler import CPU_LANES, Engine, Scaling, planners
+from ..scheduler import Engine, Scaling
+from ..scheduler.online import OnlinePlanner
 from ..scheduler.planners import Planner
+from ..scheduler.policy import Policy
+from ..scheduler.profile import Profile
 from ..timeline import Timeline
 from . import overlap
+from .construction import Wishes, make_engine
 from .overlap import ForwardOverlap
 from .parameters import describe, name_parameters, one_device
 from .phases import StepPhases
@@ -49,6 +53,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     overlap_forward: nn.Module | None = None,
     ahead: bool | None = None,
     group: Group = None,
+    profile: Profile | str | Path | None = None,
+    policy: Policy | str | Path | None = None,
+    fidelity: str | None = None,
+    replan: bool | None = None,
     **codec_options: Any,
 ) -> Optimizer:
     """Return ``optimizer`` with gradients averaged over ranks, fused and compressed, during backward.
@@ -63,9 +71,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     Args:
         optimizer: any optimizer over parameters of one device.
         named_parameters: ``model.named_parameters()``; without it tensors are known by their place.
-        codec: name or codec of what travels; None takes the configured one (``raw`` by default).
+        codec: name or codec of what travels; None takes the configured one (``raw`` by default). "auto" measures the
+            first steps, in which gradients travel as they are, and chooses for each gradient, or one codec for all,
+            by what the step is predicted to take; the log says why.
         algorithm: name of a collective; None chooses by codec and number of ranks.
-        planner: name or planner that fuses gradients into buckets; None takes the configured one.
+        planner: name or planner that fuses gradients into buckets; None takes the configured one. One that needs costs
+            begins with the plan of ``tapered``, measures the first steps and takes over when it knows them (CPU only).
         plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs.
         error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse.
             Kept in ``state_dict()``, for each rank its own.
@@ -85,6 +96,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None: as
             ``algorithm`` needs it, or without one as is best for the codec: ahead for those that sparsify.
         group: process group or transport to reduce over; None means all ranks.
+        profile: measured costs of this model, or a file with them, for what needs costs: then nothing is measured
+            first.
+        policy: rules that give each gradient a codec, or a file with them, in place of ``codec``.
+        fidelity: of ``codec="auto"``: "lossless", "near_lossless" or "aggressive"; None takes the configured one.
+        replan: what plans by costs measures and plans again when steps have drifted; None takes the configured value.
         codec_options: options of a codec given by name.
 
     Raises:
@@ -112,29 +128,33 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if transport.size > 1:
         if isinstance(optimizer, LBFGS):
             raise ConfigError("LBFGS decides by its rank's own loss, so ranks would part; use another optimizer")
-        settings = context.settings()
-        chosen = make_codec(codec, codec_options)
         before, after = 1.0, 1.0
         if op is Average:
             # Dividing first keeps half-precision sums in range; only a factor of the user's asks for anything else.
             before = 1 / transport.size if gradient_predivide_factor == 1.0 else 1 / gradient_predivide_factor
             after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
         device = one_device(names)
-        timeline = Timeline(settings.timeline, transport.rank)
-        engine = Engine(
+        timeline = Timeline(context.settings().timeline, transport.rank)
+        wishes = Wishes(
+            codec=codec,
+            codec_options=codec_options,
+            algorithm=algorithm,
+            ahead=ahead,
+            planner=planner,
+            plan=plan,
+            profile=profile,
+            policy=policy,
+            fidelity=fidelity,
+            replan=replan,
+            error_feedback=error_feedback,
+        )
+        engine = make_engine(
+            wishes,
             describe(names, groups),
-            transport.duplicate(),
-            codec=chosen.bare,
-            algorithm=algorithm if algorithm is not None else settings.algorithm,
-            ahead=ahead if ahead is not None else settings.ahead,
-            planner=_make_planner(planner),
-            plan=FusionPlan.from_yaml(plan) if isinstance(plan, (str, Path)) else plan,
-            device=device,
-            error_feedback=error_feedback if error_feedback is not None else settings.error_feedback,
+            transport,
+            device,
             scaling=Scaling(before, after),
-            checksum=settings.checksum,
             timeline=timeline,
-            lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
             overlap_forward=overlap_forward is not None,
         )
     base = type(optimizer)
@@ -193,6 +213,20 @@ class _Distributed(Optimizer):
     @property
     def _fl_step_number(self) -> int:
         return 0 if self._fl_engine is None else self._fl_engine.step
+
+    @property
+    def fusion_plan(self) -> FusionPlan | None:
+        """The plan of the last step, for its ``to_yaml``; None before the first step and in a job of one rank."""
+        return None if self._fl_engine is None else self._fl_engine.plan
+
+    @property
+    def cost_profile(self) -> Profile | None:
+        """The costs that the plan was made by; None while there are none, and for planners that need none.
+
+        Saved by its ``to_yaml`` it serves ``fusionlayer explain`` beside the plan, and as ``profile`` the next run.
+        """
+        steering = None if self._fl_engine is None else self._fl_engine.steering
+        return steering.profile if isinstance(steering, OnlinePlanner) else None
 
     def _fl_take(self, parameter: Tensor) -> None:
         """Hand a gradient over; called by backward when it has been accumulated."""
@@ -458,12 +492,3 @@ def _refuse_twice(names: Mapping[Tensor, str]) -> None:
                     f"parameter {name!r} belongs to a DistributedOptimizer already and would be reduced twice; close() "
                     "that one first"
                 )
-
-
-def _make_planner(planner: str | Planner | None) -> Planner:
-    if isinstance(planner, Planner):
-        return planner
-    if planner is not None:
-        return planners.get(planner)
-    settings = context.settings()
-    return planners.get(settings.planner, **settings.planner_options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from ..wire import WIRE_VERSION
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
 from .failure import located
+from .fusing import fuse
 from .lane import Lane
 from .memory import Memory
 from .order import SendOrder
@@ -32,8 +33,6 @@ from .steering import Steering, StepWatch
 from .worker import Job
 
 __all__ = ["Engine", "Scaling"]
-
-SLOT_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Engine:
     Args:
         tensors: every tensor of a step, in any order.
         transport: used by the engine's threads alone from now on, and closed with the engine.
-        codec: for the plan that is made here; a given plan names its own.
+        codec: of all gradients, or of each by its name, in the plan that is made here; a given plan names its own.
         algorithm: collective for that plan; None chooses.
         ahead: encode each tensor by itself as it arrives, ahead of fusion, in that plan; None: if ``algorithm`` is one
             for that, or without one if the codec is.
@@ -74,6 +73,7 @@ class Engine:
         name: of the threads.
 
     Attributes:
+        steering: as given.
         failure: what a step has failed with, or None. The engine is closed by then and raises it again and again.
     """
 
@@ -82,7 +82,7 @@ class Engine:
         tensors: Sequence[TensorInfo],
         transport: Transport,
         *,
-        codec: Codec,
+        codec: Codec | Mapping[str, Codec],
         planner: Planner,
         device: torch.device,
         algorithm: str | None = None,
@@ -100,7 +100,9 @@ class Engine:
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._codec = codec
-        self._algorithm, self._ahead = collectives.settle(algorithm, ahead, codec, transport.size)
+        for each in [codec] if isinstance(codec, Codec) else codec.values():
+            collectives.settle(algorithm, ahead, each, transport.size)
+        self._algorithm, self._ahead = algorithm, ahead
         self._planner = planner
         self._device = device
         self.memory = memory or Memory()
@@ -109,7 +111,7 @@ class Engine:
         self._checksum = checksum
         self._timeline = timeline or Timeline(None, transport.rank)
         self._overlap_forward = overlap_forward
-        self._steering = steering
+        self.steering = steering
         self._watch = None if steering is None else StepWatch()
         self.rank = transport.rank
         self.size = transport.size
@@ -228,9 +230,9 @@ class Engine:
         self._ended_bucket_of = self._bucket_of
         self._jobs = {}
         self.step += 1
-        if self._steering is not None and self._steering.due(self.step - 1):
+        if self.steering is not None and self.steering.due(self.step - 1):
             with self._failing():
-                self._steer(self._steering)
+                self._steer(self.steering)
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
@@ -275,10 +277,10 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Adopt a plan that is due and what the codecs are in this step."""
-        if self._watch is not None and self._steering is not None:
+        if self._watch is not None and self.steering is not None:
             last = self._watch.begin(self.step)
             if last is not None:
-                self._steering.note_step(self, self.step - 1, last)
+                self.steering.note_step(self, self.step - 1, last)
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None
             self._agree_first(partial(self._agree, self.step, self.plan))
@@ -399,11 +401,13 @@ class Engine:
             f"feedback {self._error_feedback}",
             f"overlap {self._overlap_forward}",
             f"step {step}",
+            f"steering {self.steering}",
         ]
         if plan is not None:
             parts.append(plan.digest().hex())
         else:
-            parts += [str(self._codec), self._algorithm, str(self._planner)]
+            each = [self._codec] if isinstance(self._codec, Codec) else [self._codec[name] for name in names]
+            parts += [*map(str, each), str(self._algorithm), str(self._ahead), str(self._planner)]
         digest = hashlib.sha256("\n".join(parts).encode()).digest()
         with self._timeline.span("NEGOTIATE_ALLREDUCE"):
             transport.check_agreement("the fusion plan (model, codec, options)", digest)
@@ -415,10 +419,8 @@ class Engine:
         position = {name: i for i, name in enumerate(names)}
         order = torch.tensor([position[name] for name in self._arrived])
         transport.broadcast(order, 0)
-        runs = self._planner([self._tensors[names[i]] for i in order.tolist()])
-        codec = self._codec
-        align = 1 if self._ahead else min(max(codec.block, 1), SLOT_ALIGNMENT)
-        plan = FusionPlan.build(runs, transport.size, codec.name, codec.options, self._algorithm, align, self._ahead)
+        tensors = [self._tensors[names[i]] for i in order.tolist()]
+        plan = fuse(tensors, self._planner, self._codec, transport.size, algorithm=self._algorithm, ahead=self._ahead)
         plan.check(self._tensors.values(), transport.size)
         transport.check_agreement("the fusion plan that was made", plan.digest())
         self.plan = plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from .. import codecs, collectives
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from .cost_model import CodecCost
 from .costs import step_costs
-from .engine import SLOT_ALIGNMENT
+from .fusing import fuse
 from .planners import Planner, Prediction, StepCosts, predict
 from .policy import Choice, Policy
 from .profile import Profile
@@ -81,6 +81,7 @@ def make_plan(
     algorithm: str | None = None,
     ahead: bool | None = None,
     measured: bool = False,
+    tensors: Iterable[TensorInfo] = (),
 ) -> FusionPlan:
     """Return the planner's plan for the profile's model.
 
@@ -93,35 +94,18 @@ def make_plan(
         algorithm: collective; None chooses.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
         measured: as for ``bucket_costs``.
+        tensors: those that belong to a group of the user's; a profile knows no groups.
 
     Raises:
         ConfigError: the profile lacks costs, or the collective does not go with ``ahead``.
     """
-    tensors = [tensor.info for tensor in profile.model.tensors]
-    pools: dict[Codec, list[TensorInfo]] = {}
-    for tensor in tensors:
-        pools.setdefault(codec if isinstance(codec, Codec) else codec[tensor.name], []).append(tensor)
-    buckets: list[Bucket] = []
-    for each, pool in pools.items():
-        goes_ahead, collective = _way(each, workers, algorithm, ahead)
-        costs = bucket_costs(profile, each, collective, scenario, workers, measured).within(tensors, pool)
-        align = 1 if goes_ahead else min(max(each.block, 1), SLOT_ALIGNMENT)
-        runs = planner(pool, costs)
-        buckets += FusionPlan.build(runs, workers, each.name, each.options, collective, align, goes_ahead).buckets
-    position = {tensor.name: i for i, tensor in enumerate(tensors)}
-    return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
 
+    def costs(each: Codec, collective: str) -> StepCosts:
+        return bucket_costs(profile, each, collective, scenario, workers, measured)
 
-def _way(codec: Codec, workers: int, algorithm: str | None, ahead: bool | None) -> tuple[bool, str]:
-    """Return whether a codec's gradients go ahead, and their collective."""
-    if ahead is None:
-        ahead = codec.ahead if algorithm is None else algorithm in collectives.gather_names()
-    algorithm = algorithm or collectives.choose(codec.lossless, workers, ahead=ahead)
-    if ahead:
-        collectives.get_gather(algorithm)
-    else:
-        collectives.get(algorithm)
-    return ahead, algorithm
+    groups = {tensor.name: tensor.group for tensor in tensors}
+    infos = [replace(tensor.info, group=groups.get(tensor.name)) for tensor in profile.model.tensors]
+    return fuse(infos, planner, codec, workers, algorithm=algorithm, ahead=ahead, costs=costs)
 
 
 def choose_codecs(
@@ -136,9 +120,8 @@ def choose_codecs(
 
     def seconds(codec: Codec, tensor: TensorInfo) -> float:
         if codec not in known:
-            known[codec] = bucket_costs(
-                profile, codec, _way(codec, workers, None, None)[1], scenario, workers, measured
-            )
+            algorithm, _ = collectives.settle(None, None, codec, workers)
+            known[codec] = bucket_costs(profile, codec, algorithm, scenario, workers, measured)
         cost = known[codec]
         return cost.encode(tensor.numel) + cost.communicate(tensor.numel) + cost.decode(tensor.numel)
 

@@ -76,10 +76,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Choice:
-    """The codec of a tensor, and why it is that."""
+    """The codec of a tensor, why it is that, and whether costs have decided it."""
 
     codec: Codec
     reason: str
+    auto: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,20 +131,28 @@ class Policy:
         Raises:
             ConfigError: no rule fits, or "auto" has nothing to choose from.
         """
+        number, rule = self.rule_for(tensor)
+        if rule.codec != AUTO:
+            return Choice(codecs.get(rule.codec, **rule.options), f"rule {number}: {rule}")
+        allowed = self.allowed(candidates)
+        if not allowed:
+            raise ConfigError(f"policy: of {', '.join(candidates) or 'no codecs'} none is {self.fidelity}")
+        taken = {name: seconds(codec, tensor) for name, codec in allowed.items()}
+        best, *others = sorted(taken, key=lambda name: (taken[name], name))
+        beaten = f", {others[0]} {taken[others[0]] * 1e3:.2f} ms" if others else ""
+        reason = f"rule {number}: auto, {self.fidelity}: {best} takes {taken[best] * 1e3:.2f} ms alone{beaten}"
+        return Choice(allowed[best], reason, auto=True)
+
+    def rule_for(self, tensor: TensorInfo) -> tuple[int, Rule]:
+        """Return the first rule that fits a tensor, and its number from 1 on; ``ConfigError`` if none does."""
         for number, rule in enumerate(self.rules, 1):
-            if not rule.fits(tensor):
-                continue
-            if rule.codec != AUTO:
-                return Choice(codecs.get(rule.codec, **rule.options), f"rule {number}: {rule}")
-            allowed = {name: codec for name, codec in candidates.items() if self._allows(codec)}
-            if not allowed:
-                raise ConfigError(f"policy: of {', '.join(candidates) or 'no codecs'} none is {self.fidelity}")
-            taken = {name: seconds(codec, tensor) for name, codec in allowed.items()}
-            best, *others = sorted(taken, key=lambda name: (taken[name], name))
-            beaten = f", {others[0]} {taken[others[0]] * 1e3:.2f} ms" if others else ""
-            reason = f"rule {number}: auto, {self.fidelity}: {best} takes {taken[best] * 1e3:.2f} ms alone{beaten}"
-            return Choice(allowed[best], reason)
+            if rule.fits(tensor):
+                return number, rule
         raise ConfigError(f"policy: no rule fits {tensor.name!r} ({tensor.numel} elements); end with a rule for all")
+
+    def allowed(self, candidates: Mapping[str, Codec]) -> dict[str, Codec]:
+        """Return those of the candidates that the fidelity lets "auto" choose from."""
+        return {name: codec for name, codec in candidates.items() if self._allows(codec)}
 
     def _allows(self, codec: Codec) -> bool:
         if self.fidelity == "aggressive":

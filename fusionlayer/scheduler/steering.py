@@ -51,7 +51,12 @@ class Steering(ABC):
 
     The plan is adopted when the next step begins, as by ``Engine.switch``; ranks compare it first. Error feedback goes
     along with the tensors.
+
+    ``str`` is compared over ranks with each plan: two that steer otherwise must differ in it.
     """
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
     @abstractmethod
     def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:

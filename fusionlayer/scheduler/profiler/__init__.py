@@ -11,13 +11,15 @@ import torch
 
 from ...codecs import Codec
 from ...transport import Transport
-from ..cost_model import CodecCost, Curve, LinkCost
+from ..cost_model import LinkCost
 from ..profile import PROFILE_VERSION, Machine, Profile
 from .averages import Points, average
 from .codecs import cpu_seconds, measure_codecs, measure_copy
 from .link import measure_call, measure_collectives, measure_link
 from .machine import cpu_name, describe_machine, file_name
 from .models import BUILT_IN, load_model
+from .online import profile_training
+from .results import as_codecs, as_curve, as_link
 from .step import as_model, measure_step
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "measure_link",
     "measure_profile",
     "measure_step",
+    "profile_training",
 ]
 
 
@@ -139,25 +142,3 @@ def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes) -> 
 def _achieved(exchange: Points) -> str:
     nbytes, seconds = exchange[-1]
     return f"{max(1, round(8 * nbytes / seconds / 1e6))}mbit"
-
-
-def as_curve(points: Points) -> Curve:
-    """Return measured points as a cost."""
-    return Curve(tuple((size, seconds) for size, seconds in points))
-
-
-def as_codecs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, CodecCost]:
-    """Return what ``measure_codecs`` has found as costs."""
-    return {name: CodecCost(**_with_curves(costs)) for name, costs in found.items()}
-
-
-def as_link(found: Mapping[str, Any], overhead: float) -> LinkCost:
-    """Return what ``measure_link`` has found as a cost; ``overhead``: CPU seconds of one more message."""
-    costs = _with_curves(found)
-    return LinkCost(
-        costs["latency"], overhead, costs["cpu_per_byte"], exchange=costs["exchange"], all_reduce=costs["all_reduce"]
-    )
-
-
-def _with_curves(costs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: as_curve(value) if isinstance(value, list) else value for key, value in costs.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -53,20 +54,38 @@ def measure_link(transport: Transport, sizes: Sequence[int], repeats: int) -> di
     return {**call, "cpu_per_byte": per_byte, **curves}
 
 
-def measure_collectives(transport: Transport, sizes: Sequence[int], repeats: int) -> dict[str, Points]:
+def measure_collectives(
+    transport: Transport, sizes: Sequence[int], repeats: int, limit: float = math.inf
+) -> dict[str, Points]:
     """Return seconds of the transfers of each collective by bytes of each rank's message. All ranks call it together.
 
     Messages of a size that is a multiple of neither 4 nor the number of ranks are made shorter by the remainder.
+
+    Args:
+        transport: all ranks.
+        sizes: bytes, growing.
+        repeats: calls for each size, of which the median counts; one more comes before them.
+        limit: seconds for all of it: sizes that would exceed it, were each as much dearer than the one before as it is
+            larger, are left out; the first two never are.
     """
     kinds: dict[str, Callable[[Transport, int], Transfer]] = {
         "dense": _reduce,
         "one_shot": _gather,
         "two_shot": _pieces,
     }
-    return {
-        name: [[size, _transfer(transport, kind(transport, size), repeats)[0]] for size in sizes]
-        for name, kind in kinds.items()
-    }
+    found: dict[str, Points] = {name: [] for name in kinds}
+    spent = torch.zeros(2, dtype=torch.float64)  # on all sizes, on the last one
+    for place, size in enumerate(sizes):
+        if place >= 2 and float(spent[0] + spent[1] * size / sizes[place - 1]) > limit:
+            break
+        start = time.perf_counter()
+        for name, kind in kinds.items():
+            found[name].append([size, _transfer(transport, kind(transport, size), repeats)[0]])
+        if limit < math.inf:
+            spent[1] = time.perf_counter() - start
+            spent[0] += spent[1]
+            transport.broadcast(spent, 0)  # or ranks would stop at different sizes
+    return found
 
 
 def _gather(transport: Transport, nbytes: int) -> Transfer:

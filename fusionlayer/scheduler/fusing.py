@@ -1,0 +1,53 @@
+"""From tensors in order of arrival to a plan: the planner's cuts, and the codec and collective of each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from .. import collectives
+from ..codecs import Codec
+from ..plan import Bucket, FusionPlan, TensorInfo
+from .planners import Planner, StepCosts
+
+__all__ = ["fuse"]
+
+_SLOT_ALIGNMENT = 128
+
+
+def fuse(
+    tensors: Sequence[TensorInfo],
+    planner: Planner,
+    codec: Codec | Mapping[str, Codec],
+    workers: int,
+    *,
+    algorithm: str | None = None,
+    ahead: bool | None = None,
+    costs: Callable[[Codec, str], StepCosts] | None = None,
+) -> FusionPlan:
+    """Return the plan that a planner makes of a step.
+
+    Args:
+        tensors: of the step, in order of arrival.
+        planner: cuts them into buckets; those of different codecs never share one.
+        codec: of all gradients, or of each by its name.
+        workers: number of ranks.
+        algorithm: collective; None chooses.
+        ahead: encode gradients one by one as they arrive; None: as ``algorithm`` needs it, or else as the codec does by
+            default.
+        costs: of a step whose buckets are all encoded by a codec and sent by a collective; for planners that need them.
+
+    Raises:
+        ConfigError: the planner lacks costs, or the collective does not go with ``ahead``.
+    """
+    pools: dict[Codec, list[TensorInfo]] = {}
+    for tensor in tensors:
+        pools.setdefault(codec if isinstance(codec, Codec) else codec[tensor.name], []).append(tensor)
+    buckets: list[Bucket] = []
+    for each, pool in pools.items():
+        collective, goes_ahead = collectives.settle(algorithm, ahead, each, workers)
+        known = None if costs is None else costs(each, collective).within(tensors, pool)
+        align = 1 if goes_ahead else min(max(each.block, 1), _SLOT_ALIGNMENT)
+        runs = planner(pool, known)
+        buckets += FusionPlan.build(runs, workers, each.name, each.options, collective, align, goes_ahead).buckets
+    position = {tensor.name: i for i, tensor in enumerate(tensors)}
+    return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)

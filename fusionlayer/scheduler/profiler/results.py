@@ -1,0 +1,33 @@
+"""Measurements as the costs that a profile has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..cost_model import CodecCost, Curve, LinkCost
+from .averages import Points
+
+__all__ = ["as_codecs", "as_curve", "as_link"]
+
+
+def as_curve(points: Points) -> Curve:
+    """Return measured points as a cost."""
+    return Curve(tuple((size, seconds) for size, seconds in points))
+
+
+def as_codecs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, CodecCost]:
+    """Return what ``measure_codecs`` has found as costs."""
+    return {name: CodecCost(**_with_curves(costs)) for name, costs in found.items()}
+
+
+def as_link(found: Mapping[str, Any], overhead: float) -> LinkCost:
+    """Return what ``measure_link`` has found as a cost; ``overhead``: CPU seconds of one more message."""
+    costs = _with_curves(found)
+    return LinkCost(
+        costs["latency"], overhead, costs["cpu_per_byte"], exchange=costs["exchange"], all_reduce=costs["all_reduce"]
+    )
+
+
+def _with_curves(costs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: as_curve(value) if isinstance(value, list) else value for key, value in costs.items()}
