@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from ... import codecs
 from ...plan import Bucket, FusionPlan, TensorInfo
-from ..engine import SLOT_ALIGNMENT
+from ..fusing import slot_alignment
 
 __all__ = ["EVEN", "PLANNED", "SHAPES", "Point", "Space", "cut"]
 
@@ -104,8 +104,7 @@ class Space:
 
     def _fuse(self, like: Bucket, runs: Sequence[Sequence[TensorInfo]]) -> tuple[Bucket, ...]:
         """Return a bucket for each run that travels like another one."""
-        block = codecs.get(like.codec, **like.options).block
-        align = 1 if like.ahead else min(max(block, 1), SLOT_ALIGNMENT)
+        align = slot_alignment(codecs.get(like.codec, **like.options), like.ahead)
         size = self._planned.world_size
         return FusionPlan.build(runs, size, like.codec, like.options, like.algorithm, align, like.ahead).buckets
 
