@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from ..plan import FusionPlan
 from ..scheduler import planners
 from ..scheduler.cost_model import parse_rate
 from ..scheduler.planners import Planner, Prediction
-from ..scheduler.planning import choose_codecs, make_plan, plan_costs, predict_plan, short_name
+from ..scheduler.planning import make_plan, plan_costs, predict_plan, short_name
 from ..scheduler.policy import AUTO, FIDELITIES, Policy, Rule
 from ..scheduler.profile import Profile
 from ..scheduler.projection import Scenario
+from ..scheduler.selection import Selection, select
 from .arguments import add_cluster, as_options, get_codec, key_value, names, positive, scenario_of
 from .tables import print_table
 
@@ -82,14 +83,20 @@ def run(options: argparse.Namespace) -> None:
     if options.out is None and not options.compare:
         raise ConfigError("nothing to do; give -o PLAN.yaml for the plan, or --compare for a table of planners")
     profile = Profile.from_yaml(options.profile)
-    codec = _codecs(profile, options)
+    codec = _codec(options)
     planner = planners.get(options.planner, **as_options(options.planner_option))
     if options.compare:
         rates = sorted(options.rates or [scenario_of(options, profile).rate], key=parse_rate)
         scenarios = [scenario_of(options, profile, rate) for rate in rates]
         show(profile, codec, scenarios, options)
     if options.out is not None:
-        plan, found = predicted(profile, planner, codec, scenario_of(options, profile), options)
+        scenario = scenario_of(options, profile)
+        if isinstance(codec, Policy):
+            chosen = _select(profile, planner, codec, scenario, options)
+            _show_codecs(profile, chosen)
+            plan, found = chosen.plan, chosen.prediction
+        else:
+            plan, found = predicted(profile, planner, codec, scenario, options)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         plan.to_yaml(options.out)
         print(
@@ -99,25 +106,41 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
-def _codecs(profile: Profile, options: argparse.Namespace) -> Codec | Mapping[str, Codec]:
-    """Return the codec of all gradients, or by a policy that of each; print why it is that."""
+def _codec(options: argparse.Namespace) -> Codec | Policy:
+    """Return the codec of all gradients, or the policy that gives each its own."""
     if options.policy is None and options.codec != AUTO:
         if options.fidelity:
             raise ConfigError("--fidelity is for --codec auto; a codec that is named is what it is")
         return get_codec(options.codec, options.codec_option, options.density)
+    if options.algorithm is not None or options.ahead is not None:
+        raise ConfigError("--algorithm and --ahead are for one codec; those of a policy and of auto go their own ways")
     if options.policy is None:
-        policy = Policy((Rule(AUTO),), options.fidelity or "near_lossless")
-    elif options.fidelity:
+        return Policy((Rule(AUTO),), options.fidelity or "near_lossless")
+    if options.fidelity:
         raise ConfigError("--fidelity is for --codec auto; a policy's stands in its file")
-    else:
-        policy = Policy.from_yaml(options.policy)
-    chosen = choose_codecs(profile, policy, scenario_of(options, profile), options.workers, _measured(options))
+    return Policy.from_yaml(options.policy)
+
+
+def _select(
+    profile: Profile, planner: Planner, policy: Policy, scenario: Scenario, options: argparse.Namespace
+) -> Selection:
+    return select(profile, policy, planner, scenario, options.workers, measured=_measured(options))
+
+
+def _show_codecs(profile: Profile, chosen: Selection) -> None:
+    """Print the codec of each gradient, and why it is that."""
     rows = [
-        (tensor.name, str(tensor.numel), short_name(chosen[tensor.name].codec), chosen[tensor.name].reason)
+        (
+            tensor.name,
+            str(tensor.numel),
+            short_name(chosen.choices[tensor.name].codec),
+            chosen.choices[tensor.name].reason,
+        )
         for tensor in profile.model.tensors
     ]
     print_table("Codecs", ("tensor", "elements", "codec", "why"), rows, right=(1,))
-    return {name: choice.codec for name, choice in chosen.items()}
+    if chosen.verdict:
+        print(f"{chosen.verdict[0].upper()}{chosen.verdict[1:]}.")
 
 
 def _measured(options: argparse.Namespace) -> bool:
@@ -128,11 +151,14 @@ def _measured(options: argparse.Namespace) -> bool:
 def predicted(
     profile: Profile,
     planner: Planner,
-    codec: Codec | Mapping[str, Codec],
+    codec: Codec | Policy,
     scenario: Scenario,
     options: argparse.Namespace,
 ) -> tuple[FusionPlan, Prediction]:
     """Return a planner's plan and its timeline."""
+    if isinstance(codec, Policy):
+        chosen = _select(profile, planner, codec, scenario, options)
+        return chosen.plan, chosen.prediction
     measured = _measured(options)
     plan = make_plan(
         profile,
@@ -155,9 +181,7 @@ def compare() -> list[tuple[str, Planner]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def show(
-    profile: Profile, codec: Codec | Mapping[str, Codec], scenarios: Sequence[Scenario], options: argparse.Namespace
-) -> None:
+def show(profile: Profile, codec: Codec | Policy, scenarios: Sequence[Scenario], options: argparse.Namespace) -> None:
     """Print a row for each planner, and in it for each rate what is predicted of its plan."""
     rows = []
     for name, planner in compare():

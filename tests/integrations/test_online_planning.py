@@ -1,0 +1,239 @@
+"""Training that plans by what its own first steps take: the same on every rank, and the same results."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusionlayer as fl
+from fusionlayer.errors import ConfigError
+from fusionlayer.integrations.construction import Wishes, make_engine
+from fusionlayer.scheduler import Scaling
+from fusionlayer.scheduler.planning import plan_costs
+from fusionlayer.scheduler.profile import Profile
+from fusionlayer.scheduler.projection import Scenario
+from fusionlayer.timeline import Timeline
+from fusionlayer.transport import local
+from tests.harness import run_ranks
+from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
+from tests.integrations.test_optimizer_results import assert_same_bits, sgd, trained
+from tests.integrations.training import make_model, reference, train, weights
+from tests.scheduler.engines import MODEL
+from tests.scheduler.measured import costs_measured
+
+STEPS = 10  # the switch comes after the eighth
+BY_COSTS = [name for name in fl.planners.names() if fl.planners.get(name).needs_costs]
+
+
+def deep(rank: int, steps: int = STEPS, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Return weights and optimizer of a model with some more tensors, trained."""
+    model = nn.Sequential(make_model()[0], *[nn.Linear(40, 40) for _ in range(3)], make_model()[2])
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-0.1, 0.1 + 0.01 * i, parameter.numel()).view(parameter.shape))
+    optimizer: Any = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+    train(model, optimizer, rank, range(steps))
+    return weights(model), optimizer
+
+
+# ---- ranks that are threads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("planner", BY_COSTS)
+def test_results_are_those_of_one_process(planner: str) -> None:
+    with costs_measured(latency=0.0, per_byte=1e-6) as network:
+        assert torch.equal(assert_same_bits(trained(3, STEPS, planner=planner)), reference(3, STEPS, sgd))
+    assert sorted(network.ranks) == [0, 1, 2]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_switch_changes_no_bit_of_sparse_training(overlap: bool) -> None:
+    """Ahead of fusion each tensor is selected by itself, so whatever it travels with the sums are the same."""
+
+    def rank_main(rank: int, **options: Any) -> torch.Tensor:
+        model = make_model()
+        optimizer: Any = fl.DistributedOptimizer(
+            sgd(model.parameters()),
+            model.named_parameters(),
+            codec="dgc",
+            density=0.05,
+            overlap_forward=model if overlap else None,
+            **options,
+        )
+        train(model, optimizer, rank, range(STEPS))
+        optimizer.synchronize()
+        counts.append(len(optimizer.fusion_plan.buckets))
+        optimizer.close()
+        return weights(model)
+
+    counts: list[int] = []
+    expected = assert_same_bits(local.run(lambda rank: rank_main(rank), 2))
+    with costs_measured(latency=0.0, per_byte=1e-6):
+        cupcake = fl.planners.get("cupcake", partition="optimal")
+        assert torch.equal(assert_same_bits(local.run(lambda rank: rank_main(rank, planner=cupcake), 2)), expected)
+    assert counts[:2] == [1, 1] and counts[2] == counts[3] > 1
+
+
+@pytest.mark.short
+def test_what_was_measured_serves_the_next_run_and_explain(tmp_path: Path) -> None:
+    def first(rank: int) -> None:
+        _, optimizer = deep(rank, codec="int8", planner="mg_wfbp")
+        if rank == 0:
+            optimizer.fusion_plan.to_yaml(tmp_path / "plan.yaml")
+            optimizer.cost_profile.to_yaml(tmp_path / "profile.yaml")
+        optimizer.close()
+
+    def second(rank: int) -> fl.FusionPlan:
+        _, optimizer = deep(rank, 1, codec="int8", planner="mg_wfbp", profile=tmp_path / "profile.yaml")
+        plan = optimizer.fusion_plan
+        optimizer.close()
+        assert isinstance(plan, fl.FusionPlan)
+        return plan
+
+    with costs_measured(latency=1e-4, per_byte=1e-7) as network:
+        local.run(first, 2)
+        assert len(network.ranks) == 2
+        plans = local.run(second, 2)
+        assert len(network.ranks) == 2, "nothing is measured again"
+    profile, plan = Profile.from_yaml(tmp_path / "profile.yaml"), fl.FusionPlan.from_yaml(tmp_path / "plan.yaml")
+    assert plans == [plan, plan]
+    assert len(plan_costs(profile, plan, Scenario(profile.fastest_rate), measured=True)) == len(plan.buckets)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("fidelity", ["lossless", "near_lossless", "aggressive"])
+def test_auto_chooses_and_says_why(fidelity: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusionlayer")
+
+    def rank_main(rank: int) -> tuple[torch.Tensor, set[str]]:
+        trained_weights, optimizer = deep(rank, codec="auto", fidelity=fidelity)
+        used = {bucket.codec for bucket in optimizer.fusion_plan.buckets}
+        optimizer.close()
+        return trained_weights, used
+
+    with costs_measured(latency=1e-6, per_byte=1e-5):
+        found = local.run(rank_main, 2)
+    assert_same_bits([mine for mine, _ in found])
+    sparse = {"topk", "dgc"}
+    expected = {"lossless": {"raw"}, "near_lossless": {"int"}, "aggressive": {"int", *sparse}}[fidelity]
+    assert found[0][1] == found[1][1] <= expected
+    tables = [text for text in (record.getMessage() for record in caplog.records) if text.startswith("codecs by")]
+    assert len(tables) == 1, "rank 0 alone"
+    assert tables[0].count(f"rule 1: auto, {fidelity}: ") == 10
+
+
+@pytest.mark.short
+def test_rules_hold_from_the_first_step(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("rules: [{match: '*bias', codec: raw}, {codec: int, options: {bits: 8}}]")
+
+    def rank_main(rank: int) -> dict[str, str]:
+        _, optimizer = deep(rank, 1, policy=policy)
+        by_name = {name: bucket.codec for bucket in optimizer.fusion_plan.buckets for name in bucket.names}
+        assert optimizer.cost_profile is None, "rules that leave nothing open need no costs"
+        optimizer.close()
+        return by_name
+
+    with costs_measured(latency=1e-6, per_byte=1e-5) as network:
+        first, second = local.run(rank_main, 2)
+    assert first == second and len(first) == 10 and not network.ranks
+    assert all((codec == "raw") == name.endswith("bias") for name, codec in first.items())
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "auto", "density": 0.1}, "codec 'auto' takes no options, got {'density': 0.1}"),
+        ({"codec": "auto", "fidelity": "none"}, "expected one of: lossless, near_lossless, aggressive"),
+        ({"codec": "auto", "algorithm": "gather"}, "algorithm='gather' and ahead=None beside codec 'auto'"),
+        ({"codec": "int8", "fidelity": "lossless"}, "fidelity='lossless' is for codec='auto'"),
+        ({"codec": "int8", "policy": "policy.yaml"}, "got a codec and a policy"),
+        ({"policy": "policy.yaml", "fidelity": "lossless"}, "stand in the policy's file"),
+        ({"policy": "no_such.yaml"}, "policy no_such.yaml cannot be read"),
+        ({"planner": "safusion", "profile": "no_such.yaml"}, "profile no_such.yaml cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    def rank_main(rank: int) -> None:
+        model = make_model()
+        with pytest.raises(ConfigError, match=message):
+            fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+
+    local.run(rank_main, 2)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("wishes", "what"), [(Wishes(planner="safusion"), "planner 'safusion'"), (Wishes(codec="auto"), "codec 'auto'")]
+)
+def test_costs_of_a_gpu_are_not_guessed(wishes: Wishes, what: str) -> None:
+    def rank_main(rank: int) -> None:
+        transport = local.current()
+        assert transport is not None
+        with pytest.raises(ConfigError, match=f"{what} plans by costs that are measured for the CPU only .* on cuda"):
+            make_engine(
+                wishes,
+                MODEL,
+                transport,
+                torch.device("cuda", 0),
+                scaling=Scaling(),
+                timeline=Timeline(None, rank),
+                overlap_forward=False,
+            )
+
+    local.run(rank_main, 2)
+
+
+@pytest.mark.short
+def test_the_configuration_has_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("codec: auto\nfidelity: lossless\nplanner: safusion\nreplan: false\n")
+    monkeypatch.setenv("FUSIONLAYER_CONFIG", str(config))
+
+    def rank_main(rank: int) -> set[str]:
+        _, optimizer = deep(rank)
+        used = {bucket.codec for bucket in optimizer.fusion_plan.buckets}
+        assert optimizer.cost_profile is not None
+        optimizer.close()
+        return used
+
+    with costs_measured(latency=1e-6, per_byte=1e-5) as network:
+        assert local.run(rank_main, 2) == [{"raw"}, {"raw"}]
+    assert len(network.ranks) == 2
+
+
+# ---- ranks that are processes ---------------------------------------------------------------------------------------
+
+
+def check_training(rank: int, world: int) -> None:
+    """With costs that are measured in earnest."""
+    dense, plain = deep(rank, codec="raw")
+    plain.close()
+    for options in (
+        {"codec": "raw", "planner": "safusion"},
+        {"codec": "dgc", "density": 0.1, "planner": "safusion"},
+        {"codec": "auto", "fidelity": "aggressive", "planner": "cupcake"},
+    ):
+        mine, optimizer = deep(rank, **options)
+        assert_same_on_all_ranks(mine)
+        assert optimizer.cost_profile is not None and optimizer.fusion_plan is not None
+        assert optimizer.cost_profile.model.tensors[0].ready == 0
+        optimizer.close()
+        if options["codec"] == "raw" and world == 2:
+            assert torch.equal(mine, dense)
+        elif options["codec"] == "raw":
+            torch.testing.assert_close(mine, dense)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("world", [2, 3])
+def test_training(world: int) -> None:
+    run_ranks(check_training, world, timeout=50)
