@@ -95,7 +95,9 @@ def make_engine(
         if profile is not None:
             plan = by_measuring.plan_by(Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile)
     if tuning is not None:
-        steering = Autotuner(tensors, tuning, transport.rank, device, overlap_forward, first=None if plan is not None else steering)
+        steering = Autotuner(
+            tensors, tuning, transport.rank, device, overlap_forward, first=None if plan is not None else steering
+        )
     return Engine(
         tensors,
         transport.duplicate(),

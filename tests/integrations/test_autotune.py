@@ -17,12 +17,13 @@ from fusionlayer import context
 from fusionlayer.config import Config
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.construction import autotuning
+from fusionlayer.scheduler.autotune import search
 from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_results import sgd
 from tests.integrations.training import CLASSES, FEATURES, fill, train, weights
 
-STEPS = 150
+STEPS = 100
 
 
 def deep_model() -> nn.Sequential:
@@ -55,8 +56,14 @@ def assert_same_on_all_ranks(mine: Tensor) -> None:
     assert all(torch.equal(theirs, mine) for theirs in every)
 
 
+def hurry() -> None:
+    """Let windows be as short as they get, so that much is tried in few steps; in a process of its own."""
+    search.WINDOW_SECONDS = 0.0
+
+
 def check_training(rank: int, world: int, folder: str) -> None:
     """For ``raw`` the bits of untuned training, since a sum is in rank order wherever its element stands."""
+    hurry()
     untuned, _ = trained(rank, planner="wfbp")
     for planner in ("wfbp", "single"):
         for overlap in (False, True):
@@ -87,6 +94,7 @@ def test_training(world: int, tmp_path: Path) -> None:
 
 def check_planner_that_measures(rank: int, world: int) -> None:
     """The plan that the first steps bring is where tuning begins."""
+    hurry()
     untuned, _ = trained(rank)
     tuned, counts = trained(rank, autotune=True, planner="mg_wfbp")
     assert torch.equal(tuned, untuned) and len(counts) > 2
@@ -106,12 +114,18 @@ def check_ddp(rank: int, world: int) -> None:
             model.register_parameter("never", nn.Parameter(torch.ones(3)))
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005, find_unused_parameters=unused)
         hook = fl.ddp.register(ddp, "raw", **options)
-        train(ddp, sgd(ddp.parameters()), rank, range(60))
+        optimizer, counts = sgd(ddp.parameters()), set()
+        for step in range(60):
+            train(ddp, optimizer, rank, [step])
+            if options:
+                counts.add(len(hook._engine.plan.buckets))
+        assert not options or len(counts) > 3, "nothing was tried"
         state = hook.state_dict()
         hook.load_state_dict(state)
         hook.close()
         return weights(model), state
 
+    hurry()
     for unused in (False, True):
         plain, _ = train_ddp(unused)
         tuned, state = train_ddp(unused, autotune=True)
@@ -127,6 +141,7 @@ def test_ddp(world: int) -> None:
 
 def check_ddp_feedback(rank: int, world: int) -> None:
     """What came out and what is kept is what was given, over plans and DDP's own rebuilding."""
+    hurry()
     model, alone = DistributedDataParallel(deep_model(), bucket_cap_mb=0.0005), deep_model()
     hook = fl.ddp.register(model, "int4", autotune=True)
     given = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in alone.named_parameters()}
@@ -170,16 +185,19 @@ def test_ddp_failure() -> None:
 
 @pytest.mark.short
 def test_what_settings_and_arguments_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    def configured(**values: Any) -> None:
+        monkeypatch.setattr(context, "settings", lambda: Config(**values))
+
+    configured()
     assert autotuning(None) is None and autotuning(False) is None
     assert autotuning(True) == fl.Autotune()
-    settings = Config(autotune=True, autotune_options={"steps": 500, "drift": 0.2})
-    monkeypatch.setattr(context, "settings", lambda: settings)
+    configured(autotune=True, autotune_options={"steps": 500, "drift": 0.2})
     assert autotuning(None) == fl.Autotune(steps=500, drift=0.2) == autotuning(True)
     assert autotuning(False) is None
     assert autotuning(fl.Autotune(steps=7)) == fl.Autotune(steps=7)
     with pytest.raises(ConfigError, match="autotune='yes'; expected True, False or"):
         autotuning("yes")  # type: ignore[arg-type]
-    settings = Config(autotune=True, autotune_options={"step": 500})
+    configured(autotune=True, autotune_options={"step": 500})
     with pytest.raises(ConfigError, match="unknown option 'step'; did you mean 'steps'"):
         autotuning(None)
 
@@ -196,7 +214,10 @@ def test_replan_beside_autotune_is_refused() -> None:
 
 @pytest.mark.short
 def test_one_rank_tunes_nothing() -> None:
-    model = deep_model()
-    optimizer: Any = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), autotune=True)
-    train(model, optimizer, 0, range(3))
-    assert optimizer.fusion_plan is None
+    def body(rank: int) -> None:
+        model = deep_model()
+        optimizer: Any = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), autotune=True)
+        train(model, optimizer, rank, range(3))
+        assert optimizer.fusion_plan is None
+
+    local.run(body, 1)

@@ -50,9 +50,11 @@ class Clock(Autotuner):
         return super().next_plan(transport)
 
 
-def tuned(transport: Transport, steps: int, settings: Autotune = Autotune(), **options: Any) -> tuple[Clock, Engine]:
+def tuned(transport: Transport, steps: int, settings: Autotune | None = None, **options: Any) -> tuple[Clock, Engine]:
     """Return what has tuned an engine for some steps, and the engine; sums are checked."""
-    clock = Clock(settings, transport.rank, slow_rank=transport.size - 1, first=options.pop("first", None))
+    clock = Clock(
+        settings or Autotune(), transport.rank, slow_rank=transport.size - 1, first=options.pop("first", None)
+    )
     options = {"codec": codecs.get("raw"), "planner": planners.get("wfbp"), **options}
     engine = make_engine(transport, steering=clock, **options)
     exact = [exact_sum(transport.size, step) for step in range(2)]

@@ -248,11 +248,11 @@ class Search:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the median of steps, without those that took over twice as long as the median of all: pauses, not steps."""
+    """Return the median of steps; those that took over twice as long as the median of all are pauses and left out."""
     middle = statistics.median(seconds)
     return statistics.median(took for took in seconds if took <= 2 * middle)
 
 
 def _by_chance(wins: int, pairs: int) -> float:
     """Return how probable so many wins or more are for two equal plans: the one-sided sign test."""
-    return math.fsum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / 2**pairs
+    return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / float(2**pairs)

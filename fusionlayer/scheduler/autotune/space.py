@@ -92,7 +92,7 @@ class Space:
         if point.shape == PLANNED:
             return self._planned
         total = sum(tensor.nbytes for _, pool in self._free.values() for tensor in pool)
-        buckets = []
+        buckets: list[Bucket] = []
         for like, pool in self._free.values():
             share = sum(tensor.nbytes for tensor in pool) / total if total else 1 / len(self._free)
             count = min(max(round(point.buckets * share), 1), len(pool))
