@@ -178,7 +178,7 @@ def test_costs_of_a_gpu_are_not_guessed(wishes: Wishes, what: str) -> None:
     def rank_main(rank: int) -> None:
         transport = local.current()
         assert transport is not None
-        with pytest.raises(ConfigError, match=f"{what} plans by costs that are measured for the CPU only .* on cuda"):
+        with pytest.raises(ConfigError, match=f"{what} plans by costs that are measured for the CPU only.* on cuda"):
             make_engine(
                 wishes,
                 MODEL,
