@@ -220,7 +220,7 @@ def check_training(rank: int, world: int) -> None:
     for options in (
         {"codec": "raw", "planner": "safusion"},
         {"codec": "dgc", "density": 0.1, "planner": "safusion"},
-        {"codec": "auto", "fidelity": "aggressive", "planner": "cupcake"},
+        {"codec": "auto", "planner": "cupcake"},
     ):
         mine, optimizer = deep(rank, **options)
         assert_same_on_all_ranks(mine)
@@ -234,6 +234,7 @@ def check_training(rank: int, world: int) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("world", [2, 3])
 def test_training(world: int) -> None:
-    run_ranks(check_training, world, timeout=50)
+    run_ranks(check_training, world, timeout=140)
