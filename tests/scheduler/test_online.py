@@ -50,7 +50,7 @@ def step_of(backward: float = 0.01, communication: float = 0.004, waiting: float
 def drive(
     planner: OnlinePlanner, transport: Transport, steps: Iterable[StepSeconds], first: FusionPlan | None = None
 ) -> list[FusionPlan]:
-    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it is given."""
+    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it gets."""
     plans = [first or fuse(MODEL, START, RAW, transport.size)]
     for number, seconds in enumerate(steps):
         planner.note_step(SimpleNamespace(plan=plans[-1]), number, seconds)  # type: ignore[arg-type]
