@@ -20,6 +20,7 @@ WINDOW_SECONDS = 0.2
 WINDOW_STEPS = (5, 20)
 
 CLEARLY_SLOWER = 1.1
+CLEARLY_FASTER = 0.8
 WORTH_A_DUEL = 1.02
 DUELS = 3
 WORTH_A_SWITCH = 0.98
@@ -89,7 +90,7 @@ class Search:
        two in a row are slower by more than a tenth.
     2. Duel: the fastest of those, one after the other, against the best plan in as many windows as it takes. A
        challenger wins if a sign test says that chance would do this in 1 of 20 cases, and if the median gain is 2 % or
-       more. One that falls behind is dropped at once.
+       more; or if it is a fifth faster twice. One that falls behind is dropped at once.
     3. Near the best plan: other shapes and half an octave more or fewer buckets, a window each; duels as before; again
        around each new winner, until none wins. No plan has more than one such window and one duel in a search, so it
        ends.
@@ -196,6 +197,8 @@ class Search:
                 return 1.0
             if len(ratios) >= 6 and middle > WORTH_A_SWITCH:
                 return 1.0
+            if len(ratios) >= 2 and max(ratios) < CLEARLY_FASTER:
+                return middle
             if middle <= WORTH_A_SWITCH and _by_chance(sum(ratio < 1 for ratio in ratios), len(ratios)) <= CHANCE:
                 return middle
         return 1.0
