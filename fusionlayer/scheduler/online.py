@@ -277,9 +277,14 @@ def _words(plan: FusionPlan, prediction: Prediction) -> str:
 
 
 def _table(profile: Profile, choices: Mapping[str, Choice]) -> str:
+    """Return a row for each codec, why it was chosen and for tensors of which size; tensors are often alike."""
+    alike: dict[tuple[int, str, str], list[str]] = {}
+    for tensor in profile.model.tensors:
+        choice = choices[tensor.name]
+        alike.setdefault((tensor.numel, short_name(choice.codec), choice.reason), []).append(tensor.name)
     rows = [
-        (tensor.name, str(tensor.numel), short_name(choices[tensor.name].codec), choices[tensor.name].reason)
-        for tensor in profile.model.tensors
+        (first + f" and {len(others)} more" * bool(others), str(numel), codec, reason)
+        for (numel, codec, reason), (first, *others) in alike.items()
     ]
     names, elements, kinds = (max(len(row[column]) for row in rows) for column in range(3))
     return "\n".join(f"{row[0]:{names}}  {row[1]:>{elements}}  {row[2]:{kinds}}  {row[3]}" for row in rows)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from fusionlayer.scheduler.profiler import (
     average,
     describe_machine,
     file_name,
+    link,
     load_model,
     measure_codecs,
     measure_collectives,
@@ -109,9 +113,15 @@ def test_collectives_have_costs_with_any_number_of_ranks() -> None:
         assert all([size for size, _ in points] == [1024, 4096] for points in found.values())
 
 
-def test_sizes_end_where_they_would_take_too_long() -> None:
+def test_sizes_end_where_they_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank stops at the same size, by the clock of rank 0; the first two are always measured."""
     sizes = (1024, 2048, 4096, 8192)
+    clocks = {f"rank {rank}": count(0, 1000 * rank) for rank in range(3)}
+    clock = lambda: float(next(clocks[threading.current_thread().name]))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "time", SimpleNamespace(perf_counter=clock, process_time=lambda: 0.0))
+        for found in over_threads(3, lambda transport: measure_collectives(transport, sizes, repeats=1, limit=1.0)):
+            assert all([size for size, _ in points] == list(sizes) for points in found.values())
     for found in over_threads(3, lambda transport: measure_collectives(transport, sizes, repeats=1, limit=0.0)):
         assert all([size for size, _ in points] == [1024, 2048] for points in found.values())
     for found in over_threads(2, lambda transport: measure_collectives(transport, sizes, repeats=1, limit=1e6)):
