@@ -13,6 +13,7 @@ import fusionlayer as fl
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from fusionlayer.registry import nearest
+from fusionlayer.scheduler.policy import AUTO, FIDELITIES
 
 __all__ = ["OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
 
@@ -20,7 +21,7 @@ SEPARATOR = "+"
 OVERLAP = SEPARATOR + "overlap"
 """Ends the name of a variant whose communication goes on during the next forward."""
 
-_WORDS = ("behind", "overlap")
+_WORDS = ("autotune", "behind", "overlap")
 
 
 def codec_presets() -> list[str]:
@@ -35,12 +36,13 @@ class Variant:
     """One way of fusionlayer to average gradients: ``dgc+density=0.001+safusion+overlap``, the codec first.
 
     Attributes:
-        codec: registered name; what follows in the name may stand in any order.
-        options: of the codec, each a word KEY=VALUE.
+        codec: registered name, or "auto"; what follows in the name may stand in any order.
+        options: of the codec, each a word KEY=VALUE; of "auto" its ``fidelity``.
         planner: a word that is a planner's name; None: the default.
         behind: the codec gets whole buckets, and sparse ones are summed by ``one_shot``: what the others compare with
             sparsification ahead of fusion. The word "behind".
         overlap: the next forward begins before all gradients have arrived. The word "overlap".
+        autotune: the plan is searched for by measured steps. The word "autotune".
     """
 
     codec: str
@@ -48,6 +50,7 @@ class Variant:
     planner: str | None = None
     behind: bool = False
     overlap: bool = False
+    autotune: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Variant:
@@ -68,10 +71,18 @@ class Variant:
                 raise ValueError(f"{name!r}: unknown word {word!r}; {known}, or KEY=VALUE for an option of the codec")
         variant = cls(codec, options, **found)
         try:
-            variant.make_codec()
+            if codec != AUTO:
+                variant.make_codec()
+            elif not options.keys() <= {"fidelity"} or options.get("fidelity", FIDELITIES[0]) not in FIDELITIES:
+                raise ConfigError(f"auto takes fidelity={'|'.join(FIDELITIES)}, got {options}")
         except ConfigError as error:
             raise ValueError(f"{name!r}: {error}") from None
         return variant
+
+    @property
+    def measures(self) -> bool:
+        """Whether the first steps are measured, before the plan is made that the others have."""
+        return self.codec == AUTO or self.planner is not None and fl.planners.get(self.planner).needs_costs
 
     @property
     def about(self) -> str:
@@ -81,6 +92,7 @@ class Variant:
         parts += [f"the planner {self.planner}"] if self.planner else []
         parts += ["sparsified behind fusion"] if self.behind else []
         parts += ["overlap_forward"] if self.overlap else []
+        parts += ["autotune"] if self.autotune else []
         return ", ".join(parts)
 
     def make_codec(self) -> Codec:
@@ -101,7 +113,9 @@ class Variant:
         return fl.DistributedOptimizer(
             optimizer,
             model.named_parameters(),
-            codec=codec or self.make_codec(),
+            codec=codec or (AUTO if self.codec == AUTO else self.make_codec()),
+            fidelity=self.options.get("fidelity") if self.codec == AUTO else None,
+            autotune=self.autotune or None,
             planner=self.planner,
             plan=plan,
             algorithm="one_shot" if self.behind else None,

@@ -19,10 +19,12 @@ from .integrations import ddp
 from .integrations.optimizer import DistributedOptimizer
 from .plan import FusionPlan
 from .scheduler import planners
+from .scheduler.autotune import Autotune
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Autotune",
     "Average",
     "ConfigError",
     "DistributedOptimizer",

@@ -49,6 +49,12 @@ class Config:
         "near_lossless",
     )
     replan: bool = _setting("what plans by costs measures and plans again when steps have drifted", True)
+    autotune: bool = _setting(
+        "while training runs, search for the number and sizes of buckets with the shortest measured steps", False
+    )
+    autotune_options: Mapping[str, Any] = _setting(
+        "`steps`, `every`, `drift`, `log`: the fields of `fusionlayer.Autotune`", factory=dict
+    )
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
@@ -77,6 +83,8 @@ class Config:
             "policy": (str, type(None)),
             "fidelity": str,
             "replan": bool,
+            "autotune": bool,
+            "autotune_options": Mapping,
             "error_feedback": (bool, type(None)),
             "checksum": bool,
             "timeout": (int, float),

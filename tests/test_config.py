@@ -49,6 +49,8 @@ WRONG = {
     "policy": "3",
     "fidelity": "null",
     "replan": "1",
+    "autotune": "1",
+    "autotune_options": "[5]",
     "error_feedback": "1",
     "checksum": "'yes'",
     "timeout": "soon",

@@ -121,6 +121,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         plan = FusionPlan.build([MODEL], 4, codec.name, codec.options, "two_shot", 1)
         plan.to_yaml(path)
         back = FusionPlan.from_yaml(str(path))
+        assert FusionPlan.from_bytes(plan.to_bytes()) == plan
         assert back == plan and back.digest() == plan.digest()
         bucket = back.buckets[0]
         assert codecs.get(bucket.codec, **bucket.options) == codec

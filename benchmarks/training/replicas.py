@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.variants import Variant
+from fusionlayer.scheduler.policy import AUTO
 
 from .methods import COMPUTE
 from .timed_codec import Clock, timed
@@ -27,6 +28,9 @@ __all__ = ["Replica", "Trainee", "Turn", "digest", "make_replica"]
 POWERSGD_RANK = 4
 POWERSGD_START = 2
 """Steps before PowerSGD compresses, of which warm start needs two."""
+
+MEASURED_STEPS = 12
+"""Until a planner that measures has done so, and its plan is at work."""
 
 ONE_BUCKET = 1000
 """Megabytes: more than any model here. With several buckets PowerSGD's collectives come in different orders on
@@ -226,10 +230,14 @@ class PowerSGD(Trainee):
 def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer, plan: str | None) -> Replica:
     variant, clock = Variant.parse(method), Clock()
     kind = Overlapped if variant.overlap else Waiting
-    if plan is not None:
-        return kind(workload, model, variant.wrap(optimizer, model, plan=plan))
-    codec = timed(variant.make_codec(), f"{method} (timed)", clock)
-    return kind(workload, model, variant.wrap(optimizer, model, codec), clock)
+    if plan is not None or variant.codec == AUTO:
+        replica = kind(workload, model, variant.wrap(optimizer, model, plan=plan))
+    else:
+        codec = timed(variant.make_codec(), f"{method} (timed)", clock)
+        replica = kind(workload, model, variant.wrap(optimizer, model, codec), clock)
+    if plan is None and variant.measures:
+        replica.warm_up = MEASURED_STEPS
+    return replica
 
 
 def _fastest_buckets(workload: Workload) -> int:

@@ -15,7 +15,8 @@ from ..config import Config
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
-from ..scheduler import CPU_LANES, Engine, Scaling, planners
+from ..scheduler import CPU_LANES, Engine, Scaling, Steering, planners
+from ..scheduler.autotune import Autotune, Autotuner
 from ..scheduler.online import OnlinePlanner
 from ..scheduler.planners import Planner
 from ..scheduler.policy import AUTO, Policy, Rule
@@ -23,7 +24,7 @@ from ..scheduler.profile import Profile
 from ..timeline import Timeline
 from ..transport import Transport
 
-__all__ = ["Wishes", "make_engine"]
+__all__ = ["Wishes", "autotuning", "make_engine"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Wishes:
     fidelity: str | None = None
     replan: bool | None = None
     error_feedback: bool | None = None
+    autotune: bool | Autotune | None = None
 
 
 def make_engine(
@@ -71,10 +73,14 @@ def make_engine(
             f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, whose codecs each go their "
             "own way; leave them out"
         )
-    steering = None
+    tuning = autotuning(wishes.autotune)
+    replan = settings.replan if wishes.replan is None else wishes.replan
+    if tuning is not None and wishes.replan:
+        raise ConfigError("replan=True beside autotune, which itself looks for drift, by measured steps; leave one out")
+    steering: Steering | None = None
     if plan is None and by_costs:
         _refuse_cuda(device, planner)
-        steering = OnlinePlanner(
+        steering = by_measuring = OnlinePlanner(
             tensors,
             planner,
             codec if isinstance(codec, Policy) and _has_auto(codec, tensors) else first,
@@ -82,12 +88,16 @@ def make_engine(
             transport.size,
             algorithm=algorithm,
             ahead=ahead,
-            replan=settings.replan if wishes.replan is None else wishes.replan,
+            replan=replan and tuning is None,
             local_size=context.local_size(),
         )
         profile = wishes.profile if wishes.profile is not None else settings.profile
         if profile is not None:
-            plan = steering.plan_by(Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile)
+            plan = by_measuring.plan_by(Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile)
+    if tuning is not None:
+        steering = Autotuner(
+            tensors, tuning, transport.rank, device, overlap_forward, first=None if plan is not None else steering
+        )
     return Engine(
         tensors,
         transport.duplicate(),
@@ -105,6 +115,21 @@ def make_engine(
         overlap_forward=overlap_forward,
         steering=steering,
     )
+
+
+def autotuning(asked: bool | Autotune | None) -> Autotune | None:
+    """Return how to autotune, or None for not at all; ``asked`` is an argument, which the job's settings complete.
+
+    Raises:
+        ConfigError: it is something else, or the settings have options that there are not.
+    """
+    settings = context.settings()
+    if isinstance(asked, Autotune):
+        return asked
+    if asked is not None and not isinstance(asked, bool):
+        raise ConfigError(f"autotune={asked!r}; expected True, False or fusionlayer.Autotune(...)")
+    wanted = settings.autotune if asked is None else asked
+    return Autotune.of(settings.autotune_options) if wanted else None
 
 
 def _codec(wishes: Wishes, settings: Config) -> Codec | Policy:

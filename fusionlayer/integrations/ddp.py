@@ -19,10 +19,13 @@ from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import Bucket, Slot
 from ..scheduler import AheadBuffer, Job, Memory, Worker, located
+from ..scheduler.autotune import Autotune
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
 from ..wire import WIRE_VERSION
+from .construction import Wishes, autotuning
+from .ddp_fused import FusingHook
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -36,12 +39,13 @@ def register(
     algorithm: str | None = None,
     error_feedback: bool | None = None,
     ahead: bool | None = None,
+    autotune: bool | Autotune | None = None,
     **codec_options: Any,
-) -> CommHook:
+) -> CommHook | FusingHook:
     """Send the gradients of ``model`` compressed, over the ranks of its process group; call it before training.
 
-    DDP keeps choosing the buckets; each is averaged on a thread of its own while backward goes on. What a failure
-    raises comes out of ``backward()``.
+    DDP keeps choosing the buckets, save with ``autotune``; each is averaged on a thread of its own while backward goes
+    on. What a failure raises comes out of ``backward()``.
 
     Args:
         model: wrapped by DistributedDataParallel, without another communication hook.
@@ -50,6 +54,9 @@ def register(
         error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse.
         ahead: encode the gradients of a bucket one by one; False encodes the bucket as it is. None: as ``algorithm``
             needs it, or without one as is best for the codec: one by one for those that sparsify.
+        autotune: fuse gradients by plans instead, the configured planner's first, and search for the one with the
+            shortest measured steps while training runs. The hook gets gradients when a bucket of DDP's is full: small
+            ones (``bucket_cap_mb=1``) leave plans most room. An ``Autotune`` says how; None takes the configured value.
         codec_options: options of a codec given by name.
 
     Returns:
@@ -72,6 +79,19 @@ def register(
             "cannot have; give ddp.register a codec, or wrap the optimizer in DistributedOptimizer"
         )
     transport = context.transport(model.process_group)
+    tuning = autotuning(autotune)
+    if tuning is not None and transport.size > 1:
+        wishes = Wishes(
+            codec=codec,
+            codec_options=codec_options,
+            algorithm=algorithm,
+            ahead=ahead,
+            error_feedback=error_feedback,
+            autotune=tuning,
+        )
+        fusing = FusingHook(model, wishes)
+        model.register_comm_hook(fusing, lambda hook, bucket: hook(bucket))
+        return fusing
     chosen = make_codec(codec, codec_options)
     settings = context.settings()
     algorithm, ahead = collectives.settle(

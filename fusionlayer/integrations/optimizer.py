@@ -22,6 +22,7 @@ from ..errors import ConfigError, UsageError
 from ..functional import Average, Group, ReduceOp, check_op
 from ..plan import FusionPlan
 from ..scheduler import Engine, Scaling
+from ..scheduler.autotune import Autotune, Autotuner
 from ..scheduler.online import OnlinePlanner
 from ..scheduler.planners import Planner
 from ..scheduler.policy import Policy
@@ -57,6 +58,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     policy: Policy | str | Path | None = None,
     fidelity: str | None = None,
     replan: bool | None = None,
+    autotune: bool | Autotune | None = None,
     **codec_options: Any,
 ) -> Optimizer:
     """Return ``optimizer`` with gradients averaged over ranks, fused and compressed, during backward.
@@ -101,6 +103,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         policy: rules that give each gradient a codec, or a file with them, in place of ``codec``.
         fidelity: of ``codec="auto"``: "lossless", "near_lossless" or "aggressive"; None takes the configured one.
         replan: what plans by costs measures and plans again when steps have drifted; None takes the configured value.
+        autotune: while training runs, search for the number and sizes of buckets with the shortest measured steps,
+            beginning with the plan that there is without; an ``Autotune`` says how. None takes the configured value.
         codec_options: options of a codec given by name.
 
     Raises:
@@ -147,6 +151,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             fidelity=fidelity,
             replan=replan,
             error_feedback=error_feedback,
+            autotune=autotune,
         )
         engine = make_engine(
             wishes,
@@ -226,6 +231,7 @@ class _Distributed(Optimizer):
         Saved by its ``to_yaml`` it serves ``fusionlayer explain`` beside the plan, and as ``profile`` the next run.
         """
         steering = None if self._fl_engine is None else self._fl_engine.steering
+        steering = steering.first if isinstance(steering, Autotuner) else steering
         return steering.profile if isinstance(steering, OnlinePlanner) else None
 
     def _fl_take(self, parameter: Tensor) -> None:

@@ -9,7 +9,7 @@ from ..codecs import Codec
 from ..plan import Bucket, FusionPlan, TensorInfo
 from .planners import Planner, StepCosts
 
-__all__ = ["fuse"]
+__all__ = ["fuse", "slot_alignment"]
 
 _SLOT_ALIGNMENT = 128
 
@@ -46,8 +46,13 @@ def fuse(
     for each, pool in pools.items():
         collective, goes_ahead = collectives.settle(algorithm, ahead, each, workers)
         known = None if costs is None else costs(each, collective).within(tensors, pool)
-        align = 1 if goes_ahead else min(max(each.block, 1), _SLOT_ALIGNMENT)
+        align = slot_alignment(each, goes_ahead)
         runs = planner(pool, known)
         buckets += FusionPlan.build(runs, workers, each.name, each.options, collective, align, goes_ahead).buckets
     position = {tensor.name: i for i, tensor in enumerate(tensors)}
     return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
+
+
+def slot_alignment(codec: Codec, ahead: bool) -> int:
+    """Return the elements at whose multiples slots begin, so that tensors of a bucket share no metadata."""
+    return 1 if ahead else min(max(codec.block, 1), _SLOT_ALIGNMENT)

@@ -17,8 +17,8 @@ from ..transport import Transport
 from .drift import Drift, Pace
 from .engine import Engine
 from .planners import Planner, Prediction
-from .planning import make_plan, plan_costs, predict_plan, short_name
-from .policy import AUTO, Choice, Policy
+from .planning import codec_of, make_plan, plan_costs, predict_plan, short_name
+from .policy import Choice, Policy
 from .profile import Profile
 from .profiler import average, profile_training
 from .projection import Scenario
@@ -194,16 +194,11 @@ class OnlinePlanner(Steering):
         return _from_rank_0(plan, transport)
 
     def _to_measure(self) -> dict[str, Codec]:
-        """Return every codec whose costs plans may need, by a name that it is registered by."""
-        if isinstance(self._codec, Codec):
-            found = [self._codec]
-        elif isinstance(self._codec, Mapping):
-            found = list(self._codec.values())
-        else:
-            candidates = {name: codecs.get(name) for name in CANDIDATES}
-            named = [codecs.get(rule.codec, **rule.options) for rule in self._codec.rules if rule.codec != AUTO]
-            # Raw is what the first steps travel by.
-            found = [codecs.get("raw"), *self._codec.allowed(candidates).values(), *named]
+        """Return every codec that the present plan has or the next one may have, by a name it is registered by."""
+        assert self._present is not None
+        found = [codec_of(bucket) for bucket in self._present.buckets]
+        if isinstance(self._codec, Policy):
+            found += self._codec.allowed({name: codecs.get(name) for name in CANDIDATES}).values()
         known = codecs.names()
         by_name: dict[str, Codec] = {}
         for codec in found:
@@ -282,9 +277,14 @@ def _words(plan: FusionPlan, prediction: Prediction) -> str:
 
 
 def _table(profile: Profile, choices: Mapping[str, Choice]) -> str:
+    """Return a row for each codec, why it was chosen and for tensors of which size; tensors are often alike."""
+    alike: dict[tuple[int, str, str], list[str]] = {}
+    for tensor in profile.model.tensors:
+        choice = choices[tensor.name]
+        alike.setdefault((tensor.numel, short_name(choice.codec), choice.reason), []).append(tensor.name)
     rows = [
-        (tensor.name, str(tensor.numel), short_name(choices[tensor.name].codec), choices[tensor.name].reason)
-        for tensor in profile.model.tensors
+        (first + f" and {len(others)} more" * bool(others), str(numel), codec, reason)
+        for (numel, codec, reason), (first, *others) in alike.items()
     ]
     names, elements, kinds = (max(len(row[column]) for row in rows) for column in range(3))
     return "\n".join(f"{row[0]:{names}}  {row[1]:>{elements}}  {row[2]:{kinds}}  {row[3]}" for row in rows)

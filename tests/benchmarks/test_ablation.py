@@ -50,6 +50,7 @@ def test_waiting_is_compared_round_by_round(tmp_path: Path) -> None:
         assert ablation.columns(row)["more than safusion"] == "+10.0 [+10.0..+10.0]"
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(why_not(Network(2)) is not None, reason="needs network namespaces")
 def test_all_of_it_in_small(tmp_path: Path) -> None:
     small = ["--model", "gpt-small", "--rates", "1gbit", "--rounds", "1", "--repeats", "1", "--busy-ok"]

@@ -218,6 +218,13 @@ class TestPolicy:
             assert main([*arguments, "--fidelity", fidelity]) == 0
             assert {bucket.codec for bucket in FusionPlan.from_yaml(out).buckets} == {codec}
 
+    @pytest.mark.parametrize("arguments", [["--algorithm", "gather"], ["--no-ahead"]])
+    def test_auto_chooses_the_way_too(
+        self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["plan", "--profile", str(path), "--workers", "4", "--codec", "auto", "-o", "x", *arguments]) == 1
+        assert "--algorithm and --ahead are for one codec" in capsys.readouterr().err
+
     @pytest.mark.parametrize("arguments", [["--codec", "int4"], ["--policy", "policy.yaml"]])
     def test_fidelity_is_for_auto(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         fixed = ["plan", "--profile", str(path), "--workers", "4", "-o", "x", "--fidelity", "lossless"]

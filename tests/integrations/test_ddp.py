@@ -251,6 +251,10 @@ def check_refusals(rank: int, world: int) -> None:
         fl.ddp.register(make_model())
     with pytest.raises(fl.ConfigError, match="did you mean 'int8'"):
         make_ddp("int88")
+    with pytest.raises(fl.ConfigError, match="codec 'auto' chooses for the gradients of a DistributedOptimizer"):
+        make_ddp("auto")
+    with pytest.raises(fl.ConfigError, match="got planner='safusion'; DDP makes its own buckets"):
+        make_ddp("int8", planner="safusion")
     with pytest.raises(fl.ConfigError, match="dense"):
         model, _ = make_ddp("int8", algorithm="dense")
         loss_of(model, rank, 0).backward()

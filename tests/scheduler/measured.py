@@ -54,7 +54,7 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
     ) -> dict[str, list[list[float]]]:
         network.ranks.append(transport.rank)
         names = ("dense", "one_shot", "two_shot")
-        return {name: line(sizes, network.latency, network.per_byte, transport.rank) for name in names}
+        return {name: line((1, *sizes), network.latency, network.per_byte, transport.rank) for name in names}
 
     with ExitStack() as stack:
         for name, function in {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 
 from fusionlayer import codecs
 from fusionlayer.errors import ConfigError, PlanMismatch
-from fusionlayer.plan import FusionPlan
+from fusionlayer.plan import FusionPlan, TensorInfo
 from fusionlayer.scheduler import StepSeconds, planners
 from fusionlayer.scheduler.fusing import fuse
 from fusionlayer.scheduler.online import OnlinePlanner, Schedule
+from fusionlayer.scheduler.planners import Planner, StepCosts
+from fusionlayer.scheduler.planners._base import registry
 from fusionlayer.scheduler.planning import make_plan
 from fusionlayer.scheduler.policy import Policy, Rule
 from fusionlayer.scheduler.profile import Profile
@@ -50,7 +52,7 @@ def step_of(backward: float = 0.01, communication: float = 0.004, waiting: float
 def drive(
     planner: OnlinePlanner, transport: Transport, steps: Iterable[StepSeconds], first: FusionPlan | None = None
 ) -> list[FusionPlan]:
-    """Do for these steps what an engine does that begins with ``first``, or one bucket; return its plans."""
+    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it gets."""
     plans = [first or fuse(MODEL, START, RAW, transport.size)]
     for number, seconds in enumerate(steps):
         planner.note_step(SimpleNamespace(plan=plans[-1]), number, seconds)  # type: ignore[arg-type]
@@ -193,6 +195,29 @@ def test_a_plan_that_is_better_after_the_drift_takes_over(caplog: pytest.LogCapt
     assert len(drifted) == 1 and "communication takes 300.00 ms, 4.00 ms when this plan was new" in drifted[0]
 
 
+def test_another_plan_must_save_something() -> None:
+    """Slow steps get two buckets by this planner, which makes next to no difference."""
+
+    @dataclass(frozen=True)
+    class ByPace(Planner, name="by_pace"):
+        def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
+            assert costs is not None
+            slow = sum(costs.backward.values()) > 0.02
+            return [list(tensors[:3]), list(tensors[3:])] if slow else [list(tensors)]
+
+    def body(transport: Transport) -> list[FusionPlan]:
+        planner = OnlinePlanner(MODEL, ByPace(), RAW, transport.rank, transport.size, schedule=SHORT)
+        return drive(planner, transport, [*USUAL, *[step_of(0.03)] * 100], fuse(MODEL, planners.get("wfbp"), RAW, 2))
+
+    try:
+        with costs_measured(latency=0.0, per_byte=1e-8) as network:
+            first, second = over_threads(2, body)
+    finally:
+        registry.remove("by_pace")
+    assert first == second and [len(plan.buckets) for plan in first] == [1]
+    assert sorted(network.ranks) == [0, 0, 1, 1]
+
+
 def test_drift_that_comes_and_goes_is_looked_for_less_and_less() -> None:
     waves = [step_of(0.01 if i // 100 % 2 else 0.03) for i in range(3000)]
     measured, _ = looks_of(waves)
@@ -264,6 +289,21 @@ def test_auto_begins_raw_and_says_why_it_chose_what(caplog: pytest.LogCaptureFix
     assert table[2].split()[1:] == ["5", "raw", "rule", "1:", "match", "'w1'"]
     assert all("rule 2: auto, aggressive: " in line for line in (table[1], *table[3:]))
     assert caplog.records[1].getMessage().startswith("planner single switches to ")
+
+
+def test_tensors_that_are_alike_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusionlayer")
+    tensors = [replace(tensor, numel=7) for tensor in MODEL]
+
+    def body(transport: Transport) -> None:
+        policy = Policy((Rule("auto"),))
+        planner = OnlinePlanner(tensors, planners.get("single"), policy, transport.rank, 2, schedule=SHORT)
+        drive(planner, transport, USUAL[:5], fuse(tensors, START, RAW, 2))
+
+    with costs_measured(latency=1e-3, per_byte=0.0):
+        over_threads(2, body)
+    _, line = caplog.records[0].getMessage().splitlines()
+    assert line.startswith("w0 and 5 more  7  raw  rule 1: auto, near_lossless: raw ")
 
 
 def test_ranks_that_plan_otherwise_are_refused() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from fusionlayer import codecs
 from fusionlayer.errors import ConfigError
+from fusionlayer.plan import TensorInfo
 from fusionlayer.scheduler.profile import Profile
 from fusionlayer.scheduler.profiler import (
     BUILT_IN,
@@ -19,6 +23,7 @@ from fusionlayer.scheduler.profiler import (
     average,
     describe_machine,
     file_name,
+    link,
     load_model,
     measure_codecs,
     measure_collectives,
@@ -27,7 +32,9 @@ from fusionlayer.scheduler.profiler import (
     measure_link,
     measure_profile,
     measure_step,
+    profile_training,
 )
+from fusionlayer.scheduler.steering import StepSeconds
 from fusionlayer.transport import local
 from tests.ranks import over_threads
 
@@ -113,6 +120,43 @@ def test_exchanges_cost_the_thread_that_computes(world: int) -> None:
     found = over_threads(world, lambda transport: measure_disturbance(transport, 2))
     assert len(found) == world
     assert all(math.isfinite(seconds) and seconds >= 0 for seconds in found)
+
+
+def test_sizes_end_where_they_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank stops at the same size, by the clock of rank 0; the first two are always measured."""
+    sizes = (1024, 2048, 4096, 8192)
+    clocks = {f"rank {rank}": count(0, 1000 * rank) for rank in range(3)}
+    clock = lambda: float(next(clocks[threading.current_thread().name]))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "time", SimpleNamespace(perf_counter=clock, process_time=lambda: 0.0))
+        for found in over_threads(3, lambda transport: measure_collectives(transport, sizes, repeats=1, limit=1.0)):
+            assert all([size for size, _ in points] == list(sizes) for points in found.values())
+    for found in over_threads(3, lambda transport: measure_collectives(transport, sizes, repeats=1, limit=0.0)):
+        assert all([size for size, _ in points] == [1024, 2048] for points in found.values())
+    for found in over_threads(2, lambda transport: measure_collectives(transport, sizes, repeats=1, limit=1e6)):
+        assert all([size for size, _ in points] == list(sizes) for points in found.values())
+
+
+def test_a_profile_of_the_training_that_runs() -> None:
+    tensors = {name: TensorInfo(name, numel, "float32", 4) for name, numel in (("a", 300), ("b", 2000))}
+    before = torch.get_rng_state()
+
+    def body(transport: local.LocalTransport) -> Profile:
+        later = 0.5 * transport.rank
+        steps = [
+            StepSeconds(8.0, 2.0 + later, 1.0, 0.5, {"b": 0.0, "a": 2.0 + later}, {}),
+            StepSeconds(8.0, 2.0 + later, 1.0, 0.5, {"b": 0.0, "a": 2.0 + later}, {}),
+            StepSeconds(99.0, 9.0, 1.0, 0.5, {"b": 0.0, "a": 9.0}, {}),
+        ]
+        return profile_training(steps, tensors, {"int8": codecs.get("int8")}, transport)
+
+    first, second = over_threads(2, body)  # type: ignore[arg-type]
+    assert first == second
+    assert [(tensor.name, tensor.ready) for tensor in first.model.tensors] == [("b", 0.0), ("a", 2.25)]
+    assert (first.model.backward, first.model.forward) == (2.25, 4.25)
+    assert set(first.codecs) == {"int8"} and set(first.collectives) == {"dense", "one_shot", "two_shot"}
+    assert first.transfer("gather", 2) is not None and len(first.links) == 1
+    assert torch.equal(torch.get_rng_state(), before), "training goes on with the numbers that it would have drawn"
 
 
 def test_ranks_are_averaged() -> None:

@@ -45,7 +45,7 @@ def step_of(profile: Profile, planner: str, codec: object) -> float:
 
 # Alone a tensor of 100 elements is faster raw, one of 10^6 in 4 bits. Together they need two buckets then, so two
 # startups.
-MIXED = profile_of([100, 1_000_000, 100, 1_000_000, 100], startup=5e-3, encode=AlphaBeta(1e-4, 0.0))
+MIXED = profile_of([100, 1_000_000, 100, 1_000_000, 100], startup=5e-3, encode=AlphaBeta(6e-3, 0.0))
 
 
 def test_one_codec_for_all_where_many_would_be_slower() -> None:

@@ -152,9 +152,17 @@ def test_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.begin(2) == StepSeconds(1.0, 0.0, 0.0, 0.0, {}, {})
 
 
-def test_an_engine_tells_what_its_steps_took() -> None:
+def test_an_engine_tells_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Script):
+        def next_plan(self, transport: Transport) -> FusionPlan | None:
+            time.sleep(0.02)
+            return super().next_plan(transport)
+
+    left_out: list[float] = []
+    monkeypatch.setattr(StepWatch, "leave_out", lambda _, seconds: left_out.append(seconds))
+
     def body(transport: Transport) -> list[tuple[int, StepSeconds]]:
-        script = Script({2: None})
+        script = Slow({2: None})
         engine = make_engine(transport, codec=codecs.get("raw"), steering=script)
         for step in range(4):
             for name, value in gradients(transport.rank, step).items():
@@ -173,3 +181,4 @@ def test_an_engine_tells_what_its_steps_took() -> None:
             assert seconds.wall >= seconds.backward + seconds.submitting + seconds.waiting
             assert seconds.waiting > 0
         assert all(seconds.buckets.keys() == {0, 1, 2} for _, seconds in noted)
+    assert len(left_out) == 2 and min(left_out) >= 0.02, "once on each rank"

@@ -1,0 +1,65 @@
+"""What a search has tried, for people: a CSV file, and lines of the log."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...errors import ConfigError
+from .search import Search, Trial
+
+__all__ = ["COLUMNS", "TrialLog"]
+
+COLUMNS = ("step", "stage", "shape", "buckets", "seconds", "ratio", "best_shape", "best_buckets")
+
+_logger = logging.getLogger("fusionlayer")
+
+
+class TrialLog:
+    """Writes a row for each trial, and a line to logger "fusionlayer" when the best plan changes or a search ends.
+
+    Args:
+        path: the CSV file, written anew; None: no file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else Path(path)
+        self._was: tuple[object, bool] | None = None
+        try:
+            self._write(COLUMNS, "w")
+        except OSError as error:
+            raise ConfigError(f"autotune: log={path!r} cannot be written: {error}; name another file") from error
+
+    def note_trial(self, step: int, trial: Trial) -> None:
+        """Write a row. A disk that is full now does not end training: a warning, and no more rows."""
+        times = (f"{trial.seconds:.6f}", f"{trial.ratio:.4f}")
+        _logger.debug("autotune, step %d, %s: %s: %s s, ratio %s", step, trial.stage, trial.point, *times)
+        points = [(point.shape, point.buckets) for point in (trial.point, trial.best)]
+        try:
+            self._write((step, trial.stage, *points[0], *times, *points[1]), "a")
+        except OSError as error:
+            _logger.warning("autotune: log %s cannot be written any more: %s", self._path, error)
+            self._path = None
+
+    def note_progress(self, step: int, search: Search) -> None:
+        """Tell what has changed since the last call."""
+        was, self._was = self._was, (search.best, search.searching)
+        if was is None or was == self._was:
+            return
+        if was[0] != search.best:
+            _logger.info("autotune, step %d: faster than %s: %s", step, was[0], search.best)
+        if was[1] and not search.searching:
+            share = f"{search.gain:.2f} of the step time that training began with"
+            _logger.info("autotune, step %d: the search is over; best: %s; %s", step, search.best, share)
+        elif not was[1] and search.searching:
+            _logger.info("autotune, step %d: another search begins from %s", step, search.best)
+
+    def _write(self, row: Sequence[object], mode: str) -> None:
+        if self._path is not None:
+            with self._path.open(mode, newline="") as file:
+                csv.writer(file).writerow(row)
