@@ -62,6 +62,7 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
             "measure_copy": lambda sizes, repeats: line(sizes, 0.0, 0.0, 0),
             "measure_call": lambda transport, repeats: {"latency": network.latency, "cpu": 0.0},
             "measure_collectives": collectives,
+            "measure_disturbance": lambda transport, repeats: 0.0,
         }.items():
             stack.enter_context(mock.patch.object(online, name, function))
         yield network
