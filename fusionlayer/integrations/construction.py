@@ -16,7 +16,6 @@ from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
 from ..scheduler import CPU_LANES, Engine, Scaling, planners
-from ..scheduler.online import OnlinePlanner
 from ..scheduler.planners import Planner
 from ..scheduler.policy import AUTO, Policy, Rule
 from ..scheduler.profile import Profile
@@ -74,6 +73,8 @@ def make_engine(
     steering = None
     if plan is None and by_costs:
         _refuse_cuda(device, planner)
+        from ..scheduler.online import OnlinePlanner  # not above: it brings the profiler along
+
         steering = OnlinePlanner(
             tensors,
             planner,

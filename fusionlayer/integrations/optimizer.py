@@ -22,7 +22,6 @@ from ..errors import ConfigError, UsageError
 from ..functional import Average, Group, ReduceOp, check_op
 from ..plan import FusionPlan
 from ..scheduler import Engine, Scaling
-from ..scheduler.online import OnlinePlanner
 from ..scheduler.planners import Planner
 from ..scheduler.policy import Policy
 from ..scheduler.profile import Profile
@@ -225,6 +224,8 @@ class _Distributed(Optimizer):
 
         Saved by its ``to_yaml`` it serves ``fusionlayer explain`` beside the plan, and as ``profile`` the next run.
         """
+        from ..scheduler.online import OnlinePlanner  # not above: it brings the profiler along
+
         steering = None if self._fl_engine is None else self._fl_engine.steering
         return steering.profile if isinstance(steering, OnlinePlanner) else None
 
