@@ -17,7 +17,6 @@ from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
 from ..scheduler import CPU_LANES, Engine, Scaling, Steering, planners
 from ..scheduler.autotune import Autotune, Autotuner
-from ..scheduler.online import OnlinePlanner
 from ..scheduler.planners import Planner
 from ..scheduler.policy import AUTO, Policy, Rule
 from ..scheduler.profile import Profile
@@ -80,6 +79,8 @@ def make_engine(
     steering: Steering | None = None
     if plan is None and by_costs:
         _refuse_cuda(device, planner)
+        from ..scheduler.online import OnlinePlanner  # not above: it brings the profiler along
+
         steering = by_measuring = OnlinePlanner(
             tensors,
             planner,

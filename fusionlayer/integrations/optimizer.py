@@ -23,7 +23,6 @@ from ..functional import Average, Group, ReduceOp, check_op
 from ..plan import FusionPlan
 from ..scheduler import Engine, Scaling
 from ..scheduler.autotune import Autotune, Autotuner
-from ..scheduler.online import OnlinePlanner
 from ..scheduler.planners import Planner
 from ..scheduler.policy import Policy
 from ..scheduler.profile import Profile
@@ -230,6 +229,8 @@ class _Distributed(Optimizer):
 
         Saved by its ``to_yaml`` it serves ``fusionlayer explain`` beside the plan, and as ``profile`` the next run.
         """
+        from ..scheduler.online import OnlinePlanner  # not above: it brings the profiler along
+
         steering = None if self._fl_engine is None else self._fl_engine.steering
         steering = steering.first if isinstance(steering, Autotuner) else steering
         return steering.profile if isinstance(steering, OnlinePlanner) else None

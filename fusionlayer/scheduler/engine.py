@@ -243,9 +243,9 @@ class Engine:
         Raises:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
-        with self._failing(), self._timeline.span("WAIT", step=self.step - 1, bucket=index):
+        with self._failing():
             job, buffer = self._ended[index]
-            self._wait_for(job)
+            self._wait_for(index, job)
         del self._ended[index]
         return buffer.take()
 
@@ -291,19 +291,25 @@ class Engine:
 
     def _steer(self, steering: Steering) -> None:
         """Ask for the next plan on a lane, when all of them are idle."""
-        for job, _ in self._ended.values():
-            self._wait_for(job)
+        for index, (job, _) in self._ended.items():
+            self._wait_for(index, job)
         start = time.perf_counter()
         plans: list[FusionPlan | None] = []
-        self._lanes[0].put(lambda transport: plans.append(steering.next_plan(transport))).wait()
+
+        def ask(transport: Transport) -> None:
+            with self._timeline.span("PLAN", step=self.step - 1):
+                plans.append(steering.next_plan(transport))
+
+        self._lanes[0].put(ask).wait()
         if plans[0] is not None:
             self.switch(plans[0])
         if self._watch is not None:
             self._watch.leave_out(time.perf_counter() - start)
 
-    def _wait_for(self, job: Job) -> None:
+    def _wait_for(self, index: int, job: Job) -> None:
         start = time.perf_counter()
-        job.wait()
+        with self._timeline.span("WAIT", step=self.step - 1, bucket=index):
+            job.wait()
         if self._watch is not None:
             self._watch.note_waiting(time.perf_counter() - start)
 
