@@ -42,7 +42,7 @@ _count = itertools.count()
 class Channel:
     """Moves the activations of tensor-parallel layers between the ranks that share them, compressed.
 
-    The four operations are those of Megatron-LM, each the transpose of another (Shoeybi et al., 2019; Korthikanti et
+    The operations are those of Megatron-LM, each the transpose of another (Shoeybi et al., 2019; Korthikanti et
     al., 2022): before a layer whose weight is cut by columns ``copy`` or, with sequence parallelism, ``gather``; after
     one that is cut by rows ``reduce`` or ``reduce_scatter``. They work eagerly and under
     ``torch.compile(fullgraph=True)``. Results of ``copy``'s backward, ``reduce`` and ``gather`` are the same bits on
@@ -100,7 +100,8 @@ class Channel:
             _numbers[self._transport] = next(_count)
         self.name = f"{facts} on {_numbers[self._transport]}"
         # Whoever has an equal channel keeps the one that the name stands for.
-        self._named = _channels.setdefault(self.name, self)
+        named = _channels.setdefault(self.name, self)
+        self._named = None if named is self else named
 
     def copy(self, x: Tensor) -> Tensor:
         """Return ``x``, the same on all ranks, for layers of which each rank has a part; backward sums gradients."""
@@ -148,7 +149,8 @@ class Channel:
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part along ``dim`` of ``x``, which is the same on all ranks; backward gathers gradients.
 
-        Nothing travels forward. Shapes and errors are those of ``reduce_scatter``.
+        Where sequence parallelism begins, after an embedding for instance. Nothing travels forward. Shapes and errors
+        are those of ``reduce_scatter``.
         """
         if self.size == 1:
             return x
@@ -156,6 +158,19 @@ class Channel:
         self._check(x, dim, divided=True)
         part: Tensor = _Split.apply(x, dim, self.rank, self.size, self.name)  # type: ignore[no-untyped-call]
         return part
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """Return the ranks' parts ``x`` as ``gather`` does, for layers that are the same on all ranks.
+
+        Where sequence parallelism ends. The gradient is the same on all ranks then: backward takes this rank's part of
+        it, where that of ``gather`` sums. Nothing travels backward.
+        """
+        if self.size == 1:
+            return x
+        dim = _positive(dim, x)
+        self._check(x, dim)
+        whole: Tensor = _Join.apply(x, dim, self.rank, self.name)  # type: ignore[no-untyped-call]
+        return whole
 
     def __repr__(self) -> str:
         return f"Channel({self.name}, rank {self.rank} of {self.size})"
@@ -324,3 +339,15 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return torch.ops.fusionlayer.tp_all_gather(grad, ctx.dim, ctx.channel), None, None, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rank: int, channel: str) -> Tensor:
+        ctx.dim, ctx.rank, ctx.length = dim, rank, x.shape[dim]
+        whole: Tensor = torch.ops.fusionlayer.tp_all_gather(x, dim, channel)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(ctx.dim, ctx.rank * ctx.length, ctx.length), None, None, None
