@@ -136,7 +136,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         inputs = [tokens.to(device)] if stages[0].is_first else []
         ending = {"target": targets.to(device), "losses": losses} if stages[-1].is_last else {}
         call(*inputs, **ending)
-        mine = statistics.fmean(float(loss) for loss in losses) if losses else 0.0
+        mine = statistics.fmean(loss.item() for loss in losses) if losses else 0.0
         return fl.broadcast_object(mine, root_rank=fl.size() - 1)
 
     traffic = Traffic(device)

@@ -51,7 +51,7 @@ def is_distributed(parameter: Tensor) -> bool:
 
 def local_part(x: Tensor) -> Tensor:
     """Return what this rank has of ``x``, sharing its memory: all of it, unless it is a DTensor."""
-    part: Tensor = x.to_local() if is_distributed(x) else x  # type: ignore[operator]
+    part: Tensor = x.to_local() if is_distributed(x) else x  # type: ignore[attr-defined]
     return part
 
 
