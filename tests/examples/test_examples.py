@@ -212,6 +212,7 @@ def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.timeout(120)
 def test_layers_that_cannot_be_cut_are_refused() -> None:
     for script, options, complaint in (
         ("train_tp.py", ["--heads", "3", "--width", "96"], "2 tensor-parallel ranks do not divide --heads 3"),

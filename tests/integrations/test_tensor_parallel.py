@@ -260,7 +260,9 @@ def test_equal_channels_have_one_name_that_lives_as_long_as_any_of_them() -> Non
         second = Channel(transport, "int8")
         assert first.name == second.name != other.name
         name = first.name
-        del first
+        third = Channel(transport, "int8")
+        assert third.name == name
+        del first, third
         assert second.reduce(torch.ones(3)).shape == (3,)
         del second
         with pytest.raises(UsageError, match="is gone; keep the Channel as long as"):
