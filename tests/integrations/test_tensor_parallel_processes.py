@@ -15,7 +15,7 @@ from torch.distributed.tensor import parallel as stock
 from torch.nn import functional
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError
+from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.integrations import tensor_parallel as ours
 from tests.harness import run_ranks
 from tests.integrations.training import fill
@@ -279,3 +279,17 @@ def hold_two_dimensions(rank: int, world: int) -> None:
 @pytest.mark.timeout(100)
 def test_data_parallelism_beside_it() -> None:
     run_ranks(hold_two_dimensions, 4, timeout=80)
+
+
+def differ(rank: int, world: int) -> str:
+    fl.init(timeout=5)
+    channel = ours.Channel(codec="int8")
+    with pytest.raises(TransportError) as error:
+        channel.reduce(torch.ones(1000 + 1000 * rank))
+    return str(error.value)
+
+
+def test_ranks_that_send_other_shapes_are_named_and_nothing_hangs() -> None:
+    for rank, message in enumerate(run_ranks(differ, 2, timeout=30)):
+        assert f"rank {rank}: collective" in message
+        assert "rank 1 sends" in message or "rank 0 sends" in message
