@@ -1,5 +1,8 @@
 """fusionlayer: fused, compressed, overlapped communication for PyTorch training."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import codecs, collectives, native, transport
 from .context import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from .errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
@@ -20,6 +23,9 @@ from .integrations.optimizer import DistributedOptimizer
 from .plan import FusionPlan
 from .scheduler import planners
 from .scheduler.autotune import Autotune
+
+if TYPE_CHECKING:
+    from .integrations import pipeline, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -51,11 +57,13 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "pipeline",
     "planners",
     "rank",
     "reduce_scatter",
     "shutdown",
     "size",
+    "tensor_parallel",
     "transport",
 ]
 
@@ -63,3 +71,10 @@ __all__ = [
 def build_info() -> native.BuildInfo:
     """Return how this installation was built: version, instruction sets, compiler, CUDA architectures."""
     return native.build_info(__version__)
+
+
+def __getattr__(name: str) -> Any:
+    # What they need of torch takes more than a second to import, and most jobs are without.
+    if name in ("pipeline", "tensor_parallel"):
+        return importlib.import_module(f".integrations.{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import codecs, collectives, context
 from .codecs import Codec
+from .collectives import halves
 from .errors import ConfigError, PlanMismatch
 from .seeds import derive_seed
 from .transport import Transport
@@ -215,14 +216,7 @@ def reduce_scatter(
         flat = tensor.detach().contiguous().view(-1)
         if average:
             flat = flat / size
-        chunk = out.numel()
-        capacity = chosen.wire(chunk, tensor.dtype).capacity
-        outgoing = torch.empty(size, capacity, dtype=torch.uint8, device=tensor.device)
-        incoming = torch.empty_like(outgoing)
-        if chunk:
-            chosen.encode_chunks(flat, outgoing, chunk, seed=derive_seed(_seed(transport), transport.rank))
-        transport.all_to_all(outgoing, incoming)
-        chosen.decode_sum(incoming, out.view(-1))
+        halves.reduce_scatter(flat.view(size, -1), out.view(-1), chosen, transport, seed=_seed(transport))
     return out
 
 

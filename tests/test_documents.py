@@ -100,6 +100,32 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
+def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
+    styles, channel, optimizer, pipeline = blocks((ROOT / "docs" / "model_parallel.md").read_text(), "python")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "tp", "pp"))
+        model = nn.Sequential()
+        model.up, model.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        names: dict[str, Any] = {"mesh": mesh, "model": model, "group": mesh["tp"].get_group()}
+        exec(styles, names)
+        names.update({"fl": fl, "up": model.up, "down": model.down})
+        exec(channel, names)
+        names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        exec(optimizer, names)
+        names["perceptron"](torch.ones(2, 4)).sum().backward()
+        names["optimizer"].step()
+        names.update({"module": nn.Linear(4, 4), "index": 0, "count": 1, "device": torch.device("cpu")})
+        names["loss"] = nn.functional.mse_loss
+        exec(pipeline, names)
+        names["schedule"].step(torch.ones(8, 4), target=torch.zeros(8, 4))
+        assert names["module"].weight.grad is not None
+    finally:
+        fl.shutdown()
+        dist.destroy_process_group()
+
+
+@pytest.mark.medium
 def test_the_commands_of_the_readme_run() -> None:
     build_info = next(line for line in README.splitlines() if line.startswith("python -c"))
     out = subprocess.run([sys.executable, *shlex.split(build_info)[1:]], capture_output=True, text=True, timeout=60)

@@ -41,6 +41,7 @@ class Codec(ABC):
         unbiased: the mean of the decoded value over seeds is the value.
         variable_size: a payload may use fewer bytes than its capacity; ``used_bytes`` tells.
         block: elements that share metadata; pieces of a tensor begin at multiples of it.
+        local: what an element becomes depends on its block alone, not on the cut of a tensor into messages.
         align: bytes to multiples of which planes and messages are filled up.
         ahead: by default each tensor is encoded by itself, ahead of fusion; the numbers of its seed are then the same
             on all ranks, since they decide what is sent.
@@ -51,6 +52,7 @@ class Codec(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
     variable_size: ClassVar[bool] = False
+    local: ClassVar[bool] = True
     align: ClassVar[int] = ALIGN
     ahead: ClassVar[bool] = False
 

@@ -62,6 +62,7 @@ class Sparsifier(Codec):
     """
 
     variable_size: ClassVar[bool] = True
+    local: ClassVar[bool] = False
     align: ClassVar[int] = 16
     ahead: ClassVar[bool] = True
     _flags: ClassVar[int] = 0

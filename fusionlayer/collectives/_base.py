@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,14 +62,16 @@ class Gather(Protocol):
         """
 
 
+Reduce = TypeVar("Reduce", bound=AllReduce)
+
 registry: Registry[AllReduce] = Registry("collective", __package__)
 gathers: Registry[Gather] = Registry("gathering collective", __package__)
 
 
-def collective(name: str) -> Callable[[AllReduce], AllReduce]:
+def collective(name: str) -> Callable[[Reduce], Reduce]:
     """Register a function as the collective ``name`` of a flat tensor."""
 
-    def register(function: AllReduce) -> AllReduce:
+    def register(function: Reduce) -> Reduce:
         registry.add(name, lambda: function)
         return function
 

@@ -8,12 +8,22 @@ from ..codecs import Codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import collective, split_evenly
+from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
 __all__ = ["two_shot"]
 
 
 @collective("two_shot")
-def two_shot(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
+def two_shot(
+    x: Tensor,
+    codec: Codec,
+    transport: Transport,
+    *,
+    seed: int = 0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    piece: int | None = None,
+) -> None:
     """Sum in two exchanges, with two quantisations of each value whatever the number of ranks.
 
     1. Encode: piece j of ``x`` becomes the message for rank j.
@@ -24,25 +34,43 @@ def two_shot(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
 
     Each rank sends 2 (size - 1) / size of a message of the whole tensor. What step 3 loses is kept by the piece's owner
     in its ``residual``, so error feedback covers both quantisations.
+
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go through the steps at a
+    time, and while they travel others are encoded, recoded or decoded (TACO, section 4.4.2). Blocks stay the same, so
+    with codecs that quantise by blocks, to the nearest, the result does too.
     """
     codec = codec.agree(x, transport)
-    rank, size, numel = transport.rank, transport.size, x.numel()
-    chunk = split_evenly(numel, size, codec.block)
-    capacity = codec.wire(chunk, x.dtype).capacity
-    mine = slice(min(rank * chunk, numel), min((rank + 1) * chunk, numel))
+    rank, size = transport.rank, transport.size
+    out = x if out is None else out
 
-    outgoing = transport.scratch("outgoing", size * capacity, x.device).view(size, capacity)
-    incoming = transport.scratch("incoming", size * capacity, x.device).view(size, capacity)
-    codec.encode_chunks(x, outgoing, chunk, seed=derive_seed(seed, rank, 0), residual=residual)
-    transport.all_to_all(outgoing, incoming)
-    codec.recode(
-        incoming,
-        outgoing[rank],
-        mine.stop - mine.start,
-        dtype=x.dtype,
-        seed=derive_seed(seed, rank, 1),
-        offset=mine.start,
-        residual=None if residual is None else residual[mine],
-    )
-    transport.all_gather(outgoing[rank], incoming)
-    codec.decode_chunks(incoming, x, chunk)
+    def run(index: int, part: slice) -> Piece:
+        numel = part.stop - part.start
+        chunk = split_evenly(numel, size, codec.block)
+        capacity = codec.wire(chunk, x.dtype).capacity
+        mine = slice(min(part.start + rank * chunk, part.stop), min(part.start + (rank + 1) * chunk, part.stop))
+        slot = index % IN_FLIGHT
+        outgoing = transport.scratch(f"outgoing {slot}", size * capacity, x.device).view(size, capacity)
+        incoming = transport.scratch(f"incoming {slot}", size * capacity, x.device).view(size, capacity)
+        codec.encode_chunks(
+            x[part],
+            outgoing,
+            chunk,
+            seed=derive_seed(seed, rank, 0),
+            offset=part.start,
+            residual=None if residual is None else residual[part],
+        )
+        yield lambda: transport.all_to_all(outgoing, incoming)
+        codec.recode(
+            incoming,
+            outgoing[rank],
+            mine.stop - mine.start,
+            dtype=x.dtype,
+            seed=derive_seed(seed, rank, 1),
+            offset=mine.start,
+            residual=None if residual is None else residual[mine],
+        )
+        yield lambda: transport.all_gather(outgoing[rank], incoming)
+        codec.decode_chunks(incoming, out[part], chunk)
+
+    parts = cut(x.numel(), piece, size * codec.block)
+    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)

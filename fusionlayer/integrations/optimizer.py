@@ -30,7 +30,7 @@ from ..timeline import Timeline
 from . import overlap
 from .construction import Wishes, make_engine
 from .overlap import ForwardOverlap
-from .parameters import describe, name_parameters, one_device
+from .parameters import describe, local_part, name_parameters, one_device
 from .phases import StepPhases
 
 __all__ = ["DistributedOptimizer"]
@@ -96,7 +96,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             itself.
         ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None: as
             ``algorithm`` needs it, or without one as is best for the codec: ahead for those that sparsify.
-        group: process group or transport to reduce over; None means all ranks.
+        group: process group or transport to reduce over; None means all ranks. For a DTensor model whose parameters
+            are sharded by tensor parallelism: the ranks that hold the same parts.
         profile: measured costs of this model, or a file with them, for what needs costs: then nothing is measured
             first.
         policy: rules that give each gradient a codec, or a file with them, in place of ``codec``.
@@ -121,7 +122,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if num_groups:
         warnings.warn("num_groups is deprecated; give groups=<number>", DeprecationWarning, stacklevel=2)
         groups = groups if groups is not None else num_groups
-    names = name_parameters(optimizer, named_parameters)
+    names = name_parameters(optimizer, named_parameters, group)
     _refuse_twice(names)
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
@@ -267,7 +268,7 @@ class _Distributed(Optimizer):
                     "DistributedOptimizer, or sparse=False to the embedding"
                 )
             parameter.grad = gradient = gradient.to_dense()
-        return gradient
+        return local_part(gradient)
 
     def synchronize(self) -> None:
         """Wait until every gradient is the reduced one; ``step`` does it by itself.

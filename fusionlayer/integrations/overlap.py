@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, UsageError
 from ..scheduler import Engine
+from .parameters import is_distributed
 
 __all__ = ["ForwardOverlap", "check"]
 
@@ -43,6 +44,11 @@ def check(optimizer: Optimizer, names: Mapping[Tensor, str], model: object) -> N
         raise ConfigError(
             f"overlap_forward updates parameters one bucket at a time, which is known to be the same only for {known}; "
             f"leave it out for {type(optimizer).__name__}"
+        )
+    sharded = [name for parameter, name in names.items() if is_distributed(parameter)]
+    if sharded:
+        raise ConfigError(
+            f"overlap_forward: parameter {sharded[0]!r} is a DTensor, whose gradients stay in place; leave it out"
         )
     owned = set(model.parameters())
     lost = [name for parameter, name in names.items() if parameter not in owned]

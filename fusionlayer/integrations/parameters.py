@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from ..functional import Group
 from ..plan import TensorInfo
 
-__all__ = ["describe", "name_parameters", "one_device"]
+__all__ = ["describe", "is_distributed", "local_part", "name_parameters", "one_device"]
 
 
-def name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter that gets gradients, in the optimizer's order."""
+def name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, group: Group = None
+) -> dict[Tensor, str]:
+    """Return the name of every parameter whose gradients are to be reduced over ``group``, in the optimizer's order."""
     parameters = [(i, j, p) for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])]
     if named_parameters is None:
         named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
@@ -36,17 +40,39 @@ def name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, 
                 f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, is not in named_parameters; name all "
                 "parameters of the optimizer, or none"
             )
-        _refuse_sharded(named[parameter], parameter)
+        _refuse_sharded(named[parameter], parameter, group)
     return {p: named[p] for _, _, p in parameters if p.requires_grad}
 
 
-def _refuse_sharded(name: str, parameter: Tensor) -> None:
-    """FSDP calls the same hooks after a reduction of its own: reducing its shards again would be wrong."""
-    if type(parameter).__name__ in ("DTensor", "FlatParameter") or hasattr(parameter, "_sharded_param_data"):
+def is_distributed(parameter: Tensor) -> bool:
+    """Return whether ``parameter`` is a DTensor, of which this rank has a part."""
+    return type(parameter).__name__ == "DTensor"
+
+
+def local_part(x: Tensor) -> Tensor:
+    """Return what this rank has of ``x``, sharing its memory: all of it, unless it is a DTensor."""
+    part: Tensor = x.to_local() if is_distributed(x) else x  # type: ignore[attr-defined]
+    return part
+
+
+def _refuse_sharded(name: str, parameter: Tensor, group: Group) -> None:
+    """FSDP calls the same hooks after a reduction of its own, and different parts of a parameter have no average."""
+    flat = type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_sharded_param_data")
+    ranks = _ranks_of_parts(parameter, group) if is_distributed(parameter) else []
+    if flat or ranks:
+        over = f" over ranks {ranks}" if ranks else ""
         raise ConfigError(
-            f"parameter {name!r} is sharded by FSDP, which reduces gradients itself; do not wrap its optimizer, "
-            "use fusionlayer.fsdp.compress(model) instead"
+            f"parameter {name!r} is sharded by FSDP or tensor parallelism{over}, and gradients of its parts have no "
+            "average; with FSDP, which reduces gradients itself, use fusionlayer.fsdp.compress(model) instead; with "
+            "tensor parallelism give group= the ranks that hold the same part"
         )
+
+
+def _ranks_of_parts(parameter: Tensor, group: Group) -> list[int]:
+    """Return the other ranks of ``group`` that a DTensor is spread over."""
+    within = group if isinstance(group, dist.ProcessGroup) else None
+    mesh = parameter.device_mesh.mesh  # type: ignore[attr-defined]
+    return sorted({*dist.get_process_group_ranks(within)} & {*mesh.flatten().tolist()} - {dist.get_rank()})
 
 
 def one_device(names: Mapping[Tensor, str]) -> torch.device:
@@ -66,7 +92,7 @@ def describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor
     return [
         TensorInfo(
             name,
-            parameter.numel(),
+            local_part(parameter.detach()).numel(),
             str(parameter.dtype).removeprefix("torch."),
             parameter.itemsize,
             number.get(parameter),

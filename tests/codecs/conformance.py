@@ -198,6 +198,7 @@ def non_finite_values_surface_and_stay_in_their_block(codec: Codec, dtype: torch
             if isinstance(codec, Sparsifier):  # what is sent of the others changes
                 out[position] = 0
                 assert out.isfinite().all()
+            if not codec.local:
                 continue
             good = decoded(codec, encoded(codec, x), n, dtype)
             start = position - position % codec.block
@@ -374,7 +375,7 @@ def chunks_are_messages_of_their_own(codec: Codec, dtype: torch.dtype, device: t
 @check
 def blocks_do_not_know_their_neighbours(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
     """What an element becomes depends on its block and its number, not on the cut into messages."""
-    if isinstance(codec, Sparsifier):  # the elements of a message compete
+    if not codec.local:  # the elements of a message compete, or share a scale
         return
     n = 4 * codec.block + 9
     x = gradient(n, 16, dtype, device)

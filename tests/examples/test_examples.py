@@ -160,3 +160,76 @@ def test_carrier_of_the_workers_traffic(monkeypatch: pytest.MonkeyPatch, tmp_pat
     places["/proc/net/dev"] = places["/proc/net/route"] = tmp_path / "missing"
     assert wire.carrier(2, 2) is None
     assert wire.carrier(1, 2) is None
+
+
+def torchrun(workers: int, script: str, *options: str, timeout: float = 110) -> str:
+    """Return what an example prints under torchrun."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)),
+            *(str(EXAMPLES / script), *options),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    cut = ("--sequence-parallel",) if sequence else ("--data-parallel", "2")
+    small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4")
+    out = torchrun(
+        2 if sequence else 4, "train_tp.py", "--codec", "taco", *cut, *small, "--json", str(path), timeout=140
+    )
+    losses = [float(loss) for loss in re.findall(r"^step \d+/12  loss (\S+)", out, re.MULTILINE)]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 1
+    result = json.loads(path.read_text())
+    assert result["mesh"] == [1, 2] if sequence else [2, 2]
+    assert (result["codec"], result["sequence_parallel"]) == ("taco", sequence)
+    assert math.isfinite(result["validation_loss"])
+    assert result["ranks_agree"] is True and "ranks             agree to the last bit" in out
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    small = ("--width", "64", "--layers", "4", "--steps", "12", "--batch-size", "8")
+    codecs = ("--codec", "taco", "--gradient-codec", "int8", "--warmup-steps", "2")
+    out = torchrun(2, "train_pp.py", *codecs, *small, "--schedule", schedule, "--json", str(path), timeout=140)
+    losses = [float(loss) for loss in re.findall(r"^step \d+/12  loss (\S+)", out, re.MULTILINE)]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 1
+    result = json.loads(path.read_text())
+    assert (result["gradient_codec"], result["stages"]) == ("int8", 4 if schedule == "interleaved" else 2)
+    assert math.isfinite(result["validation_loss"])
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(150)
+def test_train_gpt_3d_learns(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    small = ("--width", "32", "--layers", "2", "--steps", "10", "--batch-size", "4", "--microbatches", "2")
+    codecs = ("--tensor-codec", "taco", "--pipeline-codec", "int8", "--data-codec", "int4", "--warmup-steps", "2")
+    out = torchrun(8, "train_gpt_3d.py", *codecs, *small, "--json", str(path), timeout=140)
+    losses = [float(loss) for loss in re.findall(r"^step \d+/10  loss (\S+)", out, re.MULTILINE)]
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
+    assert json.loads(path.read_text())["shape"] == [2, 2, 2]
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_layers_that_cannot_be_cut_are_refused() -> None:
+    for script, options, complaint in (
+        ("train_tp.py", ["--heads", "3", "--width", "96"], "2 tensor-parallel ranks do not divide --heads 3"),
+        ("train_pp.py", ["--layers", "1"], "--layers 1 are too few for 2 stages"),
+    ):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=50)
+        assert done.returncode and complaint in done.stderr

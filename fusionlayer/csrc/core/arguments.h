@@ -1,6 +1,7 @@
 // What every implementation of the C ABI checks before it starts, and the sizes that follow from a spec. Host only.
 #pragma once
 
+#include "block_scale.h"
 #include "sparse.h"
 
 namespace fl {
@@ -12,9 +13,10 @@ inline int64_t element_size(uint32_t dtype) { return dtype == FL_F32 ? 4 : 2; }
 inline bool known_dtype(uint32_t dtype) { return dtype <= FL_F16; }
 
 inline int plane_count(const fl_spec &spec) {
-  return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_INT ? 2 : 1;
+  return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_CAST ? 1 : 2;
 }
 
+// Groups of FL_INT, blocks of FL_BLOCK.
 inline int64_t group_count(const fl_spec &spec) {
   const int64_t group = spec.param[1];
   return (spec.numel + group - 1) / group;
@@ -24,7 +26,19 @@ inline int64_t group_count(const fl_spec &spec) {
 inline int64_t plane_bytes(const fl_spec &spec, int p) {
   if (spec.codec == FL_CAST) return spec.numel * element_size(spec.param[0]);
   if (spec.codec == FL_SPARSE) return sparse_shape(spec).plane_bytes(p);
-  return p == 0 ? group_count(spec) * 4 : group_count(spec) * spec.param[1] * spec.param[0] / 8;
+  const int64_t groups = group_count(spec), elements = groups * spec.param[1];
+  if (spec.codec == FL_INT) return p == 0 ? groups * 4 : elements * spec.param[0] / 8;
+  if (p == 1) return elements * format_bits(spec.param[0]) / 8;
+  return spec.param[2] == FL_SCALE_MESSAGE ? (spec.numel ? 4 : 0) : groups * scale_bytes(spec.param[2]);
+}
+
+inline int check_block(const uint32_t *param) {
+  const uint32_t format = param[0], block = param[1], scale = param[2], flags = param[3];
+  if (format > FL_E2M1 || scale > FL_SCALE_MESSAGE) return FL_BAD_ARGUMENT;
+  if (block < 32 || block > kMaxBlock || (block & (block - 1))) return FL_BAD_ARGUMENT;
+  if (flags & ~uint32_t(FL_BLOCK_HADAMARD)) return FL_UNSUPPORTED;
+  if (format == FL_INT8 && (scale == FL_SCALE_E8M0 || scale == FL_SCALE_BF16)) return FL_UNSUPPORTED;
+  return flags && (format_bits(format) != 8 || scale > FL_SCALE_DUAL) ? FL_UNSUPPORTED : FL_OK;
 }
 
 inline int check_sparse(const fl_spec &spec) {
@@ -36,9 +50,10 @@ inline int check_sparse(const fl_spec &spec) {
 
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec > FL_SPARSE) return FL_UNSUPPORTED;
+  if (spec->codec > FL_BLOCK) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   if (spec->codec == FL_SPARSE) return check_sparse(*spec);
+  if (spec->codec == FL_BLOCK) return check_block(spec->param);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;

@@ -55,7 +55,7 @@ const Isa *best_isa() {
 // Runs a verb over `messages` messages; each value takes `inputs` values to make, all results have `result_bytes`.
 int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs, int64_t result_bytes) {
   const fl_spec &spec = *job.spec;
-  const int64_t unit = spec.codec == FL_INT ? spec.param[1] : kCastUnit;
+  const int64_t unit = spec.codec == FL_CAST ? kCastUnit : spec.param[1];
   const int64_t units = messages * ((spec.numel + unit - 1) / unit);
   const int64_t work = std::max<int64_t>(1, inputs) * unit;  // of one unit, in elements
   if (units == 0) return FL_OK;
@@ -64,6 +64,13 @@ int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t 
   const FloatEnvironment ieee;
   const auto task = [&job, kernel = kernels().*verb](int64_t begin, int64_t end) { kernel(job, begin, end); };
   const int64_t grain = units * work < kInlineElements ? units : std::max<int64_t>(1, kGrainElements / work);
+  if (job.out && spec.codec == FL_BLOCK && spec.param[2] == FL_SCALE_MESSAGE) {
+    for (int64_t m = 0; m < messages; ++m)
+      std::memset(static_cast<uint8_t *>(job.out->plane[0]) + m * job.out->stride, 0, sizeof(float));
+    job.look = true;
+    parallel_for(units, grain, RangeTask(task));
+    job.look = false;
+  }
   parallel_for(units, grain, RangeTask(task));
   return FL_OK;
 }

@@ -1,6 +1,7 @@
 // The table of kernels of one instruction set. Compiled once for each, with FL_ISA set to its name (see setup.py).
 #include "kernels.h"
 
+#include "block_codec.h"
 #include "cast_codec.h"
 #include "int_codec.h"
 #include "magnitudes.h"
@@ -31,11 +32,22 @@ FL_INLINE void with_rounding(const Job &job, const Body &body) {
   body(IntCodec<kBits, kHadamard, false>(job));
 }
 
+template <class Body>
+FL_INLINE void with_numbers(const Job &job, const Body &body) {
+  const bool hadamard = job.spec->param[3] & FL_BLOCK_HADAMARD;
+  if (job.spec->param[0] == FL_INT8)
+    return hadamard ? body(BlockCodec<Int8, true>(job)) : body(BlockCodec<Int8, false>(job));
+  const int bits = format_bits(job.spec->param[0]);
+  if (bits == 8) return hadamard ? body(BlockCodec<Float8, true>(job)) : body(BlockCodec<Float8, false>(job));
+  bits == 6 ? body(BlockCodec<Float6, false>(job)) : body(BlockCodec<Float4, false>(job));
+}
+
 template <bool kEncodes, class Body>
 FL_INLINE void with_codec(const Job &job, const Body &body) {
   const uint32_t *param = job.spec->param;
   if (job.spec->codec == FL_CAST)
     return with_dtype(param[0], [&](auto wire) { body(CastCodec<typename decltype(wire)::type>(job)); });
+  if (job.spec->codec == FL_BLOCK) return with_numbers(job, body);
   const bool hadamard = param[2] & FL_INT_HADAMARD;
   if (param[0] == 8)
     hadamard ? with_rounding<kEncodes, 8, true>(job, body) : with_rounding<kEncodes, 8, false>(job, body);

@@ -18,6 +18,7 @@ struct Job {
   float *residual;
   void *y;
   bool add;
+  bool look;      // encode and recode of FL_SCALE_MESSAGE, first pass: only the largest magnitude of each message
   bool streamed;  // results are large: they need not pass through the caches
 };
 

@@ -169,6 +169,16 @@ FL_INLINE vi max(vi a, vi b) {
 #endif
 }
 
+FL_INLINE vi min(vi a, vi b) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // Lane i of the result is the larger one of lanes 2 i and 2 i + 1 of the two vectors in a row.
 template <int... I>
 FL_INLINE vi max_pairs(vi a, vi b, Lanes<I...>) {
@@ -411,6 +421,56 @@ FL_INLINE Block load_block(const F16 *p) {
   vi h[kVectors];
   load_high_halves(&p->bits, h);
   for (int j = 0; j < kVectors; ++j) b.v[j] = f16_to_f32(h[j]);
+#endif
+  return b;
+}
+
+// 32 values of f16 format, as bits in 16-bit lanes.
+typedef uint16_t vh __attribute__((vector_size(4 * kLanes)));
+constexpr int kHalfVectors = kVectors / 2;
+
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+
+FL_INLINE Bytes16 load_bytes16(const uint8_t *p) {
+  typedef Bytes16 unaligned __attribute__((aligned(1), may_alias));
+  return *reinterpret_cast<const unaligned *>(p);
+}
+
+// 32 bytes, 16 of them in `high`, as 32 lanes of 16 bits.
+FL_INLINE void widen_bytes(Bytes16 low, Bytes16 high, vh (&v)[kHalfVectors]) {
+#if defined(FL_AVX512)
+  v[0] = (vh)_mm512_cvtepu8_epi16(_mm256_set_m128i((__m128i)high, (__m128i)low));
+#elif defined(FL_AVX2)
+  v[0] = (vh)_mm256_cvtepu8_epi16((__m128i)low);
+  v[1] = (vh)_mm256_cvtepu8_epi16((__m128i)high);
+#elif defined(FL_SSE2)
+  const __m128i zero = _mm_setzero_si128();
+  v[0] = (vh)_mm_unpacklo_epi8((__m128i)low, zero);
+  v[1] = (vh)_mm_unpackhi_epi8((__m128i)low, zero);
+  v[2] = (vh)_mm_unpacklo_epi8((__m128i)high, zero);
+  v[3] = (vh)_mm_unpackhi_epi8((__m128i)high, zero);
+#else
+  for (int i = 0; i < kBlock; ++i) v[i / (2 * kLanes)][i % (2 * kLanes)] = i < 16 ? low[i] : high[i - 16];
+#endif
+}
+
+FL_INLINE Block f16_to_f32(const vh (&h)[kHalfVectors]) {
+  Block b;
+#if defined(FL_AVX512)
+  b.v[0] = _mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)h[0]));
+  b.v[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)h[0], 1));
+#elif defined(FL_AVX2)
+  for (int j = 0; j < kHalfVectors; ++j) {
+    b.v[2 * j] = _mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)h[j]));
+    b.v[2 * j + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)h[j], 1));
+  }
+#elif defined(FL_SSE2)
+  for (int j = 0; j < kHalfVectors; ++j) {
+    b.v[2 * j] = f16_to_f32((vi)_mm_unpacklo_epi16(_mm_setzero_si128(), (__m128i)h[j]));
+    b.v[2 * j + 1] = f16_to_f32((vi)_mm_unpackhi_epi16(_mm_setzero_si128(), (__m128i)h[j]));
+  }
+#else
+  for (int i = 0; i < kBlock; ++i) b.v[i / kLanes][i % kLanes] = fl::f16_to_f32(h[i / (2 * kLanes)][i % (2 * kLanes)]);
 #endif
   return b;
 }

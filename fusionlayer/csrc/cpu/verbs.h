@@ -124,7 +124,7 @@ void encode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
       Values<float, Codec> values(codec, tile.size);
       values.set_sum(x, job.residual + offset);
       values.encode(out, unit);
-      values.lose(out, job.residual + offset);
+      if (!job.look) values.lose(out, job.residual + offset);
     } else if (tile.size % codec.unit()) {
       Values<T, Codec> values(codec, tile.size);
       values.copy(x);
@@ -181,7 +181,7 @@ void recode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
     const auto out = codec.at(*job.out, 0, tile.unit);
     if (job.residual) values.add(job.residual + tile.element);
     values.encode(out, tile.unit);
-    if (job.residual) values.lose(out, job.residual + tile.element);
+    if (job.residual && !job.look) values.lose(out, job.residual + tile.element);
   });
 }
 

@@ -17,6 +17,7 @@ struct IntLayout {
   int bits;
 
   FL_HD int blocks() const { return 1 << (log2_group - 5); }                // in a group
+  FL_HD int lanes() const { return log2_group < 10 ? blocks() : kLanes; }   // that hold a group
   FL_HD int tiles() const { return log2_group <= 10 ? 1 : blocks() / 32; }  // that a group is larger than a warp's hold
   FL_HD int64_t span() const { return int64_t(tiles()) * kTile; }           // elements of what a warp treats at once
   FL_HD int64_t spans() const { return ((groups << log2_group) + span() - 1) / span(); }

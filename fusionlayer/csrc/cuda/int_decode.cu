@@ -1,5 +1,6 @@
 // decode and decode_sum of the `int` codec.
 #include "int_group.cuh"
+#include "owned.cuh"
 
 namespace fl {
 namespace {
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArgume
   for (int64_t i = warp_index(); i < work; i += warp_count()) {
     const Place at = place_of(a.layout, i / tiles, int(i % tiles), lane);
     float v[kBlock];
-    load_or_zero(a.dtype, a.add ? a.out : nullptr, a.layout.numel, at, lane, v);
+    load_or_zero(a.dtype, a.add ? a.out : nullptr, a.layout.numel, at.first, lane, v);
     add_messages<kTransform>(a.layout, a.in, at, v);
     store_block(a.dtype, a.out, a.layout.numel, at.first, lane, v);
   }

@@ -1,6 +1,6 @@
 // encode and recode of the `int` codec.
 #include "int_group.cuh"
-#include "residual.h"
+#include "owned.cuh"
 
 namespace fl {
 namespace {
@@ -18,21 +18,6 @@ struct EncodeArguments {
   RngKey key;
   int64_t offset;
 };
-
-FL_DEVICE uint32_t group_max(const IntLayout &layout, uint32_t amax) {
-  for (int mask = 1; mask < kLanes && mask < layout.blocks(); mask *= 2) {
-    const uint32_t other = shuffle_xor(amax, mask);
-    amax = other > amax ? other : amax;
-  }
-  return amax;
-}
-
-// Decoding makes something of the padding too; encoding starts from zeros there.
-FL_DEVICE void clear_padding(float (&v)[kBlock], int64_t count) {
-  if (count >= kBlock) return;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) v[i] = i < count ? v[i] : 0.0f;
-}
 
 // bytes = codes of a lane's block, whose first element has the number `number`. Rounding to nearest never reaches past
 // qmax, so it needs no clamp.
@@ -64,35 +49,6 @@ FL_DEVICE void decode_own(const uint32_t (&bytes)[kWords], float scale, float (&
   dequantize<kTransform>(biased, code_bias(8), scale, v);
 }
 
-constexpr int kResidualRows = kBlock / kRow<F32>;
-
-FL_DEVICE void add_residual(const float *residual, int64_t numel, const Place &at, int lane, float (&v)[kBlock]) {
-#pragma unroll
-  for (int row = 0; row < kResidualRows; ++row) {
-    float part[kRow<F32>];
-    load_row<F32>(reinterpret_cast<const uint32_t *>(residual), numel, at.first, row, lane, part);
-#pragma unroll
-    for (int i = 0; i < kRow<F32>; ++i) v[row * kRow<F32> + i] += part[i];
-  }
-}
-
-FL_DEVICE void update_residual(float *residual, int64_t numel, const Place &at, int lane, const float (&wanted)[kBlock],
-                               const float (&sent)[kBlock]) {
-#pragma unroll
-  for (int row = 0; row < kResidualRows; ++row) {
-    uint32_t *bits = reinterpret_cast<uint32_t *>(residual);
-    float old[kRow<F32>];
-    load_row<F32>(bits, numel, at.first, row, lane, old);
-    Chunk slot[4] = {};
-#pragma unroll
-    for (int i = 0; i < kRow<F32>; ++i) {
-      const int j = row * kRow<F32> + i;
-      add_element<F32>(slot[i / 4], i % 4, float_bits(residual_after(wanted[j], sent[j], old[i])));
-    }
-    store_row<F32>(bits, numel, at.first, row, lane, slot);
-  }
-}
-
 // One message. A group larger than a tile is gone through twice, the second time without its last tile, which is still in
 // registers.
 template <bool kTransform, bool kSum, bool kResidual>
@@ -114,26 +70,23 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
 
       float v[kBlock];
       if (kSum) {
-        load_or_zero(a.dtype, a.x, layout.numel, at, lane, v);
+        load_or_zero(a.dtype, a.x, layout.numel, at.first, lane, v);
         add_messages<kTransform>(layout, a.in, at, v);
         clear_padding(v, layout.numel - at.first);
       } else {
         load_block(a.dtype, x, layout.numel, at.first, lane, v);
       }
-      if (kResidual) add_residual(a.residual + start, layout.numel, at, lane, v);
+      if (kResidual) add_residual(a.residual + start, layout.numel, at.first, lane, v);
       float wanted[kBlock];
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) wanted[i] = v[i];
       if (kTransform) hadamard32(v);
 
       if (step < tiles) {
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) {
-          const uint32_t magnitude = float_bits(v[i]) & 0x7fffffffu;
-          amax = magnitude > amax ? magnitude : amax;
-        }
+        const uint32_t largest = largest_of(v);
+        amax = largest > amax ? largest : amax;
       }
-      if (step == tiles - 1) scale = make_scale(group_max(layout, amax), a.qmax);
+      if (step == tiles - 1) scale = make_scale(max_over_lanes(amax, layout.lanes()), a.qmax);
       if (step < tiles - 1) continue;
 
       uint32_t bytes[kWords];
@@ -143,7 +96,7 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
       if (at.exists && at.block == 0) scales[at.group] = scale.scale;
       if (kResidual) {
         decode_own<kTransform>(bytes, scale.scale, v);
-        update_residual(a.residual + start, layout.numel, at, lane, wanted, v);
+        update_residual(a.residual + start, layout.numel, at.first, lane, wanted, v);
       }
     }
   }

@@ -35,15 +35,4 @@ FL_DEVICE void add_messages(const IntLayout &layout, const IntMessages &in, cons
   }
 }
 
-// v = x, or 0 where x is null.
-FL_DEVICE void load_or_zero(uint32_t dtype, const void *x, int64_t numel, const Place &at, int lane,
-                            float (&v)[kBlock]) {
-  if (x) {
-    load_block(dtype, x, numel, at.first, lane, v);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] = 0.0f;
-  }
-}
-
 }  // namespace fl

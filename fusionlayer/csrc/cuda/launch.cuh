@@ -42,6 +42,14 @@ cudaError_t int_decode_sum(const fl_spec &spec, const fl_messages &in, void *out
 cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                        const fl_messages &out, cudaStream_t stream);
 
+// Two launches to encode where all of a message shares a scale.
+cudaError_t block_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+                         cudaStream_t stream);
+cudaError_t block_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
+cudaError_t block_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
+cudaError_t block_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
+                         const fl_messages &out, cudaStream_t stream);
+
 // Bytes of workspace of the verbs that need one.
 int64_t stats_workspace(int64_t numel);
 int64_t kth_workspace();

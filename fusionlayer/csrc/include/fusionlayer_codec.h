@@ -38,13 +38,31 @@ enum fl_codec {
   FL_CAST = 0,  /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
   FL_INT = 1,   /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group
                   size, a power of two in 32..4096; param[2] = flags, FL_INT_* */
-  FL_SPARSE = 2 /* plane 0: ends, u32 per 65536 elements; plane 1: counts, u8 per 256 elements, in form FL_SPARSE_BYTE
-                   alone; plane 2: positions; plane 3: values. param[0] = enum fl_sparse_form; param[1] = fl_dtype of the
-                   values, f32 or bf16; param[2] = capacity in pairs, <= numel; param[3] = flags, FL_SPARSE_*. For
-                   fl_sparse_encode and fl_decode_sum; other verbs give FL_UNSUPPORTED. docs/wire_format.md has the rest */
+  FL_SPARSE = 2, /* plane 0: ends, u32 per 65536 elements; plane 1: counts, u8 per 256 elements, in form FL_SPARSE_BYTE
+                    alone; plane 2: positions; plane 3: values. param[0] = enum fl_sparse_form; param[1] = fl_dtype of
+                    the values, f32 or bf16; param[2] = capacity in pairs, <= numel; param[3] = flags, FL_SPARSE_*. For
+                    fl_sparse_encode and fl_decode_sum; other verbs give FL_UNSUPPORTED. docs/wire_format.md has the
+                    rest */
+  FL_BLOCK = 3   /* plane 0: scales; plane 1: codes, runs of 32 in 4 bytes for each bit. param[0] = enum fl_format;
+                    param[1] = block, a power of two in 32..512; param[2] = enum fl_scale; param[3] = flags, FL_BLOCK_* */
 };
 
 enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };
+
+enum fl_format { FL_E4M3 = 0, FL_E5M2 = 1, FL_INT8 = 2, FL_E2M3 = 3, FL_E3M2 = 4, FL_E2M1 = 5 };
+
+/* What plane 0 of FL_BLOCK has for each block: an f32; two (TACO's s and alpha, which decode to what one does); a power of
+ * two (OCP MX v1.0; float formats alone); a bf16 (likewise). FL_SCALE_MESSAGE: the largest magnitude of the message, an f32
+ * in all. */
+enum fl_scale {
+  FL_SCALE_F32 = 0,
+  FL_SCALE_DUAL = 1,
+  FL_SCALE_E8M0 = 2,
+  FL_SCALE_BF16 = 3,
+  FL_SCALE_MESSAGE = 4
+};
+
+enum { FL_BLOCK_HADAMARD = 1 /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */ };
 
 /* How positions are written: a bit for each element; u8 inside blocks of 256 elements; u16 inside those of 65536. */
 enum fl_sparse_form { FL_SPARSE_BITMAP = 0, FL_SPARSE_BYTE = 1, FL_SPARSE_SHORT = 2 };

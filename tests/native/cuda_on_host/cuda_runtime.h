@@ -194,6 +194,12 @@ inline T atomicAdd(T *p, T value) {
   return old;
 }
 
+inline uint32_t atomicMax(uint32_t *p, uint32_t value) {
+  const uint32_t old = *p;
+  if (value > old) *p = value;
+  return old;
+}
+
 // Byte i of the result is the byte of b:a (a lowest) that nibble i of the selector names.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
@@ -215,6 +221,11 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
 
 inline cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t) {
   std::memset(p, value, n);
+  return cuda_on_host::take_error();
+}
+
+inline cudaError_t cudaMemset2DAsync(void *p, size_t pitch, int value, size_t width, size_t height, cudaStream_t) {
+  for (size_t row = 0; row < height; ++row) std::memset(static_cast<char *>(p) + row * pitch, value, width);
   return cuda_on_host::take_error();
 }
 

@@ -1,0 +1,78 @@
+"""The two halves of an all-reduce alone, pipelined: what sequence parallelism does before and after its layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec
+from ..seeds import derive_seed
+from ..transport import Transport
+from ..transport._sum import sum_in_rank_order
+from ._pieces import IN_FLIGHT, Piece, cut, pipeline
+
+__all__ = ["all_gather", "reduce_scatter"]
+
+
+def all_gather(
+    x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, piece: int | None = None
+) -> None:
+    """Fill row r of ``out`` (size, n) with rank r's ``x`` (n,): one quantisation, the same bits on every rank.
+
+    This rank's own row passes through the codec too.
+
+    Args:
+        x: flat and contiguous, equally long on all ranks; f32, bf16 or f16, with a lossless codec of any type.
+        out: contiguous, of the type of ``x``.
+        codec: what travels; made the same on all ranks.
+        transport: the ranks.
+        seed: of stochastic rounding; the same on all ranks.
+        piece: elements that travel at a time, while others are encoded or decoded; None: all.
+    """
+    if codec.lossless:
+        transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))
+        return
+    codec = codec.agree(x, transport)
+
+    def run(index: int, part: slice) -> Piece:
+        capacity = codec.wire(part.stop - part.start, x.dtype).capacity
+        slot = index % IN_FLIGHT
+        mine = transport.scratch(f"outgoing {slot}", capacity, x.device)
+        every = transport.scratch(f"incoming {slot}", transport.size * capacity, x.device)
+        every = every.view(transport.size, capacity)
+        codec.encode(x[part], mine, seed=derive_seed(seed, transport.rank), offset=part.start)
+        yield lambda: transport.all_gather(mine, every)
+        for message, row in zip(every, out, strict=True):
+            codec.decode(message, row[part])
+
+    parts = cut(x.numel(), piece, codec.block)
+    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+
+
+def reduce_scatter(
+    x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, piece: int | None = None
+) -> None:
+    """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n), in rank order in f32.
+
+    One quantisation. The arguments are those of ``all_gather``; rows are cut into pieces.
+    """
+    size, numel = x.shape
+    if codec.lossless:
+        every = torch.empty_like(x)
+        transport.all_to_all(x.view(torch.uint8), every.view(torch.uint8))
+        sum_in_rank_order(every.unbind(0), out)
+        return
+    codec = codec.agree(x.view(-1), transport)
+
+    def run(index: int, part: slice) -> Piece:
+        capacity = codec.wire(part.stop - part.start, x.dtype).capacity
+        slot = index % IN_FLIGHT
+        outgoing = transport.scratch(f"outgoing {slot}", size * capacity, x.device).view(size, capacity)
+        incoming = transport.scratch(f"incoming {slot}", size * capacity, x.device).view(size, capacity)
+        for to, message in enumerate(outgoing):
+            codec.encode(x[to, part], message, seed=derive_seed(seed, transport.rank, to), offset=part.start)
+        yield lambda: transport.all_to_all(outgoing, incoming)
+        codec.decode_sum(incoming, out[part])
+
+    parts = cut(numel, piece, codec.block)
+    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)

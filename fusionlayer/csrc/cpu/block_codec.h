@@ -1,0 +1,269 @@
+// The `block` codec (core/block_scale.h) on vectors. A tile of whole blocks is transformed into L1, its scales are made
+// side by side, then its codes.
+#pragma once
+
+#include <type_traits>
+
+#include "block_scale.h"
+#include "kernels.h"
+#include "simd.h"
+#include "small_numbers.h"
+
+namespace fl::FL_ISA {
+
+// Stages kBlock, 2 kBlock, .. of a transform of N blocks, in place; what a stage leaves goes through `finish`, a vector at
+// a time.
+template <int N, class Finish>
+FL_INLINE void hadamard_across(float *v, const Finish &finish) {
+  for (int j = 0; j < kBlock; j += kLanes) {
+    vf column[N];
+    for (int k = 0; k < N; ++k) column[k] = load(v + k * kBlock + j);
+    for (int h = 1; h < N; h *= 2)
+      for (int k = 0; k < N; ++k)
+        if (!(k & h)) {
+          const vf a = column[k], b = column[k + h];
+          column[k] = a + b;
+          column[k + h] = a - b;
+        }
+    for (int k = 0; k < N; ++k) store(v + k * kBlock + j, finish(column[k]));
+  }
+}
+
+template <class Numbers, bool kHadamard>
+class BlockCodec {
+ public:
+  struct Message {
+    uint8_t *scales;
+    uint8_t *codes;
+  };
+
+  static constexpr bool kCanonical = false;  // formats have NaNs of their own
+
+  explicit BlockCodec(const Job &job)
+      : block_(int(job.spec->param[1])),
+        scaling_(block_scaling(job.spec->param[0], job.spec->param[1], job.spec->param[2], kHadamard)),
+        numbers_(job.spec->param[0]),
+        look_(job.look) {}
+
+  int unit() const { return block_; }
+
+  Message at(const fl_messages &messages, int64_t message, int64_t unit) const {
+    const auto plane = [&](int p) { return static_cast<uint8_t *>(messages.plane[p]) + message * messages.stride; };
+    const int64_t scale = scaling_.kind == FL_SCALE_MESSAGE ? 0 : unit * scale_bytes(scaling_.kind);
+    return {plane(0) + scale, plane(1) + unit * code_bytes()};
+  }
+
+  template <class T>
+  void encode(const T *x, int n, Message out, int64_t) const {
+    alignas(64) float tile[kMaxTile], inverse[kMaxBlocks];
+    vi top[kMaxBlocks];
+    const int blocks = (n + block_ - 1) / block_;
+    const float *values = transform(x, blocks, tile, top);
+    if (look_) return raise_amax(top, blocks, out);
+    make_scales(values, top, blocks, out, inverse);
+    const Numbers numbers = numbers_;
+    for (int g = 0; g < blocks; ++g, values += block_, out.codes += code_bytes()) {
+      if (__builtin_expect(inverse[g] == 0.0f, 0)) {
+        __builtin_memset(out.codes, 0, size_t(code_bytes()));
+        continue;
+      }
+      const float factor = inverse[g];
+      for (int i = 0; i < block_; i += kBlock) numbers.encode(values + i, factor, out.codes + i / kBlock * Numbers::kBytes);
+    }
+  }
+
+  template <class Sink>
+  FL_INLINE void decode(Message in, int n, const Sink &sink) const {
+    alignas(64) float scales[kMaxBlocks];
+    load_scales(in, (n + block_ - 1) / block_, scales);
+    const Numbers numbers = numbers_;
+    const int block = block_, bytes = code_bytes();
+    const float *scale = scales;
+    for (int begin = 0; begin < n; begin += block, ++scale, in.codes += bytes)
+      if constexpr (kHadamard) {
+        decode_rotated(numbers, in.codes, *scale, begin, sink);
+      } else {
+        for (int i = 0; i < block; i += kBlock) {
+          Block b = numbers.decode(in.codes + i / kBlock * Numbers::kBytes);
+          for (vf &v : b.v) v *= *scale;
+          sink(begin + i, b);
+        }
+      }
+  }
+
+ private:
+  static constexpr int kMaxBlocks = kMaxTile / kBlock;
+
+  int code_bytes() const { return block_ / kBlock * Numbers::kBytes; }
+
+  // Calls body with the number of runs of 32 in a block.
+  template <int N>
+  struct Runs {
+    static constexpr int value = N;
+  };
+  template <class Body>
+  FL_INLINE void with_runs(const Body &body) const {
+    switch (block_ / kBlock) {
+      case 1:
+        return body(Runs<1>{});
+      case 2:
+        return body(Runs<2>{});
+      case 4:
+        return body(Runs<4>{});
+      case 8:
+        return body(Runs<8>{});
+      default:
+        return body(Runs<16>{});
+    }
+  }
+
+  // Blocks that are transformed together: as many as fit into 8 registers.
+  template <int N>
+  static constexpr int kTogether = N < kLanes / 4 ? N : kLanes / 4;
+
+  // Leaves in the tile what is to be quantised, and for each block a vector that holds the largest magnitude in some lane.
+  // Values that are f32 already and are not rotated stay where they are.
+  template <class T>
+  FL_INLINE const float *transform(const T *x, int blocks, float *tile, vi *top) const {
+    if constexpr (kHadamard) {
+      with_runs([&](auto runs) FL_LAMBDA {
+        constexpr int N = decltype(runs)::value;
+        for (int g = 0; g < blocks; ++g) top[g] = rotate<N>(x + g * N * kBlock, tile + g * N * kBlock);
+      });
+      return tile;
+    } else {
+      for (int g = 0; g < blocks; ++g) {
+        vi most{};
+        for (int i = g * block_; i < (g + 1) * block_; i += kBlock) {
+          const Block b = load_block(x + i);
+          for (const vf &v : b.v) most = max(most, magnitude_bits(v));
+          if constexpr (!std::is_same_v<T, float>) store_block(tile + i, b);
+        }
+        top[g] = most;
+      }
+      if constexpr (std::is_same_v<T, float>)
+        return x;
+      else
+        return tile;
+    }
+  }
+
+  template <int N, class T>
+  static FL_INLINE vi rotate(const T *x, float *tile) {
+    for (int k = 0; k < N; k += kTogether<N>) {
+      Block b[kTogether<N>];
+      for (int i = 0; i < kTogether<N>; ++i) b[i] = load_block(x + (k + i) * kBlock);
+      hadamard(b);
+      for (int i = 0; i < kTogether<N>; ++i) store_block(tile + (k + i) * kBlock, b[i]);
+    }
+    vi most{};
+    hadamard_across<N>(tile, [&](vf v) FL_LAMBDA {
+      most = max(most, magnitude_bits(v));
+      return v;
+    });
+    return most;
+  }
+
+  template <class Sink>
+  FL_INLINE void decode_rotated(const Numbers &numbers, const uint8_t *codes, float scale, int begin,
+                                const Sink &sink) const {
+    alignas(64) float tile[kMaxBlock];
+    rotate_codes(numbers, codes, scale, tile);
+    for (int i = 0; i < block_; i += kBlock) sink(begin + i, load_block(tile + i));
+  }
+
+  void rotate_codes(const Numbers &given, const uint8_t *codes, float scale, float *tile) const {
+    const Numbers numbers = given;
+    with_runs([&](auto runs) FL_LAMBDA {
+      constexpr int N = decltype(runs)::value;
+      for (int k = 0; k < N; k += kTogether<N>) {
+        Block b[kTogether<N>];
+        for (int i = 0; i < kTogether<N>; ++i) b[i] = numbers.decode(codes + (k + i) * Numbers::kBytes);
+        hadamard(b);
+        for (int i = 0; i < kTogether<N>; ++i) store_block(tile + (k + i) * kBlock, b[i]);
+      }
+      hadamard_across<N>(tile, [&](vf v) FL_LAMBDA { return v * scale; });
+    });
+  }
+
+  // The largest magnitude of each block.
+  static FL_INLINE void reduce(vi *top, int blocks, int32_t *amax) {
+    for (int g = blocks; g % kLanes; ++g) top[g] = vi{};
+    for (int g = 0; g < blocks; g += kLanes) store(amax + g, max_of_each(top + g));
+  }
+
+  // FL_SCALE_MESSAGE, first of two passes: the plane becomes the largest magnitude of all that was looked at.
+  static void raise_amax(vi *top, int blocks, Message out) {
+    alignas(64) int32_t amax[kMaxBlocks];
+    reduce(top, blocks, amax);
+    uint32_t most = 0;
+    for (int g = 0; g < blocks; ++g) most = uint32_t(amax[g]) > most ? uint32_t(amax[g]) : most;
+    if (most >= kF32Inf) most = kF32Nan;
+    uint32_t *plane = reinterpret_cast<uint32_t *>(out.scales);
+    uint32_t seen = __atomic_load_n(plane, __ATOMIC_RELAXED);
+    while (seen < most && !__atomic_compare_exchange_n(plane, &seen, most, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+  }
+
+  void make_scales(const float *values, vi *top, int blocks, Message out, float *inverse) const {
+    alignas(64) int32_t amax[kMaxBlocks];
+    BlockScaling scaling = scaling_;
+    if (scaling.kind == FL_SCALE_MESSAGE) {
+      const uint32_t all = *reinterpret_cast<const uint32_t *>(out.scales);
+      const float factor = make_block_scale(scaling, all, 0.0f).inverse;
+      for (int g = 0; g < blocks; ++g) inverse[g] = factor;
+      return;
+    }
+    reduce(top, blocks, amax);
+    const auto write = [&](auto *scales, uint32_t kind) FL_LAMBDA {
+      scaling.kind = kind;  // known to the compiler, so that it makes vectors of the loop
+      for (int g = 0; g < blocks; ++g) {
+        const BlockScale scale = make_block_scale(scaling, uint32_t(amax[g]), 0.0f);
+        scales[g] = std::remove_reference_t<decltype(*scales)>(scale.wire);
+        inverse[g] = scale.inverse;
+      }
+    };
+    if (scaling.kind == FL_SCALE_F32) return write(reinterpret_cast<uint32_t *>(out.scales), FL_SCALE_F32);
+    if (scaling.kind == FL_SCALE_E8M0) return write(out.scales, FL_SCALE_E8M0);
+    if (scaling.kind == FL_SCALE_BF16) return write(reinterpret_cast<uint16_t *>(out.scales), FL_SCALE_BF16);
+    for (int g = 0; g < blocks; ++g) {
+      float squares[kMaxBlock];
+      for (int i = 0; i < block_; ++i) squares[i] = values[g * block_ + i] * values[g * block_ + i];
+      const BlockScale scale = make_block_scale(scaling, uint32_t(amax[g]), sum_of_block(squares, block_));
+      reinterpret_cast<uint32_t *>(out.scales)[2 * g] = scale.wire;
+      reinterpret_cast<uint32_t *>(out.scales)[2 * g + 1] = scale.first;
+      inverse[g] = scale.inverse;
+    }
+  }
+
+  void load_scales(Message in, int blocks, float *scales) const {
+    BlockScaling scaling = scaling_;
+    const auto *words = reinterpret_cast<const uint32_t *>(in.scales);
+    const auto *halves = reinterpret_cast<const uint16_t *>(in.scales);
+    const auto read = [&](uint32_t kind, auto wire, auto first) FL_LAMBDA {
+      scaling.kind = kind;
+      for (int g = 0; g < blocks; ++g) scales[g] = decode_block_scale(scaling, wire(g), first(g));
+    };
+    const auto none = [](int) FL_LAMBDA { return 0u; };
+    switch (scaling.kind) {
+      case FL_SCALE_F32:
+        return read(FL_SCALE_F32, [&](int g) FL_LAMBDA { return words[g]; }, none);
+      case FL_SCALE_DUAL:
+        return read(FL_SCALE_DUAL, [&](int g) FL_LAMBDA { return words[2 * g]; },
+                    [&](int g) FL_LAMBDA { return words[2 * g + 1]; });
+      case FL_SCALE_E8M0:
+        return read(FL_SCALE_E8M0, [&](int g) FL_LAMBDA { return uint32_t(in.scales[g]); }, none);
+      case FL_SCALE_BF16:
+        return read(FL_SCALE_BF16, [&](int g) FL_LAMBDA { return uint32_t(halves[g]); }, none);
+      default:
+        return read(FL_SCALE_MESSAGE, [&](int) FL_LAMBDA { return words[0]; }, none);
+    }
+  }
+
+  int block_;
+  BlockScaling scaling_;
+  Numbers numbers_;
+  bool look_;
+};
+
+}  // namespace fl::FL_ISA

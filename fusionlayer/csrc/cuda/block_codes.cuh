@@ -1,0 +1,285 @@
+// Messages of the `block` codec as a warp sees them: a lane owns a run of 32 elements, 1 to 16 neighbouring lanes a block.
+// The arithmetic is core/block_scale.h.
+#pragma once
+
+#include "arguments.h"
+#include "block_scale.h"
+#include "launch.cuh"
+#include "owned.cuh"
+
+namespace fl {
+
+constexpr int kWords = kBlock / 4;  // words that hold a run's codes, one byte each
+
+struct BlockLayout {
+  int64_t numel;   // of a message
+  int64_t blocks;  // of a message
+  int log2_lanes;  // of a block
+  uint32_t format;
+  FloatFormat number;  // unless the format is FL_INT8
+  int bits;
+  BlockScaling scaling;
+
+  FL_HD int lanes() const { return 1 << log2_lanes; }
+  FL_HD int64_t runs() const { return blocks << log2_lanes; }
+  FL_HD int64_t tiles() const { return (runs() + kLanes - 1) / kLanes; }  // of a run for each lane
+};
+
+struct BlockMessages {
+  void *scales;    // of message 0
+  uint8_t *codes;  // of message 0
+  int64_t stride;
+  int64_t count;
+};
+
+inline BlockLayout block_layout(const fl_spec &spec) {
+  int log2_lanes = 0;
+  while (uint32_t(kBlock) << log2_lanes < spec.param[1]) ++log2_lanes;
+  const uint32_t format = spec.param[0];
+  return {spec.numel,
+          group_count(spec),
+          log2_lanes,
+          format,
+          float_format(format),
+          format_bits(format),
+          block_scaling(format, spec.param[1], spec.param[2], spec.param[3] & FL_BLOCK_HADAMARD)};
+}
+
+inline BlockMessages block_messages(const fl_messages &m) {
+  return {m.plane[0], static_cast<uint8_t *>(m.plane[1]), m.stride, m.count};
+}
+
+// The run that a lane owns.
+struct Run {
+  int64_t index;  // in the message
+  int64_t first;  // its first element
+  int64_t block;
+  bool exists;  // false where the tile reaches past the last block
+
+  FL_DEVICE Run(const BlockLayout &layout, int64_t tile, int lane)
+      : index(tile * kLanes + lane),
+        first(index * kBlock),
+        block(index >> layout.log2_lanes),
+        exists(index < layout.runs()) {}
+};
+
+// Stages of the transform that cross lanes: hadamard of core/block_scale.h, after hadamard32.
+FL_DEVICE void hadamard_over_lanes(float (&v)[kBlock], int width, int lane) {
+  for (int mask = 1; mask < width; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const float other = bits_float(shuffle_xor(float_bits(v[i]), mask));
+      v[i] = lane & mask ? other - v[i] : v[i] + other;
+    }
+}
+
+// sum_of_block of the squares, in all lanes of the block.
+FL_DEVICE float sum_of_squares(const float (&v)[kBlock], int width) {
+  float sum[kBlock / 2];
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) sum[i] = v[2 * i] * v[2 * i] + v[2 * i + 1] * v[2 * i + 1];
+#pragma unroll
+  for (int n = kBlock / 4; n > 0; n /= 2)
+#pragma unroll
+    for (int i = 0; i < n; ++i) sum[i] = sum[2 * i] + sum[2 * i + 1];
+  float all = sum[0];
+  for (int mask = 1; mask < width; mask *= 2) all += bits_float(shuffle_xor(float_bits(all), mask));
+  return all;
+}
+
+// Scales ---------------------------------------------------------------------------------------------------------------
+
+FL_DEVICE void store_block_scale(const BlockLayout &layout, void *scales, int64_t block, const BlockScale &scale) {
+  switch (layout.scaling.kind) {
+    case FL_SCALE_F32:
+      static_cast<uint32_t *>(scales)[block] = scale.wire;
+      break;
+    case FL_SCALE_DUAL:
+      static_cast<uint2 *>(scales)[block] = make_uint2(scale.wire, scale.first);
+      break;
+    case FL_SCALE_E8M0:
+      static_cast<uint8_t *>(scales)[block] = uint8_t(scale.wire);
+      break;
+    case FL_SCALE_BF16:
+      static_cast<uint16_t *>(scales)[block] = uint16_t(scale.wire);
+      break;
+    default:  // one for the message, which is there already
+      break;
+  }
+}
+
+FL_DEVICE float load_block_scale(const BlockLayout &layout, const void *scales, int64_t block) {
+  uint32_t wire, first = 0;
+  switch (layout.scaling.kind) {
+    case FL_SCALE_F32:
+      wire = static_cast<const uint32_t *>(scales)[block];
+      break;
+    case FL_SCALE_DUAL: {
+      const uint2 both = static_cast<const uint2 *>(scales)[block];
+      wire = both.x, first = both.y;
+      break;
+    }
+    case FL_SCALE_E8M0:
+      wire = static_cast<const uint8_t *>(scales)[block];
+      break;
+    case FL_SCALE_BF16:
+      wire = static_cast<const uint16_t *>(scales)[block];
+      break;
+    default:
+      wire = *static_cast<const uint32_t *>(scales);
+      break;
+  }
+  return decode_block_scale(layout.scaling, wire, first);
+}
+
+// Codes ----------------------------------------------------------------------------------------------------------------
+
+// The codes of four values times the inverse of their scale, one byte each. Where the hardware converts to FP8, it makes
+// the bytes of float_code.
+FL_DEVICE uint32_t four_codes(const BlockLayout &layout, float a, float b, float c, float d) {
+  if (layout.format == FL_INT8)
+    return uint32_t(round_even(a) & 255) | uint32_t(round_even(b) & 255) << 8 | uint32_t(round_even(c) & 255) << 16 |
+           uint32_t(round_even(d)) << 24;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if (layout.bits == 8) {
+    uint16_t low, high;
+    if (layout.format == FL_E4M3) {
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    } else {
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    }
+    return low | uint32_t(high) << 16;
+  }
+#endif
+  return float_code(layout.number, a) | float_code(layout.number, b) << 8 | float_code(layout.number, c) << 16 |
+         float_code(layout.number, d) << 24;
+}
+
+// What four codes stand for.
+FL_DEVICE void four_values(const BlockLayout &layout, uint32_t codes, float *v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if (layout.bits == 8 && layout.format != FL_INT8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint16_t pair = uint16_t(codes >> 16 * i);
+      uint32_t halves;
+      if (layout.format == FL_E4M3)
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+      else
+        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+      asm("cvt.f32.f16 %0, %1;" : "=f"(v[2 * i]) : "h"(uint16_t(halves)));
+      asm("cvt.f32.f16 %0, %1;" : "=f"(v[2 * i + 1]) : "h"(uint16_t(halves >> 16)));
+    }
+    return;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t code = codes >> 8 * i & 255u;
+    v[i] = layout.format == FL_INT8 ? float(int8_t(uint8_t(code))) : code_value(layout.number, code);
+  }
+}
+
+// A run as it lies in memory, pack_run of core/block_scale.h, and its codes, one byte each.
+FL_DEVICE void store_run(const BlockLayout &layout, uint8_t *codes, int64_t run, const uint32_t (&bytes)[kWords]) {
+  if (layout.bits == 8) {
+    store_chunk(codes + run * 32, {{bytes[0], bytes[1], bytes[2], bytes[3]}});
+    store_chunk(codes + run * 32 + 16, {{bytes[4], bytes[5], bytes[6], bytes[7]}});
+    return;
+  }
+  Chunk low;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) low.word[i] = (bytes[i] & 0x0f0f0f0fu) | (bytes[i + 4] & 0x0f0f0f0fu) << 4;
+  if (layout.bits == 4) return store_chunk(codes + run * 16, low);
+  uint32_t high[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    high[i] = (bytes[i] >> 4 & 0x03030303u) | (bytes[i + 2] >> 4 & 0x03030303u) << 2 |
+              (bytes[i + 4] >> 4 & 0x03030303u) << 4 | (bytes[i + 6] >> 4 & 0x03030303u) << 6;
+  uint2 *words = reinterpret_cast<uint2 *>(codes + run * 24);
+  words[0] = make_uint2(low.word[0], low.word[1]);
+  words[1] = make_uint2(low.word[2], low.word[3]);
+  words[2] = make_uint2(high[0], high[1]);
+}
+
+// What a lane has loaded of its run: codes as they lie in memory, and the scale.
+struct PackedRun {
+  uint32_t words[kWords];
+  float scale;
+};
+
+FL_DEVICE PackedRun load_run(const BlockLayout &layout, const BlockMessages &in, int64_t message, const Run &run) {
+  PackedRun packed = {};
+  if (!run.exists) return packed;
+  const uint8_t *codes = in.codes + message * in.stride;
+  if (layout.bits == 6) {
+    const uint2 *words = reinterpret_cast<const uint2 *>(codes + run.index * 24);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const uint2 pair = words[i];
+      packed.words[2 * i] = pair.x, packed.words[2 * i + 1] = pair.y;
+    }
+  } else {
+    const uint8_t *start = codes + run.index * (4 * layout.bits);
+    const Chunk first = load_chunk(start), second = layout.bits == 8 ? load_chunk(start + 16) : Chunk{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed.words[i] = first.word[i], packed.words[i + 4] = second.word[i];
+  }
+  packed.scale = load_block_scale(layout, byte_offset(in.scales, message * in.stride), run.block);
+  return packed;
+}
+
+// bytes = codes, one byte each.
+FL_DEVICE void unpack_words(const BlockLayout &layout, const uint32_t (&words)[kWords], uint32_t (&bytes)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if (layout.bits == 8) {
+      bytes[i] = words[i];
+    } else {
+      bytes[i] = words[i % 4] >> 4 * (i / 4) & 0x0f0f0f0fu;
+      if (layout.bits == 6) bytes[i] |= (words[4 + i % 2] >> 2 * (i / 2) & 0x03030303u) << 4;
+    }
+  }
+}
+
+// v = decoded values of a lane's run.
+template <bool kTransform>
+FL_DEVICE void decode_codes(const BlockLayout &layout, const uint32_t (&bytes)[kWords], float scale, int lane,
+                            float (&v)[kBlock]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) four_values(layout, bytes[i], v + 4 * i);
+  if (kTransform) {
+    hadamard32(v);
+    hadamard_over_lanes(v, layout.lanes(), lane);
+  }
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] *= scale;
+}
+
+template <bool kTransform>
+FL_DEVICE void decode_run(const BlockLayout &layout, const PackedRun &packed, int lane, float (&v)[kBlock]) {
+  uint32_t bytes[kWords];
+  unpack_words(layout, packed.words, bytes);
+  decode_codes<kTransform>(layout, bytes, packed.scale, lane, v);
+}
+
+// Adds all messages to v in their order. While one is decoded the bytes of the next are on their way.
+template <bool kTransform>
+FL_DEVICE void add_messages(const BlockLayout &layout, const BlockMessages &in, const Run &run, int lane,
+                            float (&v)[kBlock]) {
+  PackedRun next = {};
+  if (in.count > 0) next = load_run(layout, in, 0, run);
+#pragma unroll 1
+  for (int64_t m = 0; m < in.count; ++m) {
+    const PackedRun packed = next;
+    if (m + 1 < in.count) next = load_run(layout, in, m + 1, run);
+    float part[kBlock];
+    decode_run<kTransform>(layout, packed, lane, part);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] += part[i];
+  }
+}
+
+}  // namespace fl

@@ -1,0 +1,158 @@
+"""Pipeline parallelism whose stages send activations and gradients compressed."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+
+from .. import context
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..functional import make_codec
+from ..seeds import derive_seed
+from ..wire import DTYPE_CODES, WIRE_VERSION
+
+__all__ = ["PipelineStage"]
+
+_FORWARD, _BACKWARD = 0, 1
+
+# What the first stage of this process in a group was made with, which all ranks have compared.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """``torch.distributed.pipelining.PipelineStage`` whose edges carry messages of a codec, for any of its schedules.
+
+    Each activation that leaves for the next stage, and each gradient for the one before, is one message of a fixed
+    size: no sizes are exchanged. They travel as torch sends them, over its process group. Floats of 32 and 16 bits are
+    compressed, all else travels as it is; so does what a schedule hands to a stage of the same rank.
+
+    Args:
+        submodule, stage_index, num_stages, device, kwargs: as in torch.
+        codec: name or codec of activations; None takes the configured one (``raw`` by default).
+        gradient_codec: the same for gradients; None takes that of activations.
+        warmup_steps: training steps of the schedule at the beginning that travel uncompressed, while activations change
+            fast.
+        group: process group of the pipeline; None means all ranks. All its ranks make their first stage together.
+        codec_options: options of an activation codec given by name.
+
+    Raises:
+        ConfigError: unknown names or options, or other ones than those of this rank's other stages.
+        PlanMismatch: ranks disagree on codecs or warm-up.
+        TransportError: not all ranks came in time.
+    """
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        codec: str | Codec | None = None,
+        gradient_codec: str | Codec | None = None,
+        warmup_steps: int = 0,
+        codec_options: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={warmup_steps}; expected a number of steps, 0 for none")
+        forward = make_codec(codec, codec_options or {}).bare
+        backward = forward if gradient_codec is None else make_codec(gradient_codec, {}).bare
+        super().__init__(submodule, stage_index, num_stages, device, group=group, **kwargs)
+        self._codecs = (forward, backward)
+        self._warmup_steps = warmup_steps
+        self._steps = 0
+        # Messages of this step: those sent must live until they have left, those received are decoded when used.
+        self._sent: list[Tensor] = []
+        self._arriving: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        _agree(group, f"{forward}, gradients {backward}, {warmup_steps} steps of warm-up")
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step; every schedule calls it."""
+        super().clear_runtime_states()
+        self._steps += self.has_backward
+        self._sent.clear()
+        self._arriving.clear()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the activations of a microbatch."""
+        return self._encode(super().get_fwd_send_ops(fwd_chunk_id), _FORWARD, fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the gradients of a microbatch."""
+        return self._encode(super().get_bwd_send_ops(bwd_chunk_id), _BACKWARD, bwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the activations of a microbatch."""
+        return self._expect(super().get_fwd_recv_ops(fwd_chunk_id), _FORWARD, fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the gradients of a microbatch."""
+        return self._expect(super().get_bwd_recv_ops(bwd_chunk_id), _BACKWARD, bwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        self._decode(_FORWARD, fwd_chunk_id)
+        return super()._retrieve_recv_activations(fwd_chunk_id)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        self._decode(_BACKWARD, bwd_chunk_id)
+        return super()._retrieve_recv_grads(bwd_chunk_id)
+
+    def _compressed(self, ops: list[dist.P2POp], direction: int) -> Iterable[tuple[int, dist.P2POp]]:
+        """Return those of ``ops`` that carry messages, with their numbers; both ends choose the same."""
+        if self._codecs[direction].lossless or max(self._steps, 1) <= self._warmup_steps:
+            return []
+        return [(i, op) for i, op in enumerate(ops) if op.tensor.dtype in DTYPE_CODES]
+
+    def _encode(self, ops: list[dist.P2POp], direction: int, chunk: int) -> list[dist.P2POp]:
+        codec = self._codecs[direction]
+        for i, op in self._compressed(ops, direction):
+            x = op.tensor.detach().contiguous().view(-1)
+            message = self._message(codec, x)
+            codec.encode(x, message, seed=derive_seed(self._steps, self.stage_index, direction, chunk, i))
+            self._sent.append(message)
+            op.tensor = message
+        return ops
+
+    def _expect(self, ops: list[dist.P2POp], direction: int, chunk: int) -> list[dist.P2POp]:
+        arriving = self._arriving[direction, chunk] = []
+        for _, op in self._compressed(ops, direction):
+            message = self._message(self._codecs[direction], op.tensor)
+            arriving.append((message, op.tensor.detach()))
+            op.tensor = message
+        return ops
+
+    def _decode(self, direction: int, chunk: int) -> None:
+        for message, out in self._arriving.pop((direction, chunk), []):
+            flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+            self._codecs[direction].decode(message, flat)
+            if not out.is_contiguous():
+                out.copy_(flat.view(out.shape))
+
+    @staticmethod
+    def _message(codec: Codec, x: Tensor) -> Tensor:
+        return torch.empty(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device=x.device)
+
+
+def _agree(group: dist.ProcessGroup | None, facts: str) -> None:
+    """Compare ``facts`` over ranks at this process's first stage, and with that one's at every other."""
+    world = group or dist.group.WORLD
+    assert world is not None
+    if world not in _agreed:
+        digest = hashlib.sha256(f"{facts} {WIRE_VERSION}".encode()).digest()
+        context.transport(group).check_agreement("codecs or warm-up of pipeline stages", digest)
+        _agreed[world] = facts
+    if _agreed[world] != facts:
+        raise ConfigError(
+            f"this stage has {facts}; other stages of this process {_agreed[world]}: give all the same, as each "
+            "receives what another has sent"
+        )

@@ -1,0 +1,6 @@
+"""Tensor parallelism whose activations travel compressed: operations on tensors, and styles for DTensor models."""
+
+from .channel import Channel
+from .styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+__all__ = ["Channel", "ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequenceParallel"]

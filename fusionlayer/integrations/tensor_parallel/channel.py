@@ -1,0 +1,353 @@
+"""``Channel``: the group of a tensor-parallel layer and what travels in it; its differentiable collectives.
+
+Each collective is an operator of torch, so that ``torch.compile`` takes it as a whole. Operators know the channel by
+its name: graphs hold strings, and equal channels of several layers have one name, so one compiled graph serves all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ... import collectives, context
+from ...codecs import Codec
+from ...collectives.halves import all_gather, reduce_scatter
+from ...collectives.one_shot import one_shot
+from ...collectives.two_shot import two_shot
+from ...errors import ConfigError, UsageError
+from ...functional import make_codec
+from ...seeds import derive_seed
+from ...transport import Transport
+from ...wire import DTYPE_CODES, WIRE_VERSION
+
+__all__ = ["PIECE_BYTES", "Channel"]
+
+# Bytes of a tensor that travel at a time. On fast links of GPUs TACO found 64 MB best (Fig. 10).
+PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+
+_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot}
+
+_channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
+_count = itertools.count()
+
+
+class Channel:
+    """Moves the activations of tensor-parallel layers between the ranks that share them, compressed.
+
+    The operations are those of Megatron-LM, each the transpose of another (Shoeybi et al., 2019; Korthikanti et
+    al., 2022): before a layer whose weight is cut by columns ``copy`` or, with sequence parallelism, ``gather``; after
+    one that is cut by rows ``reduce`` or ``reduce_scatter``. They work eagerly and under
+    ``torch.compile(fullgraph=True)``. Results of ``copy``'s backward, ``reduce`` and ``gather`` are the same bits on
+    every rank. A NaN or Inf on one rank reaches all.
+
+    Every rank makes the same calls with tensors of the same shape and type, in the same order. Shapes are not compared:
+    ranks that differ wait until the time-out, whose error names them. In a group of one rank nothing is done.
+
+    Args:
+        group: process group, one-dimensional ``DeviceMesh`` or transport; None means all ranks. All its ranks make the
+            channel together.
+        codec: name or codec of what travels; None takes the configured one (``raw`` by default).
+        algorithm: "one_shot" or "two_shot" for all-reduces of a lossy codec; None chooses by the number of ranks.
+        piece_bytes: bytes of a tensor that travel at a time, while others are encoded, summed or decoded; None takes
+            4 MiB on the CPU, 64 MiB on CUDA.
+        codec_options: options of a codec given by name.
+
+    Raises:
+        ConfigError: unknown names or options, or something that is no group.
+        PlanMismatch: ranks disagree on codec or options.
+        TransportError: a peer was lost, stopped or late.
+        UsageError: this process is not in the group.
+
+    Attributes:
+        rank: this process in the group.
+        size: number of ranks of the group.
+        codec: what travels.
+        name: by which graphs know the channel.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+        codec: str | Codec | None = None,
+        *,
+        algorithm: str | None = None,
+        piece_bytes: int | None = None,
+        **codec_options: Any,
+    ) -> None:
+        self.codec = make_codec(codec, codec_options).bare
+        self._transport = context.transport(_resolve(group))
+        self.rank, self.size = self._transport.rank, self._transport.size
+        if algorithm is not None and (algorithm not in _REDUCERS or self.codec.lossless):
+            expected = "None, as lossless codecs are summed densely" if self.codec.lossless else "one_shot or two_shot"
+            raise ConfigError(f"tensor parallelism with {self.codec} got algorithm={algorithm!r}; expected {expected}")
+        if piece_bytes is not None and piece_bytes < 1:
+            raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
+        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size)
+        self._piece_bytes = piece_bytes
+        facts = f"{self.codec} {self._algorithm} {piece_bytes}"
+        if self.size > 1:
+            digest = hashlib.sha256(f"{facts} {WIRE_VERSION}".encode()).digest()
+            self._transport.check_agreement("codec or options of tensor parallelism", digest)
+        if self._transport not in _numbers:
+            _numbers[self._transport] = next(_count)
+        self.name = f"{facts} on {_numbers[self._transport]}"
+        # Whoever has an equal channel keeps the one that the name stands for.
+        named = _channels.setdefault(self.name, self)
+        self._named = None if named is self else named
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return ``x``, the same on all ranks, for layers of which each rank has a part; backward sums gradients."""
+        copied: Tensor = x if self.size == 1 else _Copy.apply(x, self.name)  # type: ignore[no-untyped-call]
+        return copied
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` over ranks; backward hands the gradient, the same on all ranks, to each."""
+        total: Tensor = x if self.size == 1 else torch.ops.fusionlayer.tp_all_reduce(x, self.name)
+        return total
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """Return the ranks' parts ``x`` one behind the other along ``dim``; backward sums and scatters gradients.
+
+        Args:
+            x: (..., n, ...), this rank's part.
+            dim: for sequence parallelism the one of the tokens.
+
+        Returns:
+            (..., size * n, ...)
+        """
+        if self.size == 1:
+            return x
+        whole: Tensor = torch.ops.fusionlayer.tp_all_gather(x, _positive(dim, x), self.name)
+        return whole
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's part along ``dim`` of the sum of ``x`` over ranks; backward gathers gradients.
+
+        Args:
+            x: (..., size * n, ...), as large on all ranks.
+            dim: the dimension to cut.
+
+        Returns:
+            (..., n, ...)
+
+        Raises:
+            ConfigError: the ranks do not divide the dimension.
+        """
+        if self.size == 1:
+            return x
+        part: Tensor = torch.ops.fusionlayer.tp_reduce_scatter(x, _positive(dim, x), self.name)
+        return part
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's part along ``dim`` of ``x``, which is the same on all ranks; backward gathers gradients.
+
+        Where sequence parallelism begins, after an embedding for instance. Nothing travels forward. Shapes and errors
+        are those of ``reduce_scatter``.
+        """
+        if self.size == 1:
+            return x
+        dim = _positive(dim, x)
+        self._check(x, dim, divided=True)
+        part: Tensor = _Split.apply(x, dim, self.rank, self.size, self.name)  # type: ignore[no-untyped-call]
+        return part
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """Return the ranks' parts ``x`` as ``gather`` does, for layers that are the same on all ranks.
+
+        Where sequence parallelism ends. The gradient is the same on all ranks then: backward takes this rank's part of
+        it, where that of ``gather`` sums. Nothing travels backward.
+        """
+        if self.size == 1:
+            return x
+        dim = _positive(dim, x)
+        self._check(x, dim)
+        whole: Tensor = _Join.apply(x, dim, self.rank, self.name)  # type: ignore[no-untyped-call]
+        return whole
+
+    def __repr__(self) -> str:
+        return f"Channel({self.name}, rank {self.rank} of {self.size})"
+
+    # ---- what operators do, on the values -------------------------------------------------------------------------
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        self._check(x)
+        x = x.contiguous()
+        if self._algorithm == "dense":
+            out = x.clone()
+            self._transport.all_reduce(out)
+            return out
+        out = torch.empty_like(x)
+        reduce = _REDUCERS[self._algorithm]
+        flat, into, seed = x.view(-1), out.view(-1), self._seed()
+        reduce(flat, self.codec, self._transport, seed=seed, out=into, piece=self._piece(x))
+        return out
+
+    def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        self._check(x, dim)
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        flat, rows = x.view(-1), out.view(self.size, -1)
+        all_gather(flat, rows, self.codec, self._transport, seed=self._seed(), piece=self._piece(x))
+        return out.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        self._check(x, dim, divided=True)
+        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        out = torch.empty_like(parts[0])
+        rows, into = parts.view(self.size, -1), out.view(-1)
+        reduce_scatter(rows, into, self.codec, self._transport, seed=self._seed(), piece=self._piece(out))
+        return out
+
+    def _check(self, x: Tensor, dim: int | None = None, *, divided: bool = False) -> None:
+        if x.dtype not in DTYPE_CODES and not (x.is_floating_point() and self.codec.lossless):
+            raise ConfigError(
+                f"tensor parallelism with {self.codec} got a {x.dtype} tensor; expected float32, bfloat16 or float16: "
+                "cast it, or use codec='raw' for float64"
+            )
+        if dim is None:
+            return
+        if not 0 <= dim < x.dim():
+            raise ConfigError(f"dim={dim} of a tensor of shape {tuple(x.shape)}; expected 0 to {x.dim() - 1}")
+        if divided and x.shape[dim] % self.size:
+            raise ConfigError(
+                f"dimension {dim} of shape {tuple(x.shape)} is cut over {self.size} ranks; make its length a multiple "
+                f"of {self.size}, by padding for instance"
+            )
+
+    def _seed(self) -> int:
+        return derive_seed(self._transport.sequence)
+
+    def _piece(self, x: Tensor) -> int:
+        nbytes = self._piece_bytes or PIECE_BYTES.get(x.device.type, PIECE_BYTES["cpu"])
+        return max(1, nbytes // x.element_size())
+
+
+def _resolve(group: object) -> dist.ProcessGroup | Transport | None:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"tensor parallelism got a mesh with the dimensions {group.mesh_dim_names or group.ndim}; give it the "
+                "one of tensor parallelism: mesh['tp']"
+            )
+        return group.get_group()
+    if group is None or isinstance(group, (dist.ProcessGroup, Transport)):
+        return group
+    raise ConfigError(
+        f"tensor parallelism got {group!r} as group; expected a process group this process is in, a one-dimensional "
+        "DeviceMesh, a transport, or None for all ranks"
+    )
+
+
+def _positive(dim: int, x: Tensor) -> int:
+    return dim + x.dim() if dim < 0 else dim
+
+
+def _find(name: str) -> Channel:
+    channel = _channels.get(name)
+    if channel is None:
+        raise UsageError(f"the channel {name!r} is gone; keep the Channel as long as what it returned is used")
+    return channel
+
+
+# ---- operators: tensors and the channel's name ----------------------------------------------------------------------
+
+
+@torch.library.custom_op("fusionlayer::tp_all_reduce", mutates_args=(), schema="(Tensor x, str channel) -> Tensor")
+def _all_reduce(x: Tensor, channel: str) -> Tensor:
+    return _find(channel)._all_reduce(x)
+
+
+@torch.library.custom_op(
+    "fusionlayer::tp_all_gather", mutates_args=(), schema="(Tensor x, int dim, str channel) -> Tensor"
+)
+def _all_gather(x: Tensor, dim: int, channel: str) -> Tensor:
+    return _find(channel)._all_gather(x, dim)
+
+
+@torch.library.custom_op(
+    "fusionlayer::tp_reduce_scatter", mutates_args=(), schema="(Tensor x, int dim, str channel) -> Tensor"
+)
+def _reduce_scatter(x: Tensor, dim: int, channel: str) -> Tensor:
+    return _find(channel)._reduce_scatter(x, dim)
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, channel: str) -> Tensor:
+    _find(channel)._check(x)
+    return x.new_empty(x.shape)
+
+
+@_all_gather.register_fake
+def _(x: Tensor, dim: int, channel: str) -> Tensor:
+    _find(channel)._check(x, dim)
+    return x.new_empty([n * _find(channel).size if d == dim else n for d, n in enumerate(x.shape)])
+
+
+@_reduce_scatter.register_fake
+def _(x: Tensor, dim: int, channel: str) -> Tensor:
+    _find(channel)._check(x, dim, divided=True)
+    return x.new_empty([n // _find(channel).size if d == dim else n for d, n in enumerate(x.shape)])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *_, ctx.dim, ctx.channel = inputs
+
+
+def _nothing_to_remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep nothing: the gradient goes through as it is."""
+
+
+_all_reduce.register_autograd(lambda ctx, grad: (grad, None), setup_context=_nothing_to_remember)
+_all_gather.register_autograd(
+    lambda ctx, grad: (torch.ops.fusionlayer.tp_reduce_scatter(grad, ctx.dim, ctx.channel), None, None),
+    setup_context=_remember,
+)
+_reduce_scatter.register_autograd(
+    lambda ctx, grad: (torch.ops.fusionlayer.tp_all_gather(grad, ctx.dim, ctx.channel), None, None),
+    setup_context=_remember,
+)
+
+
+class _Copy(torch.autograd.Function):
+    """No operator of its own: that must not return its input, and would copy it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channel: str) -> Tensor:
+        ctx.channel = channel
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.fusionlayer.tp_all_reduce(grad, ctx.channel), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rank: int, size: int, channel: str) -> Tensor:
+        ctx.dim, ctx.channel = dim, channel
+        length = x.shape[dim] // size
+        return x.narrow(dim, rank * length, length).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return torch.ops.fusionlayer.tp_all_gather(grad, ctx.dim, ctx.channel), None, None, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, rank: int, channel: str) -> Tensor:
+        ctx.dim, ctx.rank, ctx.length = dim, rank, x.shape[dim]
+        whole: Tensor = torch.ops.fusionlayer.tp_all_gather(x, dim, channel)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(ctx.dim, ctx.rank * ctx.length, ctx.length), None, None, None

@@ -1,0 +1,219 @@
+"""Styles for ``parallelize_module``: those of torch, but what they send between layers travels compressed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import parallel as stock
+
+from ...codecs import Codec
+from ...errors import ConfigError
+from .channel import Channel
+
+__all__ = ["ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequenceParallel"]
+
+
+class _Compressed:
+    """What the styles share: the options of a ``Channel``, which each makes over the mesh it is applied to."""
+
+    def __init__(
+        self,
+        *args: Any,
+        codec: str | Codec | None = None,
+        algorithm: str | None = None,
+        piece_bytes: int | None = None,
+        codec_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
+            raise ConfigError(
+                f"torch {torch.__version__} cannot say how gradients of a DTensor are placed; upgrade it, or use "
+                "fusionlayer.tensor_parallel.Channel in the model"
+            )
+        self._options = {
+            "codec": codec,
+            "algorithm": algorithm,
+            "piece_bytes": piece_bytes,
+            **(codec_options or {}),
+        }
+
+    def _over(self, mesh: DeviceMesh) -> Channel:
+        return Channel(mesh, **self._options)
+
+
+class ColwiseParallel(_Compressed, stock.ColwiseParallel):
+    """``torch.distributed.tensor.parallel.ColwiseParallel`` with compressed communication on the side of the input.
+
+    A replicated input: backward's all-reduce of its gradient is compressed. One that is sharded by sequence: its
+    all-gather is, and backward's reduce-scatter. What ``output_layouts`` may ask for travels as it does in torch:
+    that are logits as a rule.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as in torch.
+        codec, algorithm, piece_bytes: as of ``Channel``.
+        codec_options: options of a codec given by name.
+
+    Raises:
+        ConfigError: as ``Channel``; from the forward, a sequence that the ranks do not divide.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # torch binds the functions before the forward: methods would not compile.
+        here = copy.copy(self)
+        here.__dict__["_prepare_input_fn"] = partial(_enter, self._over(device_mesh))
+        return super(ColwiseParallel, here)._apply(module, device_mesh)
+
+
+class RowwiseParallel(_Compressed, stock.RowwiseParallel):
+    """``torch.distributed.tensor.parallel.RowwiseParallel`` with compressed communication on the side of the output.
+
+    A replicated output: its all-reduce is compressed. One that is sharded by sequence: its reduce-scatter is, and
+    backward's all-gather. Of an embedding cut by rows the output travels as it does in torch.
+
+    The arguments and errors are those of ``ColwiseParallel``.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        here = copy.copy(self)
+        here.__dict__["_prepare_output_fn"] = partial(_leave, self._over(device_mesh))
+        return super(RowwiseParallel, here)._apply(module, device_mesh)
+
+
+class SequenceParallel(_Compressed, stock.SequenceParallel):
+    """``torch.distributed.tensor.parallel.SequenceParallel``, which compresses what a change of the layout sends.
+
+    An input that is sharded by sequence already needs none. A replicated one: backward's all-gather is compressed. One
+    whose sum is pending: its reduce-scatter is, and backward's all-gather.
+
+    Args:
+        sequence_dim, use_local_output: as in torch.
+        codec, algorithm, piece_bytes, codec_options: as of ``ColwiseParallel``.
+
+    Raises:
+        ConfigError: as ``ColwiseParallel``.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        here = copy.copy(self)
+        here.__dict__["_prepare_input_fn"] = partial(_to_sequence, self._over(device_mesh))
+        return super(SequenceParallel, here)._apply(module, device_mesh)
+
+
+class PrepareModuleInput(_Compressed, stock.PrepareModuleInput):
+    """``torch.distributed.tensor.parallel.PrepareModuleInput`` with compressed communication.
+
+    For an input that several layers share, as the projections of attention do: sharded by sequence, it is gathered once
+    for all of them. Other changes of layout travel as they do in torch.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as in
+            torch.
+        codec, algorithm, piece_bytes, codec_options: as of ``ColwiseParallel``.
+
+    Raises:
+        ConfigError: as ``ColwiseParallel``.
+    """
+
+    _channel: Channel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        here = copy.copy(self)
+        here._channel = self._over(device_mesh)
+        return super(PrepareModuleInput, here)._apply(module, device_mesh)
+
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
+    ) -> Any:
+        if not isinstance(input_layout, Shard) or not isinstance(desired_layout, Replicate):
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        x = input if isinstance(input, DTensor) else DTensor.from_local(input, mesh, (input_layout,), run_check=False)
+        whole = _gathered(x, input_layout.dim % x.dim(), self._channel)
+        return whole.to_local() if self.use_local_output else whole
+
+
+def _enter(
+    channel: Channel,
+    input_layouts: tuple[Placement, ...],
+    desired_input_layouts: tuple[Placement, ...],
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    mesh: DeviceMesh,
+) -> DTensor:
+    """Return the input of a layer that is cut by columns, replicated."""
+    x = inputs[0]
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, input_layouts, run_check=False)
+    if not x.is_floating_point():
+        return x.redistribute(placements=desired_input_layouts)
+    (placement,) = x.placements
+    if isinstance(placement, Shard):
+        return _gathered(x, placement.dim, channel)
+    if placement.is_partial():
+        x = _reduced(x, Replicate(), channel)
+    local = channel.copy(x.to_local(grad_placements=(Replicate(),)))
+    return DTensor.from_local(local, mesh, (Replicate(),), run_check=False, grad_placements=(Partial(),))
+
+
+def _leave(
+    channel: Channel,
+    output_layouts: tuple[Placement, ...],
+    use_local_output: bool,
+    module: nn.Module,
+    output: DTensor,
+    mesh: DeviceMesh,
+) -> Tensor:
+    """Return the output of a layer that is cut by rows, whose sum is pending, in the layout that is asked for."""
+    placed = _reduced(output, output_layouts[0], channel)
+    return placed.to_local() if use_local_output else placed
+
+
+def _to_sequence(
+    channel: Channel,
+    sequence_sharding: tuple[Shard, ...],
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    mesh: DeviceMesh,
+) -> DTensor:
+    """Return the input of a layer that each rank applies to its tokens, sharded by sequence."""
+    x, (wanted,) = inputs[0], sequence_sharding
+    if not isinstance(x, DTensor):
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"SequenceParallel got a {type(x).__name__} for {module}; expected a tensor or a DTensor")
+        return DTensor.from_local(x, mesh, sequence_sharding, run_check=False)
+    (placement,) = x.placements
+    if placement.is_replicate():
+        local = channel.split(x.to_local(grad_placements=(Replicate(),)), wanted.dim)
+        return DTensor.from_local(local, mesh, (wanted,), run_check=False)
+    return _reduced(x, wanted, channel)
+
+
+def _gathered(x: DTensor, dim: int, channel: Channel) -> DTensor:
+    """Return ``x``, sharded along ``dim``, replicated; its gradient is pending a sum, which is compressed too."""
+    if x.shape[dim] % channel.size:
+        raise ConfigError(
+            f"dimension {dim} of shape {tuple(x.shape)} is sharded over {channel.size} ranks; make its length a "
+            f"multiple of {channel.size}, by padding for instance"
+        )
+    local = channel.gather(x.to_local(grad_placements=(Shard(dim),)), dim)
+    return DTensor.from_local(local, x.device_mesh, (Replicate(),), run_check=False, grad_placements=(Partial(),))
+
+
+def _reduced(x: DTensor, wanted: Placement, channel: Channel) -> DTensor:
+    """Return ``x`` in the layout ``wanted``, compressed where that takes a plain sum over ranks."""
+    (placement,) = x.placements
+    # Subclasses of Partial mean other things than a sum, such as an embedding's mask.
+    if type(placement) is not Partial or placement.reduce_op != "sum" or wanted.is_partial():
+        return x.redistribute(placements=(wanted,))
+    local = x.to_local(grad_placements=(Replicate(),))
+    if isinstance(wanted, Shard):
+        dim = wanted.dim % x.dim()
+        return DTensor.from_local(channel.reduce_scatter(local, dim), x.device_mesh, (Shard(dim),), run_check=False)
+    return DTensor.from_local(channel.reduce(local), x.device_mesh, (wanted,), run_check=False)

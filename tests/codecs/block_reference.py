@@ -1,0 +1,212 @@
+"""The codecs of small numbers in blocks written down a second time, in numpy, from tables of all values of a format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusionlayer.codecs import Codec
+from fusionlayer.codecs.fp8 import FP8, FP8Block
+from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
+from fusionlayer.codecs.taco import Taco
+
+F32 = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+EXPONENT_AND_MANTISSA = {"e4m3": (4, 3), "e5m2": (5, 2), "e2m3": (2, 3), "e3m2": (3, 2), "e2m1": (2, 1)}
+TINY = np.float32(2.0**-100)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the options of a codec come to."""
+
+    format: str
+    block: int
+    scale: str
+    rotated: bool = False
+
+
+def layout(codec: Codec) -> Layout:
+    if isinstance(codec, Taco):
+        return Layout(codec.format, codec.block_size, codec.scales, codec.hadamard)
+    if isinstance(codec, FP8Block):
+        return Layout(codec.format, codec.block_size, "folded")
+    if isinstance(codec, FP8):
+        return Layout(codec.format, 32, "message")
+    assert isinstance(codec, MXFP8 | MXFP6 | MXFP4)
+    return Layout("e2m1" if isinstance(codec, MXFP4) else codec.format, 32, codec.scale)
+
+
+@lru_cache
+def magnitudes(name: str) -> F32:
+    """Return the value of every magnitude code of a float format, by its definition; NaN and Inf where it has them."""
+    exponent_bits, mantissa_bits = EXPONENT_AND_MANTISSA[name]
+    bias = 2 ** (exponent_bits - 1) - 1
+    values = []
+    for exponent in range(2**exponent_bits):
+        for mantissa in range(2**mantissa_bits):
+            fraction = mantissa / 2**mantissa_bits
+            values.append((1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias))
+    if name == "e4m3":
+        values[-1] = np.nan
+    if name == "e5m2":
+        values[-4:] = [np.inf, np.nan, np.nan, np.nan]
+    return np.array(values, np.float32)
+
+
+def bits_of(name: str) -> int:
+    return 8 if name == "int8" else 1 + sum(EXPONENT_AND_MANTISSA[name])
+
+
+def largest(name: str) -> np.float32:
+    return np.float32(127) if name == "int8" else np.float32(np.max(finite(name)))
+
+
+def finite(name: str) -> F32:
+    table = magnitudes(name)
+    return table[np.isfinite(table)]
+
+
+def nearest_codes(name: str, v: F32) -> Bytes:
+    """Return the code of the nearest value, the even one of two: found among all of them."""
+    if name == "int8":
+        return np.rint(v).astype(np.int8).view(np.uint8)
+    table = finite(name).astype(np.float64)
+    a = np.minimum(np.abs(v.astype(np.float64)), table[-1])
+    low = np.clip(np.searchsorted(table, a, side="right") - 1, 0, len(table) - 2)
+    below, above = a - table[low], table[low + 1] - a
+    code = low + ((above < below) | ((above == below) & (low % 2 == 1)))
+    return (code + (np.signbit(v).astype(np.int64) << (bits_of(name) - 1))).astype(np.uint8)
+
+
+def values_of(name: str, codes: Bytes) -> F32:
+    if name == "int8":
+        return codes.view(np.int8).astype(np.float32)
+    sign = codes >> (bits_of(name) - 1) & 1
+    value = magnitudes(name)[codes & (2 ** (bits_of(name) - 1) - 1)]
+    return np.where(sign == 1, -value, value).astype(np.float32)
+
+
+def pack(name: str, codes: Bytes) -> Bytes:
+    """Return the bytes of whole runs of 32 codes."""
+    runs = codes.reshape(-1, 32)
+    if bits_of(name) == 8:
+        return runs.reshape(-1)
+    low = (runs[:, :16] & 15) | (runs[:, 16:] & 15) << 4
+    if bits_of(name) == 4:
+        return low.reshape(-1)
+    quarters = (runs >> 4).reshape(-1, 4, 8)
+    high = quarters[:, 0] | quarters[:, 1] << 2 | quarters[:, 2] << 4 | quarters[:, 3] << 6
+    return np.concatenate([low, high], axis=1).reshape(-1)
+
+
+def unpack(name: str, data: Bytes) -> Bytes:
+    """Return the codes of ``pack``'s bytes."""
+    if bits_of(name) == 8:
+        return data
+    runs = data.reshape(-1, 4 * bits_of(name))
+    codes = np.concatenate([runs[:, :16] & 15, runs[:, :16] >> 4], axis=1)
+    if bits_of(name) == 6:
+        codes |= np.concatenate([runs[:, 16:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1) << 4
+    return codes.reshape(-1)
+
+
+def rotate(v: F32) -> F32:
+    """Return every row times the Hadamard matrix of its length: strides 1, 2, 4, .., in this order."""
+    rows, n = v.shape
+    stride = 1
+    while stride < n:
+        a, b = np.moveaxis(v.reshape(rows, -1, 2, stride), 2, 0)
+        v = np.stack([a + b, a - b], axis=2).reshape(rows, n)
+        stride *= 2
+    return v
+
+
+def sum_of_pairs(v: F32) -> F32:
+    """Return the sum of every row: of neighbours, then of neighbouring sums, and so on."""
+    while v.shape[1] > 1:
+        v = v[:, 0::2] + v[:, 1::2]
+    return v[:, 0]
+
+
+def encode(codec: Codec, x: F32) -> tuple[Bytes, Bytes]:
+    """Return the bytes of the planes (scales, codes) of ``x`` (n,)."""
+    form = layout(codec)
+    blocks = -(-len(x) // form.block)
+    v = np.zeros(blocks * form.block, np.float32)
+    v[: len(x)] = x
+    v = v.reshape(blocks, form.block)
+    with np.errstate(all="ignore"):
+        if form.rotated:
+            v = rotate(v)
+        groups = v.reshape(1, -1) if form.scale == "message" else v
+        amax = np.abs(groups).max(axis=1, initial=0)
+        broken = ~np.isfinite(groups).all(axis=1)
+        scales, inverse = make_scales(form, groups, amax, broken)
+        dead = broken | (amax < TINY)
+        codes = nearest_codes(form.format, np.where(dead[:, None], np.float32(0), groups) * inverse[:, None])
+    codes[dead] = 0
+    return scales.reshape(-1).view(np.uint8), pack(form.format, codes.reshape(-1))
+
+
+def make_scales(
+    form: Layout, v: F32, amax: F32, broken: NDArray[np.bool_]
+) -> tuple[NDArray[np.generic], F32]:
+    """Return the scales as they travel, and what values are multiplied by."""
+    tiny, top, nan = amax < TINY, largest(form.format), np.uint32(0x7FC00000).view(np.float32)
+    scale = np.where(broken, nan, np.where(tiny, np.float32(0), amax / top)).astype(np.float32)
+    inverse = (top / amax).astype(np.float32)
+    if form.scale == "folded":
+        return scale, inverse
+    if form.scale == "message":
+        return np.where(broken, nan, amax).astype(np.float32), inverse
+    if form.scale == "e8m0":
+        power = np.frexp(amax)[1] - 1 - (np.frexp(top)[1] - 1)
+        code = np.where(broken, 255, np.where(tiny, 0, power + 127)).astype(np.uint8)
+        return code, np.ldexp(np.float32(1), -power).astype(np.float32)
+    if form.scale == "bf16":
+        up = (amax / top).astype(np.float32).view(np.uint32)
+        up = np.where(up % 65536, up // 65536 + 1, up // 65536)
+        wire = np.where(broken, 0x7FC0, np.where(tiny, 0, up)).astype(np.uint16)
+        return wire, np.float32(1) / (up.astype(np.uint32) << 16).astype(np.uint32).view(np.float32)
+    size = np.float32(form.block)
+    mean, unrotated = np.float32(1) / size, (np.float32(1) / size if form.rotated else np.float32(1))
+    energy = sum_of_pairs(v * v) * mean * unrotated
+    alpha = np.clip(np.float32(448) / np.sqrt(energy + np.float32(1e-6)), np.float32(1e-3), np.float32(1e3))
+    alpha = np.where(broken, nan, alpha).astype(np.float32)
+    return np.stack([np.where(broken, nan, scale * (alpha * root(form))), alpha], axis=1).astype(np.float32), inverse
+
+
+def root(form: Layout) -> np.float32:
+    return np.float32(form.block**-0.5) if form.rotated else np.float32(1)
+
+
+def decode(codec: Codec, scales: Bytes, codes: Bytes, numel: int) -> F32:
+    """Return the (numel,) values of the planes' bytes."""
+    form = layout(codec)
+    v = values_of(form.format, unpack(form.format, codes)).reshape(-1, form.block)
+    with np.errstate(all="ignore"):
+        if form.rotated:
+            v = rotate(v)
+        return (v * decoded_scales(form, scales, len(v))[:, None]).reshape(-1)[:numel]
+
+
+def decoded_scales(form: Layout, wire: Bytes, blocks: int) -> F32:
+    """Return what the values of each block are multiplied by."""
+    if form.scale == "e8m0":
+        scale = np.where(wire == 255, np.nan, np.ldexp(1.0, wire.astype(np.int64) - 127)).astype(np.float32)
+    elif form.scale == "bf16":
+        scale = (wire.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif form.scale == "message":
+        amax = wire.view(np.float32)
+        scale = np.repeat(np.where(np.abs(amax) < TINY, np.float32(0), amax / largest(form.format)), blocks)
+    elif form.scale == "dual":
+        s, alpha = wire.view(np.float32).reshape(-1, 2).T
+        scale = s / alpha * root(form)
+    else:
+        scale = wire.view(np.float32) * np.float32(1 / form.block if form.rotated else 1)
+    return np.where(np.isfinite(scale), scale, np.float32(np.nan)).astype(np.float32)

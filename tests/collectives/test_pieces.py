@@ -1,0 +1,198 @@
+"""Pieces of a collective: the same result, in an order that all ranks share, and no rank left waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs
+from fusionlayer.codecs import Codec
+from fusionlayer.collectives._pieces import IN_FLIGHT, cut, pipeline
+from fusionlayer.collectives.halves import all_gather, reduce_scatter
+from fusionlayer.collectives.one_shot import one_shot
+from fusionlayer.collectives.two_shot import two_shot
+from fusionlayer.errors import TransportError
+from fusionlayer.transport import Transport
+from tests.codecs.variants import defaults
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+from .conformance import coarseness, given, same_everywhere, sum_over_ranks
+
+pytestmark = pytest.mark.short
+
+WORLDS = (1, 2, 3, 4)
+LENGTHS = (0, 1, 129, 5000)
+BLOCKWISE = [codecs.get(name).bare for name in ("raw", "bf16", "int8", "int4")]
+
+
+def test_pieces_cover_everything_once() -> None:
+    assert cut(10, None, 4) == [slice(0, 10)]
+    assert cut(10, 3, 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert cut(10, 1, 1) == [slice(i, i + 1) for i in range(10)]
+    assert cut(8, 4, 4) == [slice(0, 4), slice(4, 8)]
+    assert cut(8, 9, 4) == [slice(0, 8)]
+    assert cut(0, 5, 4) == cut(0, None, 4) == [slice(0, 0)]
+
+
+@pytest.mark.parametrize("reduce", [one_shot, two_shot])
+@pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
+@pytest.mark.parametrize("world", WORLDS)
+def test_pieces_do_not_change_a_sum(world: int, codec: Codec, reduce: Callable[..., None]) -> None:
+    def body(transport: Transport) -> None:
+        for numel in LENGTHS:
+            whole = given(transport.rank, 0, numel, torch.float32).clone()
+            x, out = whole.clone(), torch.empty_like(whole)
+            reduce(whole, codec, transport, seed=3)
+            for piece in (300, 2000):
+                reduce(x, codec, transport, seed=3, out=out, piece=piece)
+                assert torch.equal(out, whole), (numel, piece)
+                assert torch.equal(x, given(transport.rank, 0, numel, torch.float32))
+            reduce(x, codec, transport, seed=3, piece=700)
+            assert torch.equal(x, whole)
+            assert same_everywhere(transport, x)
+
+    over_threads(world, body)
+
+
+@pytest.mark.parametrize("reduce", [one_shot, two_shot])
+def test_nothing_is_lost_between_pieces(reduce: Callable[..., None]) -> None:
+    codec, numel = codecs.get("int4").bare, 3000
+
+    def body(transport: Transport) -> None:
+        x = given(transport.rank, 0, numel, torch.float32).clone()
+        residual = torch.zeros(numel)
+        reduce(x, codec, transport, residual=residual, piece=500)
+        exact = sum(given(rank, 0, numel, torch.float32).double() for rank in range(transport.size))
+        assert float((x.double() + sum_over_ranks(transport, residual) - exact).abs().max()) < 1e-5
+        assert residual.count_nonzero() > numel // 4
+
+    over_threads(3, body)
+
+
+@pytest.mark.parametrize("piece", [None, 300])
+@pytest.mark.parametrize("codec", [codec.bare for codec in defaults()], ids=str)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_halves(world: int, codec: Codec, piece: int | None) -> None:
+    def body(transport: Transport) -> None:
+        for numel in LENGTHS:
+            x = given(transport.rank, 0, numel, torch.float32).clone()
+            every = torch.empty(world, numel)
+            all_gather(x, every, codec, transport, seed=5, piece=piece)
+            assert same_everywhere(transport, every.view(-1))
+            rows = torch.stack([given(transport.rank, 1 + to, numel, torch.float32) for to in range(world)])
+            mine = torch.empty(numel)
+            reduce_scatter(rows, mine, codec, transport, seed=5, piece=piece)
+            sources = [given(rank, 1 + transport.rank, numel, torch.float32) for rank in range(world)]
+            exact = torch.stack(sources).double().sum(0)
+            if codec.lossless:
+                assert all(torch.equal(every[rank], given(rank, 0, numel, torch.float32)) for rank in range(world))
+                torch.testing.assert_close(mine, exact.float())
+            elif not codec.ahead and numel:
+                # Pieces are shorter than what the error was estimated on.
+                coarse = 1.5 * coarseness(codec, numel, torch.float32) + 1e-6
+                for rank in range(world):
+                    source = given(rank, 0, numel, torch.float32)
+                    assert float((every[rank] - source).norm()) <= coarse * float(source.norm())
+                norms = sum(float(source.norm()) for source in sources)
+                assert float((mine.double() - exact).norm()) <= coarse * norms
+
+    over_threads(world, body)
+
+
+@pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
+def test_the_halves_make_a_sum(codec: Codec) -> None:
+    """A reduce-scatter and an all-gather are the all-reduce, if pieces are whole blocks."""
+    world, numel = 4, 4 * 1024
+
+    def body(transport: Transport) -> None:
+        x = given(transport.rank, 0, numel, torch.float32)
+        whole, part, every = x.clone(), torch.empty(numel // world), torch.empty(world, numel // world)
+        two_shot(whole, codec, transport)
+        reduce_scatter(x.view(world, -1), part, codec, transport, piece=256)
+        all_gather(part, every, codec, transport, piece=256)
+        assert torch.equal(every.view(-1), whole)
+
+    over_threads(world, body)
+
+
+@pytest.mark.parametrize("codec", [codecs.get("int8").bare, codecs.get("bf16").bare], ids=str)
+def test_what_is_not_finite_reaches_all(codec: Codec) -> None:
+    def body(transport: Transport) -> None:
+        x = gradient(2000, transport.rank)
+        x[1700] = float("inf") if transport.rank == 2 else x[1700]
+        every, part = torch.empty(4, 2000), torch.empty(500)
+        all_gather(x, every, codec, transport, piece=600)
+        assert not every[2, 1700].isfinite() and every[0].isfinite().all()
+        reduce_scatter(x.view(4, 500), part, codec, transport, piece=200)
+        assert part.isfinite().all() == (transport.rank != 3)
+
+    over_threads(4, body)
+
+
+def test_while_a_piece_travels_another_is_computed() -> None:
+    """Every call but the last is handed over before the one before it is waited for."""
+    events: list[str] = []
+
+    def piece(index: int) -> Iterator[Callable[[], None]]:
+        for step in range(2):
+            events.append(f"compute {index}.{step}")
+            yield lambda: None
+        events.append(f"compute {index}.2")
+
+    def body(transport: Transport) -> None:
+        pipeline([piece(i) for i in range(3)], transport, torch.device("cpu"))
+
+    over_threads(1, body)
+    assert IN_FLIGHT == 2
+    order = ["0.0", "1.0", "0.1", "1.1", "0.2", "2.0", "1.2", "2.1", "2.2"]
+    assert events == [f"compute {step}" for step in order]
+
+
+def test_a_piece_that_fails_releases_the_other_ranks() -> None:
+    def piece(rank: int, x: Tensor, transport: Transport) -> Iterator[Callable[[], None]]:
+        yield lambda: transport.all_reduce(x)
+        if rank == 1:
+            raise ZeroDivisionError("a kernel failed")
+        yield lambda: transport.all_reduce(x)
+
+    released = threading.Event()
+
+    def body(transport: Transport) -> None:
+        tensors = torch.ones(3, 8)
+        error = ZeroDivisionError if transport.rank == 1 else TransportError
+        with pytest.raises(error):
+            pipeline([piece(transport.rank, x, transport) for x in tensors], transport, tensors.device)
+        if transport.rank == 0:
+            released.set()
+        assert released.wait(10), "rank 0 still waits for rank 1"
+
+    over_threads(2, body, timeout=20)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("reduce", [one_shot, two_shot])
+def test_pieces_draw_noise_of_their_own(reduce: Callable[..., None], world: int) -> None:
+    """Equal halves, each a piece, are rounded differently: numbers of a seed are counted through all pieces.
+
+    With one rank the second quantisation of ``two_shot`` changes nothing, so the first one is seen.
+    """
+    codec = codecs.get("int", bits=4, rounding="stochastic").bare
+    half = 4 * codec.block
+
+    def body(transport: Transport) -> None:
+        x = gradient(half, transport.rank).repeat(2)
+        reduce(x, codec, transport, seed=1, piece=half)
+        assert not torch.equal(x[:half], x[half:])
+        rows, part = gradient(half, transport.rank).repeat(2).repeat(world, 1), torch.empty(2 * half)
+        reduce_scatter(rows, part, codec, transport, seed=1, piece=half)
+        assert not torch.equal(part[:half], part[half:])
+        every = torch.empty(world, 2 * half)
+        all_gather(rows[0], every, codec, transport, seed=1, piece=half)
+        assert not torch.equal(every[0, :half], every[0, half:])
+
+    over_threads(world, body)
