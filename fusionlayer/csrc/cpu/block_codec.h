@@ -62,13 +62,16 @@ class BlockCodec {
     if (look_) return raise_amax(top, blocks, out);
     make_scales(values, top, blocks, out, inverse);
     const Numbers numbers = numbers_;
-    for (int g = 0; g < blocks; ++g, values += block_, out.codes += code_bytes()) {
-      if (__builtin_expect(inverse[g] == 0.0f, 0)) {
-        __builtin_memset(out.codes, 0, size_t(code_bytes()));
-        continue;
-      }
+    const T *next = x + n;  // most often the next tile: it is on its way while this one is computed
+    for (int g = 0; g < blocks; ++g) {
       const float factor = inverse[g];
-      for (int i = 0; i < block_; i += kBlock) numbers.encode(values + i, factor, out.codes + i / kBlock * Numbers::kBytes);
+      for (int i = 0; i < block_; i += kBlock, values += kBlock, next += kBlock, out.codes += Numbers::kBytes) {
+        prefetch_block(next);
+        if (__builtin_expect(factor == 0.0f, 0))
+          __builtin_memset(out.codes, 0, Numbers::kBytes);
+        else
+          numbers.encode(values, factor, out.codes);
+      }
     }
   }
 
@@ -124,7 +127,7 @@ class BlockCodec {
   // Leaves in the tile what is to be quantised, and for each block a vector that holds the largest magnitude in some lane.
   // Values that are f32 already and are not rotated stay where they are.
   template <class T>
-  FL_INLINE const float *transform(const T *x, int blocks, float *tile, vi *top) const {
+  __attribute__((noinline)) const float *transform(const T *x, int blocks, float *tile, vi *top) const {
     if constexpr (kHadamard) {
       with_runs([&](auto runs) FL_LAMBDA {
         constexpr int N = decltype(runs)::value;
