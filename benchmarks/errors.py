@@ -1,4 +1,4 @@
-"""What codecs lose of synthetic tensors: squared error over squared norm (vNMSE), beside the bits that an element takes.
+"""What codecs lose of synthetic tensors: squared error over squared norm (vNMSE), beside the bits of an element.
 
     python -m benchmarks.errors --out benchmarks/results
 

@@ -289,10 +289,7 @@ def test_bits_per_element_are_as_documented() -> None:
         **{codec: 8 + 32 / codec.block_size for codec in FP8S},
         **{codec: 8 + 32 / n for codec in TENSOR},
         **{codec: reference.bits_of(reference.layout(codec).format) + 0.25 for codec in STANDARD},
-        **{
-            replace(codec, scale="bf16"): reference.bits_of(reference.layout(codec).format) + 0.5
-            for codec in STANDARD
-        },
+        **{replace(codec, scale="bf16"): reference.bits_of(reference.layout(codec).format) + 0.5 for codec in STANDARD},
     }
     assert set(bits) == set(EVERY)
     for codec, expected in bits.items():

@@ -38,9 +38,7 @@ def core_codecs() -> Iterator[Codec]:
                     )
     for number, block in product(("e4m3", "e5m2", "int8"), (32, 64, 128, 256, 512)):
         for hadamard, scales in product((False, True), ("folded", "dual")):
-            yield fl.codecs.get(
-                "taco", format=number, block_size=block, hadamard=hadamard, scales=scales, header=False
-            )
+            yield fl.codecs.get("taco", format=number, block_size=block, hadamard=hadamard, scales=scales, header=False)
     for number in ("e4m3", "e5m2"):
         yield fl.codecs.get("fp8", format=number, header=False)
     for scale in ("e8m0", "bf16"):

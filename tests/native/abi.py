@@ -63,7 +63,9 @@ def int_case(bits: int, group: int, flags: int, dtype: int = F32, numel: int = 0
     return Case(native.INT, (bits, group, flags), dtype, numel, **rest)
 
 
-def block_case(number: str, block: int, scale: int, flags: int = 0, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
+def block_case(
+    number: str, block: int, scale: int, flags: int = 0, dtype: int = F32, numel: int = 0, **rest: int
+) -> Case:
     return Case(native.BLOCK, (native.FORMATS[number], block, scale, flags), dtype, numel, **rest)
 
 
