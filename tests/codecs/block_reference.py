@@ -153,9 +153,7 @@ def encode(codec: Codec, x: F32) -> tuple[Bytes, Bytes]:
     return scales.reshape(-1).view(np.uint8), pack(form.format, codes.reshape(-1))
 
 
-def make_scales(
-    form: Layout, v: F32, amax: F32, broken: NDArray[np.bool_]
-) -> tuple[NDArray[np.generic], F32]:
+def make_scales(form: Layout, v: F32, amax: F32, broken: NDArray[np.bool_]) -> tuple[NDArray[np.generic], F32]:
     """Return the scales as they travel, and what values are multiplied by."""
     tiny, top, nan = amax < TINY, largest(form.format), np.uint32(0x7FC00000).view(np.float32)
     scale = np.where(broken, nan, np.where(tiny, np.float32(0), amax / top)).astype(np.float32)

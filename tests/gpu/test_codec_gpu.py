@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -35,10 +36,23 @@ def core_codecs() -> Iterator[Codec]:
                     yield fl.codecs.get(
                         "int", bits=bits, group_size=group, hadamard=hadamard, rounding=rounding, header=False
                     )
+    for number, block in product(("e4m3", "e5m2", "int8"), (32, 64, 128, 256, 512)):
+        for hadamard, scales in product((False, True), ("folded", "dual")):
+            yield fl.codecs.get("taco", format=number, block_size=block, hadamard=hadamard, scales=scales, header=False)
+    for number in ("e4m3", "e5m2"):
+        yield fl.codecs.get("fp8", format=number, header=False)
+    for scale in ("e8m0", "bf16"):
+        yield from (fl.codecs.get("mxfp8", format=number, scale=scale, header=False) for number in ("e4m3", "e5m2"))
+        yield from (fl.codecs.get("mxfp6", format=number, scale=scale, header=False) for number in ("e2m3", "e3m2"))
+        yield fl.codecs.get("mxfp4", scale=scale, header=False)
 
 
 CODECS = list(core_codecs())
-TYPICAL = [codec for codec in CODECS if getattr(codec, "group_size", 128) in (128, 2048)]
+TYPICAL = [
+    codec
+    for codec in CODECS
+    if getattr(codec, "group_size", 128) in (128, 2048) and getattr(codec, "block_size", 256) == 256
+]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 typical_codec = pytest.mark.parametrize("codec", TYPICAL, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

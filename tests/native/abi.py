@@ -49,6 +49,11 @@ class Case:
     def plane_bytes(self) -> tuple[int, ...]:
         if self.codec == native.CAST:
             return (self.numel * itemsize(self.param[0]),)
+        if self.codec == native.BLOCK:
+            number, block, scale, _ = self.param
+            blocks, bits = -(-self.numel // block), list(native.FORMAT_BITS.values())[number]
+            scales = min(self.numel, 1) * 4 if scale == native.SCALE_MESSAGE else blocks * (4, 8, 1, 2)[scale]
+            return scales, blocks * block * bits // 8
         bits, group, _ = self.param
         groups = -(-self.numel // group)
         return groups * 4, groups * group * bits // 8
@@ -56,6 +61,22 @@ class Case:
 
 def int_case(bits: int, group: int, flags: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
     return Case(native.INT, (bits, group, flags), dtype, numel, **rest)
+
+
+def block_case(
+    number: str, block: int, scale: int, flags: int = 0, dtype: int = F32, numel: int = 0, **rest: int
+) -> Case:
+    return Case(native.BLOCK, (native.FORMATS[number], block, scale, flags), dtype, numel, **rest)
+
+
+def block_cases() -> Iterator[Case]:
+    """Yield every combination of format, block, scale and rotation that the core has."""
+    scales = range(native.SCALE_MESSAGE + 1)
+    for number, block, scale in itertools.product(native.FORMATS, (32, 64, 128, 256, 512), scales):
+        if number != "int8" or scale not in (native.SCALE_E8M0, native.SCALE_BF16):
+            yield block_case(number, block, scale)
+        if native.FORMAT_BITS[number] == 8 and scale <= native.SCALE_DUAL:
+            yield block_case(number, block, scale, native.BLOCK_HADAMARD)
 
 
 def cast_case(wire: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "block_scale.h"
 #include "floats.h"
 #include "fusionlayer_codec.h"
 #include "int_group.h"
@@ -86,6 +87,69 @@ struct IntCodec {
   }
 };
 
+struct BlockCodec {
+  const fl_spec &spec;
+  uint32_t format = spec.param[0], kind = spec.param[2];
+  int64_t block = spec.param[1], blocks = (spec.numel + block - 1) / block;
+  bool hadamard = spec.param[3] & FL_BLOCK_HADAMARD;
+  int run_bytes = 4 * fl::format_bits(format);
+  fl::BlockScaling scaling = fl::block_scaling(format, uint32_t(block), kind, hadamard);
+
+  static uint32_t largest(const std::vector<float> &v, int64_t first, int64_t n) {
+    uint32_t amax = 0;
+    for (int64_t i = first; i < first + n; ++i) {
+      const uint32_t magnitude = fl::float_bits(v[i]) & 0x7fffffffu;
+      amax = magnitude > amax ? magnitude : amax;
+    }
+    return amax;
+  }
+
+  uint8_t *scale_at(const fl_messages &messages, int64_t m, int64_t g) const {
+    return plane(messages, 0, m) + (kind == FL_SCALE_MESSAGE ? 0 : g * fl::scale_bytes(kind));
+  }
+
+  void encode(std::vector<float> values, const fl_messages &out, int64_t m) const {
+    values.resize(blocks * block, 0.0f);
+    const uint32_t all = largest(values, 0, blocks * block);
+    for (int64_t g = 0; g < blocks; ++g) {
+      float *v = &values[g * block];
+      if (hadamard) fl::hadamard(v, int(block));
+      std::vector<float> squares(block);
+      for (int64_t i = 0; i < block; ++i) squares[i] = v[i] * v[i];
+      const uint32_t amax = kind == FL_SCALE_MESSAGE ? all : largest(values, g * block, block);
+      const fl::BlockScale scale = fl::make_block_scale(scaling, amax, fl::sum_of_block(squares.data(), int(block)));
+      uint8_t *wire = scale_at(out, m, g);
+      std::memcpy(wire, &scale.wire, kind == FL_SCALE_DUAL ? 4 : fl::scale_bytes(kind));
+      if (kind == FL_SCALE_DUAL) std::memcpy(wire + 4, &scale.first, 4);
+      for (int64_t i = 0; i < block; i += fl::kCodeRun) {
+        uint32_t codes[fl::kCodeRun];
+        for (int j = 0; j < fl::kCodeRun; ++j) codes[j] = fl::block_code(format, v[i + j], scale.inverse);
+        fl::pack_run(fl::format_bits(format), codes, plane(out, 1, m) + (g * block + i) / fl::kCodeRun * run_bytes);
+      }
+    }
+  }
+
+  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+    std::vector<float> values(blocks * block);
+    for (int64_t g = 0; g < blocks; ++g) {
+      float *v = &values[g * block];
+      for (int64_t i = 0; i < block; i += fl::kCodeRun) {
+        uint32_t codes[fl::kCodeRun];
+        fl::unpack_run(fl::format_bits(format), plane(in, 1, m) + (g * block + i) / fl::kCodeRun * run_bytes, codes);
+        for (int j = 0; j < fl::kCodeRun; ++j) v[i + j] = fl::block_value(format, codes[j]);
+      }
+      if (hadamard) fl::hadamard(v, int(block));
+      uint32_t wire = 0, first = 0;
+      std::memcpy(&wire, scale_at(in, m, g), kind == FL_SCALE_DUAL ? 4 : fl::scale_bytes(kind));
+      if (kind == FL_SCALE_DUAL) std::memcpy(&first, scale_at(in, m, g) + 4, 4);
+      const float scale = fl::decode_block_scale(scaling, wire, first);
+      for (int64_t i = 0; i < block; ++i) v[i] *= scale;
+    }
+    values.resize(spec.numel);
+    return values;
+  }
+};
+
 struct CastCodec {
   const fl_spec &spec;
 
@@ -132,6 +196,8 @@ template <class Body>
 int with_codec(const fl_spec &spec, const Body &body) {
   if (spec.codec == FL_INT)
     body(IntCodec{spec});
+  else if (spec.codec == FL_BLOCK)
+    body(BlockCodec{spec});
   else
     body(CastCodec{spec});
   return FL_OK;

@@ -38,6 +38,8 @@ from tests.native.abi import (
     Case,
     Planes,
     assert_same,
+    block_case,
+    block_cases,
     cast_case,
     int_case,
     itemsize,
@@ -148,6 +150,16 @@ def test_cast_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, wire: in
         check(cpu, reference, replace(cast_case(wire, dtype, numel, count=i % 4), misaligned=i % 2 == 1))
 
 
+@pytest.mark.parametrize("number", native.FORMATS)
+def test_block_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, number: str) -> None:
+    lengths, dtypes = itertools.cycle(LENGTHS), itertools.cycle(DTYPES.values())
+    counts = itertools.cycle((1, 2, 0, 3, 5))
+    for i, case in enumerate(case for case in block_cases() if case.param[0] == native.FORMATS[number]):
+        for numel in (next(lengths), next(lengths), 2 * case.param[1] + 5):
+            varied = replace(case, numel=numel, count=next(counts), dtype=next(dtypes))
+            check(cpu, reference, replace(varied, misaligned=i % 2 == 1))
+
+
 @pytest.mark.parametrize("offset", [2**32 - 256, 2**40 + 128, 2**62])
 def test_element_numbers_have_64_bits(cpu: ctypes.CDLL, reference: ctypes.CDLL, offset: int) -> None:
     check(cpu, reference, int_case(8, 128, STOCHASTIC, F32, 700, count=2, offset=offset))
@@ -159,6 +171,9 @@ def test_any_message_is_decoded_as_specified(cpu: ctypes.CDLL, reference: ctypes
         check(cpu, reference, int_case(bits, group, flags, dtype, 4999, count=2), garbage=True)
     for wire in DTYPES.values():
         check(cpu, reference, cast_case(wire, dtype, 4999, count=2), garbage=True)
+    for case in block_cases():
+        if case.param[1] in (32, 256):
+            check(cpu, reference, replace(case, dtype=dtype, numel=2999, count=2), garbage=True)
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
@@ -167,6 +182,7 @@ def test_every_16_bit_pattern(isa: ctypes.CDLL, reference: ctypes.CDLL, name: st
     patterns = Area(np.arange(2**16, dtype=np.uint16).view(np.uint8))
     cases = [cast_case(wire, dtype, 2**16) for wire in DTYPES.values()]
     cases += [int_case(bits, 32, HADAMARD * (bits == 4), dtype, 2**16) for bits in (4, 8)]
+    cases += [replace(case, dtype=dtype, numel=2**16) for case in block_cases() if case.param[1] == 32]
     for case in cases:
         encoded = []
         for library in (isa, reference):
@@ -243,6 +259,9 @@ MIXED = (
     int_case(8, 4096, 0, BF16, LARGE // 3, count=3),
     cast_case(BF16, F32, LARGE // 2, count=2),
     cast_case(F32, F32, LARGE),
+    block_case("e4m3", 256, native.SCALE_F32, native.BLOCK_HADAMARD, F32, LARGE),
+    block_case("e3m2", 32, native.SCALE_E8M0, 0, BF16, LARGE // 3, count=3),
+    block_case("e5m2", 32, native.SCALE_MESSAGE, 0, F16, LARGE // 2, count=2),
 )
 Wanted = dict[Case, list[list[Bytes]]]
 
@@ -299,6 +318,7 @@ def subnormals_survive() -> bool:
 
 def test_the_callers_flushing_of_subnormals(isa: ctypes.CDLL, reference: ctypes.CDLL) -> None:
     cases = [int_case(8, 32, HADAMARD, F16, 3000), cast_case(F16, F32, 3000), cast_case(F32, F16, 3000), MIXED[2]]
+    cases += [replace(case, dtype=F16, numel=1000) for case in block_cases() if case.param[1] == 64]
     wanted = [list(results(reference, case, reference)) for case in cases]
     native.set_threads(2)
     try:
@@ -355,7 +375,12 @@ def test_nothing_beyond_the_input_is_read(isa: ctypes.CDLL) -> None:
 
     def body() -> None:
         for numel, dtype in itertools.product((1, 33, 255, 1025), DTYPES.values()):
-            for case in (int_case(4, 32, HADAMARD, dtype, numel), cast_case(BF16, dtype, numel)):
+            for case in (
+                int_case(4, 32, HADAMARD, dtype, numel),
+                cast_case(BF16, dtype, numel),
+                block_case("e2m3", 32, native.SCALE_BF16, 0, dtype, numel),
+                block_case("e4m3", 64, native.SCALE_DUAL, native.BLOCK_HADAMARD, dtype, numel),
+            ):
                 spec, out = case.spec, Planes(case, 1)
                 x = end - numel * itemsize(dtype)
                 assert isa.fl_encode(ctypes.byref(spec), x, None, ctypes.byref(out.messages), None) == OK
@@ -383,7 +408,15 @@ WRONG_SPECS = {
     "negative numel": (replace(GOOD, numel=-1), BAD_ARGUMENT),
     "absurd numel": (replace(GOOD, numel=2**62), BAD_ARGUMENT),
     "flag": (int_case(4, 128, 4, F32, 64), UNSUPPORTED),
-    "codec": (Case(3, (0,), F32, 64), UNSUPPORTED),
+    "codec": (Case(4, (0,), F32, 64), UNSUPPORTED),
+    "format": (Case(native.BLOCK, (6, 32, 0, 0), F32, 64), BAD_ARGUMENT),
+    "kind of scale": (block_case("e4m3", 32, 5, 0, F32, 64), BAD_ARGUMENT),
+    "block too large": (block_case("e4m3", 1024, 0, 0, F32, 64), BAD_ARGUMENT),
+    "block not a power of two": (block_case("e4m3", 48, 0, 0, F32, 64), BAD_ARGUMENT),
+    "unknown flag": (block_case("e4m3", 32, 0, 2, F32, 64), UNSUPPORTED),
+    "rotated small floats": (block_case("e2m1", 32, 0, 1, F32, 64), UNSUPPORTED),
+    "rotated with E8M0": (block_case("e4m3", 32, native.SCALE_E8M0, 1, F32, 64), UNSUPPORTED),
+    "integers with E8M0": (block_case("int8", 32, native.SCALE_E8M0, 0, F32, 64), UNSUPPORTED),
 }
 
 

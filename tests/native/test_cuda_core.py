@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from tests.native.abi import (
     Case,
     Run,
     assert_same,
+    block_case,
+    block_cases,
     cast_case,
     int_case,
     results,
@@ -67,7 +70,23 @@ def test_cast_writes_the_bytes_of_the_cpu_core(check: Check, dtype: int, wire: i
         check(replace(case, dtype=dtype))
 
 
-@pytest.mark.parametrize("case", [cast_case(BF16), int_case(4, 128, HADAMARD)], ids=["cast", "int"])
+@pytest.mark.parametrize("number", native.FORMATS)
+def test_block_writes_the_bytes_of_the_cpu_core(check: Check, number: str) -> None:
+    starts = [case for case in block_cases() if case.param[0] == native.FORMATS[number]]
+    lengths = itertools.cycle((*LENGTHS, 2000))
+    for case in varied(replace(start, numel=next(lengths)) for start in starts for _ in range(3)):
+        check(case)
+
+
+SOME = {
+    "cast": cast_case(BF16),
+    "int": int_case(4, 128, HADAMARD),
+    "taco": block_case("e4m3", 256, native.SCALE_F32, native.BLOCK_HADAMARD),
+    "fp8": block_case("e4m3", 32, native.SCALE_MESSAGE),
+}
+
+
+@pytest.mark.parametrize("case", SOME.values(), ids=SOME)
 def test_more_work_than_the_grid_has_warps(check: Check, case: Case) -> None:
     check(replace(case, numel=5000, count=40))
     check(replace(case, dtype=BF16, numel=140_000))
@@ -85,8 +104,15 @@ def test_any_bytes_decode_alike(check: Check, group: int, bits: int, flags: int)
     check(int_case(bits, group, flags, F32, 4999, count=2), garbage=True)
 
 
+@pytest.mark.parametrize("block", [32, 256])
+def test_any_bytes_of_blocks_decode_alike(check: Check, block: int) -> None:
+    for case in block_cases():
+        if case.param[1] == block:
+            check(replace(case, numel=1999, count=2), garbage=True)
+
+
 WRONG: tuple[tuple[str, Case], ...] = (
-    ("codec", Case(3, (0, 0, 0), F32, 64)),
+    ("codec", Case(4, (0, 0, 0), F32, 64)),
     ("dtype", Case(native.CAST, (F32, 0, 0), 3, 64)),
     ("wire dtype", Case(native.CAST, (3, 0, 0), F32, 64)),
     ("unused parameter", Case(native.CAST, (F32, 1, 0), F32, 64)),
@@ -96,6 +122,10 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("group too large", Case(native.INT, (4, 8192, 0), F32, 64)),
     ("flag", Case(native.INT, (4, 128, 4), F32, 64)),
     ("offset", Case(native.INT, (4, 128, 0), F32, 64, offset=64)),
+    ("format", Case(native.BLOCK, (6, 32, 0, 0), F32, 64)),
+    ("kind of scale", block_case("e4m3", 32, 5, 0, F32, 64)),
+    ("block", block_case("e4m3", 1024, 0, 0, F32, 64)),
+    ("rotated small floats", block_case("e2m1", 32, 0, 1, F32, 64)),
     ("numel", Case(native.INT, (4, 128, 0), F32, -1)),
 )
 

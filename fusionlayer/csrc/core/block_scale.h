@@ -18,12 +18,12 @@ constexpr int kMaxBlock = 512;
 
 // What scales are made of, the same for all blocks of a message.
 struct BlockScaling {
-  uint32_t kind;       // enum fl_scale
-  float largest;       // of the format
-  int emax;            // exponent of its largest power of two
-  float mean;          // 1 / block
-  float unrotated;     // 1 / block with Hadamard, else 1: H v is larger than v by sqrt(block)
-  float orthonormal;   // 1 / sqrt(block) with Hadamard, else 1
+  uint32_t kind;      // enum fl_scale
+  float largest;      // of the format
+  int emax;           // exponent of its largest power of two
+  float mean;         // 1 / block
+  float unrotated;    // 1 / block with Hadamard, else 1: H v is larger than v by sqrt(block)
+  float orthonormal;  // 1 / sqrt(block) with Hadamard, else 1
 };
 
 FL_HD BlockScaling block_scaling(uint32_t format, uint32_t block, uint32_t kind, bool hadamard) {
@@ -32,8 +32,8 @@ FL_HD BlockScaling block_scaling(uint32_t format, uint32_t block, uint32_t kind,
   int order = 0;
   while (32u << order < block) ++order;
   const float mean = 1.0f / float(block);
-  return {kind, format_largest(format), format == FL_INT8 ? 0 : format_emax(format), mean, hadamard ? mean : 1.0f,
-          hadamard ? kRoots[order] : 1.0f};
+  return {kind, format_largest(format), format == FL_INT8 ? 0 : format_emax(format),
+          mean, hadamard ? mean : 1.0f, hadamard ? kRoots[order] : 1.0f};
 }
 
 // Bytes of a block's scale on the wire; a message's is 4 bytes in all.
@@ -42,9 +42,9 @@ FL_HD int scale_bytes(uint32_t kind) {
 }
 
 struct BlockScale {
-  uint32_t wire;    // bits of the scale: f32, bf16 or E8M0; FL_SCALE_DUAL: those of the second scale, s
-  uint32_t first;   // FL_SCALE_DUAL: f32 bits of the first scale, alpha
-  float inverse;    // what values are multiplied by; 0 makes every code 0
+  uint32_t wire;   // bits of the scale: f32, bf16 or E8M0; FL_SCALE_DUAL: those of the second scale, s
+  uint32_t first;  // FL_SCALE_DUAL: f32 bits of the first scale, alpha
+  float inverse;   // what values are multiplied by; 0 makes every code 0
 };
 
 // The first scale of TACO (equations 6 and 7): to a target energy, limited to 1e-3 .. 1e3. `squares` is the sum of v^2
@@ -135,8 +135,7 @@ FL_HD void pack_run(int bits, const uint32_t *codes, uint8_t *bytes) {
   for (int i = 0; bits == 8 && i < kCodeRun; ++i) bytes[i] = uint8_t(codes[i]);
   for (int i = 0; bits != 8 && i < 16; ++i) bytes[i] = uint8_t((codes[i] & 15) | (codes[i + 16] & 15) << 4);
   for (int j = 0; bits == 6 && j < 8; ++j)
-    bytes[16 + j] =
-        uint8_t(codes[j] >> 4 | codes[j + 8] >> 4 << 2 | codes[j + 16] >> 4 << 4 | codes[j + 24] >> 4 << 6);
+    bytes[16 + j] = uint8_t(codes[j] >> 4 | codes[j + 8] >> 4 << 2 | codes[j + 16] >> 4 << 4 | codes[j + 24] >> 4 << 6);
 }
 
 FL_HD void unpack_run(int bits, const uint8_t *bytes, uint32_t *codes) {

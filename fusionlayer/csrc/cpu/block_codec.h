@@ -11,21 +11,45 @@
 
 namespace fl::FL_ISA {
 
-// Stages kBlock, 2 kBlock, .. of a transform of N blocks, in place; what a stage leaves goes through `finish`, a vector at
-// a time.
-template <int N, class Finish>
-FL_INLINE void hadamard_across(float *v, const Finish &finish) {
-  for (int j = 0; j < kBlock; j += kLanes) {
+// Where N runs fit into half of the registers they are transformed there; otherwise in memory, as many together as fit into
+// 8 registers, and then column by column.
+template <int N>
+constexpr bool kFits = N * kVectors <= (kLanes == 16 ? 16 : 8);
+template <int N>
+constexpr int kTogether = kFits<N> ? N : kLanes / 4;
+
+// Stages 32, 64, .. of a transform: those between runs.
+template <int N>
+FL_INLINE void hadamard_between(vf (&v)[N]) {
+  for (int h = 1; h < N; h *= 2)
+    for (int k = 0; k < N; ++k)
+      if (!(k & h)) {
+        const vf a = v[k], b = v[k + h];
+        v[k] = a + b;
+        v[k + h] = a - b;
+      }
+}
+
+// out = the transform of N runs, load(k) being run k; each vector of it goes through `finish`.
+template <int N, class Load, class Finish>
+FL_INLINE void hadamard_runs(float *out, const Load &load_run, const Finish &finish) {
+  Block b[kTogether<N>];
+  for (int k = 0; k < N; k += kTogether<N>) {
+    for (int i = 0; i < kTogether<N>; ++i) b[i] = load_run(k + i);
+    hadamard(b);
+    if constexpr (!kFits<N>)
+      for (int i = 0; i < kTogether<N>; ++i) store_block(out + (k + i) * kBlock, b[i]);
+  }
+  for (int j = 0; j < kVectors; ++j) {
     vf column[N];
-    for (int k = 0; k < N; ++k) column[k] = load(v + k * kBlock + j);
-    for (int h = 1; h < N; h *= 2)
-      for (int k = 0; k < N; ++k)
-        if (!(k & h)) {
-          const vf a = column[k], b = column[k + h];
-          column[k] = a + b;
-          column[k + h] = a - b;
-        }
-    for (int k = 0; k < N; ++k) store(v + k * kBlock + j, finish(column[k]));
+    for (int k = 0; k < N; ++k) {
+      if constexpr (kFits<N>)
+        column[k] = b[k].v[j];
+      else
+        column[k] = load(out + k * kBlock + j * kLanes);
+    }
+    hadamard_between(column);
+    for (int k = 0; k < N; ++k) store(out + k * kBlock + j * kLanes, finish(column[k]));
   }
 }
 
@@ -62,13 +86,16 @@ class BlockCodec {
     if (look_) return raise_amax(top, blocks, out);
     make_scales(values, top, blocks, out, inverse);
     const Numbers numbers = numbers_;
-    for (int g = 0; g < blocks; ++g, values += block_, out.codes += code_bytes()) {
-      if (__builtin_expect(inverse[g] == 0.0f, 0)) {
-        __builtin_memset(out.codes, 0, size_t(code_bytes()));
-        continue;
-      }
+    const T *next = x + n;  // most often the next tile: it is on its way while this one is computed
+    for (int g = 0; g < blocks; ++g) {
       const float factor = inverse[g];
-      for (int i = 0; i < block_; i += kBlock) numbers.encode(values + i, factor, out.codes + i / kBlock * Numbers::kBytes);
+      for (int i = 0; i < block_; i += kBlock, values += kBlock, next += kBlock, out.codes += Numbers::kBytes) {
+        prefetch_block(next);
+        if (__builtin_expect(factor == 0.0f, 0))
+          __builtin_memset(out.codes, 0, Numbers::kBytes);
+        else
+          numbers.encode(values, factor, out.codes);
+      }
     }
   }
 
@@ -117,14 +144,10 @@ class BlockCodec {
     }
   }
 
-  // Blocks that are transformed together: as many as fit into 8 registers.
-  template <int N>
-  static constexpr int kTogether = N < kLanes / 4 ? N : kLanes / 4;
-
   // Leaves in the tile what is to be quantised, and for each block a vector that holds the largest magnitude in some lane.
   // Values that are f32 already and are not rotated stay where they are.
   template <class T>
-  FL_INLINE const float *transform(const T *x, int blocks, float *tile, vi *top) const {
+  __attribute__((noinline)) const float *transform(const T *x, int blocks, float *tile, vi *top) const {
     if constexpr (kHadamard) {
       with_runs([&](auto runs) FL_LAMBDA {
         constexpr int N = decltype(runs)::value;
@@ -150,17 +173,13 @@ class BlockCodec {
 
   template <int N, class T>
   static FL_INLINE vi rotate(const T *x, float *tile) {
-    for (int k = 0; k < N; k += kTogether<N>) {
-      Block b[kTogether<N>];
-      for (int i = 0; i < kTogether<N>; ++i) b[i] = load_block(x + (k + i) * kBlock);
-      hadamard(b);
-      for (int i = 0; i < kTogether<N>; ++i) store_block(tile + (k + i) * kBlock, b[i]);
-    }
     vi most{};
-    hadamard_across<N>(tile, [&](vf v) FL_LAMBDA {
-      most = max(most, magnitude_bits(v));
-      return v;
-    });
+    hadamard_runs<N>(
+        tile, [&](int k) FL_LAMBDA { return load_block(x + k * kBlock); },
+        [&](vf v) FL_LAMBDA {
+          most = max(most, magnitude_bits(v));
+          return v;
+        });
     return most;
   }
 
@@ -175,14 +194,9 @@ class BlockCodec {
   void rotate_codes(const Numbers &given, const uint8_t *codes, float scale, float *tile) const {
     const Numbers numbers = given;
     with_runs([&](auto runs) FL_LAMBDA {
-      constexpr int N = decltype(runs)::value;
-      for (int k = 0; k < N; k += kTogether<N>) {
-        Block b[kTogether<N>];
-        for (int i = 0; i < kTogether<N>; ++i) b[i] = numbers.decode(codes + (k + i) * Numbers::kBytes);
-        hadamard(b);
-        for (int i = 0; i < kTogether<N>; ++i) store_block(tile + (k + i) * kBlock, b[i]);
-      }
-      hadamard_across<N>(tile, [&](vf v) FL_LAMBDA { return v * scale; });
+      hadamard_runs<decltype(runs)::value>(
+          tile, [&](int k) FL_LAMBDA { return numbers.decode(codes + k * Numbers::kBytes); },
+          [&](vf v) FL_LAMBDA { return v * scale; });
     });
   }
 
@@ -249,8 +263,9 @@ class BlockCodec {
       case FL_SCALE_F32:
         return read(FL_SCALE_F32, [&](int g) FL_LAMBDA { return words[g]; }, none);
       case FL_SCALE_DUAL:
-        return read(FL_SCALE_DUAL, [&](int g) FL_LAMBDA { return words[2 * g]; },
-                    [&](int g) FL_LAMBDA { return words[2 * g + 1]; });
+        return read(
+            FL_SCALE_DUAL, [&](int g) FL_LAMBDA { return words[2 * g]; },
+            [&](int g) FL_LAMBDA { return words[2 * g + 1]; });
       case FL_SCALE_E8M0:
         return read(FL_SCALE_E8M0, [&](int g) FL_LAMBDA { return uint32_t(in.scales[g]); }, none);
       case FL_SCALE_BF16:

@@ -94,6 +94,12 @@ FL_INLINE void finish_streaming() {
 #endif
 }
 
+// Fetches a block's bytes into the caches; they may lie beyond an array.
+template <class T>
+FL_INLINE void prefetch_block(const T *p) {
+  for (int i = 0; i < kBlock * int(sizeof(T)); i += 64) __builtin_prefetch(reinterpret_cast<const char *>(p) + i);
+}
+
 // v limited to -bound..bound; not for NaN.
 FL_INLINE vf clamp(vf v, float bound) {
   const vf high = broadcast(bound), low = broadcast(-bound);

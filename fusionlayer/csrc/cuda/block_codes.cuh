@@ -79,9 +79,9 @@ FL_DEVICE float sum_of_squares(const float (&v)[kBlock], int width) {
 #pragma unroll
   for (int i = 0; i < kBlock / 2; ++i) sum[i] = v[2 * i] * v[2 * i] + v[2 * i + 1] * v[2 * i + 1];
 #pragma unroll
-  for (int n = kBlock / 4; n > 0; n /= 2)
+  for (int h = 1; h < kBlock / 2; h *= 2)
 #pragma unroll
-    for (int i = 0; i < n; ++i) sum[i] = sum[2 * i] + sum[2 * i + 1];
+    for (int i = 0; i < kBlock / 2; i += 2 * h) sum[i] += sum[i + h];
   float all = sum[0];
   for (int mask = 1; mask < width; mask *= 2) all += bits_float(shuffle_xor(float_bits(all), mask));
   return all;

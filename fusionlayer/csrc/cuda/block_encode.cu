@@ -54,10 +54,9 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
     uint32_t bytes[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      bytes[i] = scale.inverse == 0.0f
-                     ? 0
-                     : four_codes(layout, v[4 * i] * scale.inverse, v[4 * i + 1] * scale.inverse,
-                                  v[4 * i + 2] * scale.inverse, v[4 * i + 3] * scale.inverse);
+      bytes[i] = scale.inverse == 0.0f ? 0
+                                       : four_codes(layout, v[4 * i] * scale.inverse, v[4 * i + 1] * scale.inverse,
+                                                    v[4 * i + 2] * scale.inverse, v[4 * i + 3] * scale.inverse);
     if (run.exists) {
       store_run(layout, codes, run.index, bytes);
       if ((run.index & (width - 1)) == 0) store_block_scale(layout, scales, run.block, scale);
@@ -87,8 +86,8 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const EncodeArguments a)
       amax = largest > amax ? largest : amax;
     }
     amax = max_over_lanes(amax, kLanes);
-    if (lane == 0) atomicMax(static_cast<uint32_t *>(byte_offset(a.out.scales, m * a.out.stride)),
-                             amax >= kF32Inf ? kF32Nan : amax);
+    if (lane == 0)
+      atomicMax(static_cast<uint32_t *>(byte_offset(a.out.scales, m * a.out.stride)), amax >= kF32Inf ? kF32Nan : amax);
   }
 }
 
@@ -104,8 +103,7 @@ cudaError_t launch(const EncodeArguments &a, bool hadamard, cudaStream_t stream)
   if (grid.error) return grid.error;
   if (a.layout.scaling.kind == FL_SCALE_MESSAGE) {
     const size_t stride = a.out.count > 1 ? size_t(a.out.stride) : sizeof(float);
-    const cudaError_t error =
-        cudaMemset2DAsync(a.out.scales, stride, 0, sizeof(float), size_t(a.out.count), stream);
+    const cudaError_t error = cudaMemset2DAsync(a.out.scales, stride, 0, sizeof(float), size_t(a.out.count), stream);
     if (error) return error;
     const auto look = a.residual ? look_kernel<kSum, true> : look_kernel<kSum, false>;
     FL_LAUNCH(look, grid.blocks, kThreads, stream, a);

@@ -7,8 +7,7 @@
 namespace fl {
 
 // v = x, or 0 where x is null.
-FL_DEVICE void load_or_zero(uint32_t dtype, const void *x, int64_t numel, int64_t first, int lane,
-                            float (&v)[kBlock]) {
+FL_DEVICE void load_or_zero(uint32_t dtype, const void *x, int64_t numel, int64_t first, int lane, float (&v)[kBlock]) {
   if (x) {
     load_block(dtype, x, numel, first, lane, v);
   } else {

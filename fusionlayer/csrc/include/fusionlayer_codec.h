@@ -35,8 +35,8 @@ enum fl_status {
 enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
 
 enum fl_codec {
-  FL_CAST = 0,  /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
-  FL_INT = 1,   /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group
+  FL_CAST = 0,   /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
+  FL_INT = 1,    /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group
                   size, a power of two in 32..4096; param[2] = flags, FL_INT_* */
   FL_SPARSE = 2, /* plane 0: ends, u32 per 65536 elements; plane 1: counts, u8 per 256 elements, in form FL_SPARSE_BYTE
                     alone; plane 2: positions; plane 3: values. param[0] = enum fl_sparse_form; param[1] = fl_dtype of
@@ -54,13 +54,7 @@ enum fl_format { FL_E4M3 = 0, FL_E5M2 = 1, FL_INT8 = 2, FL_E2M3 = 3, FL_E3M2 = 4
 /* What plane 0 of FL_BLOCK has for each block: an f32; two (TACO's s and alpha, which decode to what one does); a power of
  * two (OCP MX v1.0; float formats alone); a bf16 (likewise). FL_SCALE_MESSAGE: the largest magnitude of the message, an f32
  * in all. */
-enum fl_scale {
-  FL_SCALE_F32 = 0,
-  FL_SCALE_DUAL = 1,
-  FL_SCALE_E8M0 = 2,
-  FL_SCALE_BF16 = 3,
-  FL_SCALE_MESSAGE = 4
-};
+enum fl_scale { FL_SCALE_F32 = 0, FL_SCALE_DUAL = 1, FL_SCALE_E8M0 = 2, FL_SCALE_BF16 = 3, FL_SCALE_MESSAGE = 4 };
 
 enum { FL_BLOCK_HADAMARD = 1 /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */ };
 
