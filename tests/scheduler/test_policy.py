@@ -61,6 +61,13 @@ def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second
     assert choice.reason.endswith(f"ms alone{beaten}")
 
 
+def test_what_is_near_lossless() -> None:
+    candidates = {name: codecs.get(name) for name in codecs.names()}
+    assert set(Policy((), "near_lossless").allowed(candidates)) == {"raw", "bf16", "fp16", "int", "int8"}
+    assert set(Policy((), "lossless").allowed(candidates)) == {"raw"}
+    assert Policy((), "aggressive").allowed(candidates) == candidates
+
+
 def test_auto_does_not_compress_what_is_too_small() -> None:
     assert chosen(Policy((Rule("auto"),), "aggressive"), tensor("bias", 10))[0] == "raw"
 
