@@ -24,15 +24,26 @@ __all__ = ["commands", "main"]
 TRAINING = (
     (  # overlap for some only: each method is a copy of the model in each worker
         *("--model", "gpt", "--hosts", "2", "--rates", "100mbit,1gbit", "--rounds", "6"),
-        *("--methods", "peers,codecs,raw+overlap,int8+overlap,int4+overlap,dgc+overlap"),
+        *(
+            "--methods",
+            "peers,raw,bf16,int8,int4,mxfp4,topk,dgc,sidco,dgc+wfbp,dgc+safusion,dgc+behind+single,"
+            "auto,auto+fidelity=aggressive,raw+overlap,int8+overlap,int4+overlap,dgc+safusion+overlap",
+        ),
     ),
     (
         *("--model", "gpt", "--hosts", "2", "--workers", "2", "--rates", "100mbit", "--rounds", "5"),
-        *("--methods", "ddp-tuned,powersgd,int8,int4,dgc,int8+overlap,int4+overlap"),
+        *(
+            "--methods",
+            "ddp-tuned,powersgd,int8,int4,dgc,dgc+wfbp,dgc+safusion_naive,dgc+safusion,auto+fidelity=aggressive,"
+            "int8+overlap,int4+overlap",
+        ),
     ),
     (  # Horovod's thread never rests: with four workers on two cores its rows would time the scheduler
         *("--model", "resnet", "--hosts", "4", "--rates", "100mbit,1gbit", "--rounds", "6"),
-        *("--methods", "ddp-tuned,ddp-fp16,ddp-bf16,powersgd,codecs,int8+overlap,int4+overlap"),
+        *(
+            "--methods",
+            "ddp-tuned,ddp-fp16,ddp-bf16,powersgd,raw,bf16,int8,int4,topk,dgc,dgc+safusion,int8+overlap,int4+overlap",
+        ),
     ),
 )
 SMOKE_TRAINING = ("--model", "gpt-small", "--hosts", "2", "--methods", "powersgd,int4,int4+overlap", "--rounds", "2")
@@ -47,6 +58,7 @@ def commands(smoke: bool, busy_ok: bool, out: Path) -> Iterator[tuple[str, ...]]
     else:
         for arguments in TRAINING:
             yield ("benchmarks.training", *arguments, *common)
+        yield ("benchmarks.ablation", *common)
         yield ("benchmarks.codec", "--out", str(out))
         yield ("benchmarks.collective", "--rounds", "3", "--codecs", "raw,bf16,int8,int4,topk", *common)
     results = sorted(str(path) for theme in ("training", "convergence") for path in out.glob(f"{theme}*.json"))
