@@ -45,7 +45,7 @@ class Config:
     )
     policy: str | None = _setting("file with rules that give each gradient a codec, in place of `codec`", None)
     fidelity: str = _setting(
-        "what codec `auto` may choose: `lossless`, `near_lossless` (changes at most 1e-4 of a Gaussian tensor's energy) "
+        "what codec `auto` may choose: `lossless`, `near_lossless` (changes at most 1e-4 of a Gaussian's energy) "
         "or `aggressive`",
         "near_lossless",
     )
