@@ -126,7 +126,7 @@ def picture(found: Sequence[Mapping[str, Any]], what: str) -> Figure:
     """Return waiting by planner, predicted and measured, one panel for each rate."""
     rates = list(dict.fromkeys(row["rate"] for row in found))
     most = max(sum(row["rate"] == rate for row in found) for rate in rates)
-    figure = Figure(figsize=(4.6 * len(rates), 0.9 + 0.36 * most))
+    figure = Figure(figsize=(4.6 * len(rates), 1.2 + 0.36 * most))
     for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
         mine = [row for row in found if row["rate"] == rate][::-1]
         for place, row in enumerate(mine):
@@ -139,7 +139,7 @@ def picture(found: Sequence[Mapping[str, Any]], what: str) -> Figure:
         names = ["\n".join([", ".join(row["planners"][:2]), ", ".join(row["planners"][2:])]).strip() for row in mine]
         axes.set_yticks(range(len(mine)), names)
         axes.set(xlabel="waiting, ms", title=f"{what}, {rate or 'no limit'}")
-    axes.legend(loc="lower right")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

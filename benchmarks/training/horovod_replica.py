@@ -142,9 +142,11 @@ class _Trainer:
         hvd.init()
         model, optimizer = self._workload.begin()
         compression = hvd.Compression.fp16 if self._method.endswith("fp16") else hvd.Compression.none
+        begun = optimizer.state_dict()  # Horovod makes an optimizer anew, without the state
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=compression
         )
+        optimizer.load_state_dict(begun)
         self._trainee = Trainee(self._workload, model, optimizer)
         return str(sys.modules["horovod"].__version__)
 
