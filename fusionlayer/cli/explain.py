@@ -53,13 +53,19 @@ def run(options: argparse.Namespace) -> None:
     _show_tensors(profile, plan, costs, _alone(profile, scenario, plan.world_size, measured))
     print(
         f"Backward, with what is encoded in it: {_ms(found.computing)} ms. Last result: {_ms(found.step)} ms. The "
-        f"optimizer waits {_ms(found.waiting)} ms; communication is idle for {_ms(found.idle)} ms between buckets."
+        f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "
+        "between buckets."
     )
     if options.plot:
         from .lanes import draw
 
         draw(options.plot, f"{profile.title}: {network}", profile, plan, costs, found)
         print(options.plot)
+
+
+def _disturbed(costs: Sequence[StepCosts]) -> str:
+    seconds = sum(cost.disturbance for cost in costs[:-1])  # nothing is computed after the last bucket
+    return f", {_ms(seconds)} ms of that because buckets disturb backward" if seconds else ""
 
 
 def _show_buckets(title: str, profile: Profile, plan: FusionPlan, found: Prediction) -> None:

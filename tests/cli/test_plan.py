@@ -120,6 +120,19 @@ class TestExplain:
             assert "int4   4.25 bits an element; alone" in line and "ms less than raw" in line
         assert "Backward, with what is encoded in it: 200.00 ms." in output
 
+    def test_what_buckets_disturb_is_told(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "disturb" not in self.explained(path, plan, capsys)
+        path.write_text(path.read_text() + "disturbance: 0.001\n")
+        several = 2 * (len(FusionPlan.from_yaml(plan).buckets) - 1)
+        assert several > 0
+        assert f"{several}.00 ms of that because buckets disturb backward;" in self.explained(path, plan, capsys)
+
+    @staticmethod
+    def explained(path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> str:
+        capsys.readouterr()
+        assert main(["explain", str(plan), "--profile", str(path), "--rate", "1gbit"]) == 0
+        return capsys.readouterr().out
+
     def test_the_timeline_is_drawn(self, path: Path, plan: Path, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
         picture = tmp_path / "plan.png"

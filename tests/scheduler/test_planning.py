@@ -106,6 +106,20 @@ def test_ahead_and_the_collective_follow_from_each_other(
     assert len(plan_costs(profile, plan, SCENARIO)) == 1
 
 
+def test_buckets_that_disturb_computing_are_fewer(profile: Profile) -> None:
+    """Each message of a bucket makes what is computed after it later; ``two_shot`` has two."""
+    disturbed = replace(profile, disturbance=1.0)
+    plans = [make_plan(p, planners.get("safusion"), codecs.get("int4"), SCENARIO, 4) for p in (profile, disturbed)]
+    assert len(plans[0].buckets) > len(plans[1].buckets)
+    apart = make_plan(disturbed, planners.get("wfbp"), codecs.get("int4"), SCENARIO, 4)
+    costs = plan_costs(disturbed, apart, SCENARIO)
+    assert {bucket.algorithm for bucket in apart.buckets} == {"two_shot"} and costs[0].disturbance == 2.0
+    before, after = (predict_plan(p, apart, plan_costs(p, apart, SCENARIO)) for p in (profile, disturbed))
+    last = len(apart.buckets) - 1
+    assert after.spans[last].ready == pytest.approx(before.spans[last].ready + last * 2.0)
+    assert after.computing == before.computing
+
+
 @pytest.fixture(scope="module")
 def sparse(profile: Profile) -> Iterator[Profile]:
     @dataclass(frozen=True)
