@@ -25,7 +25,7 @@ from benchmarks.lab import Network, launch
 from benchmarks.report import Environment, result_path, table, write
 from benchmarks.variants import Variant
 
-from .settings import MODELS, PEERS, VALIDATION_PIECES, Settings, methods
+from .settings import MODELS, OPTIMIZERS, PEERS, VALIDATION_PIECES, Settings, methods
 from .summary import summarize
 
 THEME = "convergence"
@@ -37,7 +37,13 @@ def main() -> int:
     """Run the command line; return the exit status."""
     parser, options = _parse()
     settings = Settings(
-        options.model, options.workers, options.batch_size, options.steps, options.learning_rate, options.every
+        options.model,
+        options.workers,
+        options.batch_size,
+        options.steps,
+        options.learning_rate,
+        options.every,
+        options.optimizer,
     )
     environment = Environment.here(torch.device("cpu"), options.hardware)
     folder: Path | None = options.out
@@ -152,6 +158,7 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--every", type=count(), default=default.every, help=f"steps between validations, default {default.every}"
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=default.optimizer, help="default AdamW")
     parser.add_argument("--hardware", help="name of the machine in the file name")
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from benchmarks.variants import codec_presets
 from examples.gpt import Config
 
-__all__ = ["MODELS", "PEERS", "VALIDATION_PIECES", "Settings", "methods"]
+__all__ = ["MODELS", "OPTIMIZERS", "PEERS", "VALIDATION_PIECES", "Settings", "methods"]
 
+OPTIMIZERS = ("AdamW", "SGD")
 MODELS = {"gpt": Config(width=384, layers=6, heads=6, context=128, tied=False), "small": Config()}
 
 VALIDATION_PIECES = 64
@@ -23,8 +24,9 @@ class Settings:
         workers: number of processes.
         batch_size: pieces of text per worker and step.
         steps: optimizer steps.
-        learning_rate: of AdamW, at the end of its warm-up.
+        learning_rate: at the end of its warm-up.
         every: steps between two looks at the validation loss.
+        optimizer: "AdamW", or "SGD" with momentum 0.9. Where the codec has momentum, the optimizer has none of its own.
     """
 
     model: str = "gpt"
@@ -33,6 +35,7 @@ class Settings:
     steps: int = 600
     learning_rate: float = 1e-3
     every: int = 50
+    optimizer: str = "AdamW"
 
     @property
     def title(self) -> str:
@@ -40,8 +43,8 @@ class Settings:
         config = MODELS[self.model]
         return (
             f"Convergence: GPT of width {config.width}, {config.layers} layers and context {config.context}; "
-            f"{self.workers} workers with batches of {self.batch_size}; {self.steps} steps of AdamW, learning rate "
-            f"{self.learning_rate:g}; loss on {VALIDATION_PIECES} pieces every {self.every} steps"
+            f"{self.workers} workers with batches of {self.batch_size}; {self.steps} steps of {self.optimizer}, "
+            f"learning rate {self.learning_rate:g}; loss on {VALIDATION_PIECES} pieces every {self.every} steps"
         )
 
 

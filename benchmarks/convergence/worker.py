@@ -20,10 +20,11 @@ import fusionlayer as fl
 from benchmarks.variants import Variant
 from examples.gpt import GPT, Corpus
 
-from .settings import MODELS, VALIDATION_PIECES, Settings
+from .settings import MODELS, PEERS, VALIDATION_PIECES, Settings
 
 __all__ = ["main", "train"]
 
+MOMENTUM = 0.9
 POWERSGD_RANK = 4
 POWERSGD_START = 10
 """Steps without compression, in which PowerSGD's first factors are not yet needed."""
@@ -46,7 +47,7 @@ def train(method: str, seed: int, settings: Settings) -> Iterator[tuple[int, flo
     torch.manual_seed(seed)
     network = GPT(config)
     data = torch.Generator().manual_seed(seed * fl.size() + fl.rank() + 1)
-    model, optimizer = connect(method, network, settings.learning_rate)
+    model, optimizer = connect(method, network, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, settings.steps))
     for step in range(settings.steps):
         if step % settings.every == 0:
@@ -59,9 +60,15 @@ def train(method: str, seed: int, settings: Settings) -> Iterator[tuple[int, flo
     yield settings.steps, validate(network, corpus, config.context)
 
 
-def connect(method: str, network: nn.Module, learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+def connect(method: str, network: nn.Module, settings: Settings) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model and the optimizer that train ``network`` on all workers."""
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate)
+    variant = None if method in PEERS else Variant.parse(method)
+    momentum = 0.0 if variant is not None and variant.options.get("momentum") else MOMENTUM
+    optimizer: torch.optim.Optimizer
+    if settings.optimizer == "SGD":
+        optimizer = torch.optim.SGD(network.parameters(), lr=settings.learning_rate, momentum=momentum)
+    else:
+        optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, betas=(momentum, 0.999))
     if method == "ddp":
         return DistributedDataParallel(network), optimizer
     if method == "powersgd":
@@ -70,7 +77,8 @@ def connect(method: str, network: nn.Module, learning_rate: float) -> tuple[nn.M
         state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return model, optimizer
-    return network, Variant.parse(method).wrap(optimizer, network)
+    assert variant is not None
+    return network, variant.wrap(optimizer, network)
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:
