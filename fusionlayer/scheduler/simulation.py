@@ -143,24 +143,22 @@ def _beside(work: Phase, transfers: list[Phase]) -> list[Phase]:
     return [*phases, Phase(left, left)]
 
 
-def _hops(n: float, chunks: int, codec: CodecCost, reduce: list[Phase], gather: list[Phase]) -> list[Phase]:
-    """Hops of codes of which each rank encodes every one of ``chunks``, all but one after a message that it adds to.
+def _hops(n: float, first: float, chunks: int, codec: CodecCost, half: list[Phase]) -> list[Phase]:
+    """Hops of codes: ``first`` elements are encoded, then a chunk's message is added for all ``chunks`` but one.
 
-    Of two segments one is encoded, or decoded, while the other travels.
+    Of two segments one is recoded while the other travels.
     """
-    encode, decode = _work(codec.encode, n / chunks), _work(codec.decode, n)
     seconds = (chunks - 1) * codec.recode(n / chunks)
     recode = Phase(seconds, seconds)
-    if segments(n, chunks) == 1:
-        return [encode, *reduce, recode, *gather, decode]
-    return [encode, *_beside(recode, reduce), *_beside(decode, gather)]
+    reduce = [*half, recode] if segments(n, chunks) == 1 else _beside(recode, half)
+    return [_work(codec.encode, first), *reduce, *half, _work(codec.decode, n)]
 
 
 def _ring(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Reduce-scatter and all-gather around a ring of codes, requantised at every hop."""
     size = cluster.workers
     half = _relay(cluster, _share(cluster) * codec.nbytes(n), (size - 1) * segments(n, size))
-    return _hops(n, size, codec, half, half)
+    return _hops(n, n / size, size, codec, half)
 
 
 def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
@@ -186,9 +184,10 @@ def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
         near = 2 << step <= cluster.per_host
         half += swap(cluster.within, _INSIDE, each, 1) if near else across(each, inner)
     if inner == cluster.workers:
-        return _hops(n, inner, codec, half, half)
+        return _hops(n, n / 2, inner, codec, half)
     whole = across(nbytes, cluster.workers - inner)
-    return [_work(codec.encode, n), *whole, _work(codec.recode, n), *_hops(n, inner, codec, half, half), *whole]
+    # Those who have a message before the first hop have nothing to encode without one.
+    return [_work(codec.encode, n), *whole, _work(codec.recode, n), *_hops(n, 0, inner, codec, half), *whole]
 
 
 def _tree(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
