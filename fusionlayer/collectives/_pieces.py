@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 
 import torch
 
@@ -55,17 +54,20 @@ def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device
             waiting.append((piece, courier.send(travel)))
         return travel is not None
 
+    def start(courier: _Courier) -> None:
+        """Begin with further pieces until there is one that has to travel."""
+        any(advance(piece, courier) for piece in rest)
+
     rest = iter(pieces)
     with _Stream(device) if device.type == "cuda" else _Thread() as courier:
         try:
-            for piece in islice(rest, IN_FLIGHT):
-                advance(piece, courier)
+            for _ in range(IN_FLIGHT):
+                start(courier)
             while waiting:
                 piece, arrived = waiting.popleft()
                 arrived()
                 if not advance(piece, courier):
-                    for fresh in islice(rest, 1):
-                        advance(fresh, courier)
+                    start(courier)
         except BaseException:
             if waiting:
                 transport.close()

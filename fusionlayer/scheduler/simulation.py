@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..collectives._hops import segments
 from ..errors import ConfigError
 from .cost_model import CodecCost, Cost, LinkCost
 
@@ -131,11 +132,62 @@ def _dense(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Pha
     return ring if codec.lossless else [_work(codec.encode, n), *ring, _work(codec.decode, n)]
 
 
+def _beside(work: Phase, transfers: list[Phase]) -> list[Phase]:
+    """Work that is done while ``transfers`` are under way, and after them what is left of it."""
+    phases, left = [], work.seconds
+    for phase in transfers:
+        hidden = min(left, phase.seconds)
+        if phase.seconds > 0:
+            phases.append(replace(phase, cpu=phase.cpu + hidden))
+        left -= hidden
+    return [*phases, Phase(left, left)]
+
+
+def _hops(n: float, first: float, chunks: int, codec: CodecCost, half: list[Phase]) -> list[Phase]:
+    """Hops of codes: ``first`` elements are encoded, then a chunk's message is added for all ``chunks`` but one.
+
+    Of two segments one is recoded while the other travels.
+    """
+    seconds = (chunks - 1) * codec.recode(n / chunks)
+    recode = Phase(seconds, seconds)
+    reduce = [*half, recode] if segments(n, chunks) == 1 else _beside(recode, half)
+    return [_work(codec.encode, first), *reduce, *half, _work(codec.decode, n)]
+
+
 def _ring(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Reduce-scatter and all-gather around a ring of codes, requantised at every hop."""
-    nbytes = 2 * _share(cluster) * codec.nbytes(n)
-    ring = _relay(cluster, nbytes, 2 * (cluster.workers - 1))
-    return [_work(codec.encode, n), *ring, _work(codec.recode, n), _work(codec.decode, n)]
+    size = cluster.workers
+    half = _relay(cluster, _share(cluster) * codec.nbytes(n), (size - 1) * segments(n, size))
+    return _hops(n, n / size, size, codec, half)
+
+
+def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
+    """Halves, quarters, ... of codes between ranks 1, 2, ... apart and back; ranks beyond a power of two before it."""
+    steps = cluster.workers.bit_length() - 1
+    inner, nbytes = 1 << steps, codec.nbytes(n)
+
+    def swap(link: LinkCost, name: str, each: float, sharing: int) -> list[Phase]:
+        messages = segments(n, inner)
+        latency = messages * link.latency
+        seconds = link.exchange(sharing * each) + latency - link.latency
+        cpu = messages * link.overhead + each * link.cpu_per_byte
+        return _transfer(seconds, latency, cpu, name, sharing * each if name == _BETWEEN else 0.0)
+
+    def across(each: float, ranks: int) -> list[Phase]:
+        if cluster.hosts == 1:
+            return swap(cluster.within, _INSIDE, each, 1)
+        return swap(cluster.between, _BETWEEN, each, min(ranks, cluster.per_host))
+
+    half: list[Phase] = []
+    for step in range(steps):
+        each = nbytes / (2 << step)
+        near = 2 << step <= cluster.per_host
+        half += swap(cluster.within, _INSIDE, each, 1) if near else across(each, inner)
+    if inner == cluster.workers:
+        return _hops(n, n / 2, inner, codec, half)
+    whole = across(nbytes, cluster.workers - inner)
+    # Those who have a message before the first hop have nothing to encode without one.
+    return [_work(codec.encode, n), *whole, _work(codec.recode, n), *_hops(n, 0, inner, codec, half), *whole]
 
 
 def _tree(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
@@ -189,6 +241,7 @@ def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
 ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] = {
     "dense": _dense,
     "ring": _ring,
+    "butterfly": _butterfly,
     "tree": _tree,
     "one_shot": _one_shot,
     "gather": _one_shot,  # of messages that were encoded ahead

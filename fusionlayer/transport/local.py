@@ -100,7 +100,8 @@ class LocalTransport(Transport):
         call = Call.exchange(self.rank, self.size, sends, recvs)
         offered: list[Sequence[Tensor]] = self._begin(call, sends)
         for source, recv in enumerate(recvs):
-            recv.copy_(offered[source][self.rank])
+            if recv.numel():
+                recv.copy_(offered[source][self.rank])
         self.bytes_sent += sum(call.sends) - call.sends[self.rank]
         self._end(recvs)
 

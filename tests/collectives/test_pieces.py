@@ -153,6 +153,17 @@ def test_while_a_piece_travels_another_is_computed() -> None:
     assert events == [f"compute {step}" for step in order]
 
 
+def test_pieces_that_do_not_travel_are_all_computed() -> None:
+    done: list[int] = []
+
+    def piece(index: int) -> Iterator[Callable[[], None]]:
+        done.append(index)
+        yield from ()
+
+    over_threads(1, lambda transport: pipeline([piece(i) for i in range(5)], transport, torch.device("cpu")))
+    assert done == list(range(5))
+
+
 def test_a_piece_that_fails_releases_the_other_ranks() -> None:
     def piece(rank: int, x: Tensor, transport: Transport) -> Iterator[Callable[[], None]]:
         yield lambda: transport.all_reduce(x)

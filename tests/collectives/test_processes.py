@@ -27,6 +27,7 @@ def hold_every_pair(rank: int, world: int) -> int:
     return len(usable)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_collective_with_every_codec(world: int) -> None:
-    assert run_ranks(hold_every_pair, world, timeout=50) == [len(pairs(defaults()))] * world
+    assert run_ranks(hold_every_pair, world, timeout=110) == [len(pairs(defaults()))] * world

@@ -50,7 +50,7 @@ def check_all_reduce(rank: int, world: int) -> None:
         torch.testing.assert_close(fl.all_reduce(of_shape(shape, rank), op=fl.Sum), every.sum(0))
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for codec, options, bound in LOSSY:
-                for algorithm in (None, "one_shot", "two_shot"):
+                for algorithm in (None, "one_shot", "two_shot", "ring", "butterfly"):
                     x = fl.all_reduce(of_shape(shape, rank, dtype), codec, algorithm, **options)
                     assert x.dtype == dtype and x.shape == shape
                     assert near(x, every.mean(0), bound), (shape, dtype, codec)

@@ -86,6 +86,8 @@ CODECS = [
     {"codec": "int", "bits": 4, "rounding": "stochastic"},
     {"codec": "int4", "error_feedback": True},
     {"codec": "raw", "algorithm": "two_shot"},
+    {"codec": "int8", "algorithm": "ring"},
+    {"codec": "int4", "algorithm": "butterfly", "error_feedback": True},
 ]
 
 

@@ -1,0 +1,183 @@
+"""What requantising partial sums costs: vNMSE of an all-reduce against the number of workers (DynamiQ, figures 10, 11).
+
+    python -m benchmarks.hops --out benchmarks/results
+
+The workers are threads of this process and send what processes would. vNMSE is the squared error of the sum over the
+squared norm of the exact sum, of one all-reduce without error feedback. Every result is a function of the arguments
+alone. Needs no quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import fusionlayer as fl
+from benchmarks.arguments import comma_separated, count
+from benchmarks.plots import COLOURS, MARKERS, STYLE, save
+from benchmarks.report import Environment, table, write
+from fusionlayer.codecs import Codec
+from fusionlayer.transport import local
+
+__all__ = ["DATA", "error", "gaussian", "main", "picture", "skewed"]
+
+ELEMENTS = 1 << 18
+WORLDS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CODECS = ("bf16", "int8", "mxfp6", "taco", "mxfp8", "mxfp4", "int4")
+ALGORITHMS = ("ring", "butterfly", "two_shot")
+RUN, GROUP = 256, 16
+
+
+def gaussian(workers: int, numel: int = ELEMENTS) -> list[Tensor]:
+    """Return each worker's (numel,) of N(0, 0.02^2), independent of the others', in bf16's precision."""
+    rng = torch.Generator().manual_seed(9)
+    return [(0.02 * torch.randn(numel, generator=rng)).bfloat16().float() for _ in range(workers)]
+
+
+def skewed(workers: int, numel: int = ELEMENTS) -> list[Tensor]:
+    """Return each worker's (numel,) like gradients of a trained model, in bf16's precision.
+
+    Values have tails (Student's t, 6 degrees). Their size wanders over runs of 256, jitters over groups of 16, and is
+    orders of magnitude smaller in three tenths of the runs, which lie together. Half of the variance is common to all
+    workers, and each run has a small mean of its own.
+    """
+    rng = torch.Generator().manual_seed(2)
+    runs = numel // RUN
+    cold = _wandering(runs, 0.995, rng)
+    threshold = cold.quantile(0.3)
+    size = 1.2 * _wandering(runs, 0.97, rng)
+    size -= torch.where(cold < threshold, 3.5 + threshold - cold, 0.0)
+    jitter = 0.35 * torch.randn(numel // GROUP, generator=rng)
+    scale = 1e-3 * torch.exp(size.repeat_interleave(RUN) + jitter.repeat_interleave(GROUP))
+    mean = 0.05e-3 * (torch.exp(size) * torch.randn(runs, generator=rng)).repeat_interleave(RUN)
+    common = _heavy_tailed(numel, rng)
+    every = []
+    for _ in range(workers):
+        own = _heavy_tailed(numel, rng)
+        every.append((scale * 0.5**0.5 * (common + own) + mean).bfloat16().float())
+    return every
+
+
+def _wandering(numel: int, memory: float, rng: torch.Generator) -> Tensor:
+    """Return (numel,) of variance 1 of which each is ``memory`` of the one before."""
+    values, value = [], 0.0
+    for step in torch.randn(numel, generator=rng, dtype=torch.float64).tolist():
+        value = memory * value + (1 - memory**2) ** 0.5 * step
+        values.append(value)
+    return torch.tensor(values)
+
+
+def _heavy_tailed(numel: int, rng: torch.Generator, freedom: int = 6) -> Tensor:
+    """Return (numel,) of Student's t distribution."""
+    squares = torch.randn(freedom, numel, generator=rng).square().sum(0)
+    return torch.randn(numel, generator=rng) / (squares / freedom).sqrt()
+
+
+DATA: dict[str, Callable[[int, int], list[Tensor]]] = {"gaussian": gaussian, "skewed": skewed}
+
+
+def error(algorithm: str, codec: Codec, inputs: Sequence[Tensor]) -> float:
+    """Return vNMSE of the sum of each worker's (n,) f32 by a collective."""
+    reduce = fl.collectives.get(algorithm)
+
+    def worker(rank: int) -> Tensor | None:
+        transport = local.current()
+        assert transport is not None
+        x = inputs[rank].clone()
+        reduce(x, codec.bare, transport, seed=1)
+        return x if rank == 0 else None  # all have the same bits
+
+    result = local.run(worker, len(inputs))[0]
+    assert result is not None
+    exact = torch.zeros_like(result, dtype=torch.float64)
+    for x in inputs:
+        exact += x
+    return float((result - exact).square().sum() / exact.square().sum())
+
+
+def measure(numel: int, worlds: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row for each kind of data, collective, codec and number of workers."""
+    rows: list[dict[str, Any]] = []
+    for data, make in DATA.items():
+        inputs = make(max(worlds), numel)
+        for algorithm in ALGORITHMS:
+            for name in CODECS:
+                codec = fl.codecs.get(name)
+                bits = 8 * sum(section.plane.nbytes for section in codec.bare.wire(numel).sections) / numel
+                row = {"data": data, "algorithm": algorithm, "codec": name, "bits": round(bits, 3)}
+                rows += [
+                    row | {"workers": world, "vNMSE": float(f"{error(algorithm, codec, inputs[:world]):.4g}")}
+                    for world in worlds
+                ]
+    return rows
+
+
+def by_workers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with a column for each number of workers."""
+    shown: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["data"], row["algorithm"], row["codec"]
+        line = shown.setdefault(key, {name: row[name] for name in ("data", "algorithm", "codec", "bits")})
+        line[str(row["workers"])] = f"{row['vNMSE']:.2e}"
+    return list(shown.values())
+
+
+def picture(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Return vNMSE against the number of workers: a panel for each kind of data and collective, a line for a codec."""
+    figure = Figure(figsize=(10, 6.4))
+    panels = figure.subplots(len(DATA), len(ALGORITHMS), sharex=True, sharey=True)
+    worlds = sorted({row["workers"] for row in rows})
+    for line, data in zip(panels, DATA, strict=True):
+        for axes, algorithm in zip(line, ALGORITHMS, strict=True):
+            for i, name in enumerate(CODECS):
+                mine = [r for r in rows if (r["data"], r["algorithm"], r["codec"]) == (data, algorithm, name)]
+                x, y = [r["workers"] for r in mine], [r["vNMSE"] for r in mine]
+                label = f"{name}, {mine[0]['bits']:g} bits"
+                axes.plot(x, y, color=COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1.2, label=label)
+            axes.set(title=f"{algorithm}, {data}", xscale="log", yscale="log")
+            axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+            axes.set_xticks([world for world in worlds if world & (world - 1) == 0])
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+        line[0].set_ylabel("vNMSE of the sum")
+    for axes in panels[-1]:
+        axes.set_xlabel("workers")
+    panels[0][-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and write its result files and its picture."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--numel", type=int, default=ELEMENTS, help="elements of each tensor; a multiple of 256")
+    parser.add_argument("--worlds", type=comma_separated(count(2)), default=WORLDS, help="numbers of workers")
+    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
+    parser.add_argument("--hardware", help="name of the machine in the file names")
+    args = parser.parse_args(arguments)
+    if args.numel < RUN or args.numel % RUN:
+        parser.error(f"--numel {args.numel}: expected a multiple of {RUN}")
+    rows = measure(args.numel, args.worlds)
+    title = f"vNMSE of an all-reduce by number of workers, {args.numel} elements"
+    shown = by_workers(rows)
+    print(table(title, shown))
+    if args.out:
+        environment = Environment.here(torch.device("cpu"), args.hardware)
+        path = write(args.out, "hops", title, environment, rows, shown)
+        with rc_context(STYLE):  # type: ignore[arg-type]
+            save(picture(rows), args.out / "plots" / "hops")
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Collectives of many hops: one rank's schedule of messages to and from single ranks, and what carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+
+from torch import Tensor
+
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..seeds import derive_seed
+from ..transport import Transport
+from ._pieces import IN_FLIGHT, Piece, cut, pipeline
+
+__all__ = ["NOTHING", "Hop", "Schedule", "balanced", "multi_hop", "segments"]
+
+NOTHING = range(0)
+
+# A tensor goes in two segments where the messages of both have so many elements. Below that, recoding a message takes
+# less time than the latency of one more.
+_SEGMENT_MESSAGE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What a rank sends and receives in one exchange.
+
+    Attributes:
+        to: rank that gets ``sends``.
+        sends: chunks, none of them included.
+        source: rank that ``recvs`` come from.
+        recvs: likewise.
+    """
+
+    to: int
+    sends: range
+    source: int
+    recvs: range
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One rank's part in an all-reduce; all ranks have equally many hops.
+
+    Attributes:
+        chunks: that the tensor is cut into.
+        reduce: hops of partial sums. No rank sends a chunk twice, or receives of it after it has sent it.
+        gather: hops of sums, which travel as the bytes that their owners made of them.
+    """
+
+    chunks: int
+    reduce: tuple[Hop, ...]
+    gather: tuple[Hop, ...]
+
+    @cached_property
+    def own(self) -> list[int]:
+        """The chunks whose sums end at this rank: those whose partial sums it sends to nobody."""
+        sent = {chunk for hop in self.reduce for chunk in hop.sends}
+        return [chunk for chunk in range(self.chunks) if chunk not in sent]
+
+    @cached_property
+    def depth(self) -> int:
+        """The largest number of messages that this rank receives of one chunk and sums."""
+        received = [chunk for hop in self.reduce for chunk in hop.recvs]
+        return max(map(received.count, range(self.chunks)))
+
+
+def balanced(part: slice, chunks: int, block: int) -> list[slice]:
+    """Return ``chunks`` pieces of ``part`` that begin at multiples of ``block`` from its start.
+
+    No two differ by more than one block; some are empty where there are fewer blocks than chunks.
+    """
+    blocks = -(-(part.stop - part.start) // block)
+    ends = [min(part.start + blocks * i // chunks * block, part.stop) for i in range(chunks + 1)]
+    return [slice(*ends[i : i + 2]) for i in range(chunks)]
+
+
+def segments(numel: float, chunks: int) -> int:
+    """Return into how many segments ``numel`` elements are cut where nobody has said how long they are."""
+    return IN_FLIGHT if numel >= IN_FLIGHT * chunks * _SEGMENT_MESSAGE else 1
+
+
+def multi_hop(
+    x: Tensor,
+    codec: Codec,
+    transport: Transport,
+    name: str,
+    schedule: Schedule,
+    *,
+    seed: int,
+    residual: Tensor | None,
+    out: Tensor | None,
+    piece: int | None,
+) -> None:
+    """Carry out ``schedule``: the body of the collective ``name``, whose arguments the others are.
+
+    A chunk's messages wait until it is encoded: decoding all of them, adding this rank's values and encoding is one
+    call then, and no partial sum is ever in memory. Each rank encodes each element once at most, so one residual
+    covers all its quantisations, and numbers of one seed are drawn once.
+    """
+    if codec.ahead:
+        raise ConfigError(
+            f"algorithm {name!r} encodes partial sums at every hop, where {codec} would select anew; choose another "
+            "algorithm"
+        )
+    codec = codec.agree(x, transport)
+    out = x if out is None else out
+    seed = derive_seed(seed, transport.rank)
+
+    def run(index: int, part: slice) -> Piece:
+        chunks = balanced(part, schedule.chunks, codec.block)
+        lengths = [chunk.stop - chunk.start for chunk in chunks]
+        ends = [0, *accumulate(codec.wire(n, x.dtype).capacity if n else 0 for n in lengths)]
+        slot = index % IN_FLIGHT
+        mine = transport.scratch(f"outgoing {slot}", ends[-1], x.device)
+        theirs = transport.scratch(f"incoming {slot}", schedule.depth * ends[-1], x.device)
+        theirs = theirs.view(schedule.depth, ends[-1])
+        received = [0] * len(chunks)
+
+        def room(which: range) -> slice:
+            return slice(ends[which.start], ends[which.stop])
+
+        def encode(which: Iterable[int]) -> None:
+            for i in which:
+                chunk, message = chunks[i], mine[ends[i] : ends[i + 1]]
+                feedback = None if residual is None else residual[chunk]
+                if received[i]:
+                    codec.recode(
+                        theirs[: received[i], ends[i] : ends[i + 1]],
+                        message,
+                        lengths[i],
+                        dtype=x.dtype,
+                        x=x[chunk],
+                        seed=seed,
+                        offset=chunk.start,
+                        residual=feedback,
+                    )
+                elif lengths[i]:
+                    codec.encode(x[chunk], message, seed=seed, offset=chunk.start, residual=feedback)
+
+        def decode(which: Iterable[int]) -> None:
+            for i in which:
+                if lengths[i]:
+                    codec.decode(mine[ends[i] : ends[i + 1]], out[chunks[i]])
+
+        for hop in schedule.reduce:
+            encode(hop.sends)
+            incoming = theirs[received[hop.recvs.start], room(hop.recvs)] if hop.recvs else mine[:0]
+            yield partial(_exchange, transport, hop, mine[room(hop.sends)], incoming)
+            for i in hop.recvs:
+                received[i] += 1
+        encode(schedule.own)
+        # All that was in `mine` has been sent, so the sums of others may take its place.
+        for hop in schedule.gather:
+            yield partial(_exchange, transport, hop, mine[room(hop.sends)], mine[room(hop.recvs)])
+            decode(hop.recvs)
+        decode(schedule.own)
+
+    numel, unit = x.numel(), schedule.chunks * codec.block
+    parts = cut(numel, -(-numel // segments(numel, schedule.chunks)) if piece is None else piece, unit)
+    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+
+
+def _exchange(transport: Transport, hop: Hop, outgoing: Tensor, incoming: Tensor) -> None:
+    nothing = outgoing[:0]
+    sends, recvs = [nothing] * transport.size, [nothing] * transport.size
+    sends[hop.to], recvs[hop.source] = outgoing, incoming
+    transport.exchange(sends, recvs)
