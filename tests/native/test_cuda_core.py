@@ -28,6 +28,7 @@ from tests.native.abi import (
     cast_case,
     int_case,
     results,
+    zip_case,
 )
 
 pytestmark = pytest.mark.short
@@ -78,11 +79,32 @@ def test_block_writes_the_bytes_of_the_cpu_core(check: Check, number: str) -> No
         check(case)
 
 
+@pytest.mark.parametrize("choice", [native.ZIP_AUTO, native.ZIP_WINDOW, native.ZIP_TABLE])
+@pytest.mark.parametrize("wire", [F32, BF16, F16])
+def test_zip_writes_the_bytes_of_the_cpu_core(check: Check, wire: int, choice: int) -> None:
+    lengths = (*LENGTHS, 1000, 2047, 3000, 5000)
+    for i, numel in enumerate(lengths):
+        case = zip_case(wire, choice, numel=numel, count=(1, 3, 0, 2)[i % 4], misaligned=i % 3 == 1)
+        check(case)
+        check(replace(case, dtype=(wire + 1 + i % 2) % 3))
+
+
+@pytest.mark.parametrize("wire", [F32, BF16, F16])
+def test_zip_codes_what_gets_shorter(kernels: ctypes.CDLL, check: Check, wire: int) -> None:
+    """A window over most of the ordinary values: regions, escapes of many tiles, a table that was given."""
+    case = zip_case(wire, fixed=11 if wire == F16 else 123, numel=140_000)
+    check(case)
+    planes = Run(native.cpu(), case, native.cpu())._encoded()
+    assert int(planes.area.data[0]) == 1
+    check(zip_case(wire, native.ZIP_TABLE, numel=70_000, count=2))
+
+
 SOME = {
     "cast": cast_case(BF16),
     "int": int_case(4, 128, HADAMARD),
     "taco": block_case("e4m3", 256, native.SCALE_F32, native.BLOCK_HADAMARD),
     "fp8": block_case("e4m3", 32, native.SCALE_MESSAGE),
+    "zip": zip_case(BF16),
 }
 
 
@@ -112,7 +134,7 @@ def test_any_bytes_of_blocks_decode_alike(check: Check, block: int) -> None:
 
 
 WRONG: tuple[tuple[str, Case], ...] = (
-    ("codec", Case(4, (0, 0, 0), F32, 64)),
+    ("codec", Case(99, (0, 0, 0), F32, 64)),
     ("dtype", Case(native.CAST, (F32, 0, 0), 3, 64)),
     ("wire dtype", Case(native.CAST, (3, 0, 0), F32, 64)),
     ("unused parameter", Case(native.CAST, (F32, 1, 0), F32, 64)),
@@ -126,6 +148,10 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("kind of scale", block_case("e4m3", 32, 5, 0, F32, 64)),
     ("block", block_case("e4m3", 1024, 0, 0, F32, 64)),
     ("rotated small floats", block_case("e2m1", 32, 0, 1, F32, 64)),
+    ("dtype of zip", Case(native.ZIP, (3, 0, 0), F32, 64)),
+    ("choice of exponents", Case(native.ZIP, (BF16, 3, 0), BF16, 64)),
+    ("window beyond the exponents", Case(native.ZIP, (F16, 1, 27), F16, 64)),
+    ("zip of 2^32 elements", Case(native.ZIP, (BF16, 0, 0), BF16, 1 << 32)),
     ("numel", Case(native.INT, (4, 128, 0), F32, -1)),
 )
 
