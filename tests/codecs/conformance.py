@@ -85,7 +85,7 @@ def decoded(
 def planes(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> list[Tensor]:
     """Return the bytes that mean something, plane by plane; where data decides how many, all of them in one piece."""
     if codec.variable_size and not isinstance(codec, Sparsifier):
-        return [codec.compact(payload, numel, dtype)]
+        return [codec.compact(payload, numel, dtype)[codec.wire(numel, dtype).body :]]
     return [view.view(torch.uint8) for view in codec.wire(numel, dtype).views(payload)]
 
 

@@ -55,7 +55,7 @@ class ZipTable {
 
 // What a tile becomes besides its block.
 struct ZipEscapes {
-  uint8_t bytes[kZipTile + kAtOnce];
+  uint8_t bytes[kZipTile + kZipGroup];  // with room to write a group at once
   int count;
 };
 
@@ -64,8 +64,39 @@ FL_INLINE void store_word(uint8_t *p, uint64_t word, int bytes) { __builtin_memc
 // The lowest bit that is set; some place of a group where none is.
 FL_INLINE int lowest(uint64_t mask) { return __builtin_ctzll(mask | uint64_t(1) << (kZipGroup - 1)); }
 
+#if defined(FL_AVX512)
+// Not all CPUs that have AVX-512 move bytes by masks.
+inline bool moves_bytes() {
+  static const bool has = __builtin_cpu_supports("avx512vbmi2");
+  return has;
+}
+
+__attribute__((target("avx512vbmi2"), noinline)) inline void gather_by_vectors(const uint8_t *exponents,
+                                                                              const uint64_t *masks, int groups,
+                                                                              ZipEscapes &escapes) {
+  uint8_t *to = escapes.bytes;
+  for (int g = 0; g < groups; ++g) {
+    const __m512i group = _mm512_load_si512(exponents + g * kZipGroup);
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(masks[g], group));
+    to += __builtin_popcountll(masks[g]);
+  }
+  escapes.count = int(to - escapes.bytes);
+}
+
+__attribute__((target("avx512vbmi2"), noinline)) inline void scatter_by_vectors(const uint8_t *escapes,
+                                                                               const uint64_t *masks, int groups,
+                                                                               uint8_t *exponents) {
+  for (int g = 0; g < groups; ++g) {
+    uint8_t *group = exponents + g * kZipGroup;
+    const __m512i found = _mm512_loadu_si512(escapes);
+    _mm512_store_si512(group, _mm512_mask_expand_epi8(_mm512_load_si512(group), masks[g], found));
+    escapes += __builtin_popcountll(masks[g]);
+  }
+}
+#endif
+
 // The bytes that the masks name, group by group, in order.
-FL_INLINE void gather_escapes(const uint8_t *exponents, const uint64_t *masks, int groups, ZipEscapes &escapes) {
+inline void gather_escapes(const uint8_t *exponents, const uint64_t *masks, int groups, ZipEscapes &escapes) {
   uint8_t *to = escapes.bytes;
   for (int g = 0; g < groups; ++g, exponents += kZipGroup) {
     uint64_t mask = masks[g];
@@ -88,6 +119,9 @@ __attribute__((noinline)) void encode_block(const uint16_t *half, int filled, co
   const int plane = filled / 8;
   for (int g = 0; g < filled / kZipGroup; ++g) {
     uint64_t word[6] = {};
+    const uint16_t *next = half + g * kZipGroup + kZipTile;  // most often of the next tile
+    if constexpr (kIsHalf<T>)
+      for (int i = 0; i < kZipGroup; i += 32) __builtin_prefetch(next + i);
     for (int j = 0; j < kGroupVectors; ++j) {
       const int i = g * kZipGroup + j * kVectorBytes;
       const vh a = load_vh(half + i), b = load_vh(half + i + kVectorBytes / 2);
@@ -125,6 +159,7 @@ const uint16_t *halves_of(const T *x, int n, int filled, const ZipTable &table, 
   } else {
     uint16_t *lower = reinterpret_cast<uint16_t *>(low);
     for_each_block(filled, [&](int i, auto) FL_LAMBDA {
+      prefetch_block(x + i + kZipTile);
       const Block b = n - i >= kBlock ? load_block(x + i) : n > i ? Part{n - i}.load(x + i) : Block{};
       vi high[kVectors], rest[kVectors];
       for (int j = 0; j < kVectors; ++j) {
@@ -203,16 +238,35 @@ void choose_exponents(const ZipEncoding &job, int64_t region) {
 
 // Decoding ------------------------------------------------------------------------------------------------------------
 
+// The inverse of gather_escapes. Behind the groups there is a place for bytes that belong nowhere.
+inline void scatter_escapes(const uint8_t *escapes, const uint64_t *masks, int groups, uint8_t *exponents) {
+#if defined(FL_AVX512)
+  if (moves_bytes()) return scatter_by_vectors(escapes, masks, groups, exponents);
+#endif
+  uint8_t *nowhere = exponents + kZipTile;
+  for (int g = 0; g < groups; ++g, exponents += kZipGroup) {
+    uint64_t mask = masks[g];
+    const int count = __builtin_popcountll(mask);
+    for (int i = 0; i < kAtOnce; ++i, mask &= mask - 1) *(mask ? exponents + lowest(mask) : nowhere) = escapes[i];
+    for (int i = kAtOnce; mask; ++i, mask &= mask - 1) exponents[lowest(mask)] = escapes[i];
+    escapes += count;
+  }
+}
+
 // The exponents of a block's elements, escapes filled in; false if there are more than the message has.
+template <class T>
 FL_INLINE bool decode_exponents(const uint8_t *planes, int filled, const ZipRegion &region, const uint8_t *escapes,
                                 int64_t left, uint8_t *exponents) {
   uint64_t masks[kZipGroups];
-  uint8_t found[kZipTile + kAtOnce];
+  uint8_t found[kZipTile + kZipGroup];
   const int plane = filled / 8, groups = filled / kZipGroup;
   uint8_t table[8];
   __builtin_memcpy(table, region.exponent, 8);
   int count = 0;
+  constexpr int kGroupBytes = kZipGroup * (sizeof(T) == 4 ? 27 : kDtype<T> == FL_F16 ? 14 : 11) / 8;
+  const uint8_t *next = planes - filled + kZipGroups * kGroupBytes;
   for (int g = 0; g < groups; ++g) {
+    for (int i = 0; i < kGroupBytes; i += 64) __builtin_prefetch(next + g * kGroupBytes + i);
     uint64_t word[3];
     for (int p = 0; p < 3; ++p) __builtin_memcpy(&word[p], planes + p * plane + g * 8, 8);
     for (int j = 0; j < kGroupVectors; ++j) {
@@ -225,15 +279,7 @@ FL_INLINE bool decode_exponents(const uint8_t *planes, int filled, const ZipRegi
   }
   if (count > left) return false;
   __builtin_memcpy(found, escapes, size_t(count));
-  const uint8_t *from = found;
-  uint8_t *nowhere = exponents + kZipTile;
-  for (int g = 0; g < groups; ++g, exponents += kZipGroup) {
-    uint64_t mask = masks[g];
-    const int own = __builtin_popcountll(mask);
-    for (int i = 0; i < kAtOnce; ++i, mask &= mask - 1) *(mask ? exponents + lowest(mask) : nowhere) = from[i];
-    for (int i = kAtOnce; mask; ++i, mask &= mask - 1) exponents[lowest(mask)] = from[i];
-    from += own;
-  }
+  scatter_escapes(found, masks, groups, exponents);
   return true;
 }
 
@@ -285,7 +331,8 @@ bool decode_tile(const ZipShape &shape, const ZipMessage &in, int64_t tile, T *o
   if (first > escapes) return false;
   alignas(64) uint8_t exponents[kZipTile + 1];  // and one place for bytes that belong nowhere
   const uint8_t *block = in.data + shape.block(tile);
-  if (!decode_exponents(block + filled, filled, region, in.data + shape.escapes() + first, escapes - first, exponents))
+  if (!decode_exponents<T>(block + filled, filled, region, in.data + shape.escapes() + first, escapes - first,
+                           exponents))
     return false;
   join_block<T>(block, filled, exponents, reinterpret_cast<uint8_t *>(out));
   return true;
