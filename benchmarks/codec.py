@@ -113,7 +113,9 @@ def torch_zip(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     code = exponent - (window_base(1.0) - 1)
     code = torch.where((code > 0) & (code < 8), code, 0)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    planes = torch.stack([((code >> p & 1).to(torch.uint8).view(-1, 8) * weights).sum(1, dtype=torch.uint8) for p in range(3)])
+    planes = torch.stack(
+        [((code >> p & 1).to(torch.uint8).view(-1, 8) * weights).sum(1, dtype=torch.uint8) for p in range(3)]
+    )
     return byte, planes, exponent[code == 0].to(torch.uint8)
 
 

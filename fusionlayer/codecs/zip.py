@@ -53,15 +53,15 @@ def _covered(lowest: int, sigma: float) -> float:
 class Zip(NativeCodec, name="zip"):
     """The same bits in fewer bytes: seven exponents take three bits, others escape (ZipCCL, section 4).
 
-    A Gaussian takes 11.2 bits of bf16's 16, 14.2 of f16's 16, and 27.2 of f32's 32. What does not get shorter travels as
-    it is, so a message has 16 bytes more than its elements at most. Its static part, ``static_bytes``, is as long for
-    all data; escapes follow it. ``compact`` has both in a row. Sums are rounded to the type that was encoded.
+    A Gaussian takes 11.2 bits of bf16's 16, 14.2 of f16's 16, and 27.2 of f32's 32. What does not get shorter travels
+    as it is, so a message has 16 bytes more than its elements at most. Its static part, ``static_bytes``, is as long
+    for all data; escapes follow it. ``compact`` has both in a row. Sums are rounded to the type that was encoded.
 
     Which exponents get a code is decided for each 65,536 elements, from a sample of 512.
 
     Attributes:
-        exponents: "window", seven in a row for a Gaussian of the sample's sigma; "table", the seven most frequent of the
-            sample, exact zeros among them; "auto", the table where it has more.
+        exponents: "window", seven in a row for a Gaussian of the sample's sigma; "table", the seven most frequent of
+            the sample, exact zeros among them; "auto", the table where it has more.
         sigma: standard deviation of what is encoded, where it is known, as from the last step; it replaces the sample,
             and "auto" is a window then.
     """
@@ -119,7 +119,9 @@ class Zip(NativeCodec, name="zip"):
         head, data = form.sections
         used = 0
         if numel:
-            kind, escapes, *zeros = _HEAD.unpack(payload[head.offset : head.offset + _HEAD.size].cpu().numpy().tobytes())
+            kind, escapes, *zeros = _HEAD.unpack(
+                payload[head.offset : head.offset + _HEAD.size].cpu().numpy().tobytes()
+            )
             static, raw = _static(numel, dtype), numel * dtype.itemsize
             if any(zeros) or kind not in (_RAW, _CODED) or (kind == _CODED and static + escapes >= raw):
                 raise WireError(f"{self}: a message of form {kind} with {escapes} escapes: it was damaged")

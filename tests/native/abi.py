@@ -60,7 +60,6 @@ class Case:
         groups = -(-self.numel // group)
         return groups * 4, groups * group * bits // 8
 
-
     @property
     def _zip_bytes(self) -> int:
         static = -(-(16 * -(-self.numel // 65536) + 2 * -(-self.numel // 1024)) // 64) * 64

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from fusionlayer import native
+from fusionlayer.codecs.zip import Zip
 from tests.native.abi import (
     BF16,
     F16,
@@ -30,6 +32,7 @@ from tests.native.abi import (
     results,
     zip_case,
 )
+from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
 
@@ -89,14 +92,27 @@ def test_zip_writes_the_bytes_of_the_cpu_core(check: Check, wire: int, choice: i
         check(replace(case, dtype=(wire + 1 + i % 2) % 3))
 
 
-@pytest.mark.parametrize("wire", [F32, BF16, F16])
-def test_zip_codes_what_gets_shorter(kernels: ctypes.CDLL, check: Check, wire: int) -> None:
-    """A window over most of the ordinary values: regions, escapes of many tiles, a table that was given."""
-    case = zip_case(wire, fixed=11 if wire == F16 else 123, numel=140_000)
-    check(case)
-    planes = Run(native.cpu(), case, native.cpu())._encoded()
-    assert int(planes.area.data[0]) == 1
-    check(zip_case(wire, native.ZIP_TABLE, numel=70_000, count=2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_zip_codes_a_gaussian_as_the_cpu_core_does(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Messages that are coded, not raw: three regions, the last one ragged, and escapes in most tiles."""
+    numel = 140_001
+    x = gradient(numel, 3, dtype)
+    x[::97] *= 2.0**-9
+    for codec in (Zip(header=False), Zip(exponents="table", header=False), Zip(sigma=0.25, header=False)):
+        want = torch.zeros(codec.wire(numel, dtype).capacity, dtype=torch.uint8)
+        codec.encode(x, want)
+        assert int(want[0]) == 1
+        got = torch.zeros_like(want)
+        spec = codec._params(dtype).spec(numel, dtype)
+        messages = native._messages(got.unsqueeze(0), codec._offsets(numel, dtype))
+        assert kernels.fl_encode(ctypes.byref(spec), x.data_ptr(), None, ctypes.byref(messages), None) == 0
+        assert torch.equal(got, want)
+        back, total = torch.zeros_like(x), torch.ones_like(x)
+        expected = total.clone()
+        codec.decode_add(want, expected)
+        assert kernels.fl_decode(ctypes.byref(spec), ctypes.byref(messages), back.data_ptr(), None) == 0
+        assert kernels.fl_decode_sum(ctypes.byref(spec), ctypes.byref(messages), total.data_ptr(), 1, None) == 0
+        assert torch.equal(back.view(torch.uint8), x.view(torch.uint8)) and torch.equal(total, expected)
 
 
 SOME = {

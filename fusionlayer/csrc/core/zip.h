@@ -74,7 +74,9 @@ struct ZipShape {
 
   // Offsets in plane 1.
   FL_HD int64_t index() const { return regions() * int64_t(sizeof(ZipRegion)); }
-  FL_HD int64_t block(int64_t tile) const { return (index() + 2 * tiles() + 63) / 64 * 64 + tile * block_bytes(kZipTile); }
+  FL_HD int64_t block(int64_t tile) const {
+    return (index() + 2 * tiles() + 63) / 64 * 64 + tile * block_bytes(kZipTile);
+  }
   FL_HD int64_t escapes() const {
     const int rest = int(numel % kZipTile);
     return rest ? block(tiles() - 1) + block_bytes(filled(rest)) : block(tiles());
@@ -207,9 +209,7 @@ FL_HD void zip_choose(const ZipBin *bins, int sampled, uint32_t dtype, uint32_t 
   if (choice == FL_ZIP_WINDOW) return;
   uint8_t frequent[kZipCodes];
   zip_frequent(bins, dtype, frequent);
-  if (choice == FL_ZIP_AUTO &&
-      (zip_covered(bins, frequent) - zip_covered(bins, exponents)) * 64 <= sampled)
-    return;
+  if (choice == FL_ZIP_AUTO && (zip_covered(bins, frequent) - zip_covered(bins, exponents)) * 64 <= sampled) return;
   for (int i = 0; i < kZipCodes; ++i) exponents[i] = frequent[i];
 }
 

@@ -134,9 +134,25 @@ bool run_zip_decode_sum(const Job &job, int64_t begin, int64_t end) {
 #define FL_NAME(name) FL_TEXT(name)
 
 const Kernels kernels = {
-    FL_NAME(FL_ISA), run_encode, run_decode, run_decode_sum, run_recode, run_accumulate,        stats,
-    count_above,     gather,     run_mark,   settle,         emit,       run_sparse_decode_sum, sparse_valid,
-    run_zip_choose,  run_zip_count, run_zip_encode, run_zip_decode, run_zip_decode_sum,
+    FL_NAME(FL_ISA),
+    run_encode,
+    run_decode,
+    run_decode_sum,
+    run_recode,
+    run_accumulate,
+    stats,
+    count_above,
+    gather,
+    run_mark,
+    settle,
+    emit,
+    run_sparse_decode_sum,
+    sparse_valid,
+    run_zip_choose,
+    run_zip_count,
+    run_zip_encode,
+    run_zip_decode,
+    run_zip_decode_sum,
 };
 
 }  // namespace fl::FL_ISA

@@ -102,7 +102,8 @@ struct Kernels {
   int64_t (*zip_count)(const ZipEncoding &job, int64_t region);  // escapes
   // Index, blocks, and the escapes from number `first` on; returns how many, or -1 if more than `room`.
   int64_t (*zip_encode)(const ZipEncoding &job, int64_t region, int64_t first, int64_t room);
-  bool (*zip_decode)(const Job &job, int64_t begin, int64_t end);  // tiles of all messages; false: they are not coherent
+  bool (*zip_decode)(const Job &job, int64_t begin,
+                     int64_t end);  // tiles of all messages; false: they are not coherent
   bool (*zip_decode_sum)(const Job &job, int64_t begin, int64_t end);  // tiles of one
 };
 

@@ -72,8 +72,8 @@ inline bool moves_bytes() {
 }
 
 __attribute__((target("avx512vbmi2"), noinline)) inline void gather_by_vectors(const uint8_t *exponents,
-                                                                              const uint64_t *masks, int groups,
-                                                                              ZipEscapes &escapes) {
+                                                                               const uint64_t *masks, int groups,
+                                                                               ZipEscapes &escapes) {
   uint8_t *to = escapes.bytes;
   for (int g = 0; g < groups; ++g) {
     const __m512i group = _mm512_load_si512(exponents + g * kZipGroup);
@@ -84,8 +84,8 @@ __attribute__((target("avx512vbmi2"), noinline)) inline void gather_by_vectors(c
 }
 
 __attribute__((target("avx512vbmi2"), noinline)) inline void scatter_by_vectors(const uint8_t *escapes,
-                                                                               const uint64_t *masks, int groups,
-                                                                               uint8_t *exponents) {
+                                                                                const uint64_t *masks, int groups,
+                                                                                uint8_t *exponents) {
   for (int g = 0; g < groups; ++g) {
     uint8_t *group = exponents + g * kZipGroup;
     const __m512i found = _mm512_loadu_si512(escapes);
@@ -151,8 +151,7 @@ __attribute__((noinline)) void encode_block(const uint16_t *half, int filled, co
 
 // The halves of n elements, filled up with zeros of an exponent that has a code; f32's lower halves go to `low`.
 template <class T>
-const uint16_t *halves_of(const T *x, int n, int filled, const ZipTable &table, uint16_t *half,
-                                    uint8_t *low) {
+const uint16_t *halves_of(const T *x, int n, int filled, const ZipTable &table, uint16_t *half, uint8_t *low) {
   if constexpr (kIsHalf<T>) {
     if (n == filled) return &x->bits;
     __builtin_memcpy(half, x, size_t(n) * 2);
@@ -359,7 +358,8 @@ bool zip_decode(const Job &job, int64_t begin, int64_t end) {
         __builtin_memcpy(out, values, size_t(n) * sizeof(T));
     } else {
       if (!decode_tile(shape, zip_message(*job.in, message), tile, values)) return false;
-      for_each_block(n, [&](int i, auto access) FL_LAMBDA { access.store(out + i, canonical(access.load(values + i))); });
+      for_each_block(n,
+                     [&](int i, auto access) FL_LAMBDA { access.store(out + i, canonical(access.load(values + i))); });
     }
   }
   if (job.streamed) finish_streaming();
@@ -375,13 +375,11 @@ bool zip_decode_sum(const Job &job, int64_t begin, int64_t end) {
     const int n = shape.in_tile(tile);
     Y *out = static_cast<Y *>(job.y) + tile * kZipTile;
     __builtin_memset(sums, 0, sizeof sums);
-    if (job.add)
-      for_each_block(n, [&](int i, auto access) FL_LAMBDA { store_block(sums + i, access.load(out + i)); });
+    if (job.add) for_each_block(n, [&](int i, auto access) FL_LAMBDA { store_block(sums + i, access.load(out + i)); });
     for (int64_t m = 0; m < job.in->count; ++m) {
       if (!decode_tile(shape, zip_message(*job.in, m), tile, values)) return false;
-      for_each_block(n, [&](int i, auto access) FL_LAMBDA {
-        store_block(sums + i, load_block(sums + i) + access.load(values + i));
-      });
+      for_each_block(n, [&](int i, auto access)
+                            FL_LAMBDA { store_block(sums + i, load_block(sums + i) + access.load(values + i)); });
     }
     for_each_block(n, [&](int i, auto access) FL_LAMBDA { access.store(out + i, canonical(load_block(sums + i))); });
   }

@@ -65,7 +65,9 @@ FL_DEVICE void decode_tile(const ZipShape &shape, const ZipMessage &in, int64_t 
 }
 
 FL_DEVICE float widened(uint32_t dtype, uint32_t word) {
-  return dtype == FL_F32 ? bits_float(word) : dtype == FL_BF16 ? bf16_to_f32(uint16_t(word)) : f16_to_f32(uint16_t(word));
+  return dtype == FL_F32    ? bits_float(word)
+         : dtype == FL_BF16 ? bf16_to_f32(uint16_t(word))
+                            : f16_to_f32(uint16_t(word));
 }
 
 FL_DEVICE uint32_t narrowed(uint32_t dtype, float f) {
