@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kInlineTiles = 64;  // below, waking threads costs more than it gains
 constexpr int64_t kGrainTiles = 16;
-constexpr int64_t kStreamedBytes = int64_t(32) << 20;  // of results: they need not pass through the caches
+constexpr int64_t kStreamedBytes = int64_t(8) << 20;  // of results: they need not pass through the caches
 
 ZipEncoding encoding_of(const fl_spec &spec, const void *x, const fl_messages &out, int64_t message) {
   const ZipShape shape = zip_shape(spec);
