@@ -29,6 +29,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer import native
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.zip import window_base
 from fusionlayer.wire import aligned
 
 from .report import Environment, table, write
@@ -67,27 +68,28 @@ class Row:
 def codec_rows(name: str, codec: Codec, x: Tensor) -> Iterator[Row]:
     """Yield a row for each verb; ``decode_sum`` and ``recode`` take FAN_IN messages of a FAN_IN-th of the elements."""
     numel, dtype = x.numel(), str(x.dtype).removeprefix("torch.")
-    capacity = codec.wire(numel, x.dtype).capacity
-    payload = torch.zeros(capacity, dtype=torch.uint8, device=x.device)
+    payload = torch.zeros(codec.wire(numel, x.dtype).capacity, dtype=torch.uint8, device=x.device)
     out = torch.zeros_like(x)
     codec.encode(x, payload)
-    yield Row(name, "encode", dtype, x.nbytes + capacity, partial(codec.encode, x, payload))
-    yield Row(name, "decode", dtype, capacity + out.nbytes, partial(codec.decode, payload, out))
-    yield Row(name, "decode_add", dtype, capacity + 2 * out.nbytes, partial(codec.decode_add, payload, out))
+    used = codec.used_bytes(payload, numel, x.dtype)
+    yield Row(name, "encode", dtype, x.nbytes + used, partial(codec.encode, x, payload))
+    yield Row(name, "decode", dtype, used + out.nbytes, partial(codec.decode, payload, out))
+    yield Row(name, "decode_add", dtype, used + 2 * out.nbytes, partial(codec.decode_add, payload, out))
     part = numel // FAN_IN
-    stride = codec.wire(part, x.dtype).capacity
-    payloads = torch.zeros(FAN_IN, stride, dtype=torch.uint8, device=x.device)
+    capacity = codec.wire(part, x.dtype).capacity
+    payloads = torch.zeros(FAN_IN, capacity, dtype=torch.uint8, device=x.device)
     codec.encode_chunks(x, payloads, part)
+    stride = codec.used_bytes(payloads[0], part, x.dtype)
     total = torch.zeros(part, device=x.device)
     sums = partial(codec.decode_sum, payloads, total, dtype=x.dtype)
     yield Row(name, f"decode_sum x{FAN_IN}", dtype, FAN_IN * stride + total.nbytes, sums)
-    again = torch.zeros(stride, dtype=torch.uint8, device=x.device)
+    again = torch.zeros(capacity, dtype=torch.uint8, device=x.device)
     recode = partial(codec.recode, payloads, again, part, dtype=x.dtype)
     yield Row(name, f"recode x{FAN_IN}", dtype, (FAN_IN + 1) * stride, recode)
     if not codec.lossless:
         residual = torch.zeros(numel, device=x.device)
         fed = partial(codec.encode, x, payload, residual=residual)
-        yield Row(name, "encode + feedback", dtype, x.nbytes + 2 * residual.nbytes + capacity, fed)
+        yield Row(name, "encode + feedback", dtype, x.nbytes + 2 * residual.nbytes + used, fed)
 
 
 def torch_int4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +104,30 @@ def torch_int4_decode(scale: Tensor, packed: Tensor) -> Tensor:
     """Return what ``torch_int4`` made, decoded with torch operations."""
     codes = torch.cat([packed << 4 >> 4, packed >> 4], 1).float()
     return (codes.view(-1, 32) @ _hadamard(packed.device)).view(-1, 128) * (scale / 32)
+
+
+def torch_zip(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return bytes, three planes of bits and escapes of a bf16 tensor, computed with torch operations."""
+    bits = x.view(torch.int16).int()
+    exponent, byte = bits >> 7 & 255, (bits >> 8 & 128 | bits & 127).to(torch.uint8)
+    code = exponent - (window_base(1.0) - 1)
+    code = torch.where((code > 0) & (code < 8), code, 0)
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    planes = torch.stack(
+        [((code >> p & 1).to(torch.uint8).view(-1, 8) * weights).sum(1, dtype=torch.uint8) for p in range(3)]
+    )
+    return byte, planes, exponent[code == 0].to(torch.uint8)
+
+
+def torch_zip_decode(byte: Tensor, planes: Tensor, escapes: Tensor) -> Tensor:
+    """Return the bf16 tensor that ``torch_zip`` took apart, put together with torch operations."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=byte.device)
+    bits = (planes.unsqueeze(-1) >> shifts & 1).view(3, -1).int()
+    code = bits[0] + 2 * bits[1] + 4 * bits[2]
+    exponent = code + (window_base(1.0) - 1)
+    exponent[code == 0] = escapes.int()
+    wide = byte.int()
+    return ((wide & 128) << 8 | exponent << 7 | wide & 127).to(torch.int16).view(torch.bfloat16)
 
 
 SPARSE_DENSITY = 0.01
@@ -227,6 +253,13 @@ def main() -> None:
             nbytes = x.nbytes + 4 * scale.numel() + packed.numel()
             rows.append(Row("int4 in torch", "encode", "float32", nbytes, partial(torch_int4, x)))
             rows.append(Row("int4 in torch", "decode", "float32", nbytes, partial(torch_int4_decode, scale, packed)))
+        if "zip" in args.codecs and "bfloat16" in args.dtypes:
+            values = x.bfloat16()
+            parts = torch_zip(values)
+            assert torch.equal(torch_zip_decode(*parts), values)
+            nbytes = values.nbytes + sum(part.nbytes for part in parts)
+            rows.append(Row("zip in torch", "encode", "bfloat16", nbytes, partial(torch_zip, values)))
+            rows.append(Row("zip in torch", "decode", "bfloat16", nbytes, partial(torch_zip_decode, *parts)))
         sparse = list(sparse_rows(x)) if args.sparse else []
         measure(rows + sparse, device, args.rounds)
         results += [{"isa": isa, **row.result(copy)} for row in rows]

@@ -46,7 +46,7 @@ __all__ = [
 
 ABI_VERSION = 2
 MAX_PLANES = 4
-CAST, INT, SPARSE, BLOCK = 0, 1, 2, 3
+CAST, INT, SPARSE, BLOCK, ZIP = 0, 1, 2, 3, 4
 INT_HADAMARD, INT_STOCHASTIC = 1, 2
 FORMATS = {"e4m3": 0, "e5m2": 1, "int8": 2, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 FORMAT_BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
@@ -54,6 +54,7 @@ SCALE_F32, SCALE_DUAL, SCALE_E8M0, SCALE_BF16, SCALE_MESSAGE = 0, 1, 2, 3, 4
 BLOCK_HADAMARD = 1
 SPARSE_BITMAP, SPARSE_BYTE, SPARSE_SHORT = 0, 1, 2
 SPARSE_RANDOM = 1
+ZIP_AUTO, ZIP_WINDOW, ZIP_TABLE = 0, 1, 2
 MAX_THRESHOLDS = 16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

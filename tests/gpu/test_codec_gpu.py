@@ -45,6 +45,8 @@ def core_codecs() -> Iterator[Codec]:
         yield from (fl.codecs.get("mxfp8", format=number, scale=scale, header=False) for number in ("e4m3", "e5m2"))
         yield from (fl.codecs.get("mxfp6", format=number, scale=scale, header=False) for number in ("e2m3", "e3m2"))
         yield fl.codecs.get("mxfp4", scale=scale, header=False)
+    yield from (fl.codecs.get("zip", exponents=choice, header=False) for choice in ("auto", "window", "table"))
+    yield fl.codecs.get("zip", sigma=0.25, header=False)
 
 
 CODECS = list(core_codecs())

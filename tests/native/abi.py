@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -54,9 +54,17 @@ class Case:
             blocks, bits = -(-self.numel // block), list(native.FORMAT_BITS.values())[number]
             scales = min(self.numel, 1) * 4 if scale == native.SCALE_MESSAGE else blocks * (4, 8, 1, 2)[scale]
             return scales, blocks * block * bits // 8
+        if self.codec == native.ZIP:
+            return 16 * min(self.numel, 1), self._zip_bytes
         bits, group, _ = self.param
         groups = -(-self.numel // group)
         return groups * 4, groups * group * bits // 8
+
+    @property
+    def _zip_bytes(self) -> int:
+        static = -(-(16 * -(-self.numel // 65536) + 2 * -(-self.numel // 1024)) // 64) * 64
+        static += -(-self.numel // 64) * {F32: 216, BF16: 88, F16: 112}[self.param[0]]
+        return max(static, self.numel * itemsize(self.param[0]))
 
 
 def int_case(bits: int, group: int, flags: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
@@ -81,6 +89,10 @@ def block_cases() -> Iterator[Case]:
 
 def cast_case(wire: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
     return Case(native.CAST, (wire,), dtype, numel, **rest)
+
+
+def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest: int) -> Case:
+    return Case(native.ZIP, (wire, choice, fixed), rest.pop("dtype", wire), numel, **rest)
 
 
 class Area:
@@ -191,7 +203,9 @@ class Run:
         if self.garbage:
             planes.area.data[:] = np.random.default_rng(5).integers(0, 256, planes.area.data.size, np.uint8)
         else:
-            spec, x, out = ctypes.byref(self.case.spec), self._values(4), ctypes.byref(planes.messages)
+            source = replace(self.case, dtype=self.case.param[0]) if self.case.codec == native.ZIP else self.case
+            x = replace(self, case=source)._values(4)
+            spec, out = ctypes.byref(source.spec), ctypes.byref(planes.messages)
             assert self.encoder.fl_encode(spec, x.address, None, out, None) == OK
         return planes
 
@@ -218,15 +232,23 @@ VERBS: tuple[tuple[str, dict[str, bool]], ...] = (
 )
 
 
+def verbs_of(case: Case) -> tuple[tuple[str, dict[str, bool]], ...]:
+    """Return those of ``VERBS`` that the case's codec has."""
+    if case.codec != native.ZIP:
+        return VERBS
+    lacking = {"recode", *(["encode"] if case.dtype != case.param[0] else [])}
+    return tuple((verb, options) for verb, options in VERBS if verb not in lacking and not options.get("residual"))
+
+
 def results(library: ctypes.CDLL, case: Case, encoder: ctypes.CDLL, garbage: bool = False) -> Iterator[list[Bytes]]:
-    """Yield the bytes of all buffers of each verb of ``VERBS``."""
-    for verb, options in VERBS:
+    """Yield the bytes of all buffers of each verb that the case's codec has."""
+    for verb, options in verbs_of(case):
         yield getattr(Run(library, case, encoder, garbage), verb)(**options)
 
 
 def assert_same(got: Iterable[list[Bytes]], want: Iterable[list[Bytes]], case: Case) -> None:
     """Assert that two ``results`` of ``case`` are equal byte for byte."""
-    for (verb, options), one, other in zip(VERBS, got, want, strict=True):
+    for (verb, options), one, other in zip(verbs_of(case), got, want, strict=True):
         for g, w in zip(one, other, strict=True):
             if not np.array_equal(g, w):
                 different = np.flatnonzero(g != w)

@@ -408,7 +408,7 @@ WRONG_SPECS = {
     "negative numel": (replace(GOOD, numel=-1), BAD_ARGUMENT),
     "absurd numel": (replace(GOOD, numel=2**62), BAD_ARGUMENT),
     "flag": (int_case(4, 128, 4, F32, 64), UNSUPPORTED),
-    "codec": (Case(4, (0,), F32, 64), UNSUPPORTED),
+    "codec": (Case(99, (0,), F32, 64), UNSUPPORTED),
     "format": (Case(native.BLOCK, (6, 32, 0, 0), F32, 64), BAD_ARGUMENT),
     "kind of scale": (block_case("e4m3", 32, 5, 0, F32, 64), BAD_ARGUMENT),
     "block too large": (block_case("e4m3", 1024, 0, 0, F32, 64), BAD_ARGUMENT),

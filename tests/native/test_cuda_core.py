@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from fusionlayer import native
+from fusionlayer.codecs.zip import Zip
 from tests.native.abi import (
     BF16,
     F16,
@@ -28,7 +30,9 @@ from tests.native.abi import (
     cast_case,
     int_case,
     results,
+    zip_case,
 )
+from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
 
@@ -78,11 +82,45 @@ def test_block_writes_the_bytes_of_the_cpu_core(check: Check, number: str) -> No
         check(case)
 
 
+@pytest.mark.parametrize("choice", [native.ZIP_AUTO, native.ZIP_WINDOW, native.ZIP_TABLE])
+@pytest.mark.parametrize("wire", [F32, BF16, F16])
+def test_zip_writes_the_bytes_of_the_cpu_core(check: Check, wire: int, choice: int) -> None:
+    lengths = (*LENGTHS, 1000, 2047, 3000, 5000)
+    for i, numel in enumerate(lengths):
+        case = zip_case(wire, choice, numel=numel, count=(1, 3, 0, 2)[i % 4], misaligned=i % 3 == 1)
+        check(case)
+        check(replace(case, dtype=(wire + 1 + i % 2) % 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_zip_codes_a_gaussian_as_the_cpu_core_does(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Messages that are coded, not raw: three regions, the last one ragged, and escapes in most tiles."""
+    numel = 140_001
+    x = gradient(numel, 3, dtype)
+    x[::97] *= 2.0**-9
+    for codec in (Zip(header=False), Zip(exponents="table", header=False), Zip(sigma=0.25, header=False)):
+        want = torch.zeros(codec.wire(numel, dtype).capacity, dtype=torch.uint8)
+        codec.encode(x, want)
+        assert int(want[0]) == 1
+        got = torch.zeros_like(want)
+        spec = codec._params(dtype).spec(numel, dtype)
+        messages = native._messages(got.unsqueeze(0), codec._offsets(numel, dtype))
+        assert kernels.fl_encode(ctypes.byref(spec), x.data_ptr(), None, ctypes.byref(messages), None) == 0
+        assert torch.equal(got, want)
+        back, total = torch.zeros_like(x), torch.ones_like(x)
+        expected = total.clone()
+        codec.decode_add(want, expected)
+        assert kernels.fl_decode(ctypes.byref(spec), ctypes.byref(messages), back.data_ptr(), None) == 0
+        assert kernels.fl_decode_sum(ctypes.byref(spec), ctypes.byref(messages), total.data_ptr(), 1, None) == 0
+        assert torch.equal(back.view(torch.uint8), x.view(torch.uint8)) and torch.equal(total, expected)
+
+
 SOME = {
     "cast": cast_case(BF16),
     "int": int_case(4, 128, HADAMARD),
     "taco": block_case("e4m3", 256, native.SCALE_F32, native.BLOCK_HADAMARD),
     "fp8": block_case("e4m3", 32, native.SCALE_MESSAGE),
+    "zip": zip_case(BF16),
 }
 
 
@@ -112,7 +150,7 @@ def test_any_bytes_of_blocks_decode_alike(check: Check, block: int) -> None:
 
 
 WRONG: tuple[tuple[str, Case], ...] = (
-    ("codec", Case(4, (0, 0, 0), F32, 64)),
+    ("codec", Case(99, (0, 0, 0), F32, 64)),
     ("dtype", Case(native.CAST, (F32, 0, 0), 3, 64)),
     ("wire dtype", Case(native.CAST, (3, 0, 0), F32, 64)),
     ("unused parameter", Case(native.CAST, (F32, 1, 0), F32, 64)),
@@ -126,6 +164,10 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("kind of scale", block_case("e4m3", 32, 5, 0, F32, 64)),
     ("block", block_case("e4m3", 1024, 0, 0, F32, 64)),
     ("rotated small floats", block_case("e2m1", 32, 0, 1, F32, 64)),
+    ("dtype of zip", Case(native.ZIP, (3, 0, 0), F32, 64)),
+    ("choice of exponents", Case(native.ZIP, (BF16, 3, 0), BF16, 64)),
+    ("window beyond the exponents", Case(native.ZIP, (F16, 1, 27), F16, 64)),
+    ("zip of 2^32 elements", Case(native.ZIP, (BF16, 0, 0), BF16, 1 << 32)),
     ("numel", Case(native.INT, (4, 128, 0), F32, -1)),
 )
 

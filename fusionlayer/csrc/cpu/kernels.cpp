@@ -8,6 +8,7 @@
 #include "sparse_decode.h"
 #include "sparse_encode.h"
 #include "verbs.h"
+#include "zip_codec.h"
 
 namespace fl::FL_ISA {
 namespace {
@@ -86,14 +87,72 @@ void run_sparse_decode_sum(const Job &job, int64_t begin, int64_t end) {
   if (job.streamed) finish_streaming();
 }
 
+void run_zip_choose(const ZipEncoding &job, int64_t region) {
+  with_dtype(job.shape.dtype, [&](auto type) { choose_exponents<typename decltype(type)::type>(job, region); });
+}
+
+template <bool kWrite>
+int64_t encode_any(const ZipEncoding &job, int64_t region, int64_t first, int64_t room) {
+  int64_t count = 0;
+  with_dtype(job.shape.dtype, [&](auto type) {
+    count = encode_region<typename decltype(type)::type, kWrite>(job, region, first, room);
+  });
+  return count;
+}
+
+int64_t run_zip_count(const ZipEncoding &job, int64_t region) { return encode_any<false>(job, region, 0, kZipRegion); }
+
+int64_t run_zip_encode(const ZipEncoding &job, int64_t region, int64_t first, int64_t room) {
+  return encode_any<true>(job, region, first, room);
+}
+
+// Calls body with the type of a message's elements, then that of out.
+template <class Body>
+FL_INLINE void with_both(const Job &job, const Body &body) {
+  with_dtype(job.spec->param[0], [&](auto wire) { with_dtype(job.spec->dtype, [&](auto type) { body(wire, type); }); });
+}
+
+bool run_zip_decode(const Job &job, int64_t begin, int64_t end) {
+  bool coherent = false;
+  with_both(job, [&](auto wire, auto type) {
+    coherent = zip_decode<typename decltype(wire)::type, typename decltype(type)::type>(job, begin, end);
+  });
+  return coherent;
+}
+
+bool run_zip_decode_sum(const Job &job, int64_t begin, int64_t end) {
+  bool coherent = false;
+  with_both(job, [&](auto wire, auto type) {
+    coherent = zip_decode_sum<typename decltype(wire)::type, typename decltype(type)::type>(job, begin, end);
+  });
+  return coherent;
+}
+
 }  // namespace
 
 #define FL_TEXT(name) #name
 #define FL_NAME(name) FL_TEXT(name)
 
 const Kernels kernels = {
-    FL_NAME(FL_ISA), run_encode, run_decode, run_decode_sum, run_recode, run_accumulate,        stats,
-    count_above,     gather,     run_mark,   settle,         emit,       run_sparse_decode_sum, sparse_valid,
+    FL_NAME(FL_ISA),
+    run_encode,
+    run_decode,
+    run_decode_sum,
+    run_recode,
+    run_accumulate,
+    stats,
+    count_above,
+    gather,
+    run_mark,
+    settle,
+    emit,
+    run_sparse_decode_sum,
+    sparse_valid,
+    run_zip_choose,
+    run_zip_count,
+    run_zip_encode,
+    run_zip_decode,
+    run_zip_decode_sum,
 };
 
 }  // namespace fl::FL_ISA

@@ -6,6 +6,7 @@
 #include "fusionlayer_codec.h"
 #include "rng.h"
 #include "sparse.h"
+#include "zip.h"
 
 namespace fl {
 
@@ -73,6 +74,15 @@ struct Selection {
 
 constexpr int kWord = 64;  // elements of a word of marks
 
+// Encoding of one message by FL_ZIP, region by region.
+struct ZipEncoding {
+  ZipShape shape;
+  uint32_t choice;  // enum fl_zip_choice
+  const uint8_t *x;
+  ZipMessage out;
+  bool streamed;
+};
+
 struct Kernels {
   using Verb = void(const Job &job, int64_t begin, int64_t end);
   const char *name;
@@ -87,6 +97,14 @@ struct Kernels {
   void (*emit)(const Selection &selection, int64_t superblock);    // their pairs, and what is kept of them
   Verb *sparse_decode_sum;                                         // units of a superblock
   bool (*sparse_valid)(const Job &job, int64_t begin, int64_t end);
+
+  void (*zip_choose)(const ZipEncoding &job, int64_t region);    // the exponents that have codes
+  int64_t (*zip_count)(const ZipEncoding &job, int64_t region);  // escapes
+  // Index, blocks, and the escapes from number `first` on; returns how many, or -1 if more than `room`.
+  int64_t (*zip_encode)(const ZipEncoding &job, int64_t region, int64_t first, int64_t room);
+  bool (*zip_decode)(const Job &job, int64_t begin,
+                     int64_t end);  // tiles of all messages; false: they are not coherent
+  bool (*zip_decode_sum)(const Job &job, int64_t begin, int64_t end);  // tiles of one
 };
 
 constexpr int kBoundGroup = 4;  // count_above takes bounds in groups

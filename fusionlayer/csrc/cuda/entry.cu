@@ -39,6 +39,7 @@ int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_mess
   if (spec->numel == 0 || out->count == 0) return FL_OK;
   const auto encode = spec->codec == FL_INT     ? fl::int_encode
                       : spec->codec == FL_BLOCK ? fl::block_encode
+                      : spec->codec == FL_ZIP   ? fl::zip_encode
                                                 : fl::cast_encode;
   return finish(encode(*spec, x, residual, *out, as_stream(stream)));
 }
@@ -48,6 +49,7 @@ int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *strea
   if (spec->numel == 0 || in->count == 0) return FL_OK;
   const auto decode = spec->codec == FL_INT     ? fl::int_decode
                       : spec->codec == FL_BLOCK ? fl::block_decode
+                      : spec->codec == FL_ZIP   ? fl::zip_decode
                                                 : fl::cast_decode;
   return finish(decode(*spec, *in, out, as_stream(stream)));
 }
@@ -58,6 +60,7 @@ int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add
   const auto decode_sum = spec->codec == FL_SPARSE  ? fl::sparse_decode_sum
                           : spec->codec == FL_INT   ? fl::int_decode_sum
                           : spec->codec == FL_BLOCK ? fl::block_decode_sum
+                          : spec->codec == FL_ZIP   ? fl::zip_decode_sum
                                                     : fl::cast_decode_sum;
   return finish(decode_sum(*spec, *in, out, add != 0, as_stream(stream)));
 }

@@ -29,7 +29,7 @@ enum fl_status {
   FL_BAD_ARGUMENT = 1, /* a field of the spec, a null pointer or a misaligned plane; nothing was written */
   FL_UNSUPPORTED = 2,  /* this library does not know the codec or the option */
   FL_DEVICE_ERROR = 3, /* CUDA reported an error: fl_last_error() has its text */
-  FL_BAD_MESSAGE = 4   /* a message contradicts itself (FL_SPARSE, CPU); nothing was written */
+  FL_BAD_MESSAGE = 4   /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP; on the CPU alone) */
 };
 
 enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
@@ -43,8 +43,13 @@ enum fl_codec {
                     the values, f32 or bf16; param[2] = capacity in pairs, <= numel; param[3] = flags, FL_SPARSE_*. For
                     fl_sparse_encode and fl_decode_sum; other verbs give FL_UNSUPPORTED. docs/wire_format.md has the
                     rest */
-  FL_BLOCK = 3   /* plane 0: scales; plane 1: codes, runs of 32 in 4 bytes for each bit. param[0] = enum fl_format;
+  FL_BLOCK = 3,  /* plane 0: scales; plane 1: codes, runs of 32 in 4 bytes for each bit. param[0] = enum fl_format;
                     param[1] = block, a power of two in 32..512; param[2] = enum fl_scale; param[3] = flags, FL_BLOCK_* */
+  FL_ZIP = 4     /* lossless. plane 0: 16 bytes, u32 form and u32 number of escapes first; plane 1: as many bytes as the
+                    elements have, or the static part where that is more. param[0] = fl_dtype of what was encoded, which
+                    is the spec's own to encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the
+                    window, or 0: find it. numel < 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1
+                    behind the last escape are not written. docs/wire_format.md has the rest */
 };
 
 enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };
@@ -57,6 +62,9 @@ enum fl_format { FL_E4M3 = 0, FL_E5M2 = 1, FL_INT8 = 2, FL_E2M3 = 3, FL_E3M2 = 4
 enum fl_scale { FL_SCALE_F32 = 0, FL_SCALE_DUAL = 1, FL_SCALE_E8M0 = 2, FL_SCALE_BF16 = 3, FL_SCALE_MESSAGE = 4 };
 
 enum { FL_BLOCK_HADAMARD = 1 /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */ };
+
+/* Which exponents get a code: seven in a row, seven of any kind, or whichever has more. */
+enum fl_zip_choice { FL_ZIP_AUTO = 0, FL_ZIP_WINDOW = 1, FL_ZIP_TABLE = 2 };
 
 /* How positions are written: a bit for each element; u8 inside blocks of 256 elements; u16 inside those of 65536. */
 enum fl_sparse_form { FL_SPARSE_BITMAP = 0, FL_SPARSE_BYTE = 1, FL_SPARSE_SHORT = 2 };
@@ -85,7 +93,9 @@ typedef struct fl_messages {
  * x + residual instead, and leaves in residual what encoding lost; where the group is not finite, residual stays. */
 FL_API int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *stream);
 
-/* out[m * numel .. (m + 1) * numel) = decode(in[m]). */
+/* out[m * numel .. (m + 1) * numel) = decode(in[m]). FL_ZIP, here and below: where escapes, their number and their index
+ * contradict each other, the CPU gives FL_BAD_MESSAGE, and out holds anything; CUDA reports nothing. Bits are kept where
+ * out has the type that was encoded. */
 FL_API int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream);
 
 /* out = (add ? out : 0) + decode(in[0]) + decode(in[1]) + ..., `numel` elements, summed in this order in f32 and

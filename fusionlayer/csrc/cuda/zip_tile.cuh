@@ -1,0 +1,93 @@
+// What encoding and decoding of `zip` (core/zip.h) share: a warp takes a tile in four steps of 256 elements, of which each
+// lane has eight in a row.
+#pragma once
+
+#include "arguments.h"
+#include "elements.cuh"
+#include "launch.cuh"
+#include "zip.h"
+
+namespace fl {
+
+constexpr int kEight = 8;
+constexpr int kStep = kEight * kLanes;
+constexpr int kSteps = kZipTile / kStep;
+
+// Bits of f32, or 16 bits of the others.
+struct Words {
+  uint32_t word[kEight];
+};
+
+// Eight elements, the first `count` of which exist.
+template <class Bits>
+FL_DEVICE void load_eight(const Bits *x, int count, Words &w) {
+  if (count >= kEight && is_aligned(x, 16)) {
+    Chunk chunk[sizeof(Bits) / 2];
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Bits) / 2); ++i) chunk[i] = load_chunk(x + i * (16 / sizeof(Bits)));
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      if (sizeof(Bits) == 4)
+        w.word[i] = chunk[i / 4 % (sizeof(Bits) / 2)].word[i % 4];
+      else
+        w.word[i] = chunk[0].word[i / 2] >> i % 2 * 16 & 0xffff;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) w.word[i] = i < count ? x[opaque(i)] : 0;
+  }
+}
+
+template <class Bits>
+FL_DEVICE void store_eight(Bits *x, int count, const Words &w) {
+  if (count >= kEight && is_aligned(x, 16)) {
+    Chunk chunk[sizeof(Bits) / 2] = {};
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      if (sizeof(Bits) == 4)
+        chunk[i / 4 % (sizeof(Bits) / 2)].word[i % 4] = w.word[i];
+      else
+        chunk[0].word[i / 2] |= w.word[i] << i % 2 * 16;
+    }
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Bits) / 2); ++i) store_chunk(x + i * (16 / sizeof(Bits)), chunk[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i)
+      if (i < count) x[opaque(i)] = Bits(w.word[i]);
+  }
+}
+
+FL_DEVICE void load_words(uint32_t dtype, const void *x, int64_t element, int count, Words &w) {
+  dtype == FL_F32 ? load_eight(static_cast<const uint32_t *>(x) + element, count, w)
+                  : load_eight(static_cast<const uint16_t *>(x) + element, count, w);
+}
+
+// Eight bytes at a multiple of 8.
+FL_DEVICE void load_bytes(const uint8_t *p, uint32_t (&byte)[kEight]) {
+  const uint2 u = *reinterpret_cast<const uint2 *>(p);
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) byte[i] = (i < 4 ? u.x : u.y) >> i % 4 * 8 & 0xff;
+}
+
+FL_DEVICE void store_bytes(uint8_t *p, const uint32_t (&byte)[kEight]) {
+  uint32_t half[2] = {};
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) half[i / 4] |= byte[i] << i % 4 * 8;
+  *reinterpret_cast<uint2 *>(p) = make_uint2(half[0], half[1]);
+}
+
+// The sum over lower lanes; `all` becomes that over all lanes.
+FL_DEVICE uint32_t count_before(uint32_t v, int lane, uint32_t &all) {
+  uint32_t sum = 0;
+  all = v;
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2) {
+    const uint32_t other = shuffle_xor(all, mask);
+    sum += lane & mask ? other : 0;
+    all += other;
+  }
+  return sum;
+}
+
+}  // namespace fl
