@@ -56,7 +56,10 @@ enum fl_format { FL_E4M3 = 0, FL_E5M2 = 1, FL_INT8 = 2, FL_E2M3 = 3, FL_E3M2 = 4
  * in all. */
 enum fl_scale { FL_SCALE_F32 = 0, FL_SCALE_DUAL = 1, FL_SCALE_E8M0 = 2, FL_SCALE_BF16 = 3, FL_SCALE_MESSAGE = 4 };
 
-enum { FL_BLOCK_HADAMARD = 1 /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */ };
+enum {
+  FL_BLOCK_HADAMARD = 1, /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */
+  FL_BLOCK_GIVEN = 2     /* FL_SCALE_BF16 alone: plane 0 has the scales before fl_encode or fl_recode; larger values saturate */
+};
 
 /* How positions are written: a bit for each element; u8 inside blocks of 256 elements; u16 inside those of 65536. */
 enum fl_sparse_form { FL_SPARSE_BITMAP = 0, FL_SPARSE_BYTE = 1, FL_SPARSE_SHORT = 2 };
