@@ -163,7 +163,8 @@ def _entropy(tokens: Tensor) -> Tensor:
     """Return (k,) f64: the entropy of the magnitudes of each of ``tokens`` (k, channels); 0 where all are 0."""
     magnitude = tokens.double().abs()
     share = magnitude / magnitude.sum(1, keepdim=True).clamp(min=1e-300)
-    return -torch.special.xlogy(share, share).sum(1)
+    entropy: Tensor = torch.special.entr(share).sum(1)
+    return entropy
 
 
 def _swapped(tiles: Tensor, place: Tensor) -> Tensor:

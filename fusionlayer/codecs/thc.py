@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class THC(HomomorphicCodec, name="thc"):
         rms: () f32, what ranks agreed on; None takes that of each message.
         signs: seed of the random signs that ranks agreed on.
     """
+
+    local: ClassVar[bool] = False  # all of a message share the root mean square
 
     levels: Literal["normal", "uniform"] = "normal"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
@@ -140,7 +142,7 @@ class THC(HomomorphicCodec, name="thc"):
         self._reconstruct((2 * integers - count * self.largest).float(), torch.where(usual, self.rms, 0.0), out)
 
     def _reconstruct(self, value: Tensor, rms: Tensor, out: Tensor) -> None:
-        """Fill ``out`` (n,) from ``value`` (m,) in half steps of the levels: whole numbers, so the rotation is exact."""
+        """Fill ``out`` (n,) from ``value`` (m,) in half steps of the levels: whole numbers, rotated exactly."""
         block = self._rotated(out.numel())
         factor = rms / (self._steps_per_rms(block) * block)
         factor = torch.where(factor.isfinite(), factor, math.nan)

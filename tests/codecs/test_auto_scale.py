@@ -99,15 +99,18 @@ def test_collectives_conform_with_it(name: str, codec: Codec) -> None:
 
 def test_at_first_no_sum_overflows() -> None:
     """Equal summands add up to the largest sum that there can be."""
+    worst = {"mxfp8": 0.01, "mxfp6": 0.1, "mxfp4": 0.4}
 
     def body(transport: Transport) -> None:
         for codec in CODECS:
             mine, x = fresh(codec), gradient(4096, 1)
             out = x.clone()
             collectives.get("two_shot")(out, mine, transport)
-            bound = 0.3 if codec.name == "mxfp4" else 0.1
-            assert ((out - 8 * x).abs() <= 8 * x.abs() * bound + 1.0).all()
-            assert vnmse(out, 8 * x.double()) < 0.03
+            assert isinstance(mine, MXFP8 | MXFP6 | MXFP4) and mine.headroom.factor == 8
+            if codec.name == "mxfp8":
+                most, wanted = (each.abs().view(-1, 32).amax(1) for each in (out, 8 * x))
+                assert (most > 0.93 * wanted).all()
+            assert vnmse(out, 8 * x.double()) < worst[codec.name]
 
     over_threads(8, body)
 
