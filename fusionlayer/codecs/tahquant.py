@@ -38,7 +38,7 @@ class TAHQuant(TorchCodec, name="tahquant"):
     Attributes:
         bits: of each code: 4 (with coarse tokens 3), or 6.
         tile: elements that share an offset and a step: 32, 64 or 128.
-        channels: elements of a token, at most 65536; a multiple of the tile.
+        channels: elements of a token, at most 16384; a multiple of the tile.
         coarse: share of the tokens with one bit less; 0 with 6 bits.
     """
 
@@ -54,9 +54,9 @@ class TAHQuant(TorchCodec, name="tahquant"):
             raise ConfigError(f"tahquant codec: bits={self.bits!r}; expected 4 or 6")
         if type(self.tile) is not int or self.tile not in (32, 64, 128):
             raise ConfigError(f"tahquant codec: tile={self.tile!r}; expected 32, 64 or 128")
-        if type(self.channels) is not int or not 1 <= self.channels <= 1 << 16 or self.channels % self.tile:
+        if type(self.channels) is not int or not 1 <= self.channels <= 1 << 14 or self.channels % self.tile:
             raise ConfigError(
-                f"tahquant codec: channels={self.channels!r}; expected a multiple of {self.tile} to 65536"
+                f"tahquant codec: channels={self.channels!r}; expected a multiple of {self.tile} to 16384"
             )
         if not isinstance(self.coarse, int | float) or not 0 <= self.coarse < 1:
             raise ConfigError(f"tahquant codec: coarse={self.coarse!r}; expected a share from 0 to below 1")
@@ -86,8 +86,6 @@ class TAHQuant(TorchCodec, name="tahquant"):
         return tokens, math.floor(self.coarse * tokens)
 
     def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
-        if not x.numel():
-            return
         chosen, pivots, offsets, steps, codes = planes
         tokens, coarse = self._tokens(x.numel())
         value = torch.zeros(tokens * self.channels, device=x.device)
@@ -119,8 +117,6 @@ class TAHQuant(TorchCodec, name="tahquant"):
         self._pack(code.to(torch.int32).view(tokens, -1), fine_bits, coarse, codes)
 
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
-        if not out.numel():
-            return
         chosen, pivots, offsets, steps, codes = planes
         tokens, coarse = self._tokens(out.numel())
         marks = unpack_runs(chosen, 1)[:tokens] if coarse else torch.zeros(tokens, device=out.device)

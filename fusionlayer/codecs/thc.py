@@ -105,8 +105,6 @@ class THC(HomomorphicCodec, name="thc"):
         return min(self.block_size, max(RUN, 1 << max(numel - 1, 0).bit_length()))
 
     def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
-        if not x.numel():
-            return
         count, block, device = self._count(x.numel()), self._rotated(x.numel()), x.device
         rms = _root_mean_square(x) if self.rms is None else self.rms
         usual = rms.isfinite() & (rms >= _TINY)
@@ -129,8 +127,7 @@ class THC(HomomorphicCodec, name="thc"):
         return above - 1 + (rounding_noise(seed, offset, value.numel(), value.device) < up)
 
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
-        if out.numel():
-            self._reconstruct(self._levels(out.device)[unpack_runs(planes[1], _BITS)], planes[0][0], out)
+        self._reconstruct(self._levels(out.device)[unpack_runs(planes[1], _BITS)], planes[0][0], out)
 
     def _integers(self, planes: Sequence[Tensor]) -> Tensor:
         integers = torch.tensor(_INTEGERS[self.levels], dtype=torch.int32, device=planes[1].device)
