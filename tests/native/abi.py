@@ -115,8 +115,8 @@ class Planes:
         self.area = Area(np.full(offsets[-1] * count, GUARD, np.uint8))
         if case.codec == native.BLOCK and case.param[3] & native.BLOCK_GIVEN:
             scales = np.resize(GIVEN_SCALES, case.plane_bytes[0] // 2)
-            for message in self.area.data.reshape(count, -1):
-                message[: case.plane_bytes[0]].view(np.uint16)[:] = scales
+            for start in range(0, offsets[-1] * count, offsets[-1]):
+                self.area.data[start : start + case.plane_bytes[0]] = scales.view(np.uint8)
         pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
         self.messages = native.Messages(pointers, offsets[-1], count)
 
