@@ -58,7 +58,7 @@ enum fl_scale { FL_SCALE_F32 = 0, FL_SCALE_DUAL = 1, FL_SCALE_E8M0 = 2, FL_SCALE
 
 enum {
   FL_BLOCK_HADAMARD = 1, /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */
-  FL_BLOCK_GIVEN = 2     /* FL_SCALE_BF16 alone: plane 0 has the scales before fl_encode or fl_recode; larger values saturate */
+  FL_BLOCK_GIVEN = 2     /* FL_SCALE_BF16 alone: plane 0 has the scales beforehand; larger values saturate */
 };
 
 /* How positions are written: a bit for each element; u8 inside blocks of 256 elements; u16 inside those of 65536. */
