@@ -47,6 +47,11 @@ CODECS: tuple[tuple[str, dict[str, object]], ...] = (
     ("mxfp6", {"scale": "bf16"}),
     ("mxfp4", {}),
     ("mxfp4", {"scale": "bf16"}),
+    ("thc", {}),
+    ("thc", {"rounding": "nearest"}),
+    ("thc", {"levels": "uniform"}),
+    ("tahquant", {}),
+    ("tahquant6", {}),
 )
 
 

@@ -101,8 +101,19 @@ class Codec(ABC):
         """Return the codec of a step, a pure function of its options and the step; for most codecs themselves."""
         return self
 
-    def agree(self, x: Tensor, transport: Transport) -> Codec:
-        """Return the codec for this step's ``x``, the same on all ranks; most codecs need no statistics: themselves."""
+    def agree(self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> Codec:
+        """Return the codec for the sum of ``x`` over ranks, after what statistics they have to exchange for it.
+
+        Every collective that sums calls it first, on all ranks together; most codecs need nothing: themselves. What was
+        agreed on lives in fields with ``compare=False``: they are no options, change no layout, and belong to this one
+        call. Such a codec may look its facts up by ``offset``, which in these calls is the place in ``x``.
+
+        Args:
+            x: (n,), this rank's summand; left as it is.
+            transport: the ranks; only the calling thread uses it.
+            seed: the same on all ranks.
+            residual: (n,) f32 that is going to be sent along.
+        """
         return self
 
     def wire(self, numel: int, dtype: torch.dtype = torch.float32) -> WireFormat:
@@ -122,7 +133,7 @@ class Codec(ABC):
     @property
     def options(self) -> dict[str, Any]:
         """Every option that decides what the bytes mean, with its value."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "header"}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare and f.name != "header"}
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.options.items())})"

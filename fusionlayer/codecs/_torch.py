@@ -18,20 +18,20 @@ class TorchCodec(Codec):
 
     @abstractmethod
     def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
-        """Write ``x`` (n,) into its planes. ``offset`` is the number of ``x[0]`` in the seed's sequence."""
+        """Write ``x`` (n,), n > 0, into its planes. ``offset`` is the number of ``x[0]`` in the seed's sequence."""
 
     @abstractmethod
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
-        """Fill ``out`` (n,) from the planes of a message that was encoded from ``dtype``."""
+        """Fill ``out`` (n,), n > 0, from the planes of a message that was encoded from ``dtype``."""
 
     def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
-        for i, body in enumerate(bodies):
+        for i, body in enumerate(bodies if n else []):
             piece = slice(i * n, (i + 1) * n)
             part = None if residual is None else residual[piece]
             self._encode_value(x[piece], body, x.dtype, seed, offset + i * self._numbers(n), part)
 
     def _decode_rows(self, bodies: Tensor, out: Tensor, n: int, dtype: torch.dtype) -> None:
-        for i, body in enumerate(bodies):
+        for i, body in enumerate(bodies if n else []):
             self._decode(self.bare.wire(n, dtype).views(body), out[i * n : (i + 1) * n], dtype)
 
     def _sum_rows(self, bodies: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:

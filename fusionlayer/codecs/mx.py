@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
-from ._block import BlockCodec
+from ._auto_scale import AutoScaled
+
+if TYPE_CHECKING:
+    from ..transport import Transport
+    from ._base import Codec
 
 __all__ = ["MXFP4", "MXFP6", "MXFP8"]
 
 
-class _MX(BlockCodec):
+class _MX(AutoScaled):
     """Blocks of 32 small floats with one scale."""
 
     _formats: ClassVar[tuple[str, ...]]
-    scale: Literal["e8m0", "bf16"]
+    scale: Literal["e8m0", "bf16", "auto"]
 
     def __post_init__(self) -> None:
         if self._format not in self._formats:
             expected = " or ".join(map(repr, self._formats))
             raise ConfigError(f"{self.name} codec: format={self._format!r}; expected {expected}")
-        if self.scale not in ("e8m0", "bf16"):
-            raise ConfigError(f"{self.name} codec: scale={self.scale!r}; expected 'e8m0' or 'bf16'")
+        if self.scale not in ("e8m0", "bf16", "auto"):
+            raise ConfigError(f"{self.name} codec: scale={self.scale!r}; expected 'e8m0', 'bf16' or 'auto'")
 
     @property
     def block(self) -> int:
@@ -34,6 +40,10 @@ class _MX(BlockCodec):
     def _scale(self) -> int:
         return native.SCALE_E8M0 if self.scale == "e8m0" else native.SCALE_BF16
 
+    def agree(self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> Codec:
+        """Return the codec itself, or with "auto" the one with the scales of this sum."""
+        return self if self.scale != "auto" else self._agree_on_scales(x, transport, residual)
+
 
 @dataclass(frozen=True)
 class MXFP8(_MX, name="mxfp8"):
@@ -42,13 +52,15 @@ class MXFP8(_MX, name="mxfp8"):
     Attributes:
         format: "e4m3", or "e5m2" with more range and less precision.
         scale: "e8m0", a power of two as the standard has it: values above the format's largest times it saturate;
-            "bf16" (DynamiQ, appendix C), rounded up, so that none does.
+            "bf16" (DynamiQ, appendix C), rounded up, so that none does; "auto", bf16 scales that ranks agree on before
+            each sum, with a headroom that adapts to what overflowed (FP8-LM): sums are rounded on the grid of their
+            summands. Outside of a sum it is "bf16".
     """
 
     _formats: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
-    scale: Literal["e8m0", "bf16"] = "e8m0"
+    scale: Literal["e8m0", "bf16", "auto"] = "e8m0"
 
     @property
     def _format(self) -> str:
@@ -67,7 +79,7 @@ class MXFP6(_MX, name="mxfp6"):
     _formats: ClassVar[tuple[str, ...]] = ("e2m3", "e3m2")
 
     format: Literal["e2m3", "e3m2"] = "e2m3"
-    scale: Literal["e8m0", "bf16"] = "e8m0"
+    scale: Literal["e8m0", "bf16", "auto"] = "e8m0"
 
     @property
     def _format(self) -> str:
@@ -84,7 +96,7 @@ class MXFP4(_MX, name="mxfp4"):
 
     _formats: ClassVar[tuple[str, ...]] = ("e2m1",)
 
-    scale: Literal["e8m0", "bf16"] = "e8m0"
+    scale: Literal["e8m0", "bf16", "auto"] = "e8m0"
 
     @property
     def _format(self) -> str:

@@ -32,7 +32,6 @@ def all_gather(
     if codec.lossless:
         transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))
         return
-    codec = codec.agree(x, transport)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
@@ -62,7 +61,10 @@ def reduce_scatter(
         transport.all_to_all(x.view(torch.uint8), every.view(torch.uint8))
         sum_in_rank_order(every.unbind(0), out)
         return
-    codec = codec.agree(x.view(-1), transport)
+    # What is agreed on is found by place, in blocks: each row begins with a block of its own.
+    padded = -(-numel // codec.block) * codec.block
+    rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
+    codec = codec.agree(rows.view(-1), transport, seed=seed)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
@@ -70,7 +72,8 @@ def reduce_scatter(
         outgoing = transport.scratch(f"outgoing {slot}", size * capacity, x.device).view(size, capacity)
         incoming = transport.scratch(f"incoming {slot}", size * capacity, x.device).view(size, capacity)
         for to, message in enumerate(outgoing):
-            codec.encode(x[to, part], message, seed=derive_seed(seed, transport.rank, to), offset=part.start)
+            first = to * padded + part.start
+            codec.encode(x[to, part], message, seed=derive_seed(seed, transport.rank, to), offset=first)
         yield lambda: transport.all_to_all(outgoing, incoming)
         codec.decode_sum(incoming, out[part])
 

@@ -36,7 +36,7 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
     """
     if not codec.ahead:
         raise ConfigError(f"algorithm 'oktopk' sums sparse selections and cannot use {codec}; choose another algorithm")
-    codec = codec.agree(x, transport)
+    codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, numel = transport.rank, x.numel()
     positions, values = _select(x, codec, transport, seed, residual)
     bounds = _boundaries(positions, numel, transport)

@@ -32,7 +32,7 @@ def one_shot(
     With ``out`` (n,) the sum goes there and ``x`` stays; with ``piece`` so many elements travel at a time, and while
     they do the next ones are encoded.
     """
-    codec = codec.agree(x, transport)
+    codec = codec.agree(x, transport, seed=seed, residual=residual)
     out = x if out is None else out
 
     def run(index: int, part: slice) -> Piece:

@@ -39,7 +39,7 @@ def two_shot(
     time, and while they travel others are encoded, recoded or decoded (TACO, section 4.4.2). Blocks stay the same, so
     with codecs that quantise by blocks, to the nearest, the result does too.
     """
-    codec = codec.agree(x, transport)
+    codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, size = transport.rank, transport.size
     out = x if out is None else out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 from ..errors import PlanMismatch
 
 __all__ = ["Transport"]
+
+# Largest values of so few bytes go to all ranks at once: one exchange instead of two.
+_WHOLE_BYTES = 1 << 12
 
 
 class Transport(ABC):
@@ -79,6 +83,21 @@ class Transport(ABC):
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
         """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""
         self.exchange(list(x.unbind(0)), list(out.unbind(0)))
+
+    def all_reduce_max(self, x: Tensor) -> None:
+        """Replace ``x`` (n,) by its largest value over ranks, place by place; a NaN wins. Floats or integers."""
+        if self.size == 1 or not x.numel():
+            return
+        if x.numel() * x.element_size() <= _WHOLE_BYTES:
+            every = x.new_empty(self.size, x.numel())
+            self.all_gather(x.view(torch.uint8), every.view(torch.uint8))
+            x.copy_(every.amax(0))
+            return
+        bounds = [x.numel() * r // self.size for r in range(self.size + 1)]
+        shares = [x[start:stop].view(torch.uint8) for start, stop in pairwise(bounds)]
+        every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
+        self.exchange(shares, [part.view(torch.uint8) for part in every])
+        self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

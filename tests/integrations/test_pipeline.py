@@ -81,8 +81,8 @@ def hold_schedule(rank: int, world: int, name: str) -> None:
     output = step(schedule, stages, 0)
     exact = gradients(blocks)
     assert len(exact) == 4 * len(stages)
-    sub = {codec: dist.new_group() for codec in ("raw", "bf16", "int8", "int4")}
-    for codec, tolerance in (("raw", 0.0), ("bf16", 0.02), ("int8", 0.05), ("int4", 0.6)):
+    sub = {codec: dist.new_group() for codec in ("raw", "bf16", "int8", "int4", "tahquant6")}
+    for codec, tolerance in (("raw", 0.0), ("bf16", 0.02), ("int8", 0.05), ("int4", 0.6), ("tahquant6", 0.15)):
         schedule, blocks, stages = make_schedule(name, rank, world, codec=codec, group=sub[codec])
         mine = step(schedule, stages, 0)
         error = distance(gradients(blocks), exact)
@@ -113,6 +113,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "lossy": {"codec": "int4"},
     "warm": {"codec": "int4", "warmup_steps": 4},
     "gradients": {"codec": "raw", "gradient_codec": "int4"},
+    "tahquant": {
+        "codec": "tahquant",
+        "codec_options": {"tile": 32, "channels": 96},
+        "gradient_codec": fl.codecs.get("tahquant6", channels=96),
+    },
 }
 
 
@@ -141,12 +146,13 @@ def hold_training(rank: int, world: int) -> dict[str, list[float]]:
 @pytest.mark.timeout(100)
 def test_training() -> None:
     _, losses = run_ranks(hold_training, 2, timeout=80)
-    exact, lossy, warm, gradients = (losses[name] for name in RUNS)
+    exact, lossy, warm, gradients, tahquant = (losses[name] for name in RUNS)
     assert len(exact) == 8 + MICROBATCHES
     assert exact[7] < 0.9 * exact[1]
-    for other in (lossy, warm, gradients):
+    for other in (lossy, warm, gradients, tahquant):
         assert all(abs(a - b) < 0.1 * b for a, b in zip(other, exact, strict=True))
-    assert lossy[0] != exact[0] and lossy[8] != exact[8]
+    for other in (lossy, tahquant):
+        assert other[0] != exact[0] and other[8] != exact[8]
     # Warm-up travels uncompressed.
     assert warm[:4] == exact[:4]
     assert warm[4] != exact[4] and warm[8] != exact[8]

@@ -85,6 +85,8 @@ def block_cases() -> Iterator[Case]:
             yield block_case(number, block, scale)
         if native.FORMAT_BITS[number] == 8 and scale <= native.SCALE_DUAL:
             yield block_case(number, block, scale, native.BLOCK_HADAMARD)
+        if number != "int8" and scale == native.SCALE_BF16:
+            yield block_case(number, block, scale, native.BLOCK_GIVEN)
 
 
 def cast_case(wire: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
@@ -93,6 +95,10 @@ def cast_case(wire: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
 
 def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest: int) -> Case:
     return Case(native.ZIP, (wire, choice, fixed), rest.pop("dtype", wire), numel, **rest)
+
+
+# bf16: 1, 0, 3.4e-5, NaN, 768, one below 2^-100, infinity, -1
+GIVEN_SCALES = np.array([0x3F80, 0, 0x380F, 0x7FC0, 0x4440, 0x0C80, 0x7F80, 0xBF80], np.uint16)
 
 
 class Area:
@@ -119,6 +125,10 @@ class Planes:
     def __init__(self, case: Case, count: int) -> None:
         offsets = [0, *itertools.accumulate(-(-nbytes // 16) * 16 + 16 for nbytes in case.plane_bytes)]
         self.area = Area(np.full(offsets[-1] * count, GUARD, np.uint8))
+        if case.codec == native.BLOCK and case.param[3] & native.BLOCK_GIVEN:
+            scales = np.resize(GIVEN_SCALES, case.plane_bytes[0] // 2)
+            for start in range(0, offsets[-1] * count, offsets[-1]):
+                self.area.data[start : start + case.plane_bytes[0]] = scales.view(np.uint8)
         pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
         self.messages = native.Messages(pointers, offsets[-1], count)
 

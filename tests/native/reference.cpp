@@ -117,8 +117,13 @@ struct BlockCodec {
       std::vector<float> squares(block);
       for (int64_t i = 0; i < block; ++i) squares[i] = v[i] * v[i];
       const uint32_t amax = kind == FL_SCALE_MESSAGE ? all : largest(values, g * block, block);
-      const fl::BlockScale scale = fl::make_block_scale(scaling, amax, fl::sum_of_block(squares.data(), int(block)));
       uint8_t *wire = scale_at(out, m, g);
+      uint16_t given;
+      std::memcpy(&given, wire, sizeof given);
+      const fl::BlockScale scale =
+          spec.param[3] & FL_BLOCK_GIVEN
+              ? fl::given_block_scale(given, amax)
+              : fl::make_block_scale(scaling, amax, fl::sum_of_block(squares.data(), int(block)));
       std::memcpy(wire, &scale.wire, kind == FL_SCALE_DUAL ? 4 : fl::scale_bytes(kind));
       if (kind == FL_SCALE_DUAL) std::memcpy(wire + 4, &scale.first, 4);
       for (int64_t i = 0; i < block; i += fl::kCodeRun) {

@@ -105,6 +105,22 @@ def all_reduce_lets_nan_and_infinity_through(transport: Transport) -> None:
     assert x[3].isnan() and x[9_999].isinf() and x[4] == transport.size
 
 
+def all_reduce_max_keeps_the_largest(transport: Transport) -> None:
+    rank, size = transport.rank, transport.size
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.int64):
+        for n in (0, 1, 5, 4097):
+            every = torch.stack([((torch.arange(n) * (3 * r + 1)) % 97 - 50).to(dtype) for r in range(size)])
+            x = every[rank].clone()
+            transport.all_reduce_max(x)
+            assert torch.equal(x, every.amax(0)), (dtype, n)
+    for n in (3, 4097):
+        x = torch.full((n,), float(rank))
+        x[rank % n] = float("nan") if rank == size - 1 else float("inf")
+        transport.all_reduce_max(x)
+        assert x[(size - 1) % n].isnan() and (x.isinf().sum() >= min(size, n) - 1)
+        assert (x[size:] == size - 1).all()
+
+
 def broadcast_from_every_rank(transport: Transport) -> None:
     for root in range(transport.size):
         for x in (
@@ -231,6 +247,7 @@ CHECKS: list[Callable[[Transport], None]] = [
     all_gather_and_all_to_all,
     all_reduce_adds_and_gives_all_ranks_the_same_bits,
     all_reduce_lets_nan_and_infinity_through,
+    all_reduce_max_keeps_the_largest,
     broadcast_from_every_rank,
     send_and_recv_by_tag,
     barrier_and_sequence,

@@ -38,9 +38,11 @@ inline int check_block(const uint32_t *param) {
   const uint32_t format = param[0], block = param[1], scale = param[2], flags = param[3];
   if (format > FL_E2M1 || scale > FL_SCALE_MESSAGE) return FL_BAD_ARGUMENT;
   if (block < 32 || block > kMaxBlock || (block & (block - 1))) return FL_BAD_ARGUMENT;
-  if (flags & ~uint32_t(FL_BLOCK_HADAMARD)) return FL_UNSUPPORTED;
+  if (flags & ~uint32_t(FL_BLOCK_HADAMARD | FL_BLOCK_GIVEN)) return FL_UNSUPPORTED;
+  if (flags & FL_BLOCK_GIVEN && scale != FL_SCALE_BF16) return FL_UNSUPPORTED;
   if (format == FL_INT8 && (scale == FL_SCALE_E8M0 || scale == FL_SCALE_BF16)) return FL_UNSUPPORTED;
-  return flags && (format_bits(format) != 8 || scale > FL_SCALE_DUAL) ? FL_UNSUPPORTED : FL_OK;
+  const bool hadamard = flags & FL_BLOCK_HADAMARD;
+  return hadamard && (format_bits(format) != 8 || scale > FL_SCALE_DUAL) ? FL_UNSUPPORTED : FL_OK;
 }
 
 inline int check_sparse(const fl_spec &spec) {

@@ -5,7 +5,7 @@
 //   1. v = x, zero-padded to whole blocks; with Hadamard every block becomes H v (hadamard).
 //   2. amax = max |v| over the block, taken on the bits; for FL_SCALE_MESSAGE over the message.
 //   3. amax not finite: the scale is NaN, codes 0. amax < 2^-100: the scale is 0, codes 0.
-//      Else code = nearest(v * inverse), saturating; scale and inverse by make_block_scale.
+//      Else code = nearest(v * inverse), saturating; scale and inverse by make_block_scale, or given_block_scale.
 //   4. decode: value of the code * the decoded scale; with Hadamard H(values) times it: H H = block I.
 #pragma once
 
@@ -78,6 +78,17 @@ FL_HD BlockScale make_block_scale(const BlockScaling &s, uint32_t amax_bits, flo
   const float alpha = energy_scale(s, squares);
   if (!finite) return {kF32Nan, kF32Nan, 0.0f};
   return {usual ? float_bits(scale * (alpha * s.orthonormal)) : 0u, float_bits(alpha), inverse};
+}
+
+// FL_BLOCK_GIVEN: a bf16 scale that stands there already. Values beyond the format's largest times it saturate; a block that
+// is 2^40 times as large as its scale does not belong to it, and becomes NaN.
+FL_HD BlockScale given_block_scale(uint32_t wire, uint32_t amax_bits) {
+  const uint32_t bits = wire << 16;
+  const bool positive = bits >= kTinyBits && bits < kF32Inf;
+  const float inverse = positive ? 1.0f / bits_float(bits) : 0.0f;
+  const bool finite = amax_bits < kF32Inf && (bits & 0x7fffffffu) < kF32Inf;
+  const bool fits = finite && bits_float(amax_bits) * inverse < 0x1p40f;
+  return {fits ? (positive ? wire : 0u) : uint32_t(kBf16Nan), 0, fits ? inverse : 0.0f};
 }
 
 // What decoding multiplies by; NaN, whatever its bits on the wire, is the canonical one.

@@ -67,7 +67,8 @@ class BlockCodec {
       : block_(int(job.spec->param[1])),
         scaling_(block_scaling(job.spec->param[0], job.spec->param[1], job.spec->param[2], kHadamard)),
         numbers_(job.spec->param[0]),
-        look_(job.look) {}
+        look_(job.look),
+        given_(job.spec->param[3] & FL_BLOCK_GIVEN) {}
 
   int unit() const { return block_; }
 
@@ -229,6 +230,15 @@ class BlockCodec {
       return;
     }
     reduce(top, blocks, amax);
+    if (given_) {
+      uint16_t *scales = reinterpret_cast<uint16_t *>(out.scales);
+      for (int g = 0; g < blocks; ++g) {
+        const BlockScale scale = given_block_scale(scales[g], uint32_t(amax[g]));
+        scales[g] = uint16_t(scale.wire);
+        inverse[g] = scale.inverse;
+      }
+      return;
+    }
     const auto write = [&](auto *scales, uint32_t kind) FL_LAMBDA {
       scaling.kind = kind;  // known to the compiler, so that it makes vectors of the loop
       for (int g = 0; g < blocks; ++g) {
@@ -279,6 +289,7 @@ class BlockCodec {
   BlockScaling scaling_;
   Numbers numbers_;
   bool look_;
+  bool given_;
 };
 
 }  // namespace fl::FL_ISA

@@ -19,6 +19,7 @@ struct BlockLayout {
   FloatFormat number;  // unless the format is FL_INT8
   int bits;
   BlockScaling scaling;
+  bool given;  // FL_BLOCK_GIVEN
 
   FL_HD int lanes() const { return 1 << log2_lanes; }
   FL_HD int64_t runs() const { return blocks << log2_lanes; }
@@ -42,7 +43,8 @@ inline BlockLayout block_layout(const fl_spec &spec) {
           format,
           float_format(format),
           format_bits(format),
-          block_scaling(format, spec.param[1], spec.param[2], spec.param[3] & FL_BLOCK_HADAMARD)};
+          block_scaling(format, spec.param[1], spec.param[2], spec.param[3] & FL_BLOCK_HADAMARD),
+          (spec.param[3] & FL_BLOCK_GIVEN) != 0};
 }
 
 inline BlockMessages block_messages(const fl_messages &m) {

@@ -49,7 +49,10 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
     const bool whole = layout.scaling.kind == FL_SCALE_MESSAGE;
     const uint32_t amax = whole ? *static_cast<const uint32_t *>(scales) : max_over_lanes(largest_of(v), width);
     const float squares = layout.scaling.kind == FL_SCALE_DUAL ? sum_of_squares(v, width) : 0.0f;
-    const BlockScale scale = make_block_scale(layout.scaling, amax, squares);
+    // Lanes of a block may see what the first of them writes below: it makes the same scale again.
+    const uint32_t given = layout.given && run.exists ? static_cast<const uint16_t *>(scales)[run.block] : 0;
+    const BlockScale scale =
+        layout.given ? given_block_scale(given, amax) : make_block_scale(layout.scaling, amax, squares);
 
     uint32_t bytes[kWords];
 #pragma unroll

@@ -61,7 +61,10 @@ enum fl_format { FL_E4M3 = 0, FL_E5M2 = 1, FL_INT8 = 2, FL_E2M3 = 3, FL_E3M2 = 4
  * in all. */
 enum fl_scale { FL_SCALE_F32 = 0, FL_SCALE_DUAL = 1, FL_SCALE_E8M0 = 2, FL_SCALE_BF16 = 3, FL_SCALE_MESSAGE = 4 };
 
-enum { FL_BLOCK_HADAMARD = 1 /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */ };
+enum {
+  FL_BLOCK_HADAMARD = 1, /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */
+  FL_BLOCK_GIVEN = 2     /* FL_SCALE_BF16 alone: plane 0 has the scales beforehand; larger values saturate */
+};
 
 /* Which exponents get a code: seven in a row, seven of any kind, or whichever has more. */
 enum fl_zip_choice { FL_ZIP_AUTO = 0, FL_ZIP_WINDOW = 1, FL_ZIP_TABLE = 2 };

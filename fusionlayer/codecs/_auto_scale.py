@@ -1,0 +1,137 @@
+"""Scales that ranks agree on before they sum, adapted to what their sums overflowed (FP8-LM; DynamiQ, appendix C)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import native
+from ._base import Codec
+from ._block import BlockCodec
+
+if TYPE_CHECKING:
+    from ..transport import Transport
+
+__all__ = ["AutoScaled", "Headroom"]
+
+# FP8-LM's: more than 0.001 % of the sums at the format's largest value double the headroom, otherwise it shrinks to
+# half within a thousand sums.
+_OVERFLOW = 1e-5
+_SHRINK = 2 ** (-1 / 1000)
+
+_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m3": 7.5, "e3m2": 28.0, "e2m1": 6.0}
+
+
+class Headroom:
+    """How many times the largest summand fits into a block's scale: mu of FP8-LM, kept from one sum to the next.
+
+    It begins with the number of ranks, where no sum can overflow. All ranks hear the same of what overflowed, so they
+    have the same. A codec has its own; copies of a codec share it.
+
+    Attributes:
+        factor: mu, from 1 to the number of ranks; None before the first sum.
+    """
+
+    def __init__(self) -> None:
+        self.factor: float | None = None
+        self._sums = 0
+        self._saturated = 0
+
+    def count(self, saturated: int, sums: int) -> None:
+        """Note that so many of this rank's ``sums`` came to the format's largest value."""
+        self._saturated += saturated
+        self._sums += sums
+
+    def overflowed(self) -> bool:
+        """Return whether too many of the sums since the last call did, on this rank."""
+        ratio = self._saturated / max(1, self._sums)
+        self._saturated = self._sums = 0
+        return ratio > _OVERFLOW
+
+    def adapt(self, overflowed: bool, ranks: int) -> float:
+        """Return the factor of the next sum over ``ranks``; ``overflowed`` is whether any rank had too many."""
+        if self.factor is None:
+            self.factor = float(ranks)
+        elif overflowed:
+            self.factor = min(2 * self.factor, float(ranks))
+        else:
+            self.factor = min(max(self.factor * _SHRINK, 1.0), float(ranks))
+        return self.factor
+
+
+@dataclass(frozen=True)
+class AutoScaled(BlockCodec):
+    """A codec of blocks with bf16 scales that may agree on those of a sum: then all summands and sums have the same.
+
+    Attributes:
+        scales: (blocks,) bf16 that ranks agreed on; None gives each block its own.
+        headroom: what the scales of the next sum will be made with.
+    """
+
+    scales: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
+    headroom: Headroom = field(default_factory=Headroom, kw_only=True, compare=False, repr=False)
+
+    def _agree_on_scales(self, x: Tensor, transport: Transport, residual: Tensor | None) -> Codec:
+        """Return the codec whose scales fit the largest magnitude of each block over ranks, times the headroom."""
+        wanted = x.float() if residual is None else x + residual
+        missing = -x.numel() % self.block
+        magnitudes = torch.nn.functional.pad(wanted, (0, missing)).view(-1, self.block).abs().amax(1)
+        verdict = torch.tensor([self.headroom.overflowed()], dtype=torch.int16, device=x.device)
+        facts = torch.cat([_bf16_above(magnitudes / _LARGEST[self._format]).view(torch.int16), verdict])
+        transport.all_reduce_max(facts)  # magnitudes in bf16 are in the order of their bits
+        factor = self.headroom.adapt(bool(facts[-1]), transport.size)
+        return replace(self, scales=_bf16_above(facts[:-1].view(torch.bfloat16).float() * factor))
+
+    def _params(self, dtype: torch.dtype) -> native.CodecParams:
+        params = super()._params(dtype)
+        if self.scales is None:
+            return params
+        *rest, flags = params.param
+        return native.CodecParams(params.codec, (*rest, flags | native.BLOCK_GIVEN))
+
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+        if self.scales is not None:
+            self._place_scales(bodies, n, offset)
+        super()._encode_rows(x, bodies, n, seed, offset, residual)
+
+    def _recode_rows(
+        self,
+        bodies: Tensor,
+        body: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        x: Tensor | None,
+        seed: int,
+        offset: int,
+        residual: Tensor | None,
+    ) -> None:
+        if self.scales is not None:
+            self._place_scales(body.unsqueeze(0), n, offset)
+        super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
+        factor = self.headroom.factor
+        if self.scales is not None and factor is not None:
+            self.headroom.count(self._saturated(body, n), n)
+
+    def _place_scales(self, bodies: Tensor, n: int, offset: int) -> None:
+        """Write what was agreed on into the scale planes of ``bodies`` (k, nbytes), which begin at place ``offset``."""
+        assert self.scales is not None
+        blocks, first = -(-n // self.block), offset // self.block
+        given = self.scales[first : first + blocks * len(bodies)].view(torch.uint8)
+        bodies[:, : 2 * blocks].copy_(given.view(len(bodies), 2 * blocks))
+
+    def _saturated(self, body: Tensor, n: int) -> int:
+        """Return how many elements of a message have the format's largest value."""
+        value = torch.empty(n, device=body.device)
+        self._decode_rows(body.unsqueeze(0), value, n, torch.float32)
+        scales = body[: 2 * -(-n // self.block)].view(torch.bfloat16).float()
+        largest = (scales * _LARGEST[self._format]).repeat_interleave(self.block)[:n]
+        return int(((value.abs() == largest) & (largest > 0)).sum())
+
+
+def _bf16_above(x: Tensor) -> Tensor:
+    """Return ``x`` (n,) f32, not negative, as bf16, rounded up; NaN becomes infinite."""
+    bits = (x.view(torch.int32) & 0x7FFFFFFF).clamp(max=0x7F800000)
+    return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,139 @@
+"""``tahquant``: which tokens are coarse, which tiles are rotated, how far values may go astray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs
+from fusionlayer.codecs.tahquant import TAHQuant, _bf16_above, _bf16_below, _entropy
+from fusionlayer.errors import ConfigError
+from tests.synthetic import gradient
+
+from .conformance import vnmse
+
+pytestmark = pytest.mark.short
+
+SMALL = TAHQuant(channels=256)
+
+
+def planes(codec: TAHQuant, x: Tensor) -> tuple[Tensor, ...]:
+    payload = codec.bare.compress(x)
+    return codec.bare.wire(x.numel()).views(payload)
+
+
+def round_trip(codec: TAHQuant, x: Tensor) -> Tensor:
+    return codec.decompress(codec.compress(x), x.shape)
+
+
+def spread(tokens: int, channels: int = 256) -> Tensor:
+    """Return (tokens * channels,) without a pivot anywhere: magnitudes of 1/2 to 1."""
+    x = gradient(tokens * channels, 5)
+    return torch.sign(x) * (0.5 + 0.5 * x.abs())
+
+
+def test_the_tokens_of_lowest_entropy_are_coarse() -> None:
+    x = spread(10).view(10, 256)
+    x[3, 20:] *= 1e-3
+    x[8] = 0
+    chosen = planes(SMALL, x.view(-1))[0]
+    assert chosen.numel() == 4
+    marked = [token for token in range(10) if chosen[token % 4] >> token // 4 & 1]
+    assert marked == [3, 8]
+    entropy = _entropy(torch.tensor([[1.0, -1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]]))
+    torch.testing.assert_close(entropy, torch.tensor([4.0, 1, 1]).double().log())
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 10, 100])
+def test_bits_of_an_element(tokens: int) -> None:
+    codec, numel = TAHQuant(), tokens * 1024
+    sections = codec.bare.wire(numel).sections
+    coarse = tokens // 5
+    expected = [(tokens + 31) // 32 * 4 if coarse else 0, 16 * tokens, 32 * tokens, 32 * tokens]
+    assert [section.plane.nbytes for section in sections] == [*expected, (tokens * 4 - coarse) * 128]
+    if tokens == 100:
+        assert 8 * sum(section.plane.nbytes for section in sections) / numel == pytest.approx(4.426, abs=1e-3)
+    six = codecs.get("tahquant6").bare.wire(numel).sections
+    assert six[0].plane.nbytes == 0 and six[4].plane.nbytes == tokens * 768
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_no_value_goes_further_astray_than_half_a_step(bits: int) -> None:
+    codec = TAHQuant(bits=bits, channels=256, coarse=0.0)
+    x = spread(20) + 3.0
+    _, pivots, offsets, steps, _ = planes(codec, x)
+    assert (pivots == 255).all()
+    tiles = x.view(-1, 64)
+    width = tiles.amax(1) - tiles.amin(1)
+    assert (offsets.float() <= tiles.amin(1)).all()
+    assert (steps.float() * ((1 << bits) - 1) + offsets.float() >= tiles.amax(1) - 1e-6).all()
+    assert (steps.float() <= (width + tiles.abs().amax(1) / 128) / ((1 << bits) - 1) * (1 + 2**-7)).all()
+    error = (round_trip(codec, x) - x).view(-1, 64).abs().amax(1)
+    assert (error <= steps.float() / 2 * (1 + 1e-5)).all()
+
+
+def test_a_pivot_is_rotated_and_comes_back() -> None:
+    x = spread(1) * 0.01
+    x[100] = -5.0
+    _, pivots, offsets, _, _ = planes(SMALL, x)
+    assert pivots.tolist() == [255, 100 - 64, 255, 255]
+    assert -5 / 8 - 0.1 < float(offsets[1]) < -5 / 8  # -5 spread evenly over 64, one sign
+    out = round_trip(SMALL, x)
+    assert abs(float(out[100]) + 5) < 0.05
+    plain = codecs.get("int", bits=4, group_size=64)
+    others = torch.arange(256) != 100
+    assert vnmse(x[others], out[others]) < 0.1 < vnmse(x[others], plain.decompress(plain.compress(x), 256)[others])
+
+
+def test_twice_the_next_is_what_makes_a_pivot() -> None:
+    x = torch.ones(256)
+    for value, expected in ((1.99, 255), (2.0, 7), (-2.0, 7)):
+        x[7] = value
+        assert int(planes(SMALL, x)[1][0]) == expected
+
+
+def test_offsets_and_steps_are_rounded_outward() -> None:
+    x = gradient(10_000, 3)
+    below = _bf16_below(x).float()
+    assert (below <= x).all() and (x - below <= x.abs() / 128).all()
+    above = _bf16_above(x.abs()).float()
+    assert (above >= x.abs()).all() and (above - x.abs() <= x.abs() / 128).all()
+
+
+def test_small_gradients_are_not_lost() -> None:
+    x = gradient(4096, 8) * 1e-9
+    for name in ("tahquant", "tahquant6"):
+        codec = codecs.get(name)
+        assert vnmse(x, codec.decompress(codec.compress(x), x.shape)) < 0.03
+
+
+def test_more_bits_lose_less() -> None:
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
+    three, four, six = (
+        vnmse(x, round_trip(codec, x))
+        for codec in (TAHQuant(coarse=0.99), TAHQuant(coarse=0.0), codecs.get("tahquant6"))
+    )
+    assert 3 < three / four < 6 and 10 < four / six < 25
+
+
+def test_garbage_marks_choose_as_many_tokens() -> None:
+    """A damaged map of coarse tokens gives other values, never another number of codes."""
+    x = spread(10)
+    payload = SMALL.bare.compress(x)
+    for fill in (0, 255):
+        SMALL.bare.wire(x.numel()).views(payload)[0].fill_(fill)
+        out = torch.empty_like(x)
+        SMALL.bare.decode(payload, out)
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bits": 5}, {"tile": 16}, {"channels": 96}, {"channels": 0}, {"coarse": 1.0}, {"coarse": 0.1, "bits": 6}],
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"tahquant codec: {next(iter(options))}="):
+        codecs.get("tahquant", **options)

@@ -1,0 +1,149 @@
+"""``thc``: levels, agreement, and codes that add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs
+from fusionlayer.codecs.thc import THC
+from fusionlayer.errors import ConfigError
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+from .conformance import vnmse
+
+pytestmark = pytest.mark.short
+
+
+def agreed(x: Tensor, **options: Any) -> THC:
+    """Return the codec that ranks agree on whose largest root mean square is that of ``x``."""
+    return replace(THC(**options), rms=x.double().square().mean().sqrt().float(), signs=3).bare
+
+
+def messages(codec: THC, tensors: list[Tensor]) -> Tensor:
+    payloads = torch.zeros(len(tensors), codec.wire(tensors[0].numel()).capacity, dtype=torch.uint8)
+    for i, x in enumerate(tensors):
+        codec.encode(x, payloads[i], seed=i)
+    return payloads
+
+
+def test_levels_are_the_published_ones() -> None:
+    assert THC.clip == pytest.approx(NormalDist().inv_cdf(1 - 1 / 64), rel=1e-12)
+    levels = THC()._levels(torch.device("cpu"))
+    assert ((levels + 30) / 2).tolist() == [0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30]
+    assert torch.equal(levels, -levels.flip(0))
+
+
+@pytest.mark.parametrize("levels", ["normal", "uniform"])
+def test_values_become_neighbouring_levels_without_bias(levels: str) -> None:
+    codec = THC(levels=levels)
+    value = torch.linspace(-codec.largest, codec.largest, 1001)
+    grid = codec._levels(value.device)
+    total = torch.zeros_like(value)
+    for seed in range(400):
+        rounded = grid[codec._round(value, seed, 0)]
+        assert ((rounded - value).abs() < grid.diff().max()).all()
+        total += rounded
+    assert (total / 400 - value).abs().max() < 5 * float(grid.diff().max()) / 2 / 20
+    nearest = grid[replace(codec, rounding="nearest")._round(value, 0, 0)]
+    assert torch.equal((nearest - value).abs(), (grid[:, None] - value).abs().amin(0))
+
+
+@pytest.mark.parametrize("levels", ["normal", "uniform"])
+@pytest.mark.parametrize("numel", [1, 33, 1000, 1025, 5000])
+def test_the_sum_of_codes_is_the_code_of_the_sum(levels: str, numel: int) -> None:
+    tensors = [gradient(numel, rank) for rank in range(8)]
+    codec = agreed(max(tensors, key=lambda x: float(x.square().sum())), levels=levels)
+    payloads = messages(codec, tensors)
+    total = torch.zeros(codec.sum_bytes(numel, 8), dtype=torch.uint8)
+    codec.add_codes(payloads, total, numel, torch.float32)
+    integers = sum(codec._integers(codec.wire(numel).views(payload)).long() for payload in payloads)
+    added, out = torch.empty(numel), torch.empty(numel)
+    codec._decode_integers(integers, 8, added)
+    codec.decode_sums(total.unsqueeze(0), out, numel, 8)
+    assert torch.equal(out, added)
+    decoded = torch.stack([codec.decompress(payload, numel).double() for payload in payloads])
+    assert (out.double() - decoded.sum(0)).abs().max() <= 2**-22 * decoded.abs().sum(0).max()
+
+
+def test_widths_hold_the_largest_sum() -> None:
+    codec, uniform = THC(), THC(levels="uniform")
+    assert [codec.sum_bits(n) for n in (1, 8, 9, 136, 137, 2184)] == [8, 8, 12, 12, 16, 16]
+    assert [uniform.sum_bits(n) for n in (1, 17, 18, 273, 274, 4369)] == [8, 8, 12, 12, 16, 16]
+    for each, most in ((codec, 2184), (uniform, 4369)):
+        with pytest.raises(ConfigError, match=f"at most {most} ranks, these are {most + 1}; choose another"):
+            each.sum_bits(most + 1)
+
+
+def test_the_largest_sum_comes_back() -> None:
+    x = torch.zeros(1024)
+    x[5] = 1.0
+    codec = agreed(x, rounding="nearest")
+    for count in (8, 9, 136, 137):
+        same = torch.full((1024,), 30 * count, dtype=torch.int32)
+        out, wanted = torch.empty(1024), torch.empty(1024)
+        codec._decode_integers(same, count, wanted)
+        payload = messages(codec, [x])[0]
+        codec.wire(1024).views(payload)[1].fill_(0xFF)
+        total = torch.zeros(codec.sum_bytes(1024, count), dtype=torch.uint8)
+        codec.add_codes(payload.expand(count, -1), total, 1024, torch.float32)
+        codec.decode_sums(total.unsqueeze(0), out, 1024, count)
+        assert torch.equal(out, wanted)
+
+
+def test_agreement_is_the_largest_of_all_ranks() -> None:
+    def body(transport: Transport) -> tuple[float, int]:
+        x = gradient(5000, transport.rank) * (transport.rank + 1)
+        residual = torch.full((5000,), 3.0 if transport.rank == 1 else 0.0)
+        codec = THC().agree(x, transport, seed=9, residual=residual)
+        assert isinstance(codec, THC) and codec.rms is not None and codec == THC() and str(codec) == str(THC())
+        return float(codec.rms), codec.signs
+
+    results = over_threads(4, body)
+    assert len(set(results)) == 1
+    expected = (gradient(5000, 1) * 2 + 3).double().square().mean().sqrt()
+    assert results[0][0] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_seeds_change_the_signs() -> None:
+    def body(transport: Transport) -> list[int]:
+        found = [THC().agree(torch.ones(10), transport, seed=seed) for seed in (1, 2)]
+        return [codec.signs for codec in found if isinstance(codec, THC)]
+
+    (signs,) = over_threads(1, body)
+    assert signs[0] != signs[1]
+    x = gradient(1024, 1)
+    one, other = (replace(agreed(x), signs=sign) for sign in signs)
+    assert not torch.equal(one.compress(x), other.compress(x))
+
+
+def test_rotation_spreads_what_stands_alone() -> None:
+    """One value of 1024 lies far outside of what is cut off, unless its block is rotated."""
+    x = torch.zeros(1024)
+    x[100] = 1.0
+    assert vnmse(x, THC().decompress(THC().compress(x), 1024)) < 0.05
+
+
+def test_normal_levels_lose_less_than_uniform_ones() -> None:
+    x = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
+    normal, uniform = (
+        vnmse(x, codec.decompress(codec.compress(x), x.shape)) for codec in (THC(), THC(levels="uniform"))
+    )
+    assert normal < uniform
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"levels": "log"}, {"rounding": "up"}, {"block_size": 48}, {"block_size": 8192}, {"clip": 1.0}, {"clip": "2"}],
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"thc codec: {name}="):
+        codecs.get("thc", **options)
