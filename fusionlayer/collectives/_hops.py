@@ -106,7 +106,7 @@ def multi_hop(
             f"algorithm {name!r} encodes partial sums at every hop, where {codec} would select anew; choose another "
             "algorithm"
         )
-    codec = codec.agree(x, transport)
+    codec = codec.agree(x, transport, seed=seed, residual=residual)
     out = x if out is None else out
     seed = derive_seed(seed, transport.rank)
 
