@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
-from fusionlayer.codecs import Codec
+from fusionlayer.codecs import Codec, HomomorphicCodec
 from fusionlayer.collectives import _hops, butterfly, ring
 from fusionlayer.collectives._hops import Schedule, balanced
 from fusionlayer.errors import TransportError, WireError
@@ -28,6 +28,8 @@ REDUCE = {"ring": ring.ring, "butterfly": butterfly.butterfly}
 NAMES = tuple(SCHEDULES)
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
 QUANTIZERS = [codec.bare for codec in defaults() if not codec.ahead]
+# Codes that add up as integers have a scale that is agreed on; a partial sum is encoded with one of its own.
+PLAIN = [codec for codec in QUANTIZERS if not isinstance(codec, HomomorphicCodec)]
 STOCHASTIC = codecs.get("int", bits=4, rounding="stochastic").bare
 
 
@@ -151,7 +153,7 @@ def expected_sum(way: Callable[[int, int], Schedule], codec: Codec, inputs: list
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("codec", [*QUANTIZERS, STOCHASTIC], ids=str)
+@pytest.mark.parametrize("codec", [*PLAIN, STOCHASTIC], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_partial_sum_is_encoded_once_and_the_sums_bytes_reach_all(name: str, codec: Codec, world: int) -> None:
     inputs = [given(rank, 0, 5000, torch.float32) for rank in range(world)]
