@@ -25,10 +25,10 @@ _WORDS = ("autotune", "behind", "overlap")
 
 
 def codec_presets() -> list[str]:
-    """Return the names of all codecs, without those that are there to have presets made of them."""
-    codec_of = {name: fl.codecs.get(name).name for name in fl.codecs.names()}
-    bases = {codec for name, codec in codec_of.items() if codec != name}
-    return [name for name in codec_of if name not in bases]
+    """Return the names of all codecs, without those that are by default what one of their presets is."""
+    known = {name: fl.codecs.get(name) for name in fl.codecs.names()}
+    presets = [codec for name, codec in known.items() if name != codec.name]
+    return [name for name, codec in known.items() if name != codec.name or codec not in presets]
 
 
 @dataclass(frozen=True)

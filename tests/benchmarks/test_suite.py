@@ -21,7 +21,7 @@ def test_parts_of_the_suite(tmp_path: Path) -> None:
     parts = list(commands(smoke=False, busy_ok=False, out=tmp_path))
     assert [part[0] for part in parts] == [
         *["benchmarks.training"] * 3,
-        *("benchmarks.codec", "benchmarks.collective", "benchmarks.plots"),
+        *("benchmarks.ablation", "benchmarks.codec", "benchmarks.collective", "benchmarks.plots"),
     ]
     assert all("--out" in part and "--busy-ok" not in part for part in parts)
     drawn = ["convergence_x_2026-01-01.json", "training-gpt-2x1_x_2026-01-01.json"]
