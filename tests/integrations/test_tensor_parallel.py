@@ -131,7 +131,8 @@ def test_every_codec_comes_close(codec: codecs.Codec, sequence: bool) -> None:
         mine = (channel.split(x, 1) if sequence else x).clone().requires_grad_()
         y = parallel_perceptron(channel, mine, up, down, sequence)
         whole = Channel(transport, "raw").gather(y, 1).detach() if sequence else y.detach()
-        assert float((whole - expected).norm()) < 0.3 * float(expected.norm())
+        bound = 0.4 if isinstance(codec, codecs.HomomorphicCodec) else 0.3  # 16 levels of one scale for all
+        assert float((whole - expected).norm()) < bound * float(expected.norm())
         (grad,) = differentiated(y, mine)
         assert grad.isfinite().all() and grad.count_nonzero() > 0
         if not sequence:
@@ -166,7 +167,8 @@ def test_what_is_not_finite_reaches_every_rank(codec: codecs.Codec, value: float
             x[1, 3, 5] = value
         assert not channel.reduce(x)[1, 3, 5].isfinite()
         assert not channel.gather(x, 1)[1, 2 * 6 + 3, 5].isfinite()
-        assert channel.reduce_scatter(x, 0).isfinite().all() == (transport.rank != 1)
+        one_scale = isinstance(codec, codecs.HomomorphicCodec)  # for the rows of all ranks
+        assert channel.reduce_scatter(x, 0).isfinite().all() == (transport.rank != 1 and not one_scale)
         clean = values(transport.rank, 4, 6, 32)
         assert channel.reduce(clean).isfinite().all(), "it outlived its step"
 
