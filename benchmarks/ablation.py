@@ -33,7 +33,7 @@ from benchmarks.training.cell import Cell
 from benchmarks.training.methods import COMPUTE
 from benchmarks.training.summary import interval
 from benchmarks.training.workloads import MODELS
-from benchmarks.variants import SEPARATOR, Variant
+from benchmarks.variants import SEPARATOR
 from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler.planners import Prediction
 from fusionlayer.scheduler.planning import make_plan, plan_costs, predict_plan
@@ -60,9 +60,7 @@ def make_plans(profile: Profile, codec: str, rate: str | None, workers: int) -> 
     plans: dict[bytes, FusionPlan] = {}
     makers: dict[bytes, tuple[str, ...]] = {}
     for name in fl.planners.names():
-        made = make_plan(
-            profile, fl.planners.get(name), Variant.parse(codec).make_codec().bare, scenario, workers, measured=True
-        )
+        made = make_plan(profile, fl.planners.get(name), fl.codecs.get(codec).bare, scenario, workers, measured=True)
         plans[made.digest()] = made
         makers[made.digest()] = (*makers.get(made.digest(), ()), name)
     return [
@@ -153,7 +151,7 @@ def main() -> int:
         "--rates", type=comma_separated(str), default=("100mbit", "1gbit"), help="default 100mbit,1gbit"
     )
     parser.add_argument("--hosts", type=count(2), default=2, help="number of hosts, a worker on each (default 2)")
-    parser.add_argument("--codec", default="dgc", help="of all gradients (default dgc)")
+    parser.add_argument("--codec", choices=fl.codecs.names(), default="dgc", help="of all gradients (default dgc)")
     parser.add_argument("--rounds", type=count(), default=10, help="turns of each plan (default 10)")
     parser.add_argument("--repeats", type=count(), default=11, help="of the profile's measurements (default 11)")
     parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
@@ -161,7 +159,6 @@ def main() -> int:
     parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
     options = parser.parse_args()
     try:
-        Variant.parse(options.codec)
         networks = [Network(options.hosts, rate) for rate in options.rates]
     except ValueError as error:
         parser.error(str(error))
@@ -191,14 +188,13 @@ def _measure(network: Network, options: argparse.Namespace) -> list[dict[str, An
     """Return the rows of one network; None if workers failed, which they have said on stderr."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        codec = options.codec.split(SEPARATOR)[0]
         sizes = ["--repeats", str(options.repeats), "--largest", str(4**10)]
         profiling = [
             "profile",
             "--model",
             f"benchmarks.training.workloads:{options.model.replace('-', '_')}",
             "--codec",
-            codec,
+            options.codec,
             *sizes,
             "--out",
             str(folder),

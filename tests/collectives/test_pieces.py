@@ -99,8 +99,9 @@ def test_the_halves(world: int, codec: Codec, piece: int | None) -> None:
                     source = given(rank, 0, numel, torch.float32)
                     assert float((every[rank] - source).norm()) <= coarse * float(source.norm())
                 norms = sum(float(source.norm()) for source in sources)
-                # Codes that add up have one scale for all rows of all ranks; test_integer_sum.py looks at their errors.
-                assert isinstance(codec, HomomorphicCodec) or float((mine.double() - exact).norm()) <= coarse * norms
+                if isinstance(codec, HomomorphicCodec):  # a row above the mean of all rows is cut off at their scale
+                    coarse = 1.0
+                assert float((mine.double() - exact).norm()) <= coarse * norms
 
     over_threads(world, body)
 
