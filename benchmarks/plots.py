@@ -259,7 +259,8 @@ def _same_training(setting: Setting, title: str) -> bool:
     if kind is None or not issubclass(kind, Text):
         return False
     model = f"width {kind.config.width}, {kind.config.layers} layers"
-    return model in title and f"{setting.hosts * setting.workers} workers with batches of {kind.batch_size};" in title
+    workers = f"{setting.hosts * setting.workers} workers with batches of {kind.batch_size};"
+    return model in title and workers in title and "of AdamW" in title
 
 
 def draw(results: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Final validation loss of every method beside that of f32 gradients, with its spread over seeds.
 
     python -m benchmarks.convergence [--presets ddp,int8,int4] [--seeds 3] [--out benchmarks/results]
-    python -m benchmarks.convergence --resume benchmarks/results/convergence_HARDWARE_DATE.json
+    python -m benchmarks.convergence --resume benchmarks/results/convergence-gpt-2x1-adamw_HARDWARE_DATE.json
 
 Trains a GPT on this machine's loopback; how fast that is does not matter. A run is one method with one seed. With
 ``--out`` each one is in the result file as soon as it has ended; ``--resume`` with the same settings does what is
@@ -28,7 +28,6 @@ from benchmarks.variants import Variant
 from .settings import MODELS, OPTIMIZERS, PEERS, VALIDATION_PIECES, Settings, methods
 from .summary import summarize
 
-THEME = "convergence"
 START_SECONDS, STEP_SECONDS = 300.0, 10.0
 """What a run may take: to start, and for each step. Far more than it does, so that only what hangs is ended."""
 
@@ -54,7 +53,7 @@ def main() -> int:
         except ValueError as error:
             parser.error(str(error))
         folder = options.resume.parent
-    elif folder and (path := result_path(folder, THEME, environment)).exists():
+    elif folder and (path := result_path(folder, settings.theme, environment)).exists():
         parser.error(f"{path} exists; continue it with --resume {path}, or choose another --out")
     have = {(row["method"], row["seed"]) for row in rows}
     runs = [(m, s) for s in range(options.seeds) for m in options.presets if (m, s) not in have]
@@ -69,7 +68,7 @@ def main() -> int:
             row = {"method": method, "seed": seed, "final": losses[-1][1], "losses": losses}
             rows.append({**row, "commit": environment.commit})
             if folder:
-                write(folder, THEME, settings.title, environment, rows, summarize(rows))
+                write(folder, settings.theme, settings.title, environment, rows, summarize(rows))
     except KeyboardInterrupt:
         failed.append("interrupted")
     if rows:

@@ -38,6 +38,11 @@ class Settings:
     optimizer: str = "AdamW"
 
     @property
+    def theme(self) -> str:
+        """What its result file begins with."""
+        return f"convergence-{self.model}-{self.workers}x1-{self.optimizer.lower()}"
+
+    @property
     def title(self) -> str:
         """All settings in words: runs of equal titles can be compared."""
         config = MODELS[self.model]

@@ -16,7 +16,7 @@ from tests.examples.places import NAMESPACES_WORK, ROOT
 @pytest.mark.short
 def test_parts_of_the_suite(tmp_path: Path) -> None:
     (tmp_path / "training-gpt-2x1_x_2026-01-01.json").touch()
-    (tmp_path / "convergence_x_2026-01-01.json").touch()
+    (tmp_path / "convergence-gpt-2x1-adamw_x_2026-01-01.json").touch()
     (tmp_path / "codec_x_2026-01-01.json").touch()
     parts = list(commands(smoke=False, busy_ok=False, out=tmp_path))
     assert [part[0] for part in parts] == [
@@ -24,7 +24,7 @@ def test_parts_of_the_suite(tmp_path: Path) -> None:
         *("benchmarks.ablation", "benchmarks.codec", "benchmarks.collective", "benchmarks.plots"),
     ]
     assert all("--out" in part and "--busy-ok" not in part for part in parts)
-    drawn = ["convergence_x_2026-01-01.json", "training-gpt-2x1_x_2026-01-01.json"]
+    drawn = ["convergence-gpt-2x1-adamw_x_2026-01-01.json", "training-gpt-2x1_x_2026-01-01.json"]
     assert [Path(name).name for name in parts[-1][1:3]] == drawn
     assert all(
         "--busy-ok" in part for part in commands(smoke=True, busy_ok=False, out=tmp_path) if "plots" not in part[0]
