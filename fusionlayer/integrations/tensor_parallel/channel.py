@@ -26,6 +26,7 @@ from ...functional import make_codec
 from ...seeds import derive_seed
 from ...transport import Transport
 from ...wire import DTYPE_CODES, WIRE_VERSION
+from ..groups import resolve
 
 __all__ = ["PIECE_BYTES", "Channel"]
 
@@ -83,7 +84,7 @@ class Channel:
         **codec_options: Any,
     ) -> None:
         self.codec = make_codec(codec, codec_options).bare
-        self._transport = context.transport(_resolve(group))
+        self._transport = context.transport(resolve(group, "tensor parallelism", "tp"))
         self.rank, self.size = self._transport.rank, self._transport.size
         if algorithm is not None and (algorithm not in _REDUCERS or self.codec.lossless):
             expected = "None, as lossless codecs are summed densely" if self.codec.lossless else "one_shot or two_shot"
@@ -228,22 +229,6 @@ class Channel:
     def _piece(self, x: Tensor) -> int:
         nbytes = self._piece_bytes or PIECE_BYTES.get(x.device.type, PIECE_BYTES["cpu"])
         return max(1, nbytes // x.element_size())
-
-
-def _resolve(group: object) -> dist.ProcessGroup | Transport | None:
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ConfigError(
-                f"tensor parallelism got a mesh with the dimensions {group.mesh_dim_names or group.ndim}; give it the "
-                "one of tensor parallelism: mesh['tp']"
-            )
-        return group.get_group()
-    if group is None or isinstance(group, (dist.ProcessGroup, Transport)):
-        return group
-    raise ConfigError(
-        f"tensor parallelism got {group!r} as group; expected a process group this process is in, a one-dimensional "
-        "DeviceMesh, a transport, or None for all ranks"
-    )
 
 
 def _positive(dim: int, x: Tensor) -> int:
