@@ -21,7 +21,7 @@ from torch.nn import functional
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError, PlanMismatch
 from tests.harness import checkpoint, outcomes_of, run_ranks
-from tests.integrations.training import fill
+from tests.integrations.training import fill, weights
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.medium
@@ -110,23 +110,23 @@ def same_on_all_ranks(x: Tensor) -> bool:
 # ---- training to the last bit ---------------------------------------------------------------------------------------
 
 
-def hold_lossless(rank: int, world: int, policy: str, reshard: bool) -> None:
+def hold_lossless(rank: int, world: int, policy: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    native = run(sharded(mesh, policy, reshard_after_forward=reshard), 50)
-    model = sharded(mesh, policy, reshard_after_forward=reshard)
-    compression = fl.fsdp.compress(model, all_gather="zip", reduce_scatter=None)
-    assert compression.weights == fl.codecs.get("zip").bare and compression.gradients is None
-    assert same(run(model, 50), native)
-    assert compression.bytes_sent > 0
-    assert torch.stack(native[:5]).mean() > 2 * torch.stack(native[45:50]).mean()
+    for reshard in (True, False):
+        native = run(sharded(mesh, policy, reshard_after_forward=reshard), 50)
+        model = sharded(mesh, policy, reshard_after_forward=reshard)
+        compression = fl.fsdp.compress(model, all_gather="zip", reduce_scatter=None)
+        assert compression.weights == fl.codecs.get("zip").bare and compression.gradients is None
+        assert same(run(model, 50), native)
+        assert compression.bytes_sent > 0
+        assert torch.stack(native[:5]).mean() > 2 * torch.stack(native[45:50]).mean()
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("policy", ["f32", "bf16"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, reshard: bool) -> None:
-    run_ranks(hold_lossless, world, policy, reshard, timeout=100)
+def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str) -> None:
+    run_ranks(hold_lossless, world, policy, timeout=130)
 
 
 def hold_lossless_gradients(rank: int, world: int) -> None:
@@ -240,23 +240,21 @@ def test_weights_of_several_types_travel_as_they_are() -> None:
 
 def hold_checkpoint(rank: int, world: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    codecs = {"weights": "zip", "gradients": "int8"}
-
     def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = sharded(mesh, "bf16")
-        fl.fsdp.compress(model, **codecs)
+        fl.fsdp.compress(model, weights="zip", gradients="int8")
         return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     model, optimizer = begin()
     train(model, optimizer, range(5))
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    of_model, state = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": state}, checkpoint_id=folder)
     expected = train(model, optimizer, range(5, 10)) + full(model.parameters())
 
     model, optimizer = begin()
-    weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    of_model, state = get_state_dict(model, optimizer)
+    dcp.load({"model": of_model, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=state)
     assert same(train(model, optimizer, range(5, 10)) + full(model.parameters()), expected)
 
 
@@ -306,18 +304,20 @@ def test_gradients_come_close(world: int) -> None:
 
 def hold_lossy_weights(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    for codec, bound in (("int8", 0.05), ("int4", 0.5), ("bf16", 0.02)):
+    for codec, bound in (("int8", 0.02), ("int4", 0.2), ("bf16", 0.005)):
         model = sharded(mesh)
         fl.fsdp.compress(model, weights=codec)
         before = full(model.parameters())
-        x, _ = batch(0, 0)  # of rank 0 on all ranks
-        y = model(x)
-        assert same_on_all_ranks(y), "every rank has decoded the same weights, its own shard's too"
-        expected = make_model()(x)
-        error = float((y - expected).detach().norm())
-        assert 0 < error <= bound * float(expected.detach().norm()), codec
+        y = model(batch(0, 0)[0])  # of rank 0 on all ranks
+        assert same_on_all_ranks(y)
         y.sum().backward()
         assert same(full(model.parameters()), before), "shards are what they were"
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        found, exact = weights(model), weights(make_model())
+        assert same_on_all_ranks(found), "also where the shard is the rank's own"
+        assert 0 < float((found - exact).norm()) <= bound * float(exact.norm()), codec
     # It learns, and what is left out of the weights' messages is not lost to the optimizer.
     losses = run_with_lossy_weights(mesh)
     assert torch.stack(losses[:5]).mean() > 2 * torch.stack(losses[45:50]).mean()
