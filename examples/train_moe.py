@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_moe.py --codec int8 --gradient-codec zip
     torchrun --nproc-per-node 2 examples/train_moe.py --codec zip --dtype f32
 
-With ``--codec zip`` every loss has the same bits as with ``--codec raw``, which sends tokens as they are: the digest that
-is printed is of all losses and weights of all ranks. Nothing is downloaded.
+With ``--codec zip`` every loss has the same bits as with ``--codec raw``, which sends tokens as they are: the digest
+that is printed is of all losses and weights of all ranks. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def parse_options() -> argparse.Namespace:
         "--gradient-codec", choices=fl.codecs.names(), help="of tokens' gradients (default: as of tokens)"
     )
     parser.add_argument(
-        "--data-codec", choices=fl.codecs.names(), default="raw", help="of the gradients of shared weights (default raw)"
+        "--data-codec",
+        choices=fl.codecs.names(),
+        default="raw",
+        help="of gradients of shared weights (default raw)",
     )
     parser.add_argument("--experts", type=positive, default=8, help="of each mixture, on all ranks (default 8)")
     parser.add_argument("--experts-per-token", type=positive, default=2, help="(default 2)")
@@ -160,7 +163,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     model = make_model(config, options, dispatcher).to(device)
     mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
 
-    # Experts are this rank's alone; the gradients of all other weights are averaged over ranks, the router's as they are.
+    # Experts are this rank's alone. Gradients of all other weights are averaged, the router's uncompressed.
     of_experts = [parameter for mixture in mixtures for parameter in mixture.experts.parameters()]
     shared = {name: parameter for name, parameter in model.named_parameters() if ".experts." not in name}
     mine = torch.optim.AdamW(of_experts, lr=options.learning_rate, foreach=False)

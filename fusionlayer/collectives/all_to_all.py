@@ -10,6 +10,8 @@ from torch import Tensor
 from ..codecs import Codec
 from ..seeds import derive_seed
 from ..transport import Transport
+from ..wire import DTYPE_CODES
+from . import zipped
 
 __all__ = ["all_to_all"]
 
@@ -29,7 +31,7 @@ def all_to_all(
     One quantisation of what travels; what stays on this rank is copied as it is.
 
     Args:
-        x: flat and contiguous; f32, bf16 or f16, with ``raw`` of any type.
+        x: flat and contiguous; f32, bf16 or f16, with a lossless codec of any type.
         out: flat and contiguous, of the type of ``x``.
         sends: elements for each rank, zeros allowed; they add up to the length of ``x``.
         recvs: elements from each rank, which that one sends; they add up to the length of ``out``.
@@ -37,6 +39,9 @@ def all_to_all(
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
     """
+    if codec.zips and x.dtype in DTYPE_CODES:
+        zipped.all_to_all(x, out, sends, recvs, codec, transport)
+        return
     rank = transport.rank
     parts, pieces = x.split(list(sends)), out.split(list(recvs))
     if codec.lossless:

@@ -147,7 +147,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *
 
     Args:
         x: f32, bf16 or f16, contiguous, equally long on all ranks.
-        out: of the type of ``x``; not a part of it.
+        out: of the type of ``x``, or f32; not a part of it.
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
         piece: elements of a part that travel at a time, while others are encoded or summed; None: 4 MiB of them.
@@ -228,19 +228,20 @@ def _reduce(
 ) -> Piece:
     """Send piece j to rank j and leave in ``out`` the sum of what all ranks have for this one."""
     rank, size, slot = transport.rank, transport.size, index % IN_FLIGHT
-    capacity = codec.wire(out.numel(), out.dtype).capacity
+    dtype = pieces[rank].dtype
+    capacity = codec.wire(out.numel(), dtype).capacity
     every = transport.scratch(f"incoming {slot}", size * capacity, out.device).view(size, capacity)
-    theirs = [_Letter(codec, row, out.numel(), out.dtype) for row in every]
+    theirs = [_Letter(codec, row, out.numel(), dtype) for row in every]
     numels = [0 if peer == rank else piece.numel() for peer, piece in enumerate(pieces)]
-    room = _room(transport, f"outgoing {slot}", numels, codec, out)
-    mine = [_Letter(codec, space, n, out.dtype) for space, n in zip(room, numels, strict=True)]
+    room = _room(transport, f"outgoing {slot}", numels, codec, pieces[rank])
+    mine = [_Letter(codec, space, n, dtype) for space, n in zip(room, numels, strict=True)]
     mine[rank] = theirs[rank]
     for peer, piece in enumerate(pieces):
         codec.encode(piece, mine[peer].payload, residual=None if residuals is None else residuals[peer])
     yield from _travel(mine, theirs, codec, transport)
     if residuals is None:
         out.fill_(-0.0)  # adding to it changes no bit, not even of other zeros
-        codec.decode_sum(every, out, add=True)
+        codec.decode_sum(every, out, dtype=dtype, add=True)
     else:
         total = transport.scratch(f"sum {slot}", capacity, out.device)
         codec.recode(every, total, out.numel(), dtype=out.dtype, residual=residuals[rank])

@@ -14,14 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import codecs, context
 from ..codecs import Codec
-from ..collectives import halves
+from ..collectives import halves, zipped
+from ..collectives.switching import switcher_of
 from ..errors import ConfigError
-from ..functional import make_codec
+from ..functional import AUTO
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES, WIRE_VERSION
+from .choice import Choice
 
 __all__ = ["Compression", "compress"]
+
+_RAW = codecs.get("raw").bare
 
 
 class _Given(Enum):
@@ -32,13 +36,13 @@ class Compression:
     """What ``compress`` has put in the place of torch's collectives.
 
     Attributes:
-        weights: codec of the all-gathers of weights; None: torch's own all-gather.
-        gradients: codec of the reduce-scatters of gradients; None: torch's own reduce-scatter.
+        weights: what all-gathers of weights carry, in words; None: torch's own all-gather.
+        gradients: what reduce-scatters of gradients carry; None: torch's own reduce-scatter.
     """
 
     def __init__(self, all_gather: _AllGather | None, reduce_scatter: _ReduceScatter | None) -> None:
-        self.weights = all_gather.codec if all_gather else None
-        self.gradients = reduce_scatter.codec if reduce_scatter else None
+        self.weights = str(all_gather.choice) if all_gather else None
+        self.gradients = str(reduce_scatter.choice) if reduce_scatter else None
         self._collectives = [c for c in (all_gather, reduce_scatter) if c]
 
     @property
@@ -49,8 +53,8 @@ class Compression:
 
 def compress(
     model: nn.Module,
-    weights: str | Codec | None = "zip",
-    gradients: str | Codec | None = None,
+    weights: str | Codec | None = AUTO,
+    gradients: str | Codec | None = AUTO,
     *,
     all_gather: str | Codec | None | _Given = _Given.NOT,
     reduce_scatter: str | Codec | None | _Given = _Given.NOT,
@@ -68,8 +72,11 @@ def compress(
 
     Args:
         model: holds modules that ``fully_shard`` was applied to, or is one.
-        weights: name or codec of what all-gathers carry; None leaves torch's all-gather.
-        gradients: the same for reduce-scatters.
+        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights go as they are, or by ``zip``
+            where that was measured to take less time (``fusionlayer.switcher`` of the group tells). None leaves torch's
+            all-gather.
+        gradients: the same for reduce-scatters. Lossless codecs send in bf16 what is in f32 for the sum only, as
+            gradients of a bf16 model are.
         all_gather: another name of ``weights``: what the all-gather carries.
         reduce_scatter: another name of ``gradients``.
 
@@ -79,8 +86,8 @@ def compress(
         TransportError: from forward and backward, a peer was lost, stopped or late.
     """
     modules = _sharded_modules(model)
-    gathering = _codec("weights", weights, "all_gather", all_gather, "zip")
-    reducing = _codec("gradients", gradients, "reduce_scatter", reduce_scatter, None)
+    gathering = _choice("weights", weights, "all_gather", all_gather)
+    reducing = _choice("gradients", gradients, "reduce_scatter", reduce_scatter)
     gather = _AllGather("weights", gathering) if gathering else None
     scatter = _ReduceScatter("gradients", reducing) if reducing else None
     for module in modules:
@@ -98,10 +105,10 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if "ReplicateModule" in names:
         raise ConfigError(
-            "fsdp.compress got a model that replicate() was applied to, whose weights do not travel; wrap its optimizer "
-            "in fusionlayer.DistributedOptimizer instead of replicate()"
+            "fsdp.compress got a model that replicate() was applied to, whose weights do not travel; wrap its "
+            "optimizer in fusionlayer.DistributedOptimizer instead of replicate()"
         )
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         what = "FullyShardedDataParallel, FSDP1," if "FullyShardedDataParallel" in names else "none of its modules"
         raise ConfigError(
@@ -111,23 +118,21 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return modules
 
 
-def _codec(
-    name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _Given, default: str | None
-) -> Codec | None:
-    """Return the codec that a user has named by one of two arguments."""
+def _choice(name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _Given) -> Choice | None:
+    """Return what a user has named by one of two arguments."""
     if not isinstance(other, _Given):
-        if value != default and value != other:
+        if value not in (AUTO, other):
             raise ConfigError(f"fsdp.compress got {name}={value} and {alias}={other}, which mean the same; give one")
         value = other
     if value is None:
         return None
-    codec = make_codec(value, {})
-    if codec.ahead:
+    choice = Choice.of(value, {})
+    if choice.codec.ahead:
         raise ConfigError(
-            f"fsdp.compress got {name}={codec}, which leaves most elements out and needs error feedback; choose a codec "
-            "that sends all"
+            f"fsdp.compress got {name}={choice}, which leaves most elements out and needs error feedback; choose a "
+            "codec that sends all"
         )
-    return codec.checked if context.settings().checksum else codec.bare
+    return choice
 
 
 class _Collective:
@@ -136,8 +141,8 @@ class _Collective:
     The interface is that of torch's ``Comm``, which is not public and says no more.
     """
 
-    def __init__(self, what: str, codec: Codec) -> None:
-        self.codec = codec
+    def __init__(self, what: str, choice: Choice) -> None:
+        self.choice = choice
         self.bytes_sent = 0
         self._what = what
         self._agreed: weakref.WeakSet[Transport] = weakref.WeakSet()
@@ -150,14 +155,14 @@ class _Collective:
         """Return the transport over ``group``, whose ranks have compared codecs."""
         transport = context.transport(group)
         if transport not in self._agreed:
-            facts = f"{self._what} {self.codec} {WIRE_VERSION}"
+            facts = f"{self._what} {self.choice} {WIRE_VERSION}"
             digest = hashlib.sha256(facts.encode()).digest()
             transport.check_agreement(f"the codec of FSDP's {self._what}", digest)
             self._agreed.add(transport)
         return transport
 
     def _codec_for(self, x: Tensor) -> Codec:
-        return self.codec if x.dtype in DTYPE_CODES else codecs.get("raw").bare
+        return self.choice.codec if x.dtype in DTYPE_CODES else _RAW
 
 
 class _AllGather(_Collective):
@@ -167,8 +172,12 @@ class _AllGather(_Collective):
         """Fill ``output_tensor`` (size * n,) with all ranks' ``input_tensor`` (n,), which is this rank's part of it."""
         transport = self._over(group)
         before = transport.bytes_sent
-        rows, seed = output_tensor.view(transport.size, -1), derive_seed(transport.sequence)
-        halves.all_gather(input_tensor, rows, self._codec_for(input_tensor), transport, seed=seed)
+        codec = self._codec_for(input_tensor)
+        if self.choice.auto and codec.zips:
+            switcher_of(transport, codec).all_gather(input_tensor, output_tensor)
+        else:
+            rows, seed = output_tensor.view(transport.size, -1), derive_seed(transport.sequence)
+            halves.all_gather(input_tensor, rows, codec, transport, seed=seed)
         self.bytes_sent += transport.bytes_sent - before
 
 
@@ -183,16 +192,45 @@ class _ReduceScatter(_Collective):
     ) -> None:
         """Fill ``output_tensor`` (n,) with the sum of part ``rank`` of all ranks' ``input_tensor`` (size * n,), scaled.
 
-        It is there when the call returns (CPU) or where the current stream is then (CUDA): torch waits for nothing else.
+        It is there when the call returns (CPU) or on the current stream (CUDA): torch waits for nothing else.
         """
         transport = self._over(group)
         before = transport.bytes_sent
-        # Other replicas of the shard (HSDP) have the same sequence and must not round alike: their errors would add up.
-        seed = derive_seed(transport.sequence, dist.get_process_group_ranks(group)[0])
-        rows = input_tensor.view(transport.size, -1)
-        halves.reduce_scatter(rows, output_tensor, self._codec_for(input_tensor), transport, seed=seed)
+        codec = self._codec_for(input_tensor)
+        if self.choice.auto and codec.zips:
+            switcher_of(transport, codec).run(
+                "reduce_scatter",
+                (transport.size - 1) * output_tensor.nbytes,
+                lambda: _reduce(input_tensor, output_tensor, _RAW, transport),
+                lambda: _reduce_zipped(input_tensor, output_tensor, codec, transport),
+                like=input_tensor,
+            )
+        elif codec.zips:
+            _reduce_zipped(input_tensor, output_tensor, codec, transport)
+        else:
+            # Other replicas of the shard (HSDP) have the same sequence and must not round alike: errors would add up.
+            seed = derive_seed(transport.sequence, dist.get_process_group_ranks(group)[0])
+            _reduce(input_tensor, output_tensor, codec, transport, seed)
         _scale(output_tensor, op, transport.size)
         self.bytes_sent += transport.bytes_sent - before
+
+
+def _reduce(x: Tensor, out: Tensor, codec: Codec, transport: Transport, seed: int = 0) -> None:
+    halves.reduce_scatter(x.view(transport.size, -1), out, codec, transport, seed=seed)
+
+
+def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -> None:
+    """Sum as ``_reduce`` does, to the same bits; what was bf16 before it was made f32 for the sum travels as bf16.
+
+    Gradients of a bf16 model are, unless they were accumulated (ZipCCL, section 5.2); ranks ask each other.
+    """
+    if x.dtype is torch.float32:
+        narrow = x.bfloat16()
+        wide = torch.tensor([not torch.equal(narrow.float(), x)], dtype=torch.uint8)
+        transport.all_reduce_max(wide)
+        if not wide:
+            x = narrow
+    zipped.reduce_scatter(x, out, codec, transport)
 
 
 def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> None:
@@ -200,6 +238,7 @@ def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int
     if op == dist.ReduceOp.AVG:
         total.div_(size)
     elif op == dist.ReduceOp.PREMUL_SUM:
-        total.mul_(op.factor if hasattr(op, "factor") else op.__getstate__()[1])  # torch 2.11 shows it only there
+        # torch 2.11 shows the factor only where it pickles it.
+        total.mul_(op.factor if hasattr(op, "factor") else op.__getstate__()[1])  # type: ignore[attr-defined]
     elif op != dist.ReduceOp.SUM:
         raise ConfigError(f"FSDP asks for a reduction by {op}, which is unknown here; expected SUM, AVG or PREMUL_SUM")

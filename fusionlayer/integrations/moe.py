@@ -16,14 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import context
 from ..codecs import Codec
 from ..collectives.all_to_all import all_to_all
+from ..collectives.switching import switcher_of
 from ..errors import ConfigError, PlanMismatch
-from ..functional import make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES, WIRE_VERSION
+from .choice import Choice
 from .groups import resolve
 
 __all__ = ["Dispatcher", "Experts", "Route"]
+
+_Way = tuple[Sequence[int], int, Choice]
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,20 @@ class Route:
         counts: (size, experts) int64 on the CPU, the rows that each rank has sent for each expert of this one.
         sent: rows that this rank has sent to each rank.
         received: rows that it has received from each rank.
+        most: rows that a rank has sent to others at most, and received.
     """
 
     counts: Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    most: tuple[int, int]
 
 
 class Dispatcher:
     """Carries tokens to the ranks that have their experts, and what experts make of them back, compressed.
 
-    Both are differentiable, and each is the transpose of the other: gradients of what was dispatched travel as ``combine``
-    does, and the other way round. How many tokens go where may differ from rank to rank and from call to call.
+    Both are differentiable, and each is the transpose of the other: gradients of what was dispatched travel as
+    ``combine`` does, and the other way round. How many tokens go where may differ over ranks and from call to call.
 
     Every rank makes the same calls in the same order, with no tokens if it has none. What stays on a rank is not
     encoded; in a group of one rank nothing is done. Under ``torch.compile`` the calls stay outside of graphs.
@@ -53,7 +58,8 @@ class Dispatcher:
     Args:
         group: process group, one-dimensional ``DeviceMesh`` or transport; None means all ranks. All its ranks make the
             dispatcher together.
-        codec: name or codec of what travels in the forward; None takes the configured one (``raw`` by default).
+        codec: name or codec of what travels in the forward; None takes the configured one (``raw`` by default). "auto"
+            changes no bit: tokens go as they are, or by ``zip`` where that was measured to take less time.
         gradient_codec: the same for the backward; None takes that of the forward.
         codec_options: options of a forward codec given by name.
 
@@ -66,8 +72,6 @@ class Dispatcher:
     Attributes:
         rank: this process in the group.
         size: number of ranks of the group.
-        codec: of the forward.
-        gradient_codec: of the backward.
         bytes_sent: payload bytes that this rank has sent so far, in forward and backward.
     """
 
@@ -79,15 +83,15 @@ class Dispatcher:
         gradient_codec: str | Codec | None = None,
         **codec_options: Any,
     ) -> None:
-        self.codec = make_codec(codec, codec_options).bare
-        self.gradient_codec = self.codec if gradient_codec is None else make_codec(gradient_codec, {}).bare
+        self._forward = Choice.of(codec, codec_options)
+        self._backward = self._forward if gradient_codec is None else Choice.of(gradient_codec, {})
         self._transport = context.transport(resolve(group, "expert parallelism", "ep"))
         self.rank, self.size = self._transport.rank, self._transport.size
         self.bytes_sent = 0
         if self.size > 1:
-            self._agree("codecs of expert parallelism", f"{self.codec}, gradients {self.gradient_codec}")
+            self._agree("codecs of expert parallelism", f"{self._forward}, gradients {self._backward}")
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, counts: Tensor | Sequence[int]) -> tuple[Tensor, Route]:
         """Send rows to the ranks that are to have them; return those that have come here.
 
@@ -108,11 +112,18 @@ class Dispatcher:
         counts = torch.as_tensor(counts).cpu().long()
         counts = counts.view(-1, 1) if counts.dim() == 1 else counts
         self._check(rows, counts)
-        arriving = self._exchange_counts(counts, rows)
-        route = Route(arriving, tuple(counts.sum(1).tolist()), tuple(arriving.sum(1).tolist()))
-        return self._travel(rows, route.sent, route.received), route
+        every = self._gather_counts(counts, rows)
+        between = every.sum(2)
+        away = between - between.diagonal().diag()
+        route = Route(
+            every[:, self.rank].contiguous(),
+            tuple(between[self.rank].tolist()),
+            tuple(between[:, self.rank].tolist()),
+            (int(away.sum(1).max()), int(away.sum(0).max())),
+        )
+        return self._travel(rows, route.sent, route.received, route.most), route
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         """Send rows back to where those came from in whose places they are; return what this rank's have become.
 
@@ -129,35 +140,37 @@ class Dispatcher:
         """
         if len(rows) != sum(route.received):
             raise ConfigError(f"combine got {len(rows)} rows; {sum(route.received)} were dispatched to this rank")
-        return self._travel(rows, route.received, route.sent)
+        return self._travel(rows, route.received, route.sent, route.most[::-1])
 
     def __deepcopy__(self, memo: object) -> Dispatcher:
         return self  # connections have no copies; models that are copied share them
 
     def __repr__(self) -> str:
-        return f"Dispatcher({self.codec}, gradients {self.gradient_codec}, rank {self.rank} of {self.size})"
+        return f"Dispatcher({self._forward}, gradients {self._backward}, rank {self.rank} of {self.size})"
 
-    def _travel(self, rows: Tensor, sends: Sequence[int], recvs: Sequence[int]) -> Tensor:
+    def _travel(self, rows: Tensor, sends: Sequence[int], recvs: Sequence[int], most: tuple[int, ...]) -> Tensor:
         if self.size == 1:
             return rows
-        for codec in {self.codec, self.gradient_codec}:
-            if rows.dtype not in DTYPE_CODES and (codec.variable_size or not codec.lossless):
+        for choice in (self._forward, self._backward):
+            if rows.dtype not in DTYPE_CODES and (choice.codec.variable_size or not choice.codec.lossless):
                 raise ConfigError(
-                    f"expert parallelism with {codec} got {rows.dtype} rows; expected float32, bfloat16 or float16: "
+                    f"expert parallelism with {choice} got {rows.dtype} rows; expected float32, bfloat16 or float16: "
                     "cast them, or use codec='raw'"
                 )
-        arrived: Tensor = _Travel.apply(  # type: ignore[no-untyped-call]
-            rows, sends, recvs, self.codec, self.gradient_codec, self
-        )
+        ways = (sends, most[0], self._forward), (recvs, most[1], self._backward)
+        arrived: Tensor = _Travel.apply(rows, *ways, self)  # type: ignore[no-untyped-call]
         return arrived
 
-    def _move(self, rows: Tensor, sends: Sequence[int], recvs: Sequence[int], codec: Codec) -> Tensor:
+    def _move(self, rows: Tensor, sends: Sequence[int], recvs: Sequence[int], most: int, choice: Choice) -> Tensor:
         out = rows.new_empty(sum(recvs), *rows.shape[1:])
         width = math.prod(rows.shape[1:])
         counts = [width * n for n in sends], [width * n for n in recvs]
+        flat, into = rows.contiguous().view(-1), out.view(-1)
         transport, before = self._transport, self._transport.bytes_sent
-        seed = derive_seed(transport.sequence)
-        all_to_all(rows.contiguous().view(-1), out.view(-1), *counts, codec, transport, seed=seed)
+        if choice.auto:
+            switcher_of(transport, choice.codec).all_to_all(flat, into, *counts, largest=width * most)
+        else:
+            all_to_all(flat, into, *counts, choice.codec, transport, seed=derive_seed(transport.sequence))
         self.bytes_sent += transport.bytes_sent - before
         return out
 
@@ -169,45 +182,41 @@ class Dispatcher:
                 f"({self.size},) or ({self.size}, experts) numbers from 0 on that add up to {n}"
             )
 
-    def _exchange_counts(self, counts: Tensor, rows: Tensor) -> Tensor:
-        """Return how many rows each rank sends to each expert of this one, and see that rows are alike."""
+    def _gather_counts(self, counts: Tensor, rows: Tensor) -> Tensor:
+        """Return (size, size, experts), how many rows each rank sends where, and see that rows are alike."""
         kind = derive_seed(*f"{tuple(rows.shape[1:])} {rows.dtype}".encode()) >> 1  # of 63 bits, for int64
-        mine = torch.cat([counts, torch.full((self.size, 1), kind)], 1)
-        theirs = torch.empty_like(mine)
-        self._transport.all_to_all(mine.view(torch.uint8), theirs.view(torch.uint8))
-        differ = [rank for rank in range(self.size) if theirs[rank, -1] != kind]
+        mine = torch.cat([counts.reshape(-1), torch.tensor([kind])])
+        every = mine.new_empty(self.size, len(mine))
+        self._transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
+        differ = [rank for rank in range(self.size) if every[rank, -1] != every[0, -1]]
         if differ:
             raise PlanMismatch(
-                f"dispatch of {rows.dtype} rows of shape {tuple(rows.shape[1:])} on rank {self.rank}: those of ranks "
-                f"{differ} have another shape or type; make them alike",
+                f"dispatch of {rows.dtype} rows of shape {tuple(rows.shape[1:])} on rank {self.rank}: rows of ranks "
+                f"{differ} have another shape or type than those of rank 0; make them alike",
                 ranks=differ,
             )
-        return theirs[:, :-1].contiguous()
+        return every[:, :-1].view(self.size, *counts.shape)
 
     def _agree(self, what: str, facts: str) -> None:
         self._transport.check_agreement(what, hashlib.sha256(f"{facts} {WIRE_VERSION}".encode()).digest())
 
 
 class _Travel(torch.autograd.Function):
-    """Rows to other ranks by one codec; their gradients come back by the other."""
+    """Rows to other ranks, with gradients that come back.
+
+    A way is the rows that this rank sends to each, the most that a rank sends to others, and what carries them.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        sends: Sequence[int],
-        recvs: Sequence[int],
-        codec: Codec,
-        back: Codec,
-        dispatcher: Dispatcher,
-    ) -> Tensor:
-        ctx.way_back = recvs, sends, back, codec, dispatcher
-        return dispatcher._move(rows, sends, recvs, codec)
+    def forward(ctx: Any, rows: Tensor, way: _Way, back: _Way, dispatcher: Dispatcher) -> Tensor:
+        ctx.way, ctx.back, ctx.dispatcher = way, back, dispatcher
+        sends, most, choice = way
+        return dispatcher._move(rows, sends, back[0], most, choice)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        arrived: Tensor = _Travel.apply(grad, *ctx.way_back)  # type: ignore[no-untyped-call]
-        return arrived, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        returned: Tensor = _Travel.apply(grad, ctx.back, ctx.way, ctx.dispatcher)  # type: ignore[no-untyped-call]
+        return returned, None, None, None
 
 
 class Experts(nn.Module):
@@ -223,8 +232,8 @@ class Experts(nn.Module):
     Args:
         experts: those of this rank; as many on all ranks.
         dispatcher: over the ranks that share the layer.
-        average: the loss that is to be minimised is the mean of the ranks' losses, as it is with ``DistributedOptimizer``
-            and DDP, so the gradients of experts are divided by the number of ranks. False: the sum.
+        average: what is minimised is the mean of the ranks' losses, as it is with ``DistributedOptimizer`` and DDP, so
+            the gradients of experts are divided by the number of ranks. False: the sum.
 
     Raises:
         ConfigError: no experts.
@@ -266,7 +275,8 @@ class Experts(nn.Module):
         results = self.dispatcher.combine(self._run(arrived, route.counts), route)
         each = _rearrange(results, _inverse(order)).unflatten(0, (-1, copies))
         total = (each * weights.reshape(-1, copies, 1)).sum(1)
-        return total.to(tokens.dtype).view(*tokens.shape[:-1], total.shape[-1])
+        mixed: Tensor = total.to(tokens.dtype).view(*tokens.shape[:-1], total.shape[-1])
+        return mixed
 
     def _check(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """Return the experts of all tokens, flat."""
@@ -319,7 +329,7 @@ def _rearrange(rows: Tensor, order: Tensor, copies: int = 1) -> Tensor:
 
 
 class _Rearrange(torch.autograd.Function):
-    """Each row ``copies`` times, in another order; the sum in backward has an order of its own, unlike that of an index."""
+    """Each row ``copies`` times, in another order; in backward these are summed in one order, unlike by an index."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, copies: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""FSDP2 whose collectives are compressed, with ranks that are processes: the bits of training without it, and errors."""
+"""FSDP2 with compressed collectives, over ranks that are processes: the bits of training without it, and errors."""
 
 from __future__ import annotations
 
@@ -97,6 +97,10 @@ def run(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32) -> lis
     return losses + end
 
 
+def elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -116,9 +120,10 @@ def hold_lossless(rank: int, world: int, policy: str) -> None:
         native = run(sharded(mesh, policy, reshard_after_forward=reshard), 50)
         model = sharded(mesh, policy, reshard_after_forward=reshard)
         compression = fl.fsdp.compress(model, all_gather="zip", reduce_scatter=None)
-        assert compression.weights == fl.codecs.get("zip").bare and compression.gradients is None
+        assert compression.weights == str(fl.codecs.get("zip")) and compression.gradients is None
         assert same(run(model, 50), native)
-        assert compression.bytes_sent > 0
+        gathered = 50 * elements(model) * (4 if policy == "f32" else 2) * (1 + reshard) / world * (world - 1)
+        assert 0 < compression.bytes_sent < (0.95 if policy == "f32" else 0.85) * gathered
         assert torch.stack(native[:5]).mean() > 2 * torch.stack(native[45:50]).mean()
 
 
@@ -133,14 +138,17 @@ def hold_lossless_gradients(rank: int, world: int) -> None:
     """Two summands have one order, so there torch's sum is ours to the last bit."""
     mesh = init_device_mesh("cpu", (world,))
     for policy in ("f32", "bf16", "all bf16"):
-        native = run(sharded(mesh, policy), 10)
-        model = sharded(mesh, policy)
-        fl.fsdp.compress(model, weights="zip", gradients="zip")
-        results = run(model, 10)
+        native = run(sharded(mesh, policy), 6)
+        compressed = []
+        for codec in ("raw", "zip", "auto"):
+            model = sharded(mesh, policy)
+            fl.fsdp.compress(model, weights=codec, gradients=codec)
+            compressed.append(run(model, 6))
+        assert same(compressed[0], compressed[1]) and same(compressed[0], compressed[2]), policy
         if world == 2:
-            assert same(results, native), policy
+            assert same(compressed[0], native), policy
         else:
-            for mine, theirs in zip(results, native, strict=True):
+            for mine, theirs in zip(compressed[0], native, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
 
 
@@ -148,6 +156,28 @@ def hold_lossless_gradients(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_zipped_gradients_train_as_torch_s_own(world: int) -> None:
     run_ranks(hold_lossless_gradients, world, timeout=100)
+
+
+def hold_gradients_that_fit_in_bf16(rank: int, world: int) -> None:
+    """Gradients of a bf16 model are f32 for the sum only; those that were accumulated in f32 are not."""
+    mesh = init_device_mesh("cpu", (world,))
+    sent = {}
+    for policy, accumulate in (("bf16", False), ("bf16", True), ("f32", False)):
+        for codec in ("raw", "zip"):
+            model = sharded(mesh, policy)
+            compression = fl.fsdp.compress(model, weights=None, gradients=codec)
+            for last in (False, True) if accumulate else (True,):
+                model.set_requires_gradient_sync(last)
+                x, y = batch(rank, int(last))
+                (model(x).float() - y).square().mean().backward()
+            sent[policy, accumulate, codec] = compression.bytes_sent
+    assert sent["bf16", False, "zip"] < 0.45 * sent["bf16", False, "raw"]
+    for policy, accumulate in (("bf16", True), ("f32", False)):
+        assert 0.7 < sent[policy, accumulate, "zip"] / sent[policy, accumulate, "raw"] < 0.95
+
+
+def test_gradients_that_fit_in_bf16_travel_as_bf16() -> None:
+    run_ranks(hold_gradients_that_fit_in_bf16, 2)
 
 
 def hold_ways_to_shard(rank: int, world: int) -> None:
@@ -197,8 +227,8 @@ def hold_ways_to_shard(rank: int, world: int) -> None:
         for compressed in (False, True):
             model = sharded(over, **how)
             arrange(model)
-            compression = fl.fsdp.compress(model) if compressed else None
-            results.append(run(model, 6, how.get("dtype", torch.float32)))
+            compression = fl.fsdp.compress(model, "zip", None) if compressed else None
+            results.append(run(model, 4, how.get("dtype", torch.float32)))
             assert compression is None or compression.bytes_sent > 0
         assert same(*results), name
     for name, arrange in (("accumulating", accumulating), ("freezing", freezing)):
@@ -207,9 +237,9 @@ def hold_ways_to_shard(rank: int, world: int) -> None:
             model = sharded(mesh)
             arrange(model)
             if compressed:
-                fl.fsdp.compress(model)
+                fl.fsdp.compress(model, "zip", None)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            ends.append(train(model, optimizer, range(6)) + full(model.parameters()))
+            ends.append(train(model, optimizer, range(4)) + full(model.parameters()))
         assert same(*ends), name
 
 
@@ -240,6 +270,7 @@ def test_weights_of_several_types_travel_as_they_are() -> None:
 
 def hold_checkpoint(rank: int, world: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
+
     def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = sharded(mesh, "bf16")
         fl.fsdp.compress(model, weights="zip", gradients="int8")
@@ -376,7 +407,9 @@ def test_parts_of_a_model_have_codecs_of_their_own() -> None:
 
 
 def hold_refusals(rank: int, world: int) -> None:
-    with pytest.raises(ConfigError, match="got a Sequential with none of its modules where modules of FSDP2 are.*fully"):
+    with pytest.raises(
+        ConfigError, match="got a Sequential with none of its modules where modules of FSDP2 are.*fully"
+    ):
         fl.fsdp.compress(make_model())
     model = sharded(init_device_mesh("cpu", (world,)))
     with pytest.raises(ConfigError, match="did you mean 'int8'"):
