@@ -57,13 +57,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, width) for the same."""
         x = x + self.attention_out(self._attend(self.attention_norm(x)))
-        x = x + self.perceptron_out(functional.gelu(self.perceptron_in(self.perceptron_norm(x))))
-        return x
+        return x + self._transform(self.perceptron_norm(x))
 
     def _attend(self, x: Tensor) -> Tensor:
         query, key, value = self.attention_in(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.transpose(1, 2).flatten(2)
+
+    def _transform(self, x: Tensor) -> Tensor:
+        return self.perceptron_out(functional.gelu(self.perceptron_in(x)))
 
 
 class GPT(nn.Module):

@@ -17,6 +17,7 @@ from .functional import (
     broadcast_optimizer_state,
     broadcast_parameters,
     reduce_scatter,
+    switcher,
 )
 from .integrations import ddp
 from .integrations.optimizer import DistributedOptimizer
@@ -25,7 +26,7 @@ from .scheduler import planners
 from .scheduler.autotune import Autotune
 
 if TYPE_CHECKING:
-    from .integrations import pipeline, tensor_parallel
+    from .integrations import fsdp, moe, pipeline, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -53,16 +54,19 @@ __all__ = [
     "codecs",
     "collectives",
     "ddp",
+    "fsdp",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
+    "moe",
     "pipeline",
     "planners",
     "rank",
     "reduce_scatter",
     "shutdown",
     "size",
+    "switcher",
     "tensor_parallel",
     "transport",
 ]
@@ -75,6 +79,6 @@ def build_info() -> native.BuildInfo:
 
 def __getattr__(name: str) -> Any:
     # What they need of torch takes more than a second to import, and most jobs are without.
-    if name in ("pipeline", "tensor_parallel"):
+    if name in ("fsdp", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from fusionlayer.codecs._base import registry
 from fusionlayer.config import describe
 from tests.codecs.conformance import CHECKS
 from tests.examples.places import needs_namespaces
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -101,7 +102,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
-    styles, channel, optimizer, pipeline = blocks((ROOT / "docs" / "model_parallel.md").read_text(), "python")
+    styles, channel, optimizer, experts, pipeline = blocks((ROOT / "docs" / "model_parallel.md").read_text(), "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "tp", "pp"))
@@ -115,6 +116,10 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
         exec(optimizer, names)
         names["perceptron"](torch.ones(2, 4)).sum().backward()
         names["optimizer"].step()
+        exec(experts, names)
+        mixture = names["Mixture"](4, 3)
+        mixture(torch.ones(2, 5, 4)).sum().backward()
+        assert mixture.router.weight.grad is not None
         names.update({"module": nn.Linear(4, 4), "index": 0, "count": 1, "device": torch.device("cpu")})
         names["loss"] = nn.functional.mse_loss
         exec(pipeline, names)
@@ -123,6 +128,21 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
     finally:
         fl.shutdown()
         dist.destroy_process_group()
+
+
+@pytest.mark.medium
+def test_the_python_about_fsdp_runs() -> None:
+    run_ranks(hold_fsdp, 2)
+
+
+def hold_fsdp(rank: int, world: int) -> None:
+    (code,) = blocks((ROOT / "docs" / "fsdp.md").read_text(), "python")
+    mesh = dist.init_device_mesh("cpu", (world,))
+    data = torch.randn(2, 4, 8, 256, generator=torch.Generator().manual_seed(rank))
+    names: dict[str, Any] = {"mesh": mesh, "batches": list(zip(*data, strict=True))}
+    torch.manual_seed(0)
+    exec(code, names)
+    assert all(parameter.grad is None and parameter.placements for parameter in names["model"].parameters())
 
 
 @pytest.mark.medium

@@ -197,6 +197,25 @@ def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.medium
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_path: Path) -> None:
+    results = {}
+    small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4")
+    for codec in ("raw", "zip"):
+        path = tmp_path / f"{codec}.json"
+        out = torchrun(ranks, "train_moe.py", "--codec", codec, *small, "--json", str(path), timeout=140)
+        results[codec] = json.loads(path.read_text())
+        assert f"digest            {results[codec]['digest'][:16]}" in out
+    raw, zipped = results["raw"], results["zip"]
+    assert zipped["losses"] == raw["losses"] and len(raw["losses"]) == 12
+    assert raw["losses"][-1] < raw["losses"][0] - 1
+    assert zipped["digest"] == raw["digest"]
+    assert zipped["validation_loss"] == raw["validation_loss"]
+    assert raw["busiest_rank_most"] >= raw["busiest_rank_mean"] > 1.01, "the router is not balanced by itself"
+
+
+@pytest.mark.medium
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
@@ -224,11 +243,12 @@ def test_train_gpt_3d_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(170)
 def test_layers_that_cannot_be_cut_are_refused() -> None:
     for script, options, complaint in (
         ("train_tp.py", ["--heads", "3", "--width", "96"], "2 tensor-parallel ranks do not divide --heads 3"),
         ("train_pp.py", ["--layers", "1"], "--layers 1 are too few for 2 stages"),
+        ("train_moe.py", ["--experts", "3"], "--experts 3, --experts-per-token 2, --layers 4 over 2 ranks"),
     ):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=50)

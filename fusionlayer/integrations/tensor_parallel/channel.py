@@ -21,18 +21,20 @@ from ...codecs import Codec
 from ...collectives.halves import all_gather, reduce_scatter
 from ...collectives.one_shot import one_shot
 from ...collectives.two_shot import two_shot
+from ...collectives.zipped import zipped
 from ...errors import ConfigError, UsageError
 from ...functional import make_codec
 from ...seeds import derive_seed
 from ...transport import Transport
 from ...wire import DTYPE_CODES, WIRE_VERSION
+from ..groups import resolve
 
 __all__ = ["PIECE_BYTES", "Channel"]
 
 # Bytes of a tensor that travel at a time. On fast links of GPUs TACO found 64 MB best (Fig. 10).
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
-_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot}
+_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot, "zipped": zipped}
 
 _channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 _numbers: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
@@ -83,14 +85,14 @@ class Channel:
         **codec_options: Any,
     ) -> None:
         self.codec = make_codec(codec, codec_options).bare
-        self._transport = context.transport(_resolve(group))
+        self._transport = context.transport(resolve(group, "tensor parallelism", "tp"))
         self.rank, self.size = self._transport.rank, self._transport.size
-        if algorithm is not None and (algorithm not in _REDUCERS or self.codec.lossless):
-            expected = "None, as lossless codecs are summed densely" if self.codec.lossless else "one_shot or two_shot"
+        if algorithm is not None and (algorithm not in ("one_shot", "two_shot") or self.codec.lossless):
+            expected = "None, as the codec is lossless" if self.codec.lossless else "one_shot or two_shot"
             raise ConfigError(f"tensor parallelism with {self.codec} got algorithm={algorithm!r}; expected {expected}")
         if piece_bytes is not None and piece_bytes < 1:
             raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
-        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size)
+        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size, zips=self.codec.zips)
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
         if self.size > 1:
@@ -180,7 +182,7 @@ class Channel:
     def _all_reduce(self, x: Tensor) -> Tensor:
         self._check(x)
         x = x.contiguous()
-        if self._algorithm == "dense":
+        if self._algorithm == "dense" or x.dtype not in DTYPE_CODES:
             out = x.clone()
             self._transport.all_reduce(out)
             return out
@@ -228,22 +230,6 @@ class Channel:
     def _piece(self, x: Tensor) -> int:
         nbytes = self._piece_bytes or PIECE_BYTES.get(x.device.type, PIECE_BYTES["cpu"])
         return max(1, nbytes // x.element_size())
-
-
-def _resolve(group: object) -> dist.ProcessGroup | Transport | None:
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ConfigError(
-                f"tensor parallelism got a mesh with the dimensions {group.mesh_dim_names or group.ndim}; give it the "
-                "one of tensor parallelism: mesh['tp']"
-            )
-        return group.get_group()
-    if group is None or isinstance(group, (dist.ProcessGroup, Transport)):
-        return group
-    raise ConfigError(
-        f"tensor parallelism got {group!r} as group; expected a process group this process is in, a one-dimensional "
-        "DeviceMesh, a transport, or None for all ranks"
-    )
 
 
 def _positive(dim: int, x: Tensor) -> int:

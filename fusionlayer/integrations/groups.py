@@ -1,0 +1,37 @@
+"""Groups of ranks as users name them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ConfigError
+from ..transport import Transport
+
+__all__ = ["resolve"]
+
+
+def resolve(group: object, what: str, axis: str) -> dist.ProcessGroup | Transport | None:
+    """Return what ``context.transport`` takes for a process group, a one-dimensional mesh, a transport or None.
+
+    Args:
+        group: as the user gave it.
+        what: it is for, as messages name it.
+        axis: what the dimension of a mesh is called that is meant.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"{what} got a mesh with the dimensions {group.mesh_dim_names or group.ndim}; give it the one of "
+                f"{what}: mesh[{axis!r}]"
+            )
+        return group.get_group()
+    if group is None or isinstance(group, (dist.ProcessGroup, Transport)):
+        return group
+    raise ConfigError(
+        f"{what} got {group!r} as group; expected a process group this process is in, a one-dimensional DeviceMesh, a "
+        "transport, or None for all ranks"
+    )

@@ -1,0 +1,472 @@
+"""FSDP2 with compressed collectives, over ranks that are processes: the bits of training without it, and errors."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+
+import fusionlayer as fl
+from fusionlayer.errors import ConfigError, PlanMismatch
+from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.integrations.training import fill, weights
+from tests.synthetic import gradient
+
+pytestmark = pytest.mark.medium
+
+FEATURES, WIDTH, BATCH, LAYERS = 24, 65, 4, 3  # no number of ranks but 1 divides 65: shards are padded
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+F16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+POLICIES = {"f32": MixedPrecisionPolicy(), "bf16": BF16, "all bf16": ALL_BF16, "f16": F16}
+
+Shard = Callable[[nn.Module], object]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(FEATURES, WIDTH), *(Layer() for _ in range(LAYERS)), nn.Linear(WIDTH, 1)).to(dtype)
+    fill(model)
+    return model
+
+
+def sharded(mesh: DeviceMesh, policy: str = "f32", dtype: torch.dtype = torch.float32, **how: Any) -> nn.Sequential:
+    """Return a model with nested wraps: a perceptron within a layer, layers, and what is left at the root."""
+    model = make_model(dtype)
+    shard: Shard = partial(fully_shard, mesh=mesh, mp_policy=POLICIES[policy], **how)
+    shard(model[1].up)  # type: ignore[arg-type]
+    for layer in model[1:-1]:
+        shard(layer)
+    shard(model)
+    return model
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    x = gradient(BATCH * FEATURES, 7_000_000 + 1000 * step + rank).view(BATCH, FEATURES).to(dtype)
+    return x, x.float().sin().sum(1, keepdim=True)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        x, y = batch(dist.get_rank(), step, dtype)
+        optimizer.zero_grad()
+        loss = (model(x).float() - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def full(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [tensor.full_tensor().detach() for tensor in tensors if tensor is not None]  # type: ignore[attr-defined]
+
+
+def run(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return all losses of this rank and the whole weights after training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    start = full(model.parameters())
+    losses = train(model, optimizer, range(steps), dtype)
+    end = full(model.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(start, end, strict=True)), "nothing was learnt"
+    return losses + end
+
+
+def elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def same_on_all_ranks(x: Tensor) -> bool:
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x.detach().contiguous())
+    return all(torch.equal(other, every[0]) for other in every)
+
+
+# ---- training to the last bit ---------------------------------------------------------------------------------------
+
+
+def hold_lossless(rank: int, world: int, policy: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for reshard in (True, False):
+        native = run(sharded(mesh, policy, reshard_after_forward=reshard), 50)
+        model = sharded(mesh, policy, reshard_after_forward=reshard)
+        compression = fl.fsdp.compress(model, all_gather="zip", reduce_scatter=None)
+        assert compression.weights == str(fl.codecs.get("zip")) and compression.gradients is None
+        assert same(run(model, 50), native)
+        gathered = 50 * elements(model) * (4 if policy == "f32" else 2) * (1 + reshard) / world * (world - 1)
+        assert 0 < compression.bytes_sent < (0.95 if policy == "f32" else 0.85) * gathered
+        assert torch.stack(native[:5]).mean() > 2 * torch.stack(native[45:50]).mean()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("policy", ["f32", "bf16"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str) -> None:
+    run_ranks(hold_lossless, world, policy, timeout=130)
+
+
+def hold_lossless_gradients(rank: int, world: int) -> None:
+    """Two summands have one order, so there torch's sum is ours to the last bit."""
+    mesh = init_device_mesh("cpu", (world,))
+    for policy in ("f32", "bf16", "all bf16"):
+        native = run(sharded(mesh, policy), 6)
+        compressed = []
+        for codec in ("raw", "zip", "auto"):
+            model = sharded(mesh, policy)
+            fl.fsdp.compress(model, weights=codec, gradients=codec)
+            compressed.append(run(model, 6))
+        assert same(compressed[0], compressed[1]) and same(compressed[0], compressed[2]), policy
+        if world == 2:
+            assert same(compressed[0], native), policy
+        else:
+            for mine, theirs in zip(compressed[0], native, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [2, 3])
+def test_zipped_gradients_train_as_torch_s_own(world: int) -> None:
+    run_ranks(hold_lossless_gradients, world, timeout=100)
+
+
+def hold_gradients_that_fit_in_bf16(rank: int, world: int) -> None:
+    """Gradients of a bf16 model are f32 for the sum only; those that were accumulated in f32 are not."""
+    mesh = init_device_mesh("cpu", (world,))
+    sent = {}
+    for policy, accumulate in (("bf16", False), ("bf16", True), ("f32", False)):
+        for codec in ("raw", "zip"):
+            model = sharded(mesh, policy)
+            compression = fl.fsdp.compress(model, weights=None, gradients=codec)
+            for last in (False, True) if accumulate else (True,):
+                model.set_requires_gradient_sync(last)
+                x, y = batch(rank, int(last))
+                (model(x).float() - y).square().mean().backward()
+            sent[policy, accumulate, codec] = compression.bytes_sent
+    assert sent["bf16", False, "zip"] < 0.45 * sent["bf16", False, "raw"]
+    for policy, accumulate in (("bf16", True), ("f32", False)):
+        assert 0.7 < sent[policy, accumulate, "zip"] / sent[policy, accumulate, "raw"] < 0.95
+
+
+def test_gradients_that_fit_in_bf16_travel_as_bf16() -> None:
+    run_ranks(hold_gradients_that_fit_in_bf16, 2)
+
+
+def hold_ways_to_shard(rank: int, world: int) -> None:
+    """Prefetching, early unsharding, smaller groups after forward, two-dimensional meshes, other types, offloading."""
+    mesh = init_device_mesh("cpu", (world,))
+    replicated = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+
+    def prefetching(model: nn.Sequential) -> None:
+        layers = list(model[1:-1])
+        for layer, following in zip(layers, layers[1:], strict=False):
+            layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+            following.set_modules_to_backward_prefetch([layer])  # type: ignore[operator]
+
+    def unsharding_early(model: nn.Sequential) -> None:
+        def unshard(*_: object) -> None:
+            for layer in model[1:-1]:
+                layer.unshard(async_op=True)  # type: ignore[operator]
+
+        model[0].register_forward_pre_hook(unshard)
+        model._set_unshard_async_op(True)  # type: ignore[operator]
+
+    def accumulating(model: nn.Sequential) -> None:
+        def once_in_two(module: nn.Module, *_: object) -> None:
+            accumulating_steps.append(None)
+            module.set_requires_gradient_sync(len(accumulating_steps) % 2 == 0)  # type: ignore[operator]
+
+        accumulating_steps: list[None] = []
+        model.register_forward_pre_hook(once_in_two)
+
+    def freezing(model: nn.Sequential) -> None:
+        model[2].requires_grad_(False)
+
+    def nothing(model: nn.Sequential) -> None:
+        pass
+
+    ways: dict[str, tuple[DeviceMesh, dict[str, Any], Callable[[nn.Sequential], None]]] = {
+        "prefetching": (mesh, {}, prefetching),
+        "unsharding early": (mesh, {}, unsharding_early),
+        "smaller groups": (mesh, {"reshard_after_forward": world // 2}, nothing),
+        "replicas": (replicated, {"policy": "bf16"}, nothing),
+        "f16": (mesh, {"policy": "f16"}, nothing),
+        "f64": (mesh, {"dtype": torch.float64}, nothing),
+        "offloading": (mesh, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, nothing),
+    }
+    for name, (over, how, arrange) in ways.items():
+        results = []
+        for compressed in (False, True):
+            model = sharded(over, **how)
+            arrange(model)
+            compression = fl.fsdp.compress(model, "zip", None) if compressed else None
+            results.append(run(model, 4, how.get("dtype", torch.float32)))
+            assert compression is None or compression.bytes_sent > 0
+        assert same(*results), name
+    for name, arrange in (("accumulating", accumulating), ("freezing", freezing)):
+        ends = []
+        for compressed in (False, True):
+            model = sharded(mesh)
+            arrange(model)
+            if compressed:
+                fl.fsdp.compress(model, "zip", None)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            ends.append(train(model, optimizer, range(4)) + full(model.parameters()))
+        assert same(*ends), name
+
+
+@pytest.mark.timeout(150)
+def test_every_way_to_shard_keeps_its_bits() -> None:
+    run_ranks(hold_ways_to_shard, 4, timeout=130)
+
+
+def hold_mixed_types(rank: int, world: int) -> None:
+    """Weights of several types are bytes to torch, and travel as they are."""
+    mesh = init_device_mesh("cpu", (world,))
+    outputs = []
+    for compressed in (False, True):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+        fill(model)
+        model[1].requires_grad_(False)
+        fully_shard(model, mesh=mesh)
+        compression = fl.fsdp.compress(model, weights="int4") if compressed else None
+        model.unshard()  # type: ignore[operator]
+        outputs.append([parameter.detach().clone() for parameter in model.parameters()])
+        assert compression is None or compression.bytes_sent == (4 + 2) * 72 // world * (world - 1)
+    assert same(*outputs)
+
+
+def test_weights_of_several_types_travel_as_they_are() -> None:
+    run_ranks(hold_mixed_types, 2)
+
+
+def hold_checkpoint(rank: int, world: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = sharded(mesh, "bf16")
+        fl.fsdp.compress(model, weights="zip", gradients="int8")
+        return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    model, optimizer = begin()
+    train(model, optimizer, range(5))
+    of_model, state = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": state}, checkpoint_id=folder)
+    expected = train(model, optimizer, range(5, 10)) + full(model.parameters())
+
+    model, optimizer = begin()
+    of_model, state = get_state_dict(model, optimizer)
+    dcp.load({"model": of_model, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=state)
+    assert same(train(model, optimizer, range(5, 10)) + full(model.parameters()), expected)
+
+
+@pytest.mark.timeout(100)
+def test_a_checkpoint_continues_to_the_last_bit(tmp_path: Path) -> None:
+    run_ranks(hold_checkpoint, 2, str(tmp_path), timeout=80)
+
+
+# ---- lossy codecs ---------------------------------------------------------------------------------------------------
+
+
+def hold_lossy_gradients(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def gradients(codec: str | None, factor: float | None = None, policy: str = "f32") -> list[Tensor]:
+        model = sharded(mesh, policy)
+        if codec is not None:
+            compression = fl.fsdp.compress(model, weights=None, gradients=codec)
+        if factor is not None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(factor)
+        x, y = batch(rank, 0)
+        (model(x).float() - y).square().mean().backward()
+        if codec is not None:
+            assert compression.weights is None and compression.bytes_sent > 0
+        return full(parameter.grad for parameter in model.parameters())
+
+    expected = torch.cat([grad.flatten() for grad in gradients(None)])
+    for codec, bound in (("raw", 1e-6), ("bf16", 0.01), ("int8", 0.02), ("int4", 0.2), ("taco", 0.05), ("thc", 0.5)):
+        found = torch.cat([grad.flatten() for grad in gradients(codec)])
+        assert float((found - expected).norm()) <= bound * float(expected.norm()), codec
+    # A factor other than the number of ranks: torch asks for a premultiplied sum, which gloo itself has not.
+    found = torch.cat([grad.flatten() for grad in gradients("raw", factor=5.0)])
+    torch.testing.assert_close(found, expected * world / 5, rtol=1e-5, atol=1e-7)
+    # f16 is summed and divided before and after.
+    half = torch.cat([grad.flatten() for grad in gradients(None, policy="f16")])
+    found = torch.cat([grad.flatten() for grad in gradients("int8", policy="f16")])
+    assert float((found - half).norm()) <= 0.03 * float(half.norm())
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_come_close(world: int) -> None:
+    run_ranks(hold_lossy_gradients, world, timeout=80)
+
+
+def hold_lossy_weights(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for codec, bound in (("int8", 0.02), ("int4", 0.2), ("bf16", 0.005)):
+        model = sharded(mesh)
+        fl.fsdp.compress(model, weights=codec)
+        before = full(model.parameters())
+        y = model(batch(0, 0)[0])  # of rank 0 on all ranks
+        assert same_on_all_ranks(y)
+        y.sum().backward()
+        assert same(full(model.parameters()), before), "shards are what they were"
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        found, exact = weights(model), weights(make_model())
+        assert same_on_all_ranks(found), "also where the shard is the rank's own"
+        assert 0 < float((found - exact).norm()) <= bound * float(exact.norm()), codec
+    # It learns, and what is left out of the weights' messages is not lost to the optimizer.
+    losses = run_with_lossy_weights(mesh)
+    assert torch.stack(losses[:5]).mean() > 2 * torch.stack(losses[45:50]).mean()
+
+
+def run_with_lossy_weights(mesh: DeviceMesh) -> list[Tensor]:
+    model = sharded(mesh, "bf16")
+    fl.fsdp.compress(model, weights="int8", gradients="int8")
+    return run(model, 50)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_are_the_same_bits_on_all_ranks(world: int) -> None:
+    run_ranks(hold_lossy_weights, world, timeout=80)
+
+
+def hold_replicas_of_lossy_weights(rank: int, world: int) -> None:
+    """The two replicas of HSDP decode the same weights, rounding at random too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    stochastic = fl.codecs.get("int", bits=4, rounding="stochastic")
+    fl.fsdp.compress(model, weights=stochastic, gradients=stochastic)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        x, y = batch(0, step)
+        prediction = model(x)
+        assert same_on_all_ranks(prediction)
+        optimizer.zero_grad()
+        (prediction - y).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.timeout(100)
+def test_replicas_of_a_shard_agree() -> None:
+    run_ranks(hold_replicas_of_lossy_weights, 4, timeout=80)
+
+
+# ---- parts of a model, and what cannot be ---------------------------------------------------------------------------
+
+
+def hold_parts(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    model = sharded(mesh)
+    fl.fsdp.compress(model, weights="zip")
+    part = fl.fsdp.compress(model[1], weights="int8")
+    x, _ = batch(0, 0)
+    y = model(x)
+    assert part.bytes_sent > 0
+    expected = make_model()(x)
+    assert not torch.equal(y, expected) and same_on_all_ranks(y)
+
+
+def test_parts_of_a_model_have_codecs_of_their_own() -> None:
+    run_ranks(hold_parts, 2)
+
+
+def hold_refusals(rank: int, world: int) -> None:
+    with pytest.raises(
+        ConfigError, match="got a Sequential with none of its modules where modules of FSDP2 are.*fully"
+    ):
+        fl.fsdp.compress(make_model())
+    model = sharded(init_device_mesh("cpu", (world,)))
+    with pytest.raises(ConfigError, match="did you mean 'int8'"):
+        fl.fsdp.compress(model, weights="int88")
+    with pytest.raises(ConfigError, match="gradients=topk.*which leaves most elements out"):
+        fl.fsdp.compress(model, gradients="topk")
+    with pytest.raises(ConfigError, match="weights=int8 and all_gather=bf16, which mean the same; give one"):
+        fl.fsdp.compress(model, weights="int8", all_gather="bf16")
+    with pytest.raises(ConfigError, match="gradients=int8 and reduce_scatter=None"):
+        fl.fsdp.compress(model, gradients="int8", reduce_scatter=None)
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicated = make_model()
+    replicate(replicated, mesh=init_device_mesh("cpu", (world,)))
+    with pytest.raises(ConfigError, match="replicate.. was applied to, whose weights do not travel"):
+        fl.fsdp.compress(replicated)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with pytest.raises(ConfigError, match="FullyShardedDataParallel, FSDP1, where modules of FSDP2"):
+        fl.fsdp.compress(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_ranks(hold_refusals, 1)
+
+
+def differ(rank: int, world: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world,)))
+    fl.fsdp.compress(model, weights="int8" if rank == 1 else "zip")
+    with pytest.raises(PlanMismatch, match="the codec of FSDP's weights differs over ranks") as error:
+        model(batch(rank, 0)[0])
+    assert error.value.ranks == (1,)
+
+
+def test_ranks_that_ask_for_other_codecs_are_named() -> None:
+    run_ranks(differ, 3)
+
+
+def lose_a_peer(rank: int, world: int, when: str) -> None:
+    fl.init(timeout=5)
+    model = sharded(init_device_mesh("cpu", (world,)))
+    fl.fsdp.compress(model, weights="zip", gradients="int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    if when == "backward":
+        model[2].register_full_backward_pre_hook(lambda *_: checkpoint(when))
+    else:
+        checkpoint(when)
+    train(model, optimizer, range(2, 100))
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_lost_peer_is_named(when: str) -> None:
+    outcomes = outcomes_of(lose_a_peer, 3, when, signals={(1, when): signal.SIGKILL}, timeout=60)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert outcomes[rank].error[0] == "TransportError", outcomes[rank]
+        assert "rank 1 is gone" in outcomes[rank].error[1]
+        assert outcomes[rank].attributes["ranks"] == (1,)
