@@ -17,6 +17,7 @@ from .functional import (
     broadcast_optimizer_state,
     broadcast_parameters,
     reduce_scatter,
+    switcher,
 )
 from .integrations import ddp
 from .integrations.optimizer import DistributedOptimizer
@@ -63,6 +64,7 @@ __all__ = [
     "reduce_scatter",
     "shutdown",
     "size",
+    "switcher",
     "tensor_parallel",
     "transport",
 ]

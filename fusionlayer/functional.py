@@ -15,7 +15,8 @@ from torch import Tensor
 
 from . import codecs, collectives, context
 from .codecs import Codec
-from .collectives import halves
+from .collectives import halves, zipped
+from .collectives.switching import Switcher, switcher_of
 from .errors import ConfigError, PlanMismatch
 from .seeds import derive_seed
 from .transport import Transport
@@ -32,6 +33,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "reduce_scatter",
+    "switcher",
 ]
 
 Group = dist.ProcessGroup | Transport | None
@@ -44,6 +46,9 @@ class ReduceOp(Enum):
     AVERAGE = "average"
     SUM = "sum"
 
+
+AUTO = "auto"
+"""Instead of a codec: lossless, by ``zip`` where that takes less time."""
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -102,11 +107,25 @@ def _seed(transport: Transport) -> int:
     return derive_seed(transport.sequence)
 
 
-def _travelling(tensor: Tensor, codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
-    """Return the codec for ``tensor``, without header."""
+def _travelling(
+    tensor: Tensor, codec: str | Codec | None, options: Mapping[str, Any], transport: Transport
+) -> tuple[Codec, Switcher | None]:
+    """Return the codec for ``tensor``, without header, and for "auto" what decides whether it is used."""
     if tensor.dtype not in DTYPE_CODES:
         raise ConfigError(f"got a {tensor.dtype} tensor; expected float32, bfloat16 or float16")
-    return make_codec(codec, options).bare
+    if codec == AUTO:
+        chosen = codecs.get("zip", **options).bare
+        return chosen, switcher_of(transport, chosen)
+    return make_codec(codec, options).bare, None
+
+
+def switcher(group: Group = None) -> Switcher:
+    """Return what decides for ``codec="auto"`` on a group: its ``str`` tells choices, times and what is left of a byte.
+
+    Args:
+        group: process group or transport; None means all ranks.
+    """
+    return switcher_of(context.transport(group))
 
 
 def all_reduce(
@@ -121,7 +140,8 @@ def all_reduce(
 
     Args:
         tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed as they are.
-        codec: name or codec; None takes the configured one (``raw`` by default).
+        codec: name or codec; None takes the configured one (``raw`` by default). "auto" changes no value: the tensor
+            goes as it is, or by ``zip`` where that was measured to take less time; see ``switcher``.
         algorithm: name of a collective; None chooses by codec and number of ranks.
         op: ``Average`` (integers cannot be averaged) or ``Sum``.
         group: process group or transport; None means all ranks.
@@ -139,10 +159,16 @@ def all_reduce(
     transport = context.transport(group)
     if average and not tensor.dtype.is_floating_point:
         raise ConfigError(f"op=Average of a {tensor.dtype} tensor; expected op=Sum for integers")
-    chosen = make_codec(codec, codec_options).bare if tensor.dtype in DTYPE_CODES else codecs.get("raw")
-    name = algorithm or collectives.choose(chosen.lossless, transport.size)
+    chosen, chooser = codecs.get("raw"), None
+    if tensor.dtype in DTYPE_CODES:
+        chosen, chooser = _travelling(tensor, codec, codec_options, transport)
+    name = algorithm or collectives.choose(chosen.lossless, transport.size, zips=chosen.zips)
     if tensor.dtype not in DTYPE_CODES:
         name = "dense"
+    elif chooser is not None:
+        if algorithm not in (None, "switched"):
+            raise ConfigError(f"codec 'auto' with algorithm={algorithm!r}; leave the algorithm out, or name a codec")
+        name = "switched"
     reduce = collectives.get(name)
     _negotiate(transport, "all_reduce", [tuple(tensor.shape), tensor.dtype, chosen, name, op])
     with torch.no_grad():
@@ -168,12 +194,23 @@ def all_gather(tensor: Tensor, codec: str | Codec | None = None, group: Group = 
     Raises:
         ConfigError, PlanMismatch, TransportError: as ``all_reduce``.
     """
-    chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
+    transport = context.transport(group)
+    chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     part = tensor.detach().contiguous() if tensor.dim() else tensor.detach().view(1)
     rest = part.shape[1:]
-    lengths = [n for (n,) in _negotiate(transport, "all_gather", [tuple(rest), tensor.dtype, chosen], [len(part)])]
+    facts = [tuple(rest), tensor.dtype, chosen, chooser is None]
+    lengths = [n for (n,) in _negotiate(transport, "all_gather", facts, [len(part)])]
     out = part.new_empty(sum(lengths), *rest)
     with torch.no_grad():
+        if chosen.zips:
+            row = rest.numel()
+            counts = [n * row for n in lengths]
+            flat, into = part.view(-1), out.view(-1)
+            if chooser is not None:
+                chooser.all_gather(flat, into, lengths=counts)
+            else:
+                zipped.all_gather(flat, into, chosen, transport, lengths=counts)
+            return out
         mine = _message(part, chosen, _seed(transport) ^ transport.rank)
         pieces = out.split(lengths)
         every = [_blank(piece, chosen) for piece in pieces]
@@ -204,19 +241,23 @@ def reduce_scatter(
         PlanMismatch, TransportError: as ``all_reduce``.
     """
     average = check_op(op) is Average
-    chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
+    transport = context.transport(group)
+    chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     size = transport.size
     if not tensor.dim() or tensor.shape[0] % size:
         raise ConfigError(
             f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple"
         )
-    _negotiate(transport, "reduce_scatter", [tuple(tensor.shape), tensor.dtype, chosen, op])
+    _negotiate(transport, "reduce_scatter", [tuple(tensor.shape), tensor.dtype, chosen, chooser is None, op])
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     with torch.no_grad():
         flat = tensor.detach().contiguous().view(-1)
         if average:
             flat = flat / size
-        halves.reduce_scatter(flat.view(size, -1), out.view(-1), chosen, transport, seed=_seed(transport))
+        if chooser is not None:
+            chooser.reduce_scatter(flat, out.view(-1))
+        else:
+            halves.reduce_scatter(flat.view(size, -1), out.view(-1), chosen, transport, seed=_seed(transport))
     return out
 
 
@@ -240,7 +281,8 @@ def all_to_all(
         ConfigError: splits do not add up to n; otherwise as ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
-    chosen, transport = _travelling(tensor, codec, codec_options), context.transport(group)
+    transport = context.transport(group)
+    chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     rank, size = transport.rank, transport.size
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
@@ -250,10 +292,21 @@ def all_to_all(
             f"all_to_all of shape {tuple(tensor.shape)} with splits {list(splits)}; expected {size} numbers that add "
             f"up to {rows}"
         )
-    every = _negotiate(transport, "all_to_all", [tuple(tensor.shape[1:]), tensor.dtype, chosen], splits)
+    facts = [tuple(tensor.shape[1:]), tensor.dtype, chosen, chooser is None]
+    every = _negotiate(transport, "all_to_all", facts, splits)
     received = [theirs[rank] for theirs in every]
     out = tensor.new_empty(sum(received), *tensor.shape[1:])
     with torch.no_grad():
+        if chosen.zips:
+            row = tensor.shape[1:].numel()
+            given, expected = ([n * row for n in counts] for counts in (splits, received))
+            flat, into = tensor.detach().contiguous().view(-1), out.view(-1)
+            if chooser is not None:
+                largest = max(sum(theirs) - theirs[peer] for peer, theirs in enumerate(every)) * row
+                chooser.all_to_all(flat, into, given, expected, largest=largest)
+            else:
+                zipped.all_to_all(flat, into, given, expected, chosen, transport)
+            return out
         seed = _seed(transport)
         sends = [
             _message(part, chosen, derive_seed(seed, rank, peer))

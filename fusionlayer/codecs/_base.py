@@ -111,6 +111,25 @@ class Codec(ABC):
             raise WireError(f"{self}: {data.numel()} bytes for a message of {payload.numel()}: it was cut short")
         payload.copy_(data)
 
+    @property
+    def zips(self) -> bool:
+        """Whether messages lose no bit and take as many bytes as the data need: what ``zipped`` collectives carry."""
+        return self.lossless and self.variable_size
+
+    def static_extent(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return how many bytes of a payload, from its start, must travel whatever the data: all for most codecs."""
+        return self.wire(numel, dtype).capacity
+
+    def extents(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """Return how many bytes of each payload, from its start, hold all of its data; on CUDA this waits for them.
+
+        Only the first ``static_extent`` bytes of a payload are looked at.
+
+        Raises:
+            WireError: a message contradicts itself.
+        """
+        return [self.wire(numel, dtype).capacity for numel in numels]
+
     def at_step(self, step: int) -> Codec:
         """Return the codec of a step, a pure function of its options and the step; for most codecs themselves."""
         return self

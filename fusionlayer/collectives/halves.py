@@ -9,6 +9,8 @@ from ..codecs import Codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
+from ..wire import DTYPE_CODES
+from . import zipped
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
 __all__ = ["all_gather", "reduce_scatter"]
@@ -29,6 +31,9 @@ def all_gather(
         seed: of stochastic rounding; the same on all ranks.
         piece: elements that travel at a time, while others are encoded or decoded; None: all.
     """
+    if codec.zips and x.dtype in DTYPE_CODES:
+        zipped.all_gather(x, out.view(-1), codec, transport, piece=piece)
+        return
     if codec.lossless:
         transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))
         return
@@ -56,6 +61,9 @@ def reduce_scatter(
     One quantisation. The arguments are those of ``all_gather``; rows are cut into pieces.
     """
     size, numel = x.shape
+    if codec.zips and x.dtype in DTYPE_CODES:
+        zipped.reduce_scatter(x.view(-1), out, codec, transport, piece=piece)
+        return
     if codec.lossless:
         every = torch.empty_like(x)
         transport.all_to_all(x.view(torch.uint8), every.view(torch.uint8))

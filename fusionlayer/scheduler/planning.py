@@ -45,7 +45,8 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     best = min(
         alike, key=lambda name: (measured[name] != codec.bare, abs(profile.codecs[name].bits - bits)), default=""
     )
-    return replace(profile.codec(best or codec.name), bits=bits)
+    found = profile.codec(best or codec.name)
+    return found if codec.zips else replace(found, bits=bits)  # what the data made of it was measured
 
 
 def short_name(codec: Codec) -> str:

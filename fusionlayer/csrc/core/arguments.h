@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block_scale.h"
+#include "rans.h"
 #include "sparse.h"
 #include "zip.h"
 
@@ -23,11 +24,17 @@ inline int64_t group_count(const fl_spec &spec) {
   return (spec.numel + group - 1) / group;
 }
 
+// Lossless, and recoded by decoding and encoding.
+inline bool is_lossless(const fl_spec &spec) { return spec.codec == FL_ZIP || spec.codec == FL_RANS; }
+
+inline int64_t rans_bytes(const fl_spec &spec) { return spec.numel ? rans_shape(spec).data_bytes() : 0; }
+
 // Bytes of plane p of one message.
 inline int64_t plane_bytes(const fl_spec &spec, int p) {
   if (spec.codec == FL_CAST) return spec.numel * element_size(spec.param[0]);
   if (spec.codec == FL_SPARSE) return sparse_shape(spec).plane_bytes(p);
   if (spec.codec == FL_ZIP) return p || !spec.numel ? zip_shape(spec).bytes() : int64_t(sizeof(ZipHead));
+  if (spec.codec == FL_RANS) return p || !spec.numel ? rans_bytes(spec) : int64_t(sizeof(ZipHead));
   const int64_t groups = group_count(spec), elements = groups * spec.param[1];
   if (spec.codec == FL_INT) return p == 0 ? groups * 4 : elements * spec.param[0] / 8;
   if (p == 1) return elements * format_bits(spec.param[0]) / 8;
@@ -59,13 +66,20 @@ inline int check_zip(const fl_spec &spec) {
   return spec.numel > kZipMaxElements ? FL_UNSUPPORTED : FL_OK;
 }
 
+inline int check_rans(const fl_spec &spec) {
+  const uint32_t *param = spec.param;
+  if (!known_dtype(param[0]) || param[1] || param[2] || param[3]) return FL_BAD_ARGUMENT;
+  return spec.numel > kZipMaxElements ? FL_UNSUPPORTED : FL_OK;
+}
+
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec > FL_ZIP) return FL_UNSUPPORTED;
+  if (spec->codec > FL_ZIP && spec->codec != FL_RANS) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   if (spec->codec == FL_SPARSE) return check_sparse(*spec);
   if (spec->codec == FL_BLOCK) return check_block(spec->param);
   if (spec->codec == FL_ZIP) return check_zip(*spec);
+  if (spec->codec == FL_RANS) return check_rans(*spec);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
@@ -111,7 +125,7 @@ inline int first_error(int a, int b) { return a ? a : b; }
 inline int check_encode(const fl_spec *spec, const void *x, const float *residual, const fl_messages *out) {
   if (const int bad = check_dense_spec(spec)) return bad;
   if (const int bad = check_messages(*spec, out)) return bad;
-  if (spec->codec == FL_ZIP && (residual || spec->dtype != spec->param[0])) return FL_UNSUPPORTED;
+  if (is_lossless(*spec) && (residual || spec->dtype != spec->param[0])) return FL_UNSUPPORTED;
   const int64_t numel = spec->numel * out->count;
   return first_error(check_array(x, numel, element_size(spec->dtype)), check_optional(residual, numel, 4));
 }
@@ -130,7 +144,7 @@ inline int check_decode_sum(const fl_spec *spec, const fl_messages *in, const vo
 inline int check_recode(const fl_spec *spec, const fl_messages *in, const void *x, const float *residual,
                         const fl_messages *out) {
   if (const int bad = check_dense_spec(spec)) return bad;
-  if (spec->codec == FL_ZIP) return FL_UNSUPPORTED;
+  if (is_lossless(*spec)) return FL_UNSUPPORTED;
   if (const int bad = first_error(check_messages(*spec, in), check_messages(*spec, out))) return bad;
   if (out->count != 1) return FL_BAD_ARGUMENT;
   return first_error(check_optional(x, spec->numel, element_size(spec->dtype)),

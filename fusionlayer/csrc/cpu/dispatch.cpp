@@ -8,6 +8,7 @@
 #include "float_environment.h"
 #include "fusionlayer_codec.h"
 #include "kernels.h"
+#include "rans_verbs.h"
 #include "sparse_verbs.h"
 #include "thread_pool.h"
 #include "zip_verbs.h"
@@ -114,6 +115,7 @@ extern "C" {
 int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *) {
   if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
   if (spec->codec == FL_ZIP) return fl::zip_encode(*spec, x, *out);
+  if (spec->codec == FL_RANS) return fl::rans_encode(*spec, x, *out);
   if (fl::copies(*spec) && !residual) {
     const int64_t bytes = fl::plane_bytes(*spec, 0);
     const auto to = static_cast<uint8_t *>(out->plane[0]);
@@ -130,6 +132,7 @@ int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_mess
 int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *) {
   if (const int bad = fl::check_decode(spec, in, out)) return bad;
   if (spec->codec == FL_ZIP) return fl::zip_decode(*spec, *in, out);
+  if (spec->codec == FL_RANS) return fl::rans_decode(*spec, *in, out);
   if (fl::copies(*spec)) {
     const int64_t bytes = fl::plane_bytes(*spec, 0);
     const auto from = static_cast<const uint8_t *>(in->plane[0]);
@@ -146,6 +149,7 @@ int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add
   if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
   if (spec->codec == FL_SPARSE) return fl::sparse_decode_sum(*spec, *in, out, add != 0);
   if (spec->codec == FL_ZIP) return fl::zip_decode_sum(*spec, *in, out, add != 0);
+  if (spec->codec == FL_RANS) return fl::rans_decode_sum(*spec, *in, out, add != 0);
   fl::Job job{};
   job.spec = spec;
   job.in = in;

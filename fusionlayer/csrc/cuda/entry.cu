@@ -36,6 +36,7 @@ extern "C" {
 
 int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *stream) {
   if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
+  if (spec->codec == FL_RANS) return FL_UNSUPPORTED;
   if (spec->numel == 0 || out->count == 0) return FL_OK;
   const auto encode = spec->codec == FL_INT     ? fl::int_encode
                       : spec->codec == FL_BLOCK ? fl::block_encode
@@ -46,6 +47,7 @@ int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_mess
 
 int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream) {
   if (const int bad = fl::check_decode(spec, in, out)) return bad;
+  if (spec->codec == FL_RANS) return FL_UNSUPPORTED;
   if (spec->numel == 0 || in->count == 0) return FL_OK;
   const auto decode = spec->codec == FL_INT     ? fl::int_decode
                       : spec->codec == FL_BLOCK ? fl::block_decode
@@ -56,6 +58,7 @@ int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *strea
 
 int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream) {
   if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
+  if (spec->codec == FL_RANS) return FL_UNSUPPORTED;
   if (spec->numel == 0) return FL_OK;
   const auto decode_sum = spec->codec == FL_SPARSE  ? fl::sparse_decode_sum
                           : spec->codec == FL_INT   ? fl::int_decode_sum

@@ -21,6 +21,7 @@ from ...codecs import Codec
 from ...collectives.halves import all_gather, reduce_scatter
 from ...collectives.one_shot import one_shot
 from ...collectives.two_shot import two_shot
+from ...collectives.zipped import zipped
 from ...errors import ConfigError, UsageError
 from ...functional import make_codec
 from ...seeds import derive_seed
@@ -32,7 +33,7 @@ __all__ = ["PIECE_BYTES", "Channel"]
 # Bytes of a tensor that travel at a time. On fast links of GPUs TACO found 64 MB best (Fig. 10).
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
-_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot}
+_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot, "zipped": zipped}
 
 _channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 _numbers: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
@@ -85,12 +86,12 @@ class Channel:
         self.codec = make_codec(codec, codec_options).bare
         self._transport = context.transport(_resolve(group))
         self.rank, self.size = self._transport.rank, self._transport.size
-        if algorithm is not None and (algorithm not in _REDUCERS or self.codec.lossless):
-            expected = "None, as lossless codecs are summed densely" if self.codec.lossless else "one_shot or two_shot"
+        if algorithm is not None and (algorithm not in ("one_shot", "two_shot") or self.codec.lossless):
+            expected = "None, as the codec is lossless" if self.codec.lossless else "one_shot or two_shot"
             raise ConfigError(f"tensor parallelism with {self.codec} got algorithm={algorithm!r}; expected {expected}")
         if piece_bytes is not None and piece_bytes < 1:
             raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
-        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size)
+        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size, zips=self.codec.zips)
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
         if self.size > 1:
@@ -180,7 +181,7 @@ class Channel:
     def _all_reduce(self, x: Tensor) -> Tensor:
         self._check(x)
         x = x.contiguous()
-        if self._algorithm == "dense":
+        if self._algorithm == "dense" or x.dtype not in DTYPE_CODES:
             out = x.clone()
             self._transport.all_reduce(out)
             return out

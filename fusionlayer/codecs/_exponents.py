@@ -1,0 +1,146 @@
+"""What the codecs share that save exponents: lossless messages of a head, a static part and what the data need."""
+
+from __future__ import annotations
+
+import struct
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import native
+from ..errors import WireError
+from ..wire import Plane
+from ._native import NativeCodec
+
+__all__ = ["ExponentCodec"]
+
+_HEAD = struct.Struct("<IIII")
+_RAW, _CODED = 0, 1
+
+
+class ExponentCodec(NativeCodec):
+    """A codec whose message is a head, a part as long for all data, and the rest; or the elements as they are.
+
+    It gives ``_static_bytes`` and ``_params``. The head has the form and the number of bytes of the rest.
+    """
+
+    lossless: ClassVar[bool] = True
+    variable_size: ClassVar[bool] = True
+
+    @abstractmethod
+    def _static_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return how many bytes of data there are for all data of ``numel`` elements."""
+
+    # ---- sizes ------------------------------------------------------------------------------------------------------
+
+    def static_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return how many of the bytes that ``compact`` gives are there for all data of ``numel`` elements."""
+        form = self.wire(numel, dtype)
+        return form.body + form.sections[0].plane.nbytes + self._always(numel, dtype)
+
+    def static_extent(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        return self.wire(numel, dtype).sections[1].offset + self._always(numel, dtype)
+
+    def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return how many bytes of a ``payload`` (capacity,) must travel; on CUDA this waits for it.
+
+        Raises:
+            WireError: the message contradicts itself.
+        """
+        return sum(span.stop - span.start for span in self._spans(payload, numel, dtype))
+
+    def extents(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
+        data = [self.wire(numel, dtype).sections[1].offset for numel in numels]
+        used = self._used(payloads, numels, dtype)
+        return [start + nbytes for start, nbytes in zip(data, used, strict=True)]
+
+    def compact(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.cat([payload[span] for span in self._spans(payload, numel, dtype)])
+
+    def expand(self, data: Tensor, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> None:
+        form = self.wire(numel, dtype)
+        head = form.sections[0]
+        if data.numel() < form.body + head.plane.nbytes:
+            raise WireError(f"{self}: {data.numel()} bytes for a message of {numel} elements: it was cut short")
+        payload.zero_()
+        payload[: form.body].copy_(data[: form.body])
+        end = form.body + head.plane.nbytes
+        payload[head.offset : head.offset + head.plane.nbytes].copy_(data[form.body : end])
+        body = self._spans(payload, numel, dtype)[-1]
+        if data.numel() - end != body.stop - body.start:
+            used = end + body.stop - body.start
+            raise WireError(f"{self}: {data.numel()} bytes for a message that uses {used}: it was damaged")
+        payload[body].copy_(data[end:])
+
+    def _spans(self, payload: Tensor, numel: int, dtype: torch.dtype) -> list[slice]:
+        """Return what a message uses: its header, its head, and of its data the first bytes."""
+        form = self.wire(numel, dtype)
+        head, data = form.sections
+        (used,) = self._used([payload], [numel], dtype)
+        parts = ((0, form.body), (head.offset, head.plane.nbytes), (data.offset, used))
+        return [slice(start, start + nbytes) for start, nbytes in parts]
+
+    def _used(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """Return how many bytes of each message's data are used, by its head."""
+        used = [0] * len(numels)
+        filled = [i for i, numel in enumerate(numels) if numel]
+        if not filled:
+            return used
+        starts = [self.wire(numels[i], dtype).sections[0].offset for i in filled]
+        heads = torch.stack([payloads[i][start : start + _HEAD.size] for i, start in zip(filled, starts, strict=True)])
+        for i, head in zip(filled, _HEAD.iter_unpack(heads.cpu().numpy().tobytes()), strict=True):
+            kind, rest, *zeros = head
+            static, raw = self._static_bytes(numels[i], dtype), numels[i] * dtype.itemsize
+            if any(zeros) or kind not in (_RAW, _CODED) or (kind == _CODED and static + rest >= raw):
+                raise WireError(f"{self}: a message of form {kind} with {rest} bytes of its data's own: it was damaged")
+            used[i] = raw if kind == _RAW else static + rest
+        return used
+
+    def _always(self, numel: int, dtype: torch.dtype) -> int:
+        """Return how many bytes of data every message of this length has."""
+        return min(self._static_bytes(numel, dtype), numel * dtype.itemsize)
+
+    def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
+        return [
+            Plane("head", _HEAD.size * min(numel, 1), torch.uint8),
+            Plane("data", max(self._static_bytes(numel, dtype), numel * dtype.itemsize), torch.uint8),
+        ]
+
+    # ---- verbs that do not only copy --------------------------------------------------------------------------------
+
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+        if residual is not None:
+            x = _rounded(x, x.dtype, residual)
+        super()._encode_rows(x, bodies, n, seed, offset, None)
+
+    def _recode_rows(
+        self,
+        bodies: Tensor,
+        body: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        x: Tensor | None,
+        seed: int,
+        offset: int,
+        residual: Tensor | None,
+    ) -> None:
+        total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
+        self._sum_rows(bodies, total, dtype, add=True)
+        self._encode_rows(_rounded(total, dtype, residual), body.unsqueeze(0), n, seed, offset, None)
+
+    def _seal(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        _, head, data = self._spans(payload, numel, dtype)
+        payload[head.stop : data.start].zero_()  # as ``expand`` leaves it, since the checksum is of all
+        payload[data.stop : self.wire(numel, dtype).capacity].zero_()
+        return super()._seal(payload, numel, dtype)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
+    """Return ``x``, plus ``residual`` (which keeps what is lost), in ``dtype``, rounded as on the wire."""
+    out = torch.empty(x.numel(), dtype=dtype, device=x.device)
+    cast = native.CodecParams(native.CAST, (native.DTYPES[dtype],))
+    native.encode(cast.spec(x.numel(), x.dtype), [0], x, residual, out.view(torch.uint8).unsqueeze(0))
+    return out

@@ -1,0 +1,60 @@
+"""``rans``: lossless, exponents by an entropy coder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import native
+from ._exponents import ExponentCodec
+
+__all__ = ["Rans"]
+
+_BLOCK, _LANES, _SYMBOLS, _FILLED = 32768, 32, 256, 64
+
+
+@dataclass(frozen=True)
+class Rans(ExponentCodec, name="rans"):
+    """The same bits in as few bytes as exponents allow: interleaved rANS with one table of frequencies for a message.
+
+    A Gaussian takes 10.6 bits of bf16's 16, 13.6 of f16's 16, and 26.6 of f32's 32, whatever its sigma, and other
+    distributions of exponents what their entropy is: the ratio that ``zip``, which is ten times as fast, is measured
+    by, and worth its time on slow networks. A message has 16 bytes more than its elements at most. The kernels run on
+    the CPU; tensors on CUDA are copied there and back.
+    """
+
+    def _params(self, dtype: torch.dtype) -> native.CodecParams:
+        return native.CodecParams(native.RANS, (native.DTYPES[dtype],))
+
+    def _static_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the bytes of frequencies, ends and states of blocks, bytes, and lower halves."""
+        blocks = -(-numel // _BLOCK)
+        low = 2 * numel if dtype is torch.float32 else 0
+        return _filled(2 * _SYMBOLS + 4 * blocks) + 4 * _LANES * blocks + _filled(numel) + _filled(low)
+
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+        near, kept = bodies.cpu(), None if residual is None else residual.cpu()
+        super()._encode_rows(x.cpu(), near, n, seed, offset, kept)
+        _bring_back((near, bodies), (kept, residual))
+
+    def _decode_rows(self, bodies: Tensor, out: Tensor, n: int, dtype: torch.dtype) -> None:
+        near = out.cpu()
+        super()._decode_rows(bodies.cpu(), near, n, dtype)
+        _bring_back((near, out))
+
+    def _sum_rows(self, bodies: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:
+        near = out.cpu()
+        super()._sum_rows(bodies.cpu(), near, dtype, add)
+        _bring_back((near, out))
+
+
+def _bring_back(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
+    for near, x in pairs:
+        if near is not None and x is not None and near is not x:
+            x.copy_(near)
+
+
+def _filled(nbytes: int) -> int:
+    return -(-nbytes // _FILLED) * _FILLED

@@ -1,0 +1,188 @@
+"""``rans``: the bytes of docs/wire_format.md by a decoder in Python; messages are as short as entropy allows."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import native
+from fusionlayer.codecs.rans import Rans
+from fusionlayer.codecs.zip import Zip
+from fusionlayer.errors import WireError
+from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
+from tests.codecs.test_zip import NAMED, exponents, gaussian
+from tests.synthetic import bit_patterns
+
+pytestmark = pytest.mark.short
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, F16, F32)
+CODEC = Rans(header=False)
+
+
+def filled(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+def by_the_book(payload: Tensor, n: int, dtype: torch.dtype) -> np.ndarray:
+    """Return the bits of a message's elements, by docs/wire_format.md."""
+    head, data = (view.numpy() for view in CODEC.wire(n, dtype).views(payload))
+    form, nbytes = head[:8].view(np.uint32)
+    word = np.uint32 if dtype is F32 else np.uint16
+    if form == 0:
+        return data[: n * word().itemsize].view(word)
+    blocks = -(-n // 32768)
+    frequencies = data[:512].view(np.uint16).astype(int)
+    assert frequencies.sum() == 4096
+    starts = np.cumsum(frequencies) - frequencies
+    symbol_of = np.repeat(np.arange(256), frequencies)
+    ends = data[512 : 512 + 4 * blocks].view(np.uint32)
+    at = filled(512 + 4 * blocks)
+    states = data[at : at + 128 * blocks].view(np.uint32).reshape(blocks, 32).astype(int)
+    at += 128 * blocks
+    byte = data[at : at + n].astype(word)
+    at += filled(n)
+    low = data[at : at + 2 * n].view(np.uint16) if dtype is F32 else None
+    at += filled(2 * n) if dtype is F32 else 0
+    words = iter(data[at : at + nbytes].view(np.uint16).tolist())
+    symbols, taken = [], 0
+    for block in range(blocks):
+        state = states[block].tolist()
+        for i in range(min(32768, n - 32768 * block)):
+            x = state[i % 32]
+            symbol = int(symbol_of[x % 4096])
+            x = int(frequencies[symbol]) * (x // 4096) + x % 4096 - int(starts[symbol])
+            if x < 65536:
+                x, taken = x << 16 | next(words), taken + 1
+            state[i % 32] = x
+            symbols.append(symbol)
+        assert state == [65536] * 32 and taken == ends[block]
+    symbol = np.array(symbols, dtype=word)
+    if dtype is F16:
+        return symbol << 8 | byte
+    if dtype is BF16:
+        return byte >> 7 << 15 | symbol << 7 | byte & 127
+    assert low is not None
+    return byte >> 7 << 31 | symbol << 23 | (byte & 127) << 16 | low
+
+
+def bits_each(x: Tensor) -> float:
+    return 8 * CODEC.used_bytes(encoded(CODEC, x), x.numel(), x.dtype) / x.numel()
+
+
+def entropy(symbols: np.ndarray) -> float:
+    shares = np.bincount(symbols) / len(symbols)
+    shares = shares[shares > 0]
+    return float(-(shares * np.log2(shares)).sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes_are_those_of_the_description(dtype: torch.dtype) -> None:
+    for n in (1, 1000, 5000, 40_001):
+        x = torch.cat([gaussian(n, dtype, 0.02)[: n - n // 50], bit_patterns(dtype)[: n // 50 * 3 : 3]])
+        payload = encoded(CODEC, x)
+        assert (by_the_book(payload, n, dtype) == as_bits(x).numpy().view(f"u{dtype.itemsize}")).all()
+        assert n < 5000 or int(payload[0]) == 1, "a Gaussian of this length gets shorter"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_messages_are_as_short_as_entropy_allows(dtype: torch.dtype) -> None:
+    for sigma in (1.0, 0.02, 0.7):
+        x = gaussian(1 << 20, dtype, sigma)
+        if dtype is F16:
+            bound = 8 + entropy(as_bits(x).numpy().view(np.uint16) >> 8)
+        else:
+            bound = 8 * dtype.itemsize - 8 + entropy(exponents(x))
+        assert bound < bits_each(x) < bound + 0.05
+        assert bits_each(x) < 8 * Zip(header=False).used_bytes(encoded(Zip(header=False), x), 1 << 20, dtype) / (
+            1 << 20
+        )
+
+
+def test_exponents_of_a_gaussian_have_two_and_a_half_bits() -> None:
+    assert bits_each(gaussian(1 << 20)) == pytest.approx(8 + 2.545, abs=0.05)
+    assert bits_each(gaussian(1 << 20).relu()) < 10.5
+    assert bits_each(torch.zeros(1 << 20, dtype=BF16)) < 8.1, "one symbol takes no bits"
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_data_loses_a_bit_or_gets_longer(kind: str, dtype: torch.dtype) -> None:
+    for n in (513, 1024, 70_001):
+        x = NAMED[kind](n).to(dtype)
+        payload = encoded(CODEC, x)
+        assert same_bits(decoded(CODEC, payload, n, dtype), x)
+        assert CODEC.used_bytes(payload, n, dtype) <= n * dtype.itemsize + 16
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_pattern_among_others(dtype: torch.dtype, threads: int) -> None:
+    x = torch.cat([gaussian(400_000, dtype), bit_patterns(dtype), gaussian(400_000, dtype)])
+    native.set_threads(threads)
+    try:
+        payload = encoded(CODEC, x)
+        assert int(payload[0]) == 1
+        assert same_bits(decoded(CODEC, payload, x.numel(), dtype), x)
+        total = torch.ones(x.numel())
+        CODEC.decode_sum(torch.stack([payload, payload]), total, dtype=dtype, add=True)
+        assert torch.equal(total.nan_to_num(), (1 + x.float() + x.float()).nan_to_num())
+    finally:
+        native.set_threads(max(1, min(torch.get_num_threads(), 8)))
+
+
+def test_a_table_adds_up_whatever_occurs() -> None:
+    """One symbol, all 256, and rare ones beside one that has nearly everything."""
+    every = torch.arange(1 << 15).to(torch.int16).view(BF16)
+    for x in (every, torch.cat([torch.ones(1 << 17, dtype=BF16), every[::64]]), torch.ones(1 << 15, dtype=BF16)):
+        payload = encoded(CODEC, x)
+        assert same_bits(decoded(CODEC, payload, x.numel(), BF16), x)
+        if int(payload[0]):
+            assert int(CODEC.wire(x.numel(), BF16).views(payload)[1][:512].view(torch.int16).sum()) == 4096
+
+
+def test_a_message_that_contradicts_itself_is_refused() -> None:
+    n = 70_001
+    good = encoded(CODEC, gaussian(n))
+    head, data = (section.offset for section in CODEC.wire(n, BF16).sections)
+    words = data + CODEC.static_bytes(n, BF16) - 16
+    states = data + filled(512 + 4 * 3)
+    out = torch.empty(n, dtype=BF16)
+    places = {
+        "form": head,
+        "length": head + 4,
+        "zeros": head + 9,
+        "a frequency": data + 2 * 122,
+        "an end": data + 512,
+        "the last end": data + 520,
+        "a state": states + 5,
+        "a word": words + 1000,
+    }
+    for what, place in places.items():
+        bad = good.clone()
+        bad[place] ^= 2
+        refused = False
+        for verb in (CODEC.decode, CODEC.decode_add):
+            try:
+                verb(bad, out)
+            except WireError:
+                refused = True
+        assert refused or what == "zeros", what
+    bad = good.clone()
+    bad[head + 9] = 2
+    with pytest.raises(WireError, match="form 1"):
+        CODEC.used_bytes(bad, n, BF16)
+
+
+def test_the_head_is_what_others_read() -> None:
+    x = gaussian(1 << 16)
+    payload = encoded(CODEC, x)
+    form, nbytes, *zeros = struct.unpack("<IIII", bytes(payload[:16].tolist()))
+    assert (form, zeros) == (1, [0, 0])
+    assert CODEC.used_bytes(payload, 1 << 16, BF16) == CODEC.static_bytes(1 << 16, BF16) + nbytes
+    assert math.isclose(8 * nbytes / (1 << 16), 2.55, rel_tol=0.03)
