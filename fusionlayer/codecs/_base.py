@@ -89,9 +89,14 @@ class Codec(ABC):
         """A codec of the same layout that leaves out what this one does to values before it quantises them.
 
         Of its messages it decodes values in that domain, and it encodes such values: where the transform is linear sums
-        can be made there. A codec without one is its own.
+        can be made there, over whole runs of ``transform_run`` elements. A codec without one is its own.
         """
         return self
+
+    @property
+    def transform_run(self) -> int:
+        """Elements that are transformed together; it divides ``block``."""
+        return 1
 
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Return how many bytes of a ``payload`` (capacity,) must travel: all unless the codec is of variable size."""
@@ -115,6 +120,11 @@ class Codec(ABC):
     def zips(self) -> bool:
         """Whether messages lose no bit and take as many bytes as the data need: what ``zipped`` collectives carry."""
         return self.lossless and self.variable_size
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that was made for codecs of this kind; None where the number of ranks decides."""
+        return "zipped" if self.zips else None
 
     def static_extent(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Return how many bytes of a payload, from its start, must travel whatever the data: all for most codecs."""

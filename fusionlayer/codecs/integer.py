@@ -63,6 +63,11 @@ class Int(NativeCodec, name="int"):
         """Without the rotation: of such messages it decodes rotated values, and values that are it need not rotate."""
         return dataclasses.replace(self, hadamard=False) if self.hadamard else self
 
+    @property
+    def transform_run(self) -> int:
+        """The size of the Hadamard matrix."""
+        return 32 if self.hadamard else 1
+
     def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
         groups = -(-numel // self.group_size)
         return [

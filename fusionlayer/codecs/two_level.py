@@ -45,6 +45,11 @@ class TwoLevelInt(Int, name="tlq"):
         return Int(self.inner_bits, self.inner_group_size, self.hadamard, self.rounding, header=self.header)
 
     @property
+    def collective(self) -> str | None:
+        """The one that knows nodes."""
+        return "two_level"
+
+    @property
     def block(self) -> int:
         """The larger one of the group sizes."""
         return max(self.group_size, self.inner_group_size)

@@ -10,7 +10,7 @@ from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
 from ..wire import DTYPE_CODES
-from . import zipped
+from . import two_level, zipped
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
 __all__ = ["all_gather", "reduce_scatter"]
@@ -70,9 +70,13 @@ def reduce_scatter(
         sum_in_rank_order(every.unbind(0), out)
         return
     # What is agreed on is found by place, in blocks: each row begins with a block of its own.
+    here = two_level.grid(transport) if codec.collective == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
     codec = codec.agree(rows.view(-1), transport, seed=seed)
+    if here is not None:
+        return two_level.reduce_scatter(x, out, codec, transport, here, seed=seed, piece=piece)
+    codec = two_level.one_level(codec, transport)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity

@@ -16,7 +16,7 @@ from ._base import collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .two_shot import two_shot
 
-__all__ = ["Grid", "grid", "reduce_scatter", "two_level"]
+__all__ = ["Grid", "grid", "one_level", "reduce_scatter", "two_level"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ def grid(transport: Transport) -> Grid | None:
     raise AssertionError(f"rank {transport.rank} is in none of {nodes}")
 
 
+def one_level(codec: Codec, transport: Transport) -> Codec:
+    """Return what travels where there are no two levels: ``codec.within`` on one node."""
+    return codec.within if codec.within is not codec and len(transport.nodes) == 1 else codec
+
+
 @collective("two_level")
 def two_level(
     x: Tensor,
@@ -91,8 +96,7 @@ def two_level(
         )
     here = grid(transport)
     if here is None:
-        level = codec if len(transport.nodes) > 1 else codec.within
-        return two_shot(x, level, transport, seed=seed, residual=residual, out=out, piece=piece)
+        return two_shot(x, one_level(codec, transport), transport, seed=seed, residual=residual, out=out, piece=piece)
     codec = codec.agree(x, transport, seed=seed, residual=residual)
     out, size = x if out is None else out, transport.size
     coding = _Coding.of(codec, raw=residual is None)
@@ -113,7 +117,7 @@ def two_level(
         coding.between.recode(
             received,
             own[here.node],
-            mine.stop - mine.start,
+            coding.summed(mine.stop - mine.start),
             dtype=x.dtype,
             seed=derive_seed(seed, 2),
             offset=mine.start,
@@ -167,19 +171,25 @@ class _Coding:
         within: of messages inside nodes, as values.
         sums: of the same messages, as what is summed.
         between: of messages between nodes, as what is summed.
+        run: elements of which a sum has whole multiples.
     """
 
     within: Codec
     sums: Codec
     between: Codec
+    run: int = 1
 
     @classmethod
     def of(cls, codec: Codec, raw: bool) -> _Coding:
         """Return the codecs; with ``raw`` values are summed as they were transformed (SDP4Bit, section 3.3)."""
         within = codec.within
         if raw and not codec.header:
-            return cls(within, within.untransformed, codec.untransformed)
+            return cls(within, within.untransformed, codec.untransformed, codec.transform_run)
         return cls(within, within, codec)
+
+    def summed(self, numel: int) -> int:
+        """Return how many elements a sum of messages of ``numel`` has."""
+        return -(-numel // self.run) * self.run
 
 
 def _reduce(
@@ -232,7 +242,7 @@ def _reduce(
         coding.between.recode(
             incoming[:, a],
             sent[a],
-            len(values[twin]),
+            coding.summed(len(values[twin])),
             dtype=dtype,
             source=coding.sums,
             seed=derive_seed(seed, 1),
