@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ..codecs import Codec
@@ -16,7 +17,7 @@ from ._base import collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .two_shot import two_shot
 
-__all__ = ["Grid", "grid", "one_level", "reduce_scatter", "two_level"]
+__all__ = ["Grid", "flat", "gather", "grid", "one_level", "reduce_scatter", "room", "two_level"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Grid:
         return self.ranks[self.node]
 
     @property
+    def columns(self) -> tuple[int, ...]:
+        """All ranks, column by column."""
+        return tuple(rank for column in zip(*self.ranks, strict=True) for rank in column)
+
+    @property
     def twins(self) -> tuple[int, ...]:
         """The ranks that stand where this one does, one in each node."""
         return tuple(row[self.local] for row in self.ranks)
@@ -56,6 +62,11 @@ def grid(transport: Transport) -> Grid | None:
         if transport.rank in node:
             return Grid(nodes, a, node.index(transport.rank))
     raise AssertionError(f"rank {transport.rank} is in none of {nodes}")
+
+
+def flat(transport: Transport) -> Grid:
+    """Return the ranks as if each was a node of its own: one level."""
+    return Grid(tuple((rank,) for rank in range(transport.size)), transport.rank, 0)
 
 
 def one_level(codec: Codec, transport: Transport) -> Codec:
@@ -111,23 +122,21 @@ def two_level(
         slot = index % IN_FLIGHT
         received = yield from _reduce(values, feedback, [s.start for s in spans], coding, transport, here, seed, slot)
         mine = spans[transport.rank]
-        every = transport.scratch(f"sums {slot}", size * received.shape[1], x.device)
-        every = every.view(len(here.mates), len(here.ranks), received.shape[1])
-        own = every[here.local]
+        every = room(transport, here, f"sums {slot}", received.shape[1], x.device)
         coding.between.recode(
             received,
-            own[here.node],
+            every[here.local, here.node],
             coding.summed(mine.stop - mine.start),
             dtype=x.dtype,
             seed=derive_seed(seed, 2),
             offset=mine.start,
             residual=None if residual is None else residual[mine],
         )
-        yield partial(_exchange, transport, here.twins, [own[here.node]] * len(here.twins), own.unbind(0))
-        yield partial(_exchange, transport, here.mates, [own.view(-1)] * len(here.mates), every.flatten(1).unbind(0))
-        for b in range(len(here.mates)):
-            for a, row in enumerate(here.ranks):
-                _decode(codec, every[b, a], out[spans[row[b]]])
+        yield from gather(every, transport, here)
+        for message, rank in zip(every.flatten(0, 1), here.columns, strict=True):
+            part_out = out[spans[rank]]
+            if len(part_out):
+                codec.decode(message[: codec.wire(len(part_out), x.dtype).capacity], part_out)
 
     parts = cut(x.numel(), piece, size * codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
@@ -161,6 +170,20 @@ def reduce_scatter(
 
     parts = cut(numel, piece, codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+
+
+def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch.device) -> Tensor:
+    """Return scratch memory (mates, nodes, nbytes) for a message of each rank: that of rank (a, b) goes to [b, a]."""
+    ranks = len(here.mates), len(here.ranks)
+    return transport.scratch(name, ranks[0] * ranks[1] * nbytes, device).view(*ranks, nbytes)
+
+
+def gather(every: Tensor, transport: Transport, here: Grid) -> Piece:
+    """Yield what brings every rank's message of ``room`` to all: between twins first, then inside nodes."""
+    own = every[here.local]
+    yield partial(_exchange, transport, here.twins, [own[here.node]] * len(here.twins), own.unbind(0))
+    if len(here.mates) > 1:
+        yield partial(_exchange, transport, here.mates, [own.view(-1)] * len(here.mates), every.flatten(1).unbind(0))
 
 
 @dataclass(frozen=True)
@@ -218,11 +241,11 @@ def _reduce(
     nodes, mates = len(here.ranks), len(here.mates)
     longest = max(len(part) for part in values)
 
-    def room(name: str, rows: int, columns: int, codec: Codec) -> Tensor:
+    def memory(name: str, rows: int, codec: Codec) -> Tensor:
         capacity = codec.wire(longest, dtype).capacity
-        return transport.scratch(f"{name} {slot}", rows * columns * capacity, device).view(rows, columns, capacity)
+        return transport.scratch(f"{name} {slot}", rows * nodes * capacity, device).view(rows, nodes, capacity)
 
-    outgoing, incoming = (room(name, mates, nodes, coding.within) for name in ("outgoing", "incoming"))
+    outgoing, incoming = (memory(name, mates, coding.within) for name in ("outgoing", "incoming"))
     for b in range(mates):
         for a, row in enumerate(here.ranks):
             part = values[row[b]]
@@ -237,7 +260,7 @@ def _reduce(
                 residual=None if feedback is None else feedback[row[b]],
             )
     yield partial(_exchange, transport, here.mates, outgoing.flatten(1).unbind(0), incoming.flatten(1).unbind(0))
-    sent, received = (room(name, nodes, 1, coding.between).squeeze(1) for name in ("sums out", "sums in"))
+    sent, received = (memory(name, 1, coding.between)[0] for name in ("sums out", "sums in"))
     for a, twin in enumerate(here.twins):
         coding.between.recode(
             incoming[:, a],
@@ -261,8 +284,3 @@ def _exchange(transport: Transport, peers: Sequence[int], sends: Sequence[Tensor
         if peer != transport.rank or send.data_ptr() != recv.data_ptr():
             to[peer], source[peer] = send, recv
     transport.exchange(to, source)
-
-
-def _decode(codec: Codec, message: Tensor, out: Tensor) -> None:
-    if len(out):
-        codec.decode(message[: codec.wire(len(out), out.dtype).capacity], out)
