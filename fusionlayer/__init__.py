@@ -21,6 +21,7 @@ from .functional import (
 )
 from .integrations import ddp
 from .integrations.optimizer import DistributedOptimizer
+from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
 from .scheduler import planners
 from .scheduler.autotune import Autotune
@@ -39,6 +40,7 @@ __all__ = [
     "FusionPlan",
     "PlanMismatch",
     "ReduceOp",
+    "ShardedOptimizer",
     "Sum",
     "TransportError",
     "UsageError",

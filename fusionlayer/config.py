@@ -67,6 +67,9 @@ class Config:
     timeline: str | None = _setting(
         "file for a timeline in Chrome's trace format, `.<rank>` appended; `FUSIONLAYER_TIMELINE` overrides it", None
     )
+    ranks_per_node: int | None = _setting(
+        "ranks that share a node, counted in rank order; null: those that share a host and its network", None
+    )
     lanes: int | None = _setting(
         "buckets of an optimizer that are under way at once; null: 2 on the CPU, 1 on a GPU", None
     )
@@ -91,6 +94,7 @@ class Config:
             "timeout": (int, float),
             "stall_warning": (int, float),
             "timeline": (str, type(None)),
+            "ranks_per_node": (int, type(None)),
             "lanes": (int, type(None)),
             "threads": (int, type(None)),
         }
@@ -101,7 +105,7 @@ class Config:
         for name in ("timeout", "stall_warning"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"config: {name}={getattr(self, name)!r}; expected seconds above 0")
-        for name in ("lanes", "threads"):
+        for name in ("ranks_per_node", "lanes", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"config: {name}={getattr(self, name)}; expected at least 1, or null")
 

@@ -161,5 +161,11 @@ def transport(group: dist.ProcessGroup | Transport | None = None) -> Transport:
                 job.transports[group] = local.alone()
             else:
                 settings = job.settings
-                job.transports[group] = C10dTransport(group, settings.timeout, stall_warning=settings.stall_warning)
+                each = settings.ranks_per_node
+                job.transports[group] = C10dTransport(
+                    group,
+                    settings.timeout,
+                    stall_warning=settings.stall_warning,
+                    node=None if each is None else f"node {dist.get_rank() // each}",
+                )
         return job.transports[group]

@@ -162,7 +162,7 @@ def all_reduce(
     chosen, chooser = codecs.get("raw"), None
     if tensor.dtype in DTYPE_CODES:
         chosen, chooser = _travelling(tensor, codec, codec_options, transport)
-    name = algorithm or collectives.choose(chosen.lossless, transport.size, zips=chosen.zips)
+    name = algorithm or collectives.choose(chosen.lossless, transport.size, wanted=chosen.collective)
     if tensor.dtype not in DTYPE_CODES:
         name = "dense"
     elif chooser is not None:

@@ -10,7 +10,9 @@ from fusionlayer.transport import Transport, local
 Result = TypeVar("Result")
 
 
-def over_threads(world: int, body: Callable[[Transport], Result], timeout: float = 30) -> list[Result]:
+def over_threads(
+    world: int, body: Callable[[Transport], Result], timeout: float = 30, ranks_per_node: int | None = None
+) -> list[Result]:
     """Return what ``body`` returns on each of ``world`` ranks; it is given the rank's transport."""
 
     def rank_main(rank: int) -> Result:
@@ -18,4 +20,4 @@ def over_threads(world: int, body: Callable[[Transport], Result], timeout: float
         assert transport is not None and transport.rank == rank
         return body(transport)
 
-    return local.run(rank_main, world, timeout=timeout)
+    return local.run(rank_main, world, timeout=timeout, ranks_per_node=ranks_per_node)

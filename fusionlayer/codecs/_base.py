@@ -79,6 +79,25 @@ class Codec(ABC):
         """Whether error feedback is worth its memory by default: the codec is lossy, biased and coarse."""
         return not (self.lossless or self.unbiased)
 
+    @property
+    def within(self) -> Codec:
+        """The codec of messages inside a node, where sums are made in two levels; the same one for most."""
+        return self
+
+    @property
+    def untransformed(self) -> Codec:
+        """A codec of the same layout that leaves out what this one does to values before it quantises them.
+
+        Of its messages it decodes values in that domain, and it encodes such values: where the transform is linear sums
+        can be made there, over whole runs of ``transform_run`` elements. A codec without one is its own.
+        """
+        return self
+
+    @property
+    def transform_run(self) -> int:
+        """Elements that are transformed together; it divides ``block``."""
+        return 1
+
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Return how many bytes of a ``payload`` (capacity,) must travel: all unless the codec is of variable size."""
         return payload.numel()
@@ -101,6 +120,11 @@ class Codec(ABC):
     def zips(self) -> bool:
         """Whether messages lose no bit and take as many bytes as the data need: what ``zipped`` collectives carry."""
         return self.lossless and self.variable_size
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that was made for codecs of this kind; None where the number of ranks decides."""
+        return "zipped" if self.zips else None
 
     def static_extent(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Return how many bytes of a payload, from its start, must travel whatever the data: all for most codecs."""
@@ -262,6 +286,7 @@ class Codec(ABC):
         *,
         dtype: torch.dtype = torch.float32,
         x: Tensor | None = None,
+        source: Codec | None = None,
         seed: int = 0,
         offset: int = 0,
         residual: Tensor | None = None,
@@ -269,11 +294,16 @@ class Codec(ABC):
         """Write into ``payload`` (capacity,) the sum of all rows of ``payloads`` (k, capacity), and of ``x`` if given.
 
         ``numel`` elements, summed in f32 in the order x, row 0, row 1, ...; messages are those of tensors of ``dtype``.
-        ``residual`` as in ``encode``.
+        ``residual`` as in ``encode``. ``source`` is the codec of ``payloads`` where that is another one; there is no
+        ``x`` then.
         """
         if not numel:
             return
         form = self.wire(numel, dtype)
+        if source is not None and source != self:
+            x = torch.empty(numel, device=payload.device)
+            source.decode_sum(payloads, x, dtype=dtype)
+            payloads = payload[:0].new_empty(0, form.capacity)
         bodies = self._bodies(payloads, numel, dtype)
         self._recode_rows(bodies, payload[form.body : form.capacity], numel, dtype, x, seed, offset, residual)
         if self.header:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from .. import native
 from ..errors import ConfigError
 from ..wire import Plane
-from ._base import registry
+from ._base import Codec, registry
 from ._native import NativeCodec
 
 __all__ = ["Int"]
@@ -55,6 +57,16 @@ class Int(NativeCodec, name="int"):
     def block(self) -> int:
         """The group size."""
         return self.group_size
+
+    @cached_property
+    def untransformed(self) -> Codec:
+        """Without the rotation: of such messages it decodes rotated values, and values that are it need not rotate."""
+        return dataclasses.replace(self, hadamard=False) if self.hadamard else self
+
+    @property
+    def transform_run(self) -> int:
+        """The size of the Hadamard matrix."""
+        return 32 if self.hadamard else 1
 
     def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
         groups = -(-numel // self.group_size)

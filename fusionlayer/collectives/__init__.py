@@ -42,12 +42,14 @@ def get_gather(name: str) -> Gather:
     return gathers.get(name)
 
 
-def choose(lossless: bool, size: int, *, ahead: bool = False, zips: bool = False) -> str:
-    """Return the name of the collective for a codec and a number of ranks when nobody has chosen one."""
+def choose(lossless: bool, size: int, *, ahead: bool = False, wanted: str | None = None) -> str:
+    """Return the name of the collective for a number of ranks and a codec, which may want one, by default."""
     if ahead:
         return "gather"
+    if wanted is not None:
+        return wanted
     if lossless:
-        return "zipped" if zips else "dense"
+        return "dense"
     return "one_shot" if size <= 2 else "two_shot"
 
 
@@ -61,6 +63,6 @@ def settle(algorithm: str | None, ahead: bool | None, codec: Codec, size: int) -
     """
     if ahead is None:
         ahead = codec.ahead if algorithm is None else algorithm in gather_names()
-    algorithm = algorithm or choose(codec.lossless, size, ahead=ahead, zips=codec.zips)
+    algorithm = algorithm or choose(codec.lossless, size, ahead=ahead, wanted=codec.collective)
     _ = get_gather(algorithm) if ahead else get(algorithm)
     return algorithm, ahead

@@ -10,14 +10,21 @@ from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
 from ..wire import DTYPE_CODES
-from . import zipped
+from . import two_level, zipped
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
 __all__ = ["all_gather", "reduce_scatter"]
 
 
 def all_gather(
-    x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, piece: int | None = None
+    x: Tensor,
+    out: Tensor,
+    codec: Codec,
+    transport: Transport,
+    *,
+    seed: int = 0,
+    piece: int | None = None,
+    add: bool = False,
 ) -> None:
     """Fill row r of ``out`` (size, n) with rank r's ``x`` (n,): one quantisation, the same bits on every rank.
 
@@ -25,11 +32,12 @@ def all_gather(
 
     Args:
         x: flat and contiguous, equally long on all ranks; f32, bf16 or f16, with a lossless codec of any type.
-        out: contiguous, of the type of ``x``.
+        out: contiguous, of the type of ``x``; of any of the three types with a lossy codec.
         codec: what travels; made the same on all ranks.
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
         piece: elements that travel at a time, while others are encoded or decoded; None: all.
+        add: add the rows to ``out`` instead, rounded once, with a lossy codec.
     """
     if codec.zips and x.dtype in DTYPE_CODES:
         zipped.all_gather(x, out.view(-1), codec, transport, piece=piece)
@@ -37,17 +45,17 @@ def all_gather(
     if codec.lossless:
         transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))
         return
+    here = two_level.grid(transport) or two_level.flat(transport)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
-        slot = index % IN_FLIGHT
-        mine = transport.scratch(f"outgoing {slot}", capacity, x.device)
-        every = transport.scratch(f"incoming {slot}", transport.size * capacity, x.device)
-        every = every.view(transport.size, capacity)
+        every = two_level.room(transport, here, f"incoming {index % IN_FLIGHT}", capacity, x.device)
+        mine = every[here.local, here.node]
         codec.encode(x[part], mine, seed=derive_seed(seed, transport.rank), offset=part.start)
-        yield lambda: transport.all_gather(mine, every)
-        for message, row in zip(every, out, strict=True):
-            codec.decode(message, row[part])
+        yield from two_level.gather(every, transport, here)
+        decode = codec.decode_add if add else codec.decode
+        for message, rank in zip(every.flatten(0, 1), here.columns, strict=True):
+            decode(message, out[rank, part], dtype=x.dtype)
 
     parts = cut(x.numel(), piece, codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
@@ -70,9 +78,13 @@ def reduce_scatter(
         sum_in_rank_order(every.unbind(0), out)
         return
     # What is agreed on is found by place, in blocks: each row begins with a block of its own.
+    here = two_level.grid(transport) if codec.collective == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
     codec = codec.agree(rows.view(-1), transport, seed=seed)
+    if here is not None:
+        return two_level.reduce_scatter(x, out, codec, transport, here, seed=seed, piece=piece)
+    codec = two_level.one_level(codec, transport)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity

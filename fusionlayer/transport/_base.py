@@ -42,6 +42,7 @@ class Transport(ABC):
     timeout: float
     bytes_sent: int = 0
     sequence: int = 0
+    _nodes: tuple[tuple[int, ...], ...] | None = None
 
     @abstractmethod
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
@@ -98,6 +99,26 @@ class Transport(ABC):
         every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
         self.exchange(shares, [part.view(torch.uint8) for part in every])
         self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
+
+    @abstractmethod
+    def _node_key(self) -> bytes:
+        """Return 8 bytes that are equal on ranks of one node, and on no others."""
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, in ascending order, nodes in the order of their first ranks.
+
+        Ranks of a node reach each other faster than others. The first use is one exchange; all ranks make it together.
+        """
+        if self._nodes is None:
+            mine = torch.frombuffer(bytearray(self._node_key()), dtype=torch.uint8)
+            every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
+            self.all_gather(mine, every)
+            found: dict[bytes, list[int]] = {}
+            for rank, key in enumerate(every):
+                found.setdefault(key.numpy().tobytes(), []).append(rank)
+            self._nodes = tuple(tuple(ranks) for ranks in found.values())
+        return self._nodes
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

@@ -7,7 +7,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Identity"]
+__all__ = ["Identity", "node_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,15 @@ class Identity:
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
+
+
+def node_name() -> str:
+    """Return what processes that share a host and its network have in common, and no others."""
+    try:
+        network = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        network = ""
+    return f"{socket.gethostname()} {network}"
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from ._calls import Call, nbytes
 from ._gloo import GlooLink
 from ._link import Link, LinkError, Message
 from ._nccl import NcclLink
+from ._processes import node_name
 from ._signs import Finding, lost_store
 from ._staging import bring, bring_back, space
 from .heartbeat import Watch
@@ -64,6 +65,7 @@ class C10dTransport(Transport):
         group: which processes; None is the default group.
         timeout: seconds that a call, and the making of the transport, may wait for other ranks.
         stall_warning: seconds of waiting after which a warning that names the late ranks is logged, once per call.
+        node: what ranks of this one's node have in common; None: a host and its network.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -71,16 +73,22 @@ class C10dTransport(Transport):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: float = 300.0, *, stall_warning: float = 60.0
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 300.0,
+        *,
+        stall_warning: float = 60.0,
+        node: str | None = None,
     ) -> None:
-        self._open(_meet_as(group), timeout, stall_warning)
+        self._open(_meet_as(group), timeout, stall_warning, node_name() if node is None else node)
 
-    def _open(self, meeting: _Meeting, timeout: float, stall_warning: float) -> None:
+    def _open(self, meeting: _Meeting, timeout: float, stall_warning: float, node: str) -> None:
         self.rank = meeting.rank
         self.size = meeting.size
         self.timeout = timeout
         self._meeting = meeting
         self._stall_warning = stall_warning
+        self._node = node
         self._duplicates = 0
         self._failure: TransportError | None = None
         self._links: dict[str, Link] = {}
@@ -148,12 +156,15 @@ class C10dTransport(Transport):
         self._duplicates += 1
         twin = C10dTransport.__new__(C10dTransport)
         meeting = replace(self._meeting, name=f"{self._meeting.name}/{self._duplicates}")
-        twin._open(meeting, self.timeout, self._stall_warning)
+        twin._open(meeting, self.timeout, self._stall_warning, self._node)
         return twin
 
     def close(self) -> None:
         if self._failure is None:
             self._shut(TransportError(f"rank {self.rank}: this transport is closed; make a new one"), None)
+
+    def _node_key(self) -> bytes:
+        return hashlib.sha256(self._node.encode()).digest()[:8]
 
     def _connect(self) -> None:
         """Meet the other ranks and connect to them."""

@@ -34,7 +34,9 @@ def alone() -> LocalTransport:
     return LocalTransport(_Group(_Hub(), 1, timeout=60.0), 0)
 
 
-def run(fn: Callable[[int], Result], world: int, *, timeout: float = 60.0) -> list[Result]:
+def run(
+    fn: Callable[[int], Result], world: int, *, timeout: float = 60.0, ranks_per_node: int | None = None
+) -> list[Result]:
     """Return ``[fn(0), fn(1), ...]``, all called at once, each in a thread that is a rank of its own.
 
     Inside, ``current()`` is the rank's transport, and torch computes with one thread.
@@ -43,13 +45,14 @@ def run(fn: Callable[[int], Result], world: int, *, timeout: float = 60.0) -> li
         fn: what every rank does; it takes its rank.
         world: number of ranks.
         timeout: seconds that a rank waits for the others in one call.
+        ranks_per_node: as if so many ranks, in rank order, shared a host; None: all of them.
 
     Raises:
         Exception: the first exception that a rank raised, its message led by the rank. The other ranks are released
             with ``TransportError``.
     """
     hub = _Hub()
-    group = _Group(hub, world, timeout)
+    group = _Group(hub, world, timeout, ranks_per_node)
     results: list[Any] = [None] * world
     errors: list[BaseException] = []
 
@@ -153,6 +156,9 @@ class LocalTransport(Transport):
     def close(self) -> None:
         self._group.leave(self.rank)
 
+    def _node_key(self) -> bytes:
+        return (self.rank // self._group.ranks_per_node).to_bytes(8, "little")
+
     def _begin(self, call: Call, offer: Any) -> list[Any]:
         """Return what every rank offers in this call, once all are in it and their calls fit."""
         self.sequence += 1
@@ -209,10 +215,11 @@ class _Hub:
 class _Group:
     """What the ranks of one group share: the meetings under way, the letters not yet fetched, and the way it ended."""
 
-    def __init__(self, hub: _Hub, size: int, timeout: float) -> None:
+    def __init__(self, hub: _Hub, size: int, timeout: float, ranks_per_node: int | None = None) -> None:
         self.hub = hub
         self.size = size
         self.timeout = timeout
+        self.ranks_per_node = ranks_per_node or size
         self.letters: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
         self._meetings: dict[int, dict[int, Any]] = {}
         self._fetched: defaultdict[int, int] = defaultdict(int)
@@ -244,7 +251,7 @@ class _Group:
     def duplicate(self, who: LocalTransport, number: int) -> _Group:
         with self.hub.changed:
             self.check_open(who)
-            return self._duplicates.setdefault(number, _Group(self.hub, self.size, self.timeout))
+            return self._duplicates.setdefault(number, _Group(self.hub, self.size, self.timeout, self.ranks_per_node))
 
     def leave(self, rank: int) -> None:
         with self.hub.changed:

@@ -20,6 +20,7 @@ from ... import collectives, context
 from ...codecs import Codec
 from ...collectives.halves import all_gather, reduce_scatter
 from ...collectives.one_shot import one_shot
+from ...collectives.two_level import two_level
 from ...collectives.two_shot import two_shot
 from ...collectives.zipped import zipped
 from ...errors import ConfigError, UsageError
@@ -34,7 +35,7 @@ __all__ = ["PIECE_BYTES", "Channel"]
 # Bytes of a tensor that travel at a time. On fast links of GPUs TACO found 64 MB best (Fig. 10).
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
-_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot, "zipped": zipped}
+_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot, "two_level": two_level, "zipped": zipped}
 
 _channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 _numbers: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
@@ -92,7 +93,7 @@ class Channel:
             raise ConfigError(f"tensor parallelism with {self.codec} got algorithm={algorithm!r}; expected {expected}")
         if piece_bytes is not None and piece_bytes < 1:
             raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
-        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size, zips=self.codec.zips)
+        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size, wanted=self.codec.collective)
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
         if self.size > 1:

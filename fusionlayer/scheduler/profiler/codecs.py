@@ -48,7 +48,7 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str
         for verb, call in calls.items():
             curves[verb].append([size, cpu_seconds(call, repeats)])
     bits = 8 * (codec.used_bytes(message, size) / size if codec.zips else codec.wire(1 << 20).capacity / (1 << 20))
-    algorithm = {"algorithm": "zipped"} if codec.zips else {}
+    algorithm = {"algorithm": codec.collective} if codec.collective else {}
     return {"bits": bits, "lossless": codec.lossless, "ahead": codec.ahead, **algorithm, **curves}
 
 

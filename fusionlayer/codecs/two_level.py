@@ -1,0 +1,59 @@
+"""``tlq``: integers of one width between nodes and of another inside them; presets ``tlq_hs`` and ``ulq``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ..errors import ConfigError
+from ._base import Codec, registry
+from .integer import Int
+
+__all__ = ["TwoLevelInt"]
+
+
+@dataclass(frozen=True)
+class TwoLevelInt(Int, name="tlq"):
+    """``int`` between nodes, and ``int`` of ``inner_bits`` inside them (SDP4Bit, section 3.2).
+
+    Made for ``two_level``; collectives that know no nodes take it as the codec between them.
+
+    Attributes:
+        bits: between nodes, 8 or 4.
+        rounding: stochastic by default, as both levels are unbiased then.
+        hadamard: as in ``int``, on both levels: preset ``tlq_hs``.
+        inner_bits: inside nodes, 8 or 4; preset ``ulq`` has 4 on both levels, as ZeRO++ does.
+        inner_group_size: elements that share a scale inside nodes; a power of two from 32 to 4096.
+    """
+
+    bits: int = 4
+    rounding: Literal["nearest", "stochastic"] = "stochastic"
+    inner_bits: int = 8
+    inner_group_size: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            _ = self.within
+        except ConfigError as error:
+            raise ConfigError(f"{error} (inner_bits={self.inner_bits}, inside nodes)") from None
+
+    @cached_property
+    def within(self) -> Codec:
+        """The codec of messages inside a node."""
+        return Int(self.inner_bits, self.inner_group_size, self.hadamard, self.rounding, header=self.header)
+
+    @property
+    def collective(self) -> str | None:
+        """The one that knows nodes."""
+        return "two_level"
+
+    @property
+    def block(self) -> int:
+        """The larger one of the group sizes."""
+        return max(self.group_size, self.inner_group_size)
+
+
+registry.add_preset("tlq_hs", "tlq", hadamard=True)
+registry.add_preset("ulq", "tlq", inner_bits=4, inner_group_size=128)

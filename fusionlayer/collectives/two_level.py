@@ -1,0 +1,286 @@
+"""``two_level``: sums inside nodes first, so that between nodes every value travels once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..seeds import derive_seed
+from ..transport import Transport
+from ._base import collective, split_evenly
+from ._pieces import IN_FLIGHT, Piece, cut, pipeline
+from .two_shot import two_shot
+
+__all__ = ["Grid", "flat", "gather", "grid", "one_level", "reduce_scatter", "room", "two_level"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks as rows of nodes, all of one length.
+
+    Attributes:
+        ranks: ``ranks[a][b]`` is number b of node a.
+        node: the row of this rank.
+        local: the column of this rank.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    node: int
+    local: int
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return self.ranks[self.node]
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """All ranks, column by column."""
+        return tuple(rank for column in zip(*self.ranks, strict=True) for rank in column)
+
+    @property
+    def twins(self) -> tuple[int, ...]:
+        """The ranks that stand where this one does, one in each node."""
+        return tuple(row[self.local] for row in self.ranks)
+
+
+def grid(transport: Transport) -> Grid | None:
+    """Return where the ranks stand; None where there are no two levels: one node, or nodes of one or of unequal size.
+
+    The first call is one exchange; all ranks make it together.
+    """
+    nodes = transport.nodes
+    if len(nodes) == 1 or len(nodes) == transport.size or len({len(node) for node in nodes}) > 1:
+        return None
+    for a, node in enumerate(nodes):
+        if transport.rank in node:
+            return Grid(nodes, a, node.index(transport.rank))
+    raise AssertionError(f"rank {transport.rank} is in none of {nodes}")
+
+
+def flat(transport: Transport) -> Grid:
+    """Return the ranks as if each was a node of its own: one level."""
+    return Grid(tuple((rank,) for rank in range(transport.size)), transport.rank, 0)
+
+
+def one_level(codec: Codec, transport: Transport) -> Codec:
+    """Return what travels where there are no two levels: ``codec.within`` on one node."""
+    return codec.within if codec.within is not codec and len(transport.nodes) == 1 else codec
+
+
+@collective("two_level")
+def two_level(
+    x: Tensor,
+    codec: Codec,
+    transport: Transport,
+    *,
+    seed: int = 0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    piece: int | None = None,
+) -> None:
+    """Sum inside nodes, then between them (SDP4Bit, section 3.2 and Algorithm 3; ZeRO++), three quantisations.
+
+    1. Encode, by ``codec.within``: every chunk of ``x``, one for each rank of the job.
+    2. All-to-all inside nodes: a rank gets its mates' messages for its own chunk and for those of its twins, the ranks
+       that stand where it does in other nodes.
+    3. Recode: their sum over the node becomes a message of ``codec``.
+    4. All-to-all between twins; each rank recodes the sum of its own chunk.
+    5. All-gather between twins, then inside nodes; all ranks decode the same bytes.
+
+    Of the tensor's message each node sends 2 (nodes - 1) / nodes, whatever the number of its ranks. Where there are no
+    two levels this is ``two_shot``, on one node with ``codec.within``.
+
+    Without ``residual`` sums are made of values as the codec has transformed them, and transformed back once, at the
+    end. With it each loss goes to the residual of the rank that made it, which takes the transform back and forth.
+    Other arguments are those of ``two_shot``.
+    """
+    if codec.ahead:
+        raise ConfigError(
+            f"algorithm 'two_level' encodes partial sums, where {codec} would select anew; choose another algorithm"
+        )
+    here = grid(transport)
+    if here is None:
+        return two_shot(x, one_level(codec, transport), transport, seed=seed, residual=residual, out=out, piece=piece)
+    codec = codec.agree(x, transport, seed=seed, residual=residual)
+    out, size = x if out is None else out, transport.size
+    coding = _Coding.of(codec, raw=residual is None)
+    seed = derive_seed(seed, transport.rank)
+
+    def run(index: int, part: slice) -> Piece:
+        chunk = split_evenly(part.stop - part.start, size, codec.block)
+        starts = [min(part.start + rank * chunk, part.stop) for rank in range(size + 1)]
+        spans = [slice(*starts[rank : rank + 2]) for rank in range(size)]
+        values = [x[span] for span in spans]
+        feedback = None if residual is None else [residual[span] for span in spans]
+        slot = index % IN_FLIGHT
+        received = yield from _reduce(values, feedback, [s.start for s in spans], coding, transport, here, seed, slot)
+        mine = spans[transport.rank]
+        every = room(transport, here, f"sums {slot}", received.shape[1], x.device)
+        coding.between.recode(
+            received,
+            every[here.local, here.node],
+            coding.summed(mine.stop - mine.start),
+            dtype=x.dtype,
+            seed=derive_seed(seed, 2),
+            offset=mine.start,
+            residual=None if residual is None else residual[mine],
+        )
+        yield from gather(every, transport, here)
+        for message, rank in zip(every.flatten(0, 1), here.columns, strict=True):
+            part_out = out[spans[rank]]
+            if len(part_out):
+                codec.decode(message[: codec.wire(len(part_out), x.dtype).capacity], part_out)
+
+    parts = cut(x.numel(), piece, size * codec.block)
+    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+
+
+def reduce_scatter(
+    x: Tensor, out: Tensor, codec: Codec, transport: Transport, here: Grid, *, seed: int = 0, piece: int | None = None
+) -> None:
+    """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n), in two levels.
+
+    Two quantisations: steps 1 to 4 of ``two_level``, with the last sum left as values.
+
+    Args:
+        x: contiguous, of one shape on all ranks; f32, bf16 or f16.
+        out: of the type of ``x``.
+        codec: what travels between nodes; ``codec.within`` inside them. One that agrees on something has done so.
+        transport: the ranks.
+        here: ``grid(transport)``.
+        seed: of stochastic rounding; the same on all ranks.
+        piece: elements of a row that travel at a time; None: all.
+    """
+    numel = x.shape[1]
+    padded = -(-numel // codec.block) * codec.block
+    coding, seed = _Coding.of(codec, raw=True), derive_seed(seed, transport.rank)
+
+    def run(index: int, part: slice) -> Piece:
+        starts = [to * padded + part.start for to in range(transport.size)]
+        rows = [row[part] for row in x]
+        received = yield from _reduce(rows, None, starts, coding, transport, here, seed, index % IN_FLIGHT)
+        codec.decode_sum(received, out[part])
+
+    parts = cut(numel, piece, codec.block)
+    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+
+
+def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch.device) -> Tensor:
+    """Return scratch memory (mates, nodes, nbytes) for a message of each rank: that of rank (a, b) goes to [b, a]."""
+    ranks = len(here.mates), len(here.ranks)
+    return transport.scratch(name, ranks[0] * ranks[1] * nbytes, device).view(*ranks, nbytes)
+
+
+def gather(every: Tensor, transport: Transport, here: Grid) -> Piece:
+    """Yield what brings every rank's message of ``room`` to all: between twins first, then inside nodes."""
+    own = every[here.local]
+    yield partial(_exchange, transport, here.twins, [own[here.node]] * len(here.twins), own.unbind(0))
+    if len(here.mates) > 1:
+        yield partial(_exchange, transport, here.mates, [own.view(-1)] * len(here.mates), every.flatten(1).unbind(0))
+
+
+@dataclass(frozen=True)
+class _Coding:
+    """The codecs of one sum.
+
+    Attributes:
+        within: of messages inside nodes, as values.
+        sums: of the same messages, as what is summed.
+        between: of messages between nodes, as what is summed.
+        run: elements of which a sum has whole multiples.
+    """
+
+    within: Codec
+    sums: Codec
+    between: Codec
+    run: int = 1
+
+    @classmethod
+    def of(cls, codec: Codec, raw: bool) -> _Coding:
+        """Return the codecs; with ``raw`` values are summed as they were transformed (SDP4Bit, section 3.3)."""
+        within = codec.within
+        if raw and not codec.header:
+            return cls(within, within.untransformed, codec.untransformed, codec.transform_run)
+        return cls(within, within, codec)
+
+    def summed(self, numel: int) -> int:
+        """Return how many elements a sum of messages of ``numel`` has."""
+        return -(-numel // self.run) * self.run
+
+
+def _reduce(
+    values: Sequence[Tensor],
+    feedback: Sequence[Tensor] | None,
+    starts: Sequence[int],
+    coding: _Coding,
+    transport: Transport,
+    here: Grid,
+    seed: int,
+    slot: int,
+) -> Generator[Callable[[], None], None, Tensor]:
+    """Send all ``values``, one tensor for each rank; return the messages (nodes, nbytes) of the nodes' sums for this.
+
+    Args:
+        values: flat.
+        feedback: error feedback of each of them.
+        starts: where each begins in the sequence of the seed's numbers.
+        coding: the codecs.
+        transport: the ranks.
+        here: where they stand.
+        seed: of this rank.
+        slot: number of the scratch memory to use.
+    """
+    dtype, device = values[0].dtype, values[0].device
+    nodes, mates = len(here.ranks), len(here.mates)
+    longest = max(len(part) for part in values)
+
+    def memory(name: str, rows: int, codec: Codec) -> Tensor:
+        capacity = codec.wire(longest, dtype).capacity
+        return transport.scratch(f"{name} {slot}", rows * nodes * capacity, device).view(rows, nodes, capacity)
+
+    outgoing, incoming = (memory(name, mates, coding.within) for name in ("outgoing", "incoming"))
+    for b in range(mates):
+        for a, row in enumerate(here.ranks):
+            part = values[row[b]]
+            if not len(part):
+                continue
+            message = outgoing[b, a, : coding.within.wire(len(part), dtype).capacity]
+            coding.within.encode(
+                part,
+                message,
+                seed=derive_seed(seed, 0),
+                offset=starts[row[b]],
+                residual=None if feedback is None else feedback[row[b]],
+            )
+    yield partial(_exchange, transport, here.mates, outgoing.flatten(1).unbind(0), incoming.flatten(1).unbind(0))
+    sent, received = (memory(name, 1, coding.between)[0] for name in ("sums out", "sums in"))
+    for a, twin in enumerate(here.twins):
+        coding.between.recode(
+            incoming[:, a],
+            sent[a],
+            coding.summed(len(values[twin])),
+            dtype=dtype,
+            source=coding.sums,
+            seed=derive_seed(seed, 1),
+            offset=starts[twin],
+            residual=None if feedback is None else feedback[twin],
+        )
+    yield partial(_exchange, transport, here.twins, sent.unbind(0), received.unbind(0))
+    return received
+
+
+def _exchange(transport: Transport, peers: Sequence[int], sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+    """Send ``sends[i]`` to rank ``peers[i]``, receive ``recvs[i]`` from it; this rank is one of them."""
+    nothing = sends[0][:0]
+    to, source = [nothing] * transport.size, [nothing] * transport.size
+    for peer, send, recv in zip(peers, sends, recvs, strict=True):
+        if peer != transport.rank or send.data_ptr() != recv.data_ptr():
+            to[peer], source[peer] = send, recv
+    transport.exchange(to, source)

@@ -1,0 +1,287 @@
+"""``ShardedOptimizer``: states cut over ranks, gradients reduced to their owners, weights gathered from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import codecs, context
+from ..codecs import Codec
+from ..collectives import halves
+from ..errors import ConfigError, UsageError
+from ..functional import Group, make_codec
+from ..seeds import derive_seed
+from ..transport import Transport
+from ..wire import DTYPE_CODES, WIRE_VERSION
+
+__all__ = ["ShardedOptimizer", "Weights"]
+
+_PIECE = 1 << 20
+"""Elements of a rank's part that travel at a time."""
+
+_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Optimizers of torch that look at more than one element at a time."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How weights travel from their owners to all ranks.
+
+    Attributes:
+        codec: what travels.
+        differences: what travels is what the owner's weight is more than every rank's copy, and is added to the copies;
+            what a message lost is in the next step's difference (SDP4Bit, section 3.1 and Algorithm 2).
+    """
+
+    codec: Codec
+    differences: bool
+
+    @classmethod
+    def of(cls, name: str | Codec | None) -> Weights:
+        """Return what a user's name stands for: "qwd", "qw", "qwz", or a codec.
+
+        "qwd" is differences in int4, groups of 2048 (SDP4Bit); "qw" weights in the same int4; "qwz" weights in int8, as
+        in ZeRO++.
+        """
+        four = codecs.get("int4", hadamard=False, group_size=2048).bare
+        if name == "qwd":
+            return cls(four, differences=True)
+        if name == "qw":
+            return cls(four, differences=False)
+        if name == "qwz":
+            return cls(codecs.get("int8", group_size=2048).bare, differences=False)
+        codec = make_codec("raw" if name is None else name, {}).bare
+        if codec.ahead:
+            raise ConfigError(f"weights={codec}: sparse weights would be zeros; expected 'qwd' or a dense codec")
+        return cls(codec, differences=False)
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer of which every rank has a part: ZeRO stage 1, compressed both ways (SDP4Bit; ZeRO++).
+
+    ``step`` averages gradients to the ranks that own them, each of which updates its part of the weights in f32, and
+    gathers the weights. The model keeps whole weights, the same bits on every rank; a rank's states are of 1 / size of
+    them. All ranks begin with rank 0's weights.
+
+        optimizer = fl.ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, weights="qwd", gradients="tlq_hs", lr=1e-3
+        )
+
+    Args:
+        params: parameters or groups of them, as any optimizer takes; f32, bf16 or f16, of one device. Their ``data``
+            becomes a view of one tensor for each group.
+        optimizer_class: an optimizer that treats every element by itself, as Adam and SGD do. It is given flat parts in
+            f32.
+        weights: "raw"; "qwd", int4 differences; "qw" or "qwz", weights in int4 or int8; or a codec.
+        gradients: name or codec of what gradients travel as; "tlq_hs" for two levels.
+        group: process group or transport; None means all ranks.
+        defaults: options of ``optimizer_class``.
+
+    Raises:
+        ConfigError: what the arguments cannot be, with what they can.
+        PlanMismatch: ranks disagree on parameters or codecs.
+        TransportError: a peer was lost, stopped or late.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        weights: str | Codec | None = None,
+        gradients: str | Codec | None = None,
+        group: Group = None,
+        **defaults: Any,
+    ) -> None:
+        name = getattr(optimizer_class, "__name__", str(optimizer_class))
+        if name in _WHOLE_TENSORS:
+            raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
+        self._fl_transport = context.transport(group)
+        self._fl_weights = Weights.of(weights)
+        self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare
+        if self._fl_gradients.ahead:
+            raise ConfigError(
+                f"gradients={self._fl_gradients}: what a sparse codec leaves out is lost without error feedback, which "
+                "parts have not; use DistributedOptimizer"
+            )
+        self._fl_step = 0
+        super().__init__(params, {})
+        for each in self.param_groups:
+            _check(each["params"])
+        align = max(self._fl_weights.codec.block, self._fl_gradients.block)
+        self._fl_agree(align, name)
+        self._fl_parts = [_Part(each["params"], self._fl_transport, align) for each in self.param_groups]
+        mains = [
+            {**{key: value for key, value in each.items() if key != "params"}, "params": [part.main]}
+            for each, part in zip(self.param_groups, self._fl_parts, strict=True)
+        ]
+        self._fl_inner = optimizer_class(mains, **defaults)
+        self.defaults = self._fl_inner.defaults
+        for each, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
+            each.update({key: value for key, value in inner.items() if key != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is made; later ones are refused, since parts have been cut by then."""
+        if hasattr(self, "_fl_inner"):
+            raise UsageError("a ShardedOptimizer takes all parameters when it is made; make a new one")
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Average gradients, update this rank's part of the weights, and gather them; return what ``closure`` does.
+
+        Parameters without a gradient count as having zeros.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        transport = self._fl_transport
+        for index, part in enumerate(self._fl_parts):
+            seed = derive_seed(self._fl_step, index, 0)
+            part.reduce(self._fl_gradients, transport, seed)
+        for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._fl_inner.step()
+        for index, part in enumerate(self._fl_parts):
+            seed = derive_seed(self._fl_step, index, 1)
+            part.gather(self._fl_weights, transport, seed)
+        self._fl_step += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part: its states and f32 weights. Every rank saves its own, beside the model's weights.
+
+        A job of as many ranks that loads both goes on bit for bit as this one would.
+        """
+        return {
+            "step": self._fl_step,
+            "rank": self._fl_transport.rank,
+            "size": self._fl_transport.size,
+            "weights": [part.main.detach().clone() for part in self._fl_parts],
+            "optimizer": self._fl_inner.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned on this rank of a job of as many ranks.
+
+        Raises:
+            ConfigError: it is another rank's, of another number of ranks, or of other parameters.
+        """
+        transport = self._fl_transport
+        given = (state_dict.get("rank"), state_dict.get("size"))
+        if given != (transport.rank, transport.size):
+            raise ConfigError(
+                f"got the state of rank {given[0]} of {given[1]}; this is rank {transport.rank} of {transport.size}: "
+                "load the file that the same rank has saved, in a job of as many ranks"
+            )
+        lengths = [len(weights) for weights in state_dict["weights"]]
+        expected = [part.main.numel() for part in self._fl_parts]
+        if lengths != expected:
+            raise ConfigError(f"got the state of parts of {lengths} elements, expected {expected}: of the same model")
+        self._fl_step = state_dict["step"]
+        for part, weights in zip(self._fl_parts, state_dict["weights"], strict=True):
+            part.main.copy_(weights)
+        self._fl_inner.load_state_dict(state_dict["optimizer"])
+        for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
+            outer.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _fl_agree(self, align: int, name: str) -> None:
+        shapes = [[(tuple(p.shape), str(p.dtype)) for p in each["params"]] for each in self.param_groups]
+        facts = f"{shapes} {align} {name} {self._fl_weights} {self._fl_gradients} {WIRE_VERSION}"
+        if self._fl_transport.size > 1:
+            digest = hashlib.sha256(facts.encode()).digest()
+            self._fl_transport.check_agreement("parameters or codecs of a ShardedOptimizer", digest)
+
+
+class _Part:
+    """The parameters of one group as one flat tensor, and this rank's part of it in f32."""
+
+    def __init__(self, params: list[nn.Parameter], transport: Transport, align: int) -> None:
+        first = params[0]
+        total = sum(p.numel() for p in params)
+        chunk = max(1, -(-total // (transport.size * align))) * align
+        self._params = params
+        self._replica = torch.zeros(transport.size * chunk, dtype=first.dtype, device=first.device)
+        self._views = [
+            piece.view_as(p)
+            for piece, p in zip(self._replica[:total].split([p.numel() for p in params]), params, strict=True)
+        ]
+        for p, view in zip(params, self._views, strict=True):
+            view.copy_(p.detach())
+            p.data = view
+        if transport.size > 1:
+            transport.broadcast(self._replica, 0)
+        self._rows = self._replica.view(transport.size, chunk)
+        self._own = self._rows[transport.rank]
+        self._filled = min(max(0, total - transport.rank * chunk), chunk)
+        self._gradients = torch.zeros_like(self._replica)
+        self._gradient_views = [
+            piece.view_as(p)
+            for piece, p in zip(self._gradients[:total].split([p.numel() for p in params]), params, strict=True)
+        ]
+        self.main = nn.Parameter(self._own.float().clone())
+
+    def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
+        """Give ``main`` the average of its gradients over ranks."""
+        self._check_views()
+        pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self._params, strict=True) if p.grad is not None]
+        if len(pairs) < len(self._params):
+            self._gradients.zero_()
+        if pairs:
+            torch._foreach_copy_([to for to, _ in pairs], [grad for _, grad in pairs])
+        self._gradients.mul_(1 / transport.size)
+        own = self._gradients.view_as(self._rows)[transport.rank]
+        if transport.size > 1:
+            own = torch.empty_like(own)
+            rows = self._gradients.view_as(self._rows)
+            halves.reduce_scatter(rows, own, codec, transport, seed=seed, piece=_PIECE)
+        own[self._filled :] = 0  # what a rotation has spread into the padding is nobody's gradient
+        self.main.grad = own.float()
+
+    def gather(self, weights: Weights, transport: Transport, seed: int) -> None:
+        """Give every rank's copy what the owners' weights are, or the coded form of it."""
+        if transport.size == 1:
+            self._own.copy_(self.main)
+        elif weights.differences:
+            change = self.main - self._own.float()
+            halves.all_gather(change, self._rows, weights.codec, transport, seed=seed, piece=_PIECE, add=True)
+        else:
+            mine = self.main.to(self._replica.dtype)
+            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=_PIECE)
+
+    def _check_views(self) -> None:
+        """Parameters must still be where they were put; ``model.to(...)`` makes new ones."""
+        for p, view in zip(self._params, self._views, strict=True):
+            if p.data_ptr() != view.data_ptr():
+                raise UsageError(
+                    f"a parameter of shape {tuple(p.shape)} was given other memory after the ShardedOptimizer was "
+                    "made, as model.to(...) does; do that first"
+                )
+
+
+def _check(params: list[nn.Parameter]) -> None:
+    kinds = {(p.dtype, p.device) for p in params}
+    if len(kinds) != 1 or next(iter(kinds))[0] not in DTYPE_CODES:
+        raise ConfigError(
+            f"a group of a ShardedOptimizer has parameters of {sorted(map(str, kinds)) or 'no type: there are none'}; "
+            "expected one type, float32, bfloat16 or float16, on one device: make a group for each"
+        )
+    for p in params:
+        if type(p).__name__ == "DTensor" or hasattr(p, "_sharded_param_data"):
+            raise ConfigError(f"a parameter of shape {tuple(p.shape)} is sharded already; a ShardedOptimizer does that")
+        if not p.requires_grad:
+            raise ConfigError(f"a parameter of shape {tuple(p.shape)} needs no gradient; leave it out")

@@ -1,0 +1,179 @@
+"""Sums in two levels: what travels between nodes, what every rank gets, and what the levels' codecs do to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs, collectives
+from fusionlayer.codecs import Codec
+from fusionlayer.collectives import halves
+from fusionlayer.collectives.two_level import grid
+from fusionlayer.transport import Transport
+from fusionlayer.transport.c10d import C10dTransport
+from tests.harness import run_ranks
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+from .conformance import conform, given, same_everywhere
+
+SHAPES = ((4, 2), (8, 4), (8, 2), (6, 3))
+"""(ranks, ranks of a node)."""
+
+TWO_LEVEL = [codecs.get(name).bare for name in ("tlq", "tlq_hs", "ulq")]
+
+
+def sums(world: int, per_node: int, codec: Codec, x: list[Tensor], seed: int = 1) -> list[Tensor]:
+    def body(transport: Transport) -> Tensor:
+        mine = x[transport.rank].clone()
+        collectives.get("two_level")(mine, codec, transport, seed=seed)
+        return mine
+
+    return over_threads(world, body, ranks_per_node=per_node)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).square().sum() / exact.square().sum())
+
+
+def outliers(numel: int, stream: int) -> Tensor:
+    """Return bell-shaped values of which every 97th is 30 times as large."""
+    x = gradient(numel, stream)
+    x[stream % 97 :: 97] *= 30
+    return x
+
+
+@pytest.mark.parametrize("world, per_node", SHAPES)
+@pytest.mark.parametrize(
+    "codec",
+    [*TWO_LEVEL, *(codecs.get(name).bare for name in ("raw", "bf16", "int8", "int4", "taco", "mxfp4"))],
+    ids=str,
+)
+def test_every_rank_has_the_sum(codec: Codec, world: int, per_node: int, device: torch.device) -> None:
+    lengths, dtypes = (0, 1, 129, 5000), [torch.float32, torch.bfloat16]
+    over_threads(
+        world,
+        lambda transport: conform(transport, "two_level", codec, device, lengths, dtypes),
+        ranks_per_node=per_node,
+    )
+
+
+@pytest.mark.parametrize("world, per_node", [(1, 1), (3, 3), (3, 1), (5, 2)])
+def test_without_two_levels_there_is_one(world: int, per_node: int) -> None:
+    """One node: ``within`` alone. Nodes of one rank, or of unequal size: the codec between nodes alone."""
+    codec = codecs.get("tlq_hs").bare
+    level = codec.within if world == per_node else codec
+    x = [gradient(5000, rank) for rank in range(world)]
+
+    def flat(transport: Transport) -> Tensor:
+        assert grid(transport) is None
+        mine = x[transport.rank].clone()
+        collectives.get("two_shot")(mine, level, transport, seed=1)
+        return mine
+
+    for got, expected in zip(sums(world, per_node, codec, x), over_threads(world, flat), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("world, per_node", SHAPES)
+@pytest.mark.parametrize("codec", TWO_LEVEL, ids=str)
+def test_a_rank_that_scatters_gets_its_own_rows(codec: Codec, world: int, per_node: int) -> None:
+    x = [gradient(world * 1000, rank).view(world, -1) for rank in range(world)]
+    exact = torch.stack(x).double().sum(0)
+
+    def body(transport: Transport) -> Tensor:
+        out = torch.empty(1000)
+        halves.reduce_scatter(x[transport.rank], out, codec, transport, seed=1)
+        return out
+
+    for rank, out in enumerate(over_threads(world, body, ranks_per_node=per_node)):
+        assert error(out, exact[rank]) < 0.12
+
+
+@pytest.mark.parametrize("world, per_node", SHAPES)
+def test_between_nodes_a_message_travels_once(world: int, per_node: int) -> None:
+    """Both halves together: 2 (nodes - 1) / nodes of a message leave a node, however many ranks it has."""
+    codec, numel = codecs.get("tlq_hs").bare, world * 4096
+    nodes = world // per_node
+
+    def body(transport: Transport) -> tuple[int, int]:
+        _ = transport.nodes
+        before, crossing = transport.bytes_sent, [0]
+        exchange = transport.exchange
+
+        def count(sends: list[Tensor], recvs: list[Tensor]) -> None:
+            here = transport.rank // per_node
+            crossing[0] += sum(x.numel() for to, x in enumerate(sends) if to // per_node != here)
+            exchange(sends, recvs)
+
+        transport.exchange = count  # type: ignore[method-assign,assignment]
+        collectives.get("two_level")(gradient(numel, transport.rank), codec, transport)
+        return crossing[0], transport.bytes_sent - before
+
+    found = over_threads(world, body, ranks_per_node=per_node)
+    message = codec.wire(numel).capacity
+    assert sum(crossing for crossing, _ in found[:per_node]) == 2 * message * (nodes - 1) // nodes
+    inside = codec.within.wire(4096).capacity * (per_node - 1) * nodes  # the first hop
+    gathered = codec.wire(4096).capacity * (per_node - 1) * nodes  # the last one
+    assert found[0][1] == found[0][0] + inside + gathered
+
+
+def test_bits_per_element() -> None:
+    between = codecs.get("tlq_hs").bare
+    for codec, bits in (
+        (between, 4.25),
+        (between.within, 8.0625),
+        (codecs.get("int4", group_size=2048).bare, 4.015625),
+    ):
+        assert 8 * codec.wire(1 << 20).capacity / (1 << 20) == bits
+
+
+def test_eight_bits_inside_and_the_rotation_pay() -> None:
+    """SDP4Bit, section 3.2: on data with outliers TLq-HS < TLq < ULq; the rotation is worth little on a Gaussian."""
+    spread = [outliers(1 << 15, rank) for rank in range(8)]
+    normal = [torch.randn(1 << 15, generator=torch.Generator().manual_seed(rank)) for rank in range(8)]
+
+    def errors(x: list[Tensor]) -> list[float]:
+        exact = torch.stack(x).double().sum(0)
+        return [error(sums(8, 4, codec, x)[0], exact) for codec in TWO_LEVEL]
+
+    tlq, tlq_hs, ulq = errors(spread)
+    assert 2 * tlq_hs < tlq and 1.2 * tlq < ulq
+    tlq, tlq_hs, ulq = errors(normal)
+    assert 0.95 < tlq_hs / tlq < 1.05 and 1.2 * tlq < ulq
+
+
+def test_the_domain_in_which_sums_are_made_does_not_matter() -> None:
+    """Messages with headers are decoded to values at every level; without, values stay rotated to the end. Rounded to
+    the nearest that is the same up to f32's rounding, but for the few codes that this moves."""
+    codec, x = codecs.get("tlq_hs", rounding="nearest"), [gradient(8192, rank) for rank in range(4)]
+    checked, bare = (sums(4, 2, form, x)[0] for form in (codec, codec.bare))
+    assert float((checked - bare).norm() / bare.norm()) < 0.01
+
+
+def test_unbiased() -> None:
+    codec, numel, draws = codecs.get("tlq_hs").bare, 4096, 100
+    x = [gradient(numel, rank) for rank in range(4)]
+    exact, mean, single = torch.stack(x).double().sum(0), torch.zeros(numel, dtype=torch.float64), 0.0
+    for seed in range(draws):
+        got = sums(4, 2, codec, x, seed)[0].double()
+        mean += got / draws
+        single += float((got - exact).square().sum()) / draws
+    assert float((mean - exact).square().sum()) < 1.3 * single / draws
+
+
+def sum_over_processes(rank: int, world: int) -> tuple[tuple[tuple[int, ...], ...], bool, float]:
+    assert C10dTransport(timeout=20).nodes == (tuple(range(world)),)  # they do share a host
+    transport = C10dTransport(timeout=20, node=f"host {rank // 2}").duplicate()
+    x = given(rank, 0, 5000, torch.float32).clone()
+    collectives.get("two_level")(x, codecs.get("tlq_hs").bare, transport, seed=1)
+    exact = torch.stack([given(r, 0, 5000, torch.float32) for r in range(world)]).double().sum(0)
+    return transport.nodes, same_everywhere(transport, x), error(x, exact)
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(60)
+def test_over_processes() -> None:
+    for nodes, same, off in run_ranks(sum_over_processes, 4, timeout=50):
+        assert nodes == ((0, 1), (2, 3)) and same and off < 0.12

@@ -1,0 +1,310 @@
+"""A sharded optimizer: what an unsharded one does when nothing is compressed, and what compression may change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusionlayer as fl
+from fusionlayer import codecs
+from fusionlayer.collectives import halves
+from fusionlayer.integrations.sharded import ShardedOptimizer, Weights
+from fusionlayer.transport import Transport
+from tests.harness import run_ranks
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+SDP4BIT = {"weights": "qwd", "gradients": "tlq_hs"}
+SHAPES = ((4, 2), (8, 4), (4, 4))
+"""(ranks, ranks of a node)."""
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model that begins with the same weights each time; 4,805 of them, in tensors of odd sizes."""
+    model = nn.Sequential(nn.Linear(21, 61), nn.Tanh(), nn.Linear(61, 53), nn.Tanh(), nn.Linear(53, 4)).to(dtype)
+    for i, p in enumerate(model.parameters()):
+        p.data.copy_(gradient(p.numel(), i, dtype).view_as(p))
+    return model
+
+
+def give_gradients(model: nn.Module, rank: int, step: int) -> None:
+    for i, p in enumerate(model.parameters()):
+        p.grad = gradient(p.numel(), 1000 * step + 100 * rank + i + 7, p.dtype).view_as(p)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def train(
+    transport: Transport,
+    steps: int,
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[ShardedOptimizer, nn.Module]:
+    model = make_model(dtype)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, group=transport, **options)
+    for step in range(steps):
+        give_gradients(model, transport.rank, step)
+        optimizer.step()
+    return optimizer, model
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params, make=torch.optim.AdamW: (params, make, {"lr": 1e-2}),
+        lambda params, make=torch.optim.SGD: (params, make, {"lr": 1e-1, "momentum": 0.9, "weight_decay": 1e-2}),
+    ],
+    ids=["AdamW", "SGD"],
+)
+def test_uncompressed_it_does_what_the_optimizer_does(make: Callable[[Any], Any], world: int) -> None:
+    plain = make_model()
+    params, kind, options = make(plain.parameters())
+    reference = kind(params, **options)
+    for step in range(5):
+        means = [torch.zeros_like(p) for p in plain.parameters()]
+        for rank in range(world):
+            give_gradients(plain, rank, step)
+            for mean, p in zip(means, plain.parameters(), strict=True):
+                assert p.grad is not None
+                mean += p.grad * (1 / world)
+        for mean, p in zip(means, plain.parameters(), strict=True):
+            p.grad = mean
+        reference.step()
+
+    def body(transport: Transport) -> Tensor:
+        model = make_model()
+        optimizer = ShardedOptimizer(model.parameters(), kind, group=transport, **options)
+        for step in range(5):
+            give_gradients(model, transport.rank, step)
+            optimizer.step()
+        return flat(model)
+
+    for got in over_threads(world, body):
+        torch.testing.assert_close(got, flat(plain), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world, per_node", SHAPES)
+def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype: torch.dtype) -> None:
+    """100 steps of SDP4Bit: the same bits on every rank, and off by no more than a step of what quantises a change."""
+
+    def body(transport: Transport) -> tuple[Tensor, bool]:
+        small = []
+        optimizer, model = train(transport, 0, SDP4BIT, dtype)
+        (part,) = optimizer._fl_parts
+        for step in range(100):
+            give_gradients(model, transport.rank, step)
+            before = part._own.float().clone()
+            optimizer.step()
+            main = part.main.detach()
+            drift, change = (float((main - copies).abs().max()) for copies in (part._own, before))
+            rounding = 1.01 * float(main.abs().max()) * torch.finfo(dtype).eps
+            small.append(drift <= change / 14 + rounding)  # codes are change / 7 apart
+        return flat(model), all(small)
+
+    results = over_threads(world, body, timeout=60, ranks_per_node=per_node)
+    assert not torch.equal(results[0][0], flat(make_model(dtype)))
+    for weights, small in results:
+        assert torch.equal(weights.view(torch.uint8), results[0][0].view(torch.uint8)) and small
+
+
+def test_differences_lose_orders_less_than_weights() -> None:
+    """The error of what ranks compute with, relative to the weights (SDP4Bit, figure 4)."""
+
+    def body(transport: Transport) -> list[float]:
+        errors = []
+        for weights in ("qw", "qwd"):
+            optimizer, _ = train(transport, 20, {"weights": weights})
+            (part,) = optimizer._fl_parts
+            main = part.main.detach()
+            errors.append(float((part._own - main).square().sum() / main.square().sum()))
+        return errors
+
+    for direct, differences in over_threads(2, body):
+        assert 100 * differences < direct
+
+
+def test_weights_stick_where_differences_arrive() -> None:
+    """SDP4Bit, section 4.1: codes that are coarse beside an update never let a weight move, a difference always.
+
+    Ours: 15 levels; the first weight is 1 and done, the second has 0.03 to go, less than half a level of 1 / 7.
+    """
+    goal = torch.tensor([1.0, 0.03])
+
+    def body(transport: Transport) -> list[Tensor]:
+        ends = []
+        for weights in ("qw", "qwd"):
+            w = nn.Parameter(torch.tensor([1.0, 0.0]))
+            optimizer = ShardedOptimizer([w], torch.optim.SGD, lr=0.1, weights=weights, group=transport)
+            for _ in range(200):
+                with torch.no_grad():
+                    w.grad = w - goal
+                if weights == "qw":  # as published, the owner's weight is what all ranks have
+                    (part,) = optimizer._fl_parts
+                    part.main.data.copy_(part._own)
+                optimizer.step()
+            ends.append(w.detach().clone())
+        return ends
+
+    for direct, differences in over_threads(1 + 1, body):
+        assert float(direct[1]) == 0.0
+        torch.testing.assert_close(differences, goal, rtol=0, atol=1e-4)
+
+
+def test_resuming_is_exact() -> None:
+    def body(transport: Transport) -> None:
+        _, through = train(transport, 8, SDP4BIT)
+        optimizer, model = train(transport, 5, SDP4BIT)
+        kept = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        again = make_model()
+        resumed = ShardedOptimizer(again.parameters(), torch.optim.AdamW, lr=3.0, group=transport, **SDP4BIT)
+        give_gradients(again, transport.rank, 77)
+        resumed.step()  # something else before
+        resumed.load_state_dict(kept[0])
+        again.load_state_dict(kept[1])
+        assert resumed.param_groups[0]["lr"] == 1e-2
+        for step in range(5, 8):
+            give_gradients(again, transport.rank, step)
+            resumed.step()
+        assert torch.equal(flat(again), flat(through))
+
+    over_threads(4, body, ranks_per_node=2)
+
+
+def test_states_of_others_are_refused() -> None:
+    def body(transport: Transport) -> dict[str, Any]:
+        return train(transport, 1, {})[0].state_dict()
+
+    first, second = over_threads(2, body)
+    model = make_model()
+    alone = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group=fl.transport.local.alone())
+    with pytest.raises(fl.ConfigError, match="rank 1 of 2; this is rank 0 of 1.*same rank"):
+        alone.load_state_dict(second)
+    with pytest.raises(fl.ConfigError, match=r"parts of \[\d+\] elements, expected \[\d+\]"):
+        alone.load_state_dict({**first, "rank": 0, "size": 1, "weights": [torch.zeros(3)]})
+
+
+def test_groups_and_schedulers_work_as_in_any_optimizer() -> None:
+    def body(transport: Transport) -> tuple[Tensor, Tensor]:
+        model = make_model()
+        *most, bias = model.parameters()
+        groups = [{"params": most}, {"params": [bias], "lr": 0.5, "weight_decay": 0.0}]
+        optimizer = ShardedOptimizer(groups, torch.optim.SGD, lr=0.1, weight_decay=0.1, group=transport)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+        start = bias.detach().clone()
+        give_gradients(model, 0, 0)
+        assert bias.grad is not None
+        expected = start - 0.5 * bias.grad
+        optimizer.step()
+        torch.testing.assert_close(bias.detach(), expected)
+        schedule.step()
+        stopped = flat(model)
+        give_gradients(model, 0, 1)
+        optimizer.step(lambda: 1.0)
+        return stopped, flat(model)
+
+    for stopped, after in over_threads(2, body):
+        assert torch.equal(stopped, after)
+
+
+def test_a_parameter_without_gradient_counts_as_zeros() -> None:
+    def body(transport: Transport) -> Tensor:
+        model = make_model()
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, group=transport)
+        give_gradients(model, 0, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = flat(model)
+        first = next(model.parameters())
+        first.grad = torch.ones_like(first) if transport.rank else None
+        optimizer.step()
+        return before - flat(model)
+
+    for moved in over_threads(2, body):
+        torch.testing.assert_close(moved[: 21 * 61], torch.full((21 * 61,), 0.5), rtol=0, atol=1e-6)
+        assert not moved[21 * 61 :].any()
+
+
+def test_bits_on_the_wire() -> None:
+    """SDP4Bit's payloads between two nodes of two ranks, counted: 4.25 bits for gradients, 4.0156 for weights."""
+    numel = 1 << 18
+
+    def body(transport: Transport) -> tuple[int, int]:
+        _ = transport.nodes
+        counts = [0]
+        exchange = transport.exchange
+
+        def count(sends: list[Tensor], recvs: list[Tensor]) -> None:
+            counts[-1] += sum(x.numel() for to, x in enumerate(sends) if to // 2 != transport.rank // 2)
+            exchange(sends, recvs)
+
+        transport.exchange = count  # type: ignore[method-assign,assignment]
+        out = torch.empty(numel // 4)
+        halves.reduce_scatter(torch.ones(4, numel // 4), out, codecs.get("tlq_hs").bare, transport)
+        counts.append(0)
+        halves.all_gather(out, torch.empty(4, numel // 4), Weights.of("qwd").codec, transport)
+        return counts[0], counts[1]
+
+    found = over_threads(4, body, ranks_per_node=2)
+    # Of two nodes each sends half of the payload: (nodes - 1) / nodes.
+    assert sum(gradients for gradients, _ in found[:2]) == 0.5 * numel * 4.25 / 8
+    assert sum(weights for _, weights in found[:2]) == 0.5 * numel * 4.015625 / 8
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    alone = fl.transport.local.alone()
+
+    def make(params: Any, kind: Any = torch.optim.SGD, **options: Any) -> ShardedOptimizer:
+        return ShardedOptimizer(params, kind, lr=0.1, group=alone, **options)
+
+    w = nn.Parameter(torch.ones(3))
+    with pytest.raises(fl.ConfigError, match="LBFGS looks at whole tensors.*AdamW"):
+        make([w], torch.optim.LBFGS)
+    with pytest.raises(fl.ConfigError, match="expected one type.*a group for each"):
+        make([w, nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    with pytest.raises(fl.ConfigError, match="needs no gradient"):
+        make([nn.Parameter(torch.ones(3), requires_grad=False)])
+    with pytest.raises(fl.ConfigError, match="sparse codec.*DistributedOptimizer"):
+        make([w], gradients="topk")
+    with pytest.raises(fl.ConfigError, match="sparse weights.*'qwd'"):
+        make([w], weights="topk")
+    with pytest.raises(fl.ConfigError, match="unknown codec 'qwdd'"):
+        make([w], weights="qwdd")
+    optimizer = make([w])
+    with pytest.raises(fl.UsageError, match="when it is made"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    w.data = torch.ones(3)
+    with pytest.raises(fl.UsageError, match=r"other memory.*model\.to"):
+        optimizer.step()
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    def body(transport: Transport) -> None:
+        with pytest.raises(fl.PlanMismatch, match="parameters or codecs of a ShardedOptimizer"):
+            weights = "qwd" if transport.rank else "qw"
+            ShardedOptimizer(make_model().parameters(), torch.optim.SGD, weights=weights, group=transport)
+
+    over_threads(2, body)
+
+
+def train_over_processes(rank: int, world: int) -> list[float]:
+    fl.init()
+    optimizer, model = train(fl.context.transport(), 10, SDP4BIT)
+    assert optimizer._fl_transport.size == world
+    return flat(model).tolist()
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(60)
+def test_over_processes() -> None:
+    first, *rest = run_ranks(train_over_processes, 3, timeout=50)
+    assert all(first == other for other in rest)
