@@ -116,6 +116,18 @@ class Codec(ABC):
         """
         return self
 
+    def agree_rows(self, rows: Tensor, numel: int, transport: Transport, *, seed: int = 0) -> Codec:
+        """Return what ``agree`` does, for rows that become messages of their own.
+
+        Args:
+            rows: (k, m), of which the first ``numel`` elements each are values, others 0; m is a multiple of the block.
+                The place of an element is that in the rows one behind the other.
+            numel: elements of a row.
+            transport: as for ``agree``.
+            seed: as for ``agree``.
+        """
+        return self.agree(rows.reshape(-1), transport, seed=seed)
+
     def wire(self, numel: int, dtype: torch.dtype = torch.float32) -> WireFormat:
         """Return the layout of a message of ``numel`` elements encoded from ``dtype``."""
         return _wire(self, numel, dtype)

@@ -64,7 +64,7 @@ def reduce_scatter(
     # What is agreed on is found by place, in blocks: each row begins with a block of its own.
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
-    codec = codec.agree(rows.view(-1), transport, seed=seed)
+    codec = codec.agree_rows(rows, numel, transport, seed=seed)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
