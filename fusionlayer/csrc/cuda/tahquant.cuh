@@ -91,11 +91,16 @@ FL_DEVICE void load_codes(const uint8_t *codes, uint32_t (&bytes)[kCodeWords]) {
   unpack_words<kBits>(packed, bytes);
 }
 
-// v = H v / sqrt(tile), over all lanes of a tile.
-FL_DEVICE void rotate(const TahShape &shape, int width, int lane, float (&v)[kBlock]) {
-  const float root = tah_root(shape.tile);
-  hadamard32(v);
-  hadamard_over_lanes(v, width, lane);
+// v = H v / sqrt(tile) over all lanes of a tile, where `wanted`.
+FL_DEVICE void rotate(const TahShape &shape, int width, bool wanted, int lane, float (&v)[kBlock]) {
+  if (wanted) hadamard32(v);
+  for (int mask = 1; mask < width; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const float other = bits_float(shuffle_xor(float_bits(v[i]), mask));
+      if (wanted) v[i] = lane & mask ? other - v[i] : v[i] + other;
+    }
+  const float root = wanted ? tah_root(shape.tile) : 1.0f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] *= root;
 }
@@ -121,12 +126,7 @@ FL_DEVICE void decode_codes(const TahShape &shape, const TahRun &run, const uint
   for (int i = 0; i < kBlock; ++i) v[i] = float(bytes[i / 4] >> 8 * (i % 4) & 255u) * size + start;
   const bool rotated = pivot < shape.tile;
   if (!ballot(rotated)) return;
-  float z[kBlock];
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) z[i] = v[i];
-  rotate(shape, run.width, lane, z);
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) v[i] = rotated ? z[i] : v[i];
+  rotate(shape, run.width, rotated, lane, v);
   swap_elements(run, pivot, rotated, lane, v);
 }
 

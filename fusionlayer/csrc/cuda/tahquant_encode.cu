@@ -60,12 +60,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments 
       int pivot = find_pivot(run, max_over_lanes(largest_of(v), run.width), v);
       if (ballot(pivot != kNoPivot)) {
         swap_elements(run, pivot, pivot != kNoPivot, lane, v);
-        float z[kBlock];
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) z[i] = v[i];
-        rotate(shape, run.width, lane, z);
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) v[i] = pivot != kNoPivot ? z[i] : v[i];
+        rotate(shape, run.width, pivot != kNoPivot, lane, v);
       }
       uint32_t high = 0, low = 0;  // the latter of negated values
 #pragma unroll
