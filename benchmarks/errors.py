@@ -1,26 +1,33 @@
-"""What codecs lose of synthetic tensors: squared error over squared norm (vNMSE), beside the bits of an element.
+"""What codecs lose: squared error over squared norm (vNMSE), beside the bits of an element.
 
     python -m benchmarks.errors --out benchmarks/results
 
-One encoding and decoding of each tensor, without error feedback. Needs no quiet machine.
+Of synthetic tensors, and of what the small GPT of the examples would send after some hundred steps of training on
+Python's standard library: the activations that a rank of two adds up behind layers cut by rows, their counterparts in
+backward at layers cut by columns, and the gradients of its parameters. One encoding and decoding of each tensor,
+without error feedback. Needs no quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import fusionlayer as fl
+from examples.gpt import GPT, Block, Config, Corpus
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.tahquant import TAHQuant
 
 from .report import Environment, table, write
 
-__all__ = ["DATA", "CODECS", "error", "gaussian", "main", "skewed", "tensor_parallel"]
+__all__ = ["DATA", "CODECS", "error", "gaussian", "main", "recorded", "skewed", "tensor_parallel"]
 
 ELEMENTS = 1 << 20
 
@@ -85,6 +92,54 @@ def skewed(numel: int = ELEMENTS, run: int = 256) -> Tensor:
     return x.reshape(-1).bfloat16().float()
 
 
+def recorded(steps: int, batch: int = 16) -> dict[str, Tensor]:
+    """Return what the example GPT, trained for ``steps`` steps, sends in one more, by kind; flat f32 each.
+
+    "gpt activations" are partial sums of rank 0 of two behind the layers cut by rows, "gpt input gradients" those of
+    backward at the layers cut by columns, block after block; "gpt gradients" are those of all parameters.
+    """
+    torch.manual_seed(0)
+    config, corpus, data = Config(), Corpus(), torch.Generator().manual_seed(1)
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    activations: list[Tensor] = []
+    gradients: list[Tensor] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*corpus.sample(batch, config.context, data)).backward()
+
+    for number in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (number + 1) / 50)
+        step()
+        optimizer.step()
+
+    def behind_rows(layer: torch.nn.Linear, inputs: tuple[Tensor, ...]) -> None:
+        half = layer.in_features // 2
+        activations.append(functional.linear(inputs[0][..., :half], layer.weight[:, :half]).detach().flatten())
+
+    def at_columns(parts: int) -> Callable[[torch.nn.Linear, object, tuple[Tensor, ...]], None]:
+        def hook(layer: torch.nn.Linear, _: object, given: tuple[Tensor, ...]) -> None:
+            mine = given[0].unflatten(-1, (parts, 2, -1))[..., 0, :].flatten(-2)
+            weight = layer.weight.unflatten(0, (parts, 2, -1))[:, 0].flatten(0, 1)
+            gradients.append((mine @ weight).detach().flatten())
+
+        return hook
+
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention_out.register_forward_pre_hook(behind_rows)
+        block.perceptron_out.register_forward_pre_hook(behind_rows)
+        block.attention_in.register_full_backward_hook(at_columns(3))
+        block.perceptron_in.register_full_backward_hook(at_columns(1))
+    step()
+    return {
+        "gpt activations": torch.cat(activations),
+        "gpt input gradients": torch.cat(gradients),
+        "gpt gradients": torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+    }
+
+
 DATA = {"gaussian": gaussian, "tensor-parallel": tensor_parallel, "skewed": skewed}
 
 
@@ -94,8 +149,13 @@ def error(codec: Codec, x: Tensor) -> float:
     return float(lost.square().sum() / x.double().square().sum())
 
 
-def _rows(numel: int) -> list[dict[str, object]]:
-    tensors = {name: make(numel) for name, make in DATA.items()}
+def _as_wide(codec: Codec, data: str) -> Codec:
+    """Return the codec for tokens that are as wide as those of the data."""
+    return replace(codec, channels=Config.width) if data.startswith("gpt") and isinstance(codec, TAHQuant) else codec
+
+
+def _rows(numel: int, steps: int) -> list[dict[str, object]]:
+    tensors = {name: make(numel) for name, make in DATA.items()} | (recorded(steps) if steps else {})
     rows: list[dict[str, object]] = []
     for name, options in CODECS:
         codec = fl.codecs.get(name, **options)
@@ -104,7 +164,7 @@ def _rows(numel: int) -> list[dict[str, object]]:
             "options": ", ".join(f"{key}={value}" for key, value in options.items()),
             "bits": round(8 * sum(section.plane.nbytes for section in codec.bare.wire(numel).sections) / numel, 3),
         }
-        rows.append(row | {data: f"{error(codec, x):.2e}" for data, x in tensors.items()})
+        rows.append(row | {data: f"{error(_as_wide(codec, data), x):.2e}" for data, x in tensors.items()})
     return rows
 
 
@@ -112,12 +172,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and write its result files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=ELEMENTS, help="elements of each tensor; a multiple of 1024")
+    parser.add_argument("--steps", type=int, default=400, help="of training before tensors are recorded; 0: none are")
     parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
     parser.add_argument("--hardware", help="name of the machine in the file names")
     args = parser.parse_args(arguments)
     if args.numel < 1024 or args.numel % 1024:
         parser.error(f"--numel {args.numel}: expected a multiple of 1024")
-    rows, title = _rows(args.numel), f"Squared error over squared norm, {args.numel} elements"
+    if args.steps < 0:
+        parser.error(f"--steps {args.steps}: expected at least 0")
+    torch.set_num_threads(1)  # results do not depend on the number of cores
+    rows, title = _rows(args.numel, args.steps), f"Squared error over squared norm, {args.numel} elements"
+    title += f"; a GPT after {args.steps} steps" if args.steps else ""
     print(table(title, rows))
     if args.out:
         write(args.out, "errors", title, Environment.here(torch.device("cpu"), args.hardware), rows)

@@ -7,6 +7,7 @@ releases the GIL for the length of a call.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -26,11 +27,13 @@ __all__ = [
     "Spec",
     "accumulate",
     "accumulate_momentum",
+    "add_codes",
     "build_info",
     "count_above",
     "cpu",
     "crc32c",
     "decode",
+    "decode_codes_sum",
     "decode_sum",
     "encode",
     "isa",
@@ -38,15 +41,17 @@ __all__ = [
     "library_path",
     "magnitude_stats",
     "recode",
+    "root_mean_square",
     "select_isa",
     "set_threads",
     "sparse_decode_sum",
     "sparse_encode",
+    "token_keys",
 ]
 
-ABI_VERSION = 2
-MAX_PLANES = 4
-CAST, INT, SPARSE, BLOCK, ZIP = 0, 1, 2, 3, 4
+ABI_VERSION = 3
+MAX_PLANES = 5
+CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT = range(7)
 RANS = 8
 INT_HADAMARD, INT_STOCHASTIC = 1, 2
 FORMATS = {"e4m3": 0, "e5m2": 1, "int8": 2, "e2m3": 3, "e3m2": 4, "e2m1": 5}
@@ -56,6 +61,7 @@ BLOCK_HADAMARD, BLOCK_GIVEN = 1, 2
 SPARSE_BITMAP, SPARSE_BYTE, SPARSE_SHORT = 0, 1, 2
 SPARSE_RANDOM = 1
 ZIP_AUTO, ZIP_WINDOW, ZIP_TABLE = 0, 1, 2
+THC_UNIFORM, THC_STOCHASTIC, THC_RANKS_SHIFT = 1, 2, 16
 MAX_THRESHOLDS = 16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -102,9 +108,12 @@ _VERBS = {
     "fl_magnitude_stats": (_POINTER, _I64, _U32, _POINTER, _POINTER, _POINTER),
     "fl_count_above": (_POINTER, _I64, _POINTER, _I32, _POINTER, _POINTER),
     "fl_kth_magnitude": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
+    "fl_add_codes": (Spec, Messages, _POINTER, _POINTER),
+    "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
     "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, _POINTER, Messages, _POINTER),
 }
 _WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE = 0, 1, 2
+_INFINITY = 0x7F800000  # as a magnitude
 
 
 def library_path(kind: str) -> Path:
@@ -267,6 +276,24 @@ def recode(
     _call("fl_recode", body.device, spec, _messages(bodies, offsets), _pointer(x), _pointer(residual), out)
 
 
+def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor) -> None:
+    """``fl_add_codes``: ``total`` uint8 becomes the sum of the integers that the codes of all ``bodies`` stand for."""
+    _call("fl_add_codes", total.device, spec, _messages(bodies, offsets), total.data_ptr())
+
+
+def decode_codes_sum(spec: Spec, rms: Tensor, total: Tensor, out: Tensor) -> None:
+    """``fl_decode`` of a ``total`` that ``add_codes`` made, with the root mean square () f32 that ranks agreed on."""
+    planes = (ctypes.c_void_p * MAX_PLANES)(rms.data_ptr(), total.data_ptr())
+    _call("fl_decode", out.device, spec, Messages(planes, 0, 1), out.data_ptr())
+
+
+def token_keys(spec: Spec, x: Tensor, residual: Tensor | None, count: int, tokens: int) -> Tensor:
+    """``fl_token_keys``: return (count, tokens) int32, smaller where a token's magnitudes have less entropy."""
+    keys = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
+    _call("fl_token_keys", x.device, spec, x.data_ptr(), _pointer(residual), count, keys.data_ptr())
+    return keys
+
+
 def accumulate(x: Tensor, scale: float, acc: Tensor) -> None:
     """``acc`` (n,) f32 += ``scale`` * ``x`` (n,) f32, bf16 or f16; product and sum are rounded one after the other."""
     _call("fl_accumulate", acc.device, DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
@@ -315,6 +342,18 @@ def magnitude_stats(acc: Tensor, above: int = 0) -> MagnitudeStats:
     count, _, _, largest = out.tolist()
     _, total, squares, _ = out.view(torch.float64).tolist()
     return MagnitudeStats(count, total, squares, largest)
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    """Return () f32: the root of the mean square of ``x`` (n,) f32, 0 of no elements; NaN if one is not finite.
+
+    The sum is that of ``magnitude_stats``. On CUDA the host waits for nothing.
+    """
+    out = torch.empty(4, dtype=torch.int64, device=x.device)
+    workspace = _workspace(_WORKSPACE_STATS, x)
+    _call("fl_magnitude_stats", x.device, x.data_ptr(), x.numel(), 0, workspace.data_ptr(), out.data_ptr())
+    root = (out.view(torch.float64)[2] / max(1, x.numel())).sqrt().float()
+    return torch.where(out[3] >= _INFINITY, math.nan, root)
 
 
 def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:

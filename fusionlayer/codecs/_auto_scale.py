@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,17 @@ class Headroom:
         self._saturated = self._sums = 0
         return ratio > _OVERFLOW
 
+    def numbers(self) -> dict[str, float]:
+        """Return all of it by name; nothing before the first sum."""
+        if self.factor is None:
+            return {}
+        return {"headroom": self.factor, "saturated": self._saturated, "sums": self._sums}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Become what ``numbers`` said, or new if it said nothing."""
+        self.factor = numbers.get("headroom")
+        self._saturated, self._sums = (int(numbers.get(name, 0)) for name in ("saturated", "sums"))
+
     def adapt(self, overflowed: bool, ranks: int) -> float:
         """Return the factor of the next sum over ``ranks``; ``overflowed`` is whether any rank had too many."""
         if self.factor is None:
@@ -73,6 +85,14 @@ class AutoScaled(BlockCodec):
 
     scales: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
     headroom: Headroom = field(default_factory=Headroom, kw_only=True, compare=False, repr=False)
+
+    def kept(self) -> dict[str, float]:
+        """Return the headroom."""
+        return self.headroom.numbers()
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Take over a headroom."""
+        self.headroom.restore(numbers)
 
     def _agree_on_scales(self, x: Tensor, transport: Transport, residual: Tensor | None) -> Codec:
         """Return the codec whose scales fit the largest magnitude of each block over ranks, times the headroom."""

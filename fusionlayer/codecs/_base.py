@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -158,6 +158,25 @@ class Codec(ABC):
             residual: (n,) f32 that is going to be sent along.
         """
         return self
+
+    def kept(self) -> dict[str, float]:
+        """Return what this codec carries from one sum to the next, for checkpoints; nothing for most codecs."""
+        return {}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Take over what ``kept`` returned; without it begin anew. Other keys are ignored."""
+
+    def agree_rows(self, rows: Tensor, numel: int, transport: Transport, *, seed: int = 0) -> Codec:
+        """Return what ``agree`` does, for rows that become messages of their own.
+
+        Args:
+            rows: (k, m), of which the first ``numel`` elements each are values, others 0; m is a multiple of the block.
+                The place of an element is that in the rows one behind the other.
+            numel: elements of a row.
+            transport: as for ``agree``.
+            seed: as for ``agree``.
+        """
+        return self.agree(rows.reshape(-1), transport, seed=seed)
 
     def wire(self, numel: int, dtype: torch.dtype = torch.float32) -> WireFormat:
         """Return the layout of a message of ``numel`` elements encoded from ``dtype``."""

@@ -10,20 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import ConfigError
 from ..wire import Plane
-from ._arithmetic import RUN, hadamard, pack_runs, unpack_runs
+from ._arithmetic import RUN, pack_runs
 from ._base import registry
-from ._torch import TorchCodec
+from ._native import NativeCodec
 
 __all__ = ["TAHQuant"]
 
-_TINY = 2.0**-100
-_NO_PIVOT = 255
-
 
 @dataclass(frozen=True)
-class TAHQuant(TorchCodec, name="tahquant"):
+class TAHQuant(NativeCodec, name="tahquant"):
     """Tiles of a token's channels with their own offset and step; fewer bits where a token's energy is concentrated.
 
     TAH-Quant (2025): of the tokens of a message the share ``coarse`` whose magnitudes have the lowest entropy gets one
@@ -85,101 +83,44 @@ class TAHQuant(TorchCodec, name="tahquant"):
         tokens = -(-numel // self.channels)
         return tokens, math.floor(self.coarse * tokens)
 
-    def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
-        chosen, pivots, offsets, steps, codes = planes
-        tokens, coarse = self._tokens(x.numel())
-        value = torch.zeros(tokens * self.channels, device=x.device)
-        value[: x.numel()] = x
-        fine_bits = torch.full((tokens,), self.bits, device=x.device)
+    def _params(self, dtype: torch.dtype) -> native.CodecParams:
+        return native.CodecParams(native.TAHQUANT, (self.bits, self.channels, self.tile, 0))
+
+    def _spec(
+        self, numel: int, encoded: torch.dtype, dtype: torch.dtype, seed: int = 0, offset: int = 0
+    ) -> native.Spec:
+        spec = super()._spec(numel, encoded, dtype, seed, offset)
+        spec.param[3] = self._tokens(numel)[1]
+        return spec
+
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+        if not n:
+            return
+        tokens, coarse = self._tokens(n)
         if coarse:
-            least = _entropy(value.view(tokens, -1)).argsort(stable=True)[:coarse]
-            marks = torch.zeros(-(-tokens // RUN) * RUN, dtype=torch.int32, device=x.device)
-            marks[least] = 1
-            chosen.copy_(pack_runs(marks, 1))
-            fine_bits[least] -= 1
+            keys = native.token_keys(self._spec(n, x.dtype, x.dtype), x, residual, len(bodies), tokens)
+            marks = torch.zeros(len(bodies), -(-tokens // RUN) * RUN, dtype=torch.int32, device=x.device)
+            marks.scatter_(1, keys.argsort(stable=True, dim=1)[:, :coarse], 1)
+            bodies[:, : marks.shape[1] // 8].copy_(pack_runs(marks, 1).view(len(bodies), -1))
+        super()._encode_rows(x, bodies, n, seed, offset, residual)
 
-        tiles = value.view(-1, self.tile)
-        tiles, pivot = self._rotate(tiles)
-        most = (1 << fine_bits.repeat_interleave(self.channels // self.tile)) - 1
-        low, high = tiles.amin(1), tiles.amax(1)
-        usual = torch.maximum(high, -low) >= _TINY  # false for NaN
-        start = _bf16_below(torch.where(usual, low, 0.0))
-        step = _bf16_above((torch.where(usual, high, 0.0) - start.float()) / most)
-        finite = low.isfinite() & high.isfinite() & start.isfinite() & step.isfinite()
-        start, step = (torch.where(finite, each, math.nan) for each in (start, step))
-        sizes = torch.where(finite & (step > 0), step.float(), math.inf)
-        code = ((tiles - torch.where(finite, start.float(), 0.0)[:, None]) / sizes[:, None]).round()
-        code = torch.minimum(code.nan_to_num(0.0).clamp(min=0), most[:, None])
-
-        pivots.copy_(torch.where(finite, pivot, _NO_PIVOT))
-        offsets.copy_(start)
-        steps.copy_(step)
-        self._pack(code.to(torch.int32).view(tokens, -1), fine_bits, coarse, codes)
-
-    def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
-        chosen, pivots, offsets, steps, codes = planes
-        tokens, coarse = self._tokens(out.numel())
-        marks = unpack_runs(chosen, 1)[:tokens] if coarse else torch.zeros(tokens, device=out.device)
-        code = self._unpack(codes, marks, coarse).view(-1, self.tile)
-        start, step = (torch.where(each.isfinite(), each.float(), math.nan) for each in (offsets, steps))
-        value = self._rotate_back(code * step[:, None] + start[:, None], pivots.long())
-        out.copy_(value.view(-1)[: out.numel()])
-
-    def _rotate(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``tiles`` (k, tile), those with a pivot rotated, and the places of the pivots, (k,)."""
-        largest = tiles.abs().topk(2, 1)
-        stands_out = (largest.values[:, 0] >= 2 * largest.values[:, 1]) & (largest.values[:, 0] > 0)
-        pivot = torch.where(stands_out, largest.indices[:, 0], 0)
-        rotated = hadamard(_swapped(tiles, pivot).view(-1), self.tile).view_as(tiles) * (1 / math.sqrt(self.tile))
-        return torch.where(stands_out[:, None], rotated, tiles), torch.where(stands_out, pivot, _NO_PIVOT)
-
-    def _rotate_back(self, tiles: Tensor, pivot: Tensor) -> Tensor:
-        stands_out = pivot < self.tile
-        rotated = hadamard(tiles.reshape(-1), self.tile).view_as(tiles) * (1 / math.sqrt(self.tile))
-        return torch.where(stands_out[:, None], _swapped(rotated, torch.where(stands_out, pivot, 0)), tiles)
-
-    def _pack(self, codes: Tensor, bits: Tensor, coarse: int, data: Tensor) -> None:
-        """Write ``codes`` (tokens, channels): those of fine tokens in their order, then those of coarse ones."""
-        order = bits.argsort(stable=True, descending=True)
-        fine, less = codes[order].split((len(codes) - coarse, coarse))
-        packed = [pack_runs(fine, self.bits)] + ([pack_runs(less, self.bits - 1)] if coarse else [])
-        data.copy_(torch.cat(packed))
-
-    def _unpack(self, data: Tensor, marks: Tensor, coarse: int) -> Tensor:
-        """Return (tokens, channels) int32; ``marks`` (tokens,) says which tokens are coarse."""
-        tokens = len(marks)
-        cut = (tokens - coarse) * self.channels * self.bits // 8
-        parts = [unpack_runs(data[:cut], self.bits)] + ([unpack_runs(data[cut:], self.bits - 1)] if coarse else [])
-        codes = torch.empty(tokens, self.channels, dtype=torch.int32, device=data.device)
-        codes[marks.argsort(stable=True)] = torch.cat(parts).view(tokens, -1)
-        return codes
-
-
-def _entropy(tokens: Tensor) -> Tensor:
-    """Return (k,) f64: the entropy of the magnitudes of each of ``tokens`` (k, channels); 0 where all are 0."""
-    magnitude = tokens.double().abs()
-    share = magnitude / magnitude.sum(1, keepdim=True).clamp(min=1e-300)
-    entropy: Tensor = torch.special.entr(share).sum(1)
-    return entropy
-
-
-def _swapped(tiles: Tensor, place: Tensor) -> Tensor:
-    """Return ``tiles`` (k, tile) with element ``place`` (k,) and the first of each in each other's place."""
-    swapped, rows = tiles.clone(), torch.arange(len(tiles), device=tiles.device)
-    swapped[rows, place] = tiles[:, 0]
-    swapped[:, 0] = tiles[rows, place]
-    return swapped
-
-
-def _bf16_below(x: Tensor) -> Tensor:
-    """Return ``x`` f32 as bf16, rounded to smaller values."""
-    bits = x.view(torch.int32)
-    return (torch.where(bits < 0, bits + 0xFFFF, bits) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def _bf16_above(x: Tensor) -> Tensor:
-    """Return ``x`` f32, not negative, as bf16, rounded to larger values."""
-    return ((x.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    def _recode_rows(
+        self,
+        bodies: Tensor,
+        body: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        x: Tensor | None,
+        seed: int,
+        offset: int,
+        residual: Tensor | None,
+    ) -> None:
+        if not self._tokens(n)[1]:
+            return super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
+        # Which tokens of a sum are coarse is known when the sum is.
+        total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
+        self._sum_rows(bodies, total, dtype, add=True)
+        self._encode_rows(total, body.unsqueeze(0), n, seed, offset, residual)
 
 
 registry.add_preset("tahquant6", "tahquant", bits=6, tile=32, coarse=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..wire import Plane
-from ._arithmetic import RUN, hadamard, pack_runs, random_bits, rounding_noise, unpack_runs
+from ._arithmetic import RUN
 from ._homomorphic import HomomorphicCodec
-from ._torch import TorchCodec
+from ._native import NativeCodec
 
 if TYPE_CHECKING:
     from ..transport import Transport
@@ -24,17 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["THC"]
 
 _BITS = 4
-# The integers that codes stand for. The first are where THC's table puts its 16 levels on a grid of 31 so that normal
-# values, cut off at 2.15 deviations, lose least; twice an integer minus the largest is symmetric about 0.
-_INTEGERS = {
-    "normal": (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30),
-    "uniform": tuple(range(16)),
-}
+# The largest of the integers that codes stand for. "normal" is where THC's table puts its 16 levels on a grid of 31 so
+# that normal values, cut off at 2.15 deviations, lose least.
+_LARGEST = {"normal": 30, "uniform": 15}
 _TINY = 2.0**-100
 
 
 @dataclass(frozen=True)
-class THC(HomomorphicCodec, name="thc"):
+class THC(HomomorphicCodec, NativeCodec, name="thc"):
     """Four bits on levels that are multiples of one step, after a randomised rotation (THC, NSDI 2024).
 
     Values get random signs, are rotated in blocks by a Hadamard matrix and divided by their root mean square; what lies
@@ -50,11 +49,11 @@ class THC(HomomorphicCodec, name="thc"):
     Attributes:
         levels: "normal", the table of THC for 4 bits and a grid of 31, or "uniform".
         rounding: "stochastic", unbiased but for what is cut off, seeded and reproducible; or "nearest".
-        block_size: elements that are rotated together; a power of two from 32 to 4096.
+        block_size: elements that are rotated together; a power of two from 32 to 1024.
         clip: where values are cut off, in root mean squares, 2 to 4. THC's table is made for the default, outside of
             which 1/32 of normal values lie.
         rms: () f32, what ranks agreed on; None takes that of each message.
-        signs: seed of the random signs that ranks agreed on.
+        signs: seed of the random signs that ranks agreed on, 32 bits.
     """
 
     local: ClassVar[bool] = False  # all of a message share the root mean square
@@ -67,12 +66,12 @@ class THC(HomomorphicCodec, name="thc"):
     signs: int = field(default=0, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.levels not in _INTEGERS:
+        if self.levels not in _LARGEST:
             raise ConfigError(f"thc codec: levels={self.levels!r}; expected 'normal' or 'uniform'")
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"thc codec: rounding={self.rounding!r}; expected 'stochastic' or 'nearest'")
-        if type(self.block_size) is not int or self.block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
-            raise ConfigError(f"thc codec: block_size={self.block_size!r}; expected a power of two from 32 to 4096")
+        if type(self.block_size) is not int or self.block_size not in (32, 64, 128, 256, 512, 1024):
+            raise ConfigError(f"thc codec: block_size={self.block_size!r}; expected a power of two from 32 to 1024")
         if not isinstance(self.clip, int | float) or not 2 <= self.clip <= 4:
             raise ConfigError(f"thc codec: clip={self.clip!r}; expected 2 to 4 root mean squares")
 
@@ -84,13 +83,35 @@ class THC(HomomorphicCodec, name="thc"):
     @property
     def largest(self) -> int:
         """30, or 15 with uniform levels."""
-        return _INTEGERS[self.levels][-1]
+        return _LARGEST[self.levels]
 
     def agree(self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> Codec:
         """Return the codec with the largest root mean square of all ranks' ``x``, and signs of this ``seed``."""
-        rms = _root_mean_square(x if residual is None else x + residual).view(1)
-        transport.all_reduce_max(rms)
-        return replace(self, rms=rms[0], signs=derive_seed(seed, 1))
+        return self._agree_on(_root_mean_square(x, residual), transport, seed)
+
+    def agree_rows(self, rows: Tensor, numel: int, transport: Transport, *, seed: int = 0) -> Codec:
+        """Return the codec with the largest root mean square of all ranks' rows: none is cut off more than alone."""
+        every = torch.stack([_root_mean_square(row[:numel], None) for row in rows])
+        return self._agree_on(every.amax(), transport, seed)
+
+    def _agree_on(self, rms: Tensor, transport: Transport, seed: int) -> Codec:
+        largest = rms.view(1)
+        transport.all_reduce_max(largest)
+        return replace(self, rms=_usual(largest[0]), signs=derive_seed(seed, 1) & 0xFFFFFFFF)
+
+    def add_codes(self, payloads: Tensor, total: Tensor, numel: int, dtype: torch.dtype) -> None:
+        """Write into ``total`` (sum_bytes,) uint8 the sum of the integers of ``payloads`` (ranks, capacity)."""
+        bodies = self._bodies(payloads, numel, dtype)
+        native.add_codes(self._spec(numel, dtype, dtype), self._offsets(numel, dtype), bodies, total)
+
+    def decode_sums(self, totals: Tensor, out: Tensor, chunk: int, ranks: int) -> None:
+        """Fill ``out[i * chunk : (i + 1) * chunk]`` from row i of ``totals``, by what ranks agreed on."""
+        assert self.rms is not None, "integers of several ranks are decoded by what the ranks agreed on"
+        for total, piece in zip(totals, out.split(chunk), strict=False):
+            if piece.numel():
+                spec = self._spec(piece.numel(), out.dtype, out.dtype)
+                spec.param[0] |= ranks << native.THC_RANKS_SHIFT
+                native.decode_codes_sum(spec, self.rms, total, piece)
 
     def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
         codes = Plane("codes", self._count(numel) * _BITS // 8, torch.uint8)
@@ -104,47 +125,29 @@ class THC(HomomorphicCodec, name="thc"):
         """Return how many elements of a message of ``numel`` are rotated together."""
         return min(self.block_size, max(RUN, 1 << max(numel - 1, 0).bit_length()))
 
-    def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
-        count, block, device = self._count(x.numel()), self._rotated(x.numel()), x.device
-        rms = _root_mean_square(x) if self.rms is None else self.rms
-        usual = rms.isfinite() & (rms >= _TINY)
-        value = torch.zeros(count, device=device)
-        # Divided before it is rotated: no sum of a block overflows.
-        value[: x.numel()] = x.float() / torch.where(usual, rms, 1.0)
-        value = hadamard(self._with_signs(value), block) * self._steps_per_rms(block)
-        code = self._round(value.clamp(-self.largest, self.largest), seed, offset)
-        planes[0].copy_(torch.where(rms.isfinite(), torch.where(usual, rms, 0.0), math.nan))
-        planes[1].copy_(pack_runs(torch.where(usual, code, 0), _BITS))
+    def _params(self, dtype: torch.dtype) -> native.CodecParams:
+        flags = native.THC_UNIFORM * (self.levels == "uniform") | native.THC_STOCHASTIC * (self.rounding != "nearest")
+        return native.CodecParams(native.THC, (flags, self.block_size, 0, self.signs))
 
-    def _round(self, value: Tensor, seed: int, offset: int) -> Tensor:
-        """Return the codes of ``value`` (m,), in half steps of the levels."""
-        levels = self._levels(value.device)
-        above = torch.bucketize(value, levels).clamp(1, len(levels) - 1)
-        low, high = levels[above - 1], levels[above]
-        up = (value - low) / (high - low) - 0.5
-        if self.rounding == "nearest":
-            return above - 1 + (up > 0)
-        return above - 1 + (rounding_noise(seed, offset, value.numel(), value.device) < up)
+    def _spec(
+        self, numel: int, encoded: torch.dtype, dtype: torch.dtype, seed: int = 0, offset: int = 0
+    ) -> native.Spec:
+        spec = super()._spec(numel, encoded, dtype, seed, offset)
+        # Half steps of the levels in one root mean square, after a rotation that is not normalised.
+        steps = self.largest / (self.clip * math.sqrt(self._rotated(numel)))
+        (spec.param[2],) = struct.unpack("I", struct.pack("f", steps))
+        return spec
 
-    def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
-        self._reconstruct(self._levels(out.device)[unpack_runs(planes[1], _BITS)], planes[0][0], out)
-
-    def _integers(self, planes: Sequence[Tensor]) -> Tensor:
-        integers = torch.tensor(_INTEGERS[self.levels], dtype=torch.int32, device=planes[1].device)
-        return integers[unpack_runs(planes[1], _BITS)]
-
-    def _decode_integers(self, integers: Tensor, count: int, out: Tensor) -> None:
-        assert self.rms is not None, "integers of several ranks are decoded by what the ranks agreed on"
-        usual = self.rms.isnan() | (self.rms >= _TINY)
-        self._reconstruct((2 * integers - count * self.largest).float(), torch.where(usual, self.rms, 0.0), out)
-
-    def _reconstruct(self, value: Tensor, rms: Tensor, out: Tensor) -> None:
-        """Fill ``out`` (n,) from ``value`` (m,) in half steps of the levels: whole numbers, rotated exactly."""
-        block = self._rotated(out.numel())
-        factor = rms / (self._steps_per_rms(block) * block)
-        factor = torch.where(factor.isfinite(), factor, math.nan)
-        value = self._with_signs(hadamard(value, block) * factor)[: out.numel()]
-        out.copy_(value + 0.0)  # -0 becomes 0
+    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+        if not n:
+            return
+        for i, body in enumerate(bodies):
+            part = slice(i * n, (i + 1) * n)
+            rms = self.rms
+            if rms is None:
+                rms = _usual(_root_mean_square(x[part], None if residual is None else residual[part]))
+            body[: rms.itemsize].copy_(rms.view(1).view(torch.uint8))
+        super()._encode_rows(x, bodies, n, seed, offset, residual)
 
     def _recode_rows(
         self,
@@ -157,24 +160,17 @@ class THC(HomomorphicCodec, name="thc"):
         offset: int,
         residual: Tensor | None,
     ) -> None:
+        total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
+        self._sum_rows(bodies, total, dtype, add=True)
         # A sum is larger than what ranks agreed on for their summands: it gets a root mean square of its own.
-        alone = replace(self, rms=None)
-        TorchCodec._recode_rows(alone, bodies, body, n, dtype, x, seed, offset, residual)
-
-    def _levels(self, device: torch.device) -> Tensor:
-        """Return (16,) f32: the levels in half steps, -largest to largest."""
-        return 2 * torch.tensor(_INTEGERS[self.levels], dtype=torch.float32, device=device) - self.largest
-
-    def _steps_per_rms(self, block: int) -> float:
-        """Return how many half steps one root mean square is, after a rotation that is not normalised."""
-        return self.largest / (self.clip * math.sqrt(block))
-
-    def _with_signs(self, value: Tensor) -> Tensor:
-        """Return ``value`` (m,) with the signs of some elements changed, the same ones again and again."""
-        changed = random_bits(self.signs, 0, value.numel(), value.device) < 0
-        return torch.where(changed, -value, value)
+        replace(self, rms=None)._encode_rows(total, body.unsqueeze(0), n, seed, offset, residual)
 
 
-def _root_mean_square(x: Tensor) -> Tensor:
-    """Return () f32; 0 of no elements. Squares of f32 cannot overflow in f64."""
-    return x.double().square().sum().div(max(1, x.numel())).sqrt().float()
+def _root_mean_square(x: Tensor, residual: Tensor | None) -> Tensor:
+    """Return () f32: that of ``x + residual`` (n,)."""
+    return native.root_mean_square(x.float() if residual is None else x + residual)
+
+
+def _usual(rms: Tensor) -> Tensor:
+    """Return ``rms`` () f32; NaN where it is not finite, 0 where values are too small to be divided by it."""
+    return torch.where(rms.isfinite(), torch.where(rms >= _TINY, rms, 0.0), math.nan)

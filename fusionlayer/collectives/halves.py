@@ -81,7 +81,7 @@ def reduce_scatter(
     here = two_level.grid(transport) if codec.collective == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
-    codec = codec.agree(rows.view(-1), transport, seed=seed)
+    codec = codec.agree_rows(rows, numel, transport, seed=seed)
     if here is not None:
         return two_level.reduce_scatter(x, out, codec, transport, here, seed=seed, piece=piece)
     codec = two_level.one_level(codec, transport)

@@ -249,6 +249,8 @@ class CommHook:
             names = set(layout.names)
             kept = {slots: r for slots, r in self._residuals.items() if names.isdisjoint(slot.name for slot in slots)}
             whole = self._feedback and not self._ahead
+            if not self._ahead:
+                self._memory.attach(layout.names, self._codec)
             self._residuals = {**kept, layout.slots: self._memory.flat(layout, flat.device) if whole else None}
             self._buffers = {slots: buffer for slots, buffer in self._buffers.items() if slots in kept}
         return self._residuals[layout.slots]

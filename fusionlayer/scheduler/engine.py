@@ -340,6 +340,7 @@ class Engine:
         scaling, in_place = self._scaling, not self._overlap_forward
         common = (bucket, codec, scaling.before, scaling.after, device, self._timeline, in_place)
         if not bucket.ahead:
+            self.memory.attach(bucket.names, codec)
             residual = self.memory.flat(bucket, device) if feedback else None
             return FlatBuffer(*common, all_reduce=collectives.get(bucket.algorithm), residual=residual)
         states = {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codecs import TensorState
+from ..codecs import Codec, TensorState
 from ..errors import ConfigError
 from ..plan import Bucket
 
@@ -24,6 +24,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._states: dict[str, TensorState] = {}
+        self._codecs: dict[str, Codec] = {}
 
     def state(self, name: str, numel: int, device: torch.device, *, feedback: bool = True) -> TensorState:
         """Return the state of a tensor that is encoded by itself, with a residual (numel,) f32 of its own.
@@ -61,6 +62,18 @@ class Memory:
             state.residual = view
         return flat
 
+    def attach(self, names: Iterable[str], codec: Codec) -> None:
+        """Keep what ``codec`` carries from sum to sum under ``names``, which it encodes together from now on.
+
+        What was kept under them before, of several the largest, goes into a codec that is new here.
+        """
+        names = tuple(names)
+        numbers = self._largest_numbers(names)
+        new = all(codec is not other for other in self._codecs.values())
+        self._codecs.update(dict.fromkeys(names, codec))
+        if numbers and new:
+            codec.restore(numbers)
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies by parameter name: "residuals", (numel,) f32, and the codecs' "tensors" and "numbers"."""
         states = self._states.items()
@@ -71,7 +84,11 @@ class Memory:
                 for name, state in states
                 if state.tensors
             },
-            "numbers": {name: dict(state.numbers) for name, state in states if state.numbers},
+            "numbers": {
+                name: numbers
+                for name in sorted(self._states.keys() | self._codecs.keys())
+                if (numbers := self._numbers(name))
+            },
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -91,6 +108,21 @@ class Memory:
                 state.residual.copy_(residuals[name].reshape(-1))
             else:
                 state.residual.zero_()
+        for codec in {id(codec): codec for codec in self._codecs.values()}.values():
+            names = [name for name, other in self._codecs.items() if other is codec]
+            codec.restore({})
+            codec.restore(self._largest_numbers(names))
+
+    def _numbers(self, name: str) -> dict[str, float]:
+        state, codec = self._states.get(name), self._codecs.get(name)
+        return {**(state.numbers if state else {}), **(codec.kept() if codec else {})}
+
+    def _largest_numbers(self, names: Iterable[str]) -> dict[str, float]:
+        largest: dict[str, float] = {}
+        for name in names:
+            for key, value in self._numbers(name).items():
+                largest[key] = max(value, largest.get(key, value))
+        return largest
 
     def _known(self, name: str, numel: int) -> TensorState:
         state = self._states.setdefault(name, TensorState())

@@ -79,6 +79,7 @@ class Phase:
 
 _BETWEEN, _INSIDE = "between", "inside"
 _HISTOGRAM_BYTES = 1024
+_LARGEST_INTEGER = 30  # that a code of thc stands for
 
 
 def _work(cost: Cost, elements: float) -> Phase:
@@ -230,6 +231,22 @@ def _switched(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[
     return min(native, _zipped(n, codec, cluster, copy), key=lambda phases: sum(phase.seconds for phase in phases))
 
 
+def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
+    """A statistic of all ranks, all-to-all of codes, sums of their integers, all-gather of these, decoded once."""
+    for bits in (8, 12, 16):
+        if cluster.workers * _LARGEST_INTEGER < 1 << bits:
+            break
+    else:
+        raise ConfigError(
+            f"algorithm 'integer_sum' adds over at most {0xFFFF // _LARGEST_INTEGER} ranks, these are "
+            f"{cluster.workers}; choose another algorithm"
+        )
+    codes = _exchange(cluster, codec.nbytes(n) / cluster.workers)
+    sums = _exchange(cluster, n * bits / 8 / cluster.workers)
+    agreed = [*_exchange(cluster, 4), _work(codec.encode, n)]
+    return [*agreed, *codes, _work(codec.sum, n), *sums, _work(codec.decode, n)]
+
+
 def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Sum within hosts as f32, two-shot of codes between hosts, a piece for each rank, codes gathered within hosts."""
     ranks, hosts = cluster.per_host, cluster.hosts
@@ -262,6 +279,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "two_shot": _two_shot,
     "zipped": _zipped,
     "switched": _switched,
+    "integer_sum": _integer_sum,
     "two_level": _two_level,
 }
 """Collectives by name: what each does for a bucket of so many elements."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import errors
 
@@ -19,8 +20,19 @@ def test_data_is_what_it_says() -> None:
 
 
 def test_the_command_prints_and_writes_a_row_for_each_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert errors.main(["--numel", "8192", "--out", str(tmp_path), "--hardware", "test"]) == 0
+    assert errors.main(["--numel", "8192", "--steps", "1", "--out", str(tmp_path), "--hardware", "test"]) == 0
     (written,) = tmp_path.glob("errors_test_*.md")
     printed = capsys.readouterr().out
     for name, _ in errors.CODECS:
         assert f"| {name}" in printed and f"| {name}" in written.read_text()
+    assert "gpt activations" in printed and "a GPT after 1 steps" in printed
+
+
+def test_recorded_tensors_are_the_same_again() -> None:
+    found = errors.recorded(1, batch=2)
+    again = errors.recorded(1, batch=2)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    config = errors.Config()
+    assert found["gpt activations"].numel() == 2 * config.layers * 2 * config.context * config.width
+    assert found["gpt input gradients"].numel() == found["gpt activations"].numel()
+    assert all(x.isfinite().all() and x.abs().max() > 0 for x in found.values())

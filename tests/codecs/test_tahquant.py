@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs
-from fusionlayer.codecs.tahquant import TAHQuant, _bf16_above, _bf16_below, _entropy
+from fusionlayer import codecs, native
+from fusionlayer.codecs.tahquant import TAHQuant
 from fusionlayer.errors import ConfigError
 from tests.synthetic import gradient
 
 from .conformance import vnmse
+from .torch_oracles import TorchTAHQuant, bf16_above, bf16_below, entropy
 
 pytestmark = pytest.mark.short
 
@@ -43,8 +45,43 @@ def test_the_tokens_of_lowest_entropy_are_coarse() -> None:
     assert chosen.numel() == 4
     marked = [token for token in range(10) if chosen[token % 4] >> token // 4 & 1]
     assert marked == [3, 8]
-    entropy = _entropy(torch.tensor([[1.0, -1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]]))
-    torch.testing.assert_close(entropy, torch.tensor([4.0, 1, 1]).double().log())
+
+
+def test_entropies_are_those_of_their_definition() -> None:
+    x = torch.stack([gradient(256, stream) * 2.0**exponent for stream, exponent in enumerate((0, -90, 100, 5, 7, 9))])
+    x[3, 1:] = 0
+    x[4] = 0
+    x[5, 7] = float("inf")
+    keys = native.token_keys(SMALL._spec(x.numel(), x.dtype, x.dtype), x.view(-1), None, 1, 6)[0]
+    assert keys[3:].tolist() == [0, 0, 0x7FFF_FFFF]
+    bits = entropy(x[:3]) / math.log(2)
+    assert (keys[:3].double() / 2**20 - bits).abs().max() < 2e-6
+    with_residual = native.token_keys(SMALL._spec(256, x.dtype, x.dtype), x[0], x[1], 1, 1)
+    sums = native.token_keys(SMALL._spec(256, x.dtype, x.dtype), x[0] + x[1], None, 1, 1)
+    assert torch.equal(with_residual, sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tile", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 6])
+def test_the_core_makes_the_bytes_of_the_oracle(bits: int, tile: int, dtype: torch.dtype) -> None:
+    for channels, coarse in ((128, 0.2), (1024, 0.5), (384, 0.0)):
+        codec = TAHQuant(bits, tile, channels, coarse if bits == 4 else 0.0, header=False)
+        oracle = TorchTAHQuant(codec=codec, header=False)
+        for numel in (1, channels - 1, 3 * channels, 11 * channels + 70, 50 * channels):
+            x = gradient(numel, 7, dtype)
+            x[::97] *= 30  # pivots
+            payload, want = (torch.zeros(codec.wire(numel, dtype).capacity, dtype=torch.uint8) for _ in range(2))
+            codec.encode(x, payload)
+            oracle.encode(x, want)
+            for name, mine, theirs in zip(
+                ("coarse", "pivots", "offsets", "steps", "codes"),
+                codec.wire(numel, dtype).views(payload),
+                codec.wire(numel, dtype).views(want),
+                strict=True,
+            ):
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), name
+            assert torch.equal(codec.decompress(payload, numel), oracle.decompress(want, numel))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 10, 100])
@@ -97,9 +134,9 @@ def test_twice_the_next_is_what_makes_a_pivot() -> None:
 
 def test_offsets_and_steps_are_rounded_outward() -> None:
     x = gradient(10_000, 3)
-    below = _bf16_below(x).float()
+    below = bf16_below(x).float()
     assert (below <= x).all() and (x - below <= x.abs() / 128).all()
-    above = _bf16_above(x.abs()).float()
+    above = bf16_above(x.abs()).float()
     assert (above >= x.abs()).all() and (above - x.abs() <= x.abs() / 128).all()
 
 

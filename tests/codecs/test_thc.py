@@ -18,6 +18,7 @@ from tests.ranks import over_threads
 from tests.synthetic import gradient
 
 from .conformance import vnmse
+from .torch_oracles import TorchTHC
 
 pytestmark = pytest.mark.short
 
@@ -36,24 +37,50 @@ def messages(codec: THC, tensors: list[Tensor]) -> Tensor:
 
 def test_levels_are_the_published_ones() -> None:
     assert THC.clip == pytest.approx(NormalDist().inv_cdf(1 - 1 / 64), rel=1e-12)
-    levels = THC()._levels(torch.device("cpu"))
+    levels = TorchTHC().grid(torch.device("cpu"))
     assert ((levels + 30) / 2).tolist() == [0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30]
     assert torch.equal(levels, -levels.flip(0))
 
 
 @pytest.mark.parametrize("levels", ["normal", "uniform"])
 def test_values_become_neighbouring_levels_without_bias(levels: str) -> None:
-    codec = THC(levels=levels)
-    value = torch.linspace(-codec.largest, codec.largest, 1001)
-    grid = codec._levels(value.device)
+    codec = TorchTHC(codec=THC(levels=levels))
+    largest = codec.codec.largest
+    value = torch.linspace(-largest, largest, 1001)
+    grid = codec.grid(value.device)
     total = torch.zeros_like(value)
     for seed in range(400):
-        rounded = grid[codec._round(value, seed, 0)]
+        rounded = grid[codec.round(value, seed, 0)]
         assert ((rounded - value).abs() < grid.diff().max()).all()
         total += rounded
     assert (total / 400 - value).abs().max() < 5 * float(grid.diff().max()) / 2 / 20
-    nearest = grid[replace(codec, rounding="nearest")._round(value, 0, 0)]
+    nearest = grid[TorchTHC(codec=THC(levels=levels, rounding="nearest")).round(value, 0, 0)]
     assert torch.equal((nearest - value).abs(), (grid[:, None] - value).abs().amin(0))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"levels": "uniform"},
+    {"rounding": "nearest"},
+    {"levels": "uniform", "rounding": "nearest", "clip": 3.0},
+    *({"block_size": block} for block in (32, 64, 128, 256, 512)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_core_makes_the_bytes_of_the_oracle(options: dict[str, Any], dtype: torch.dtype) -> None:
+    codec = THC(**options).bare
+    assert isinstance(codec, THC)
+    for numel in (1, 31, 33, 100, 1000, 1025, 5000):
+        x = gradient(numel, 7, dtype)
+        for each in (codec, replace(agreed(x, **options), signs=0xFFFF_FFF1)):
+            oracle = TorchTHC(codec=each, header=False)
+            payload, want = (torch.zeros(each.wire(numel, dtype).capacity, dtype=torch.uint8) for _ in range(2))
+            each.encode(x, payload, seed=11, offset=2**32 - 1024)
+            oracle.encode(x, want, seed=11, offset=2**32 - 1024)
+            assert torch.equal(payload, want)
+            assert torch.equal(each.decompress(payload, numel), oracle.decompress(want, numel))
 
 
 @pytest.mark.parametrize("levels", ["normal", "uniform"])
@@ -64,9 +91,11 @@ def test_the_sum_of_codes_is_the_code_of_the_sum(levels: str, numel: int) -> Non
     payloads = messages(codec, tensors)
     total = torch.zeros(codec.sum_bytes(numel, 8), dtype=torch.uint8)
     codec.add_codes(payloads, total, numel, torch.float32)
-    integers = sum(codec._integers(codec.wire(numel).views(payload)).long() for payload in payloads)
+    oracle = TorchTHC(codec=codec, header=False)
+    integers = sum(oracle.integers(codec.wire(numel).views(payload)).int() for payload in payloads)
+    assert isinstance(integers, Tensor)
     added, out = torch.empty(numel), torch.empty(numel)
-    codec._decode_integers(integers, 8, added)
+    oracle.decode_integers(integers, 8, added)
     codec.decode_sums(total.unsqueeze(0), out, numel, 8)
     assert torch.equal(out, added)
     decoded = torch.stack([codec.decompress(payload, numel).double() for payload in payloads])
@@ -89,11 +118,11 @@ def test_the_largest_sum_comes_back() -> None:
     for count in (8, 9, 136, 137):
         same = torch.full((1024,), 30 * count, dtype=torch.int32)
         out, wanted = torch.empty(1024), torch.empty(1024)
-        codec._decode_integers(same, count, wanted)
+        TorchTHC(codec=codec).decode_integers(same, count, wanted)
         payload = messages(codec, [x])[0]
         codec.wire(1024).views(payload)[1].fill_(0xFF)
         total = torch.zeros(codec.sum_bytes(1024, count), dtype=torch.uint8)
-        codec.add_codes(payload.expand(count, -1), total, 1024, torch.float32)
+        codec.add_codes(payload.repeat(count, 1), total, 1024, torch.float32)
         codec.decode_sums(total.unsqueeze(0), out, 1024, count)
         assert torch.equal(out, wanted)
 

@@ -56,9 +56,24 @@ class Case:
             return scales, blocks * block * bits // 8
         if self.codec == native.ZIP:
             return 16 * min(self.numel, 1), self._zip_bytes
+        if self.codec == native.THC:
+            block = self.thc_block
+            count, ranks = -(-self.numel // block) * block, self.param[0] >> native.THC_RANKS_SHIFT
+            top = 15 if self.param[0] & native.THC_UNIFORM else 30
+            bits = next(bits for bits in (8, 12, 16) if ranks * top < 1 << bits) if ranks else 4
+            return 4 * min(self.numel, 1), count * bits // 8
+        if self.codec == native.TAHQUANT:
+            bits, channels, tile, coarse = self.param
+            tokens = -(-self.numel // channels)
+            tiles = tokens * channels // tile
+            return 4 * -(-tokens // 32) * min(coarse, 1), tiles, 2 * tiles, 2 * tiles, (tokens * bits - coarse) * channels // 8
         bits, group, _ = self.param
         groups = -(-self.numel // group)
         return groups * 4, groups * group * bits // 8
+
+    @property
+    def thc_block(self) -> int:
+        return min(self.param[1], max(32, 1 << max(self.numel - 1, 0).bit_length()))
 
     @property
     def _zip_bytes(self) -> int:
@@ -93,12 +108,40 @@ def cast_case(wire: int, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
     return Case(native.CAST, (wire,), dtype, numel, **rest)
 
 
+def thc_case(
+    flags: int = 0, block: int = 1024, ranks: int = 0, dtype: int = F32, numel: int = 0, signs: int = 77, **rest: int
+) -> Case:
+    """Return a case with the steps that the default ``clip`` has for blocks of 1024."""
+    steps = int(np.float32((15 if flags & native.THC_UNIFORM else 30) / (2.1538746940614564 * 32)).view(np.uint32))
+    param = (flags | ranks << native.THC_RANKS_SHIFT, block, steps, signs)
+    return Case(native.THC, param, dtype, numel, **rest)
+
+
+def tah_case(
+    bits: int, channels: int, tile: int, coarse: int = 0, dtype: int = F32, numel: int = 0, **rest: int
+) -> Case:
+    return Case(native.TAHQUANT, (bits, channels, tile, coarse), dtype, numel, **rest)
+
+
 def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest: int) -> Case:
     return Case(native.ZIP, (wire, choice, fixed), rest.pop("dtype", wire), numel, **rest)
 
 
 # bf16: 1, 0, 3.4e-5, NaN, 768, one below 2^-100, infinity, -1
 GIVEN_SCALES = np.array([0x3F80, 0, 0x380F, 0x7FC0, 0x4440, 0x0C80, 0x7F80, 0xBF80], np.uint16)
+
+
+GIVEN_RMS = np.array([0.9, 3e-5, np.nan, 1e30, 2.0**-101, np.inf, -1.0], np.float32)
+
+
+def marks(case: Case) -> Bytes:
+    """Return plane 0 of ``tahquant``: every so many-th token is coarse, as many as the case has."""
+    _, channels, _, coarse = case.param
+    tokens = -(-case.numel // channels)
+    bits = np.zeros((-(-tokens // 32), 32), np.uint8)
+    bits.reshape(-1)[np.random.default_rng(tokens).permutation(tokens)[:coarse]] = 1
+    rows = bits.reshape(-1, 8, 4)  # bit i / 4 of byte i mod 4 is that of token i
+    return (rows << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8).reshape(-1)
 
 
 class Area:
@@ -129,6 +172,13 @@ class Planes:
             scales = np.resize(GIVEN_SCALES, case.plane_bytes[0] // 2)
             for start in range(0, offsets[-1] * count, offsets[-1]):
                 self.area.data[start : start + case.plane_bytes[0]] = scales.view(np.uint8)
+        if case.codec == native.THC and case.numel:
+            for m in range(count):
+                start = m * offsets[-1]
+                self.area.data[start : start + 4] = GIVEN_RMS[m % len(GIVEN_RMS) : m % len(GIVEN_RMS) + 1].view(np.uint8)
+        if case.codec == native.TAHQUANT and case.param[3]:
+            for start in range(0, offsets[-1] * count, offsets[-1]):
+                self.area.data[start : start + case.plane_bytes[0]] = marks(case)
         pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
         self.messages = native.Messages(pointers, offsets[-1], count)
 
@@ -210,7 +260,7 @@ class Run:
 
     def _encoded(self) -> Planes:
         planes = self._planes()
-        if self.garbage:
+        if self.garbage or (self.case.codec == native.THC and self.case.param[0] >> native.THC_RANKS_SHIFT):
             planes.area.data[:] = np.random.default_rng(5).integers(0, 256, planes.area.data.size, np.uint8)
         else:
             source = replace(self.case, dtype=self.case.param[0]) if self.case.codec == native.ZIP else self.case
@@ -244,6 +294,10 @@ VERBS: tuple[tuple[str, dict[str, bool]], ...] = (
 
 def verbs_of(case: Case) -> tuple[tuple[str, dict[str, bool]], ...]:
     """Return those of ``VERBS`` that the case's codec has."""
+    if case.codec == native.THC:
+        ranks = case.param[0] >> native.THC_RANKS_SHIFT
+        lacking = {"recode", "encode"} if ranks else {"recode"}
+        return tuple((verb, options) for verb, options in VERBS if verb not in lacking)
     if case.codec != native.ZIP:
         return VERBS
     lacking = {"recode", *(["encode"] if case.dtype != case.param[0] else [])}

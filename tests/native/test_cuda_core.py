@@ -30,6 +30,8 @@ from tests.native.abi import (
     cast_case,
     int_case,
     results,
+    tah_case,
+    thc_case,
     zip_case,
 )
 from tests.synthetic import gradient
@@ -115,12 +117,75 @@ def test_zip_codes_a_gaussian_as_the_cpu_core_does(kernels: ctypes.CDLL, dtype: 
         assert torch.equal(back.view(torch.uint8), x.view(torch.uint8)) and torch.equal(total, expected)
 
 
+@pytest.mark.parametrize("flags", range(4))
+@pytest.mark.parametrize("block", [32, 64, 128, 256, 512, 1024])
+def test_thc_writes_the_bytes_of_the_cpu_core(check: Check, block: int, flags: int) -> None:
+    lengths = itertools.cycle((*LENGTHS, 2000, 5000))
+    start = thc_case(flags, block, offset=2**32 - 1024)
+    for case in varied(replace(start, numel=next(lengths)) for _ in range(8)):
+        check(replace(case, count=max(case.count, 1) + 3))
+    for ranks in (1, 8, 9, 17, 18, 137, 2184):
+        check(thc_case(flags, block, ranks, numel=next(lengths), count=2))
+    check(replace(start, numel=1999, count=3), garbage=True)
+
+
+@pytest.mark.parametrize("flags", [0, native.THC_UNIFORM])
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 140])
+def test_sums_of_codes_are_those_of_the_cpu_core(kernels: ctypes.CDLL, flags: int, count: int) -> None:
+    for numel in (1, 100, 1025, 5000):
+        case = thc_case(flags, numel=numel, count=count)
+        planes, made = Run(kernels, case, native.cpu(), garbage=True)._encoded(), []
+        for library in (kernels, native.cpu()):
+            out = Area(np.full(4 * numel + 4096, GUARD, np.uint8))
+            spec, messages = ctypes.byref(case.spec), ctypes.byref(planes.messages)
+            assert library.fl_add_codes(spec, messages, out.address, None) == 0
+            made.append(out.data.copy())
+        assert np.array_equal(*made) and (made[0] != GUARD).any()
+
+
+TAH = tuple(
+    tah_case(bits, channels, tile, coarse)
+    for bits, channels, tile in itertools.product((4, 6), (128, 384, 1024), (32, 64, 128))
+    for coarse in ((0, 1) if bits == 4 else (0,))
+)
+
+
+@pytest.mark.parametrize("start", TAH, ids=lambda case: str(case.param))
+def test_tahquant_writes_the_bytes_of_the_cpu_core(check: Check, start: Case) -> None:
+    channels, some = start.param[1], start.param[3]
+    for case in varied(replace(start, numel=numel) for numel in (1, channels - 1, 3 * channels, 40 * channels + 7)):
+        tokens = -(-case.numel // channels)
+        case = replace(case, param=(*start.param[:3], some * (tokens // 3 or 1)), count=max(case.count, 1))
+        check(case)
+    check(case, garbage=True)
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+def test_keys_of_tokens_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    for channels, numel, count in ((128, 1000, 3), (1024, 5000, 1), (384, 384, 2)):
+        case = tah_case(4, channels, 64, dtype=native.DTYPES[dtype], numel=numel, count=count)
+        given = gradient(numel * count, 3, dtype)
+        given[::401] = float("inf")
+        x, kept = Area(given.view(torch.uint8).numpy()), Area(gradient(numel * count, 4).view(torch.uint8).numpy())
+        for residual in (None, kept.address):
+            made = []
+            for library in (kernels, native.cpu()):
+                keys = Area(np.full(4 * count * -(-numel // channels), GUARD, np.uint8))
+                spec = ctypes.byref(case.spec)
+                assert library.fl_token_keys(spec, x.address, residual, count, keys.address, None) == 0
+                assert keys.guards_hold()
+                made.append(keys.data.view(np.int32).copy())
+            assert np.array_equal(*made) and len(set(made[0].tolist())) > 1
+
+
 SOME = {
     "cast": cast_case(BF16),
     "int": int_case(4, 128, HADAMARD),
     "taco": block_case("e4m3", 256, native.SCALE_F32, native.BLOCK_HADAMARD),
     "fp8": block_case("e4m3", 32, native.SCALE_MESSAGE),
     "zip": zip_case(BF16),
+    "thc": thc_case(native.THC_STOCHASTIC),
+    "tahquant": tah_case(4, 128, 64, 5),
 }
 
 
@@ -169,6 +234,16 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("window beyond the exponents", Case(native.ZIP, (F16, 1, 27), F16, 64)),
     ("zip of 2^32 elements", Case(native.ZIP, (BF16, 0, 0), BF16, 1 << 32)),
     ("numel", Case(native.INT, (4, 128, 0), F32, -1)),
+    ("block of thc", thc_case(block=2048, numel=64)),
+    ("flag of thc", thc_case(flags=4, numel=64)),
+    ("steps of thc", Case(native.THC, (0, 32, 0, 0), F32, 64)),
+    ("sum of too many messages", thc_case(ranks=2185, numel=64)),
+    ("offset of thc", thc_case(numel=64, offset=1)),
+    ("bits of tahquant", tah_case(5, 128, 64, numel=128)),
+    ("tile", tah_case(4, 128, 16, numel=128)),
+    ("channels", tah_case(4, 96, 64, numel=128)),
+    ("more coarse tokens than there are", tah_case(4, 128, 64, 2, numel=128)),
+    ("coarse tokens of 6 bits", tah_case(6, 128, 64, 1, numel=128)),
 )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusionlayer import codecs
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import Bucket, FusionPlan, TensorInfo
 from fusionlayer.scheduler import Memory
@@ -23,6 +24,28 @@ def filled(*names: str) -> Memory:
     flat = memory.flat(bucket(*names), CPU)
     flat.copy_(torch.arange(1.0, flat.numel() + 1))
     return memory
+
+
+def test_what_codecs_carry_from_sum_to_sum_follows_their_tensors() -> None:
+    memory, first, second = Memory(), codecs.get("mxfp8", scale="auto"), codecs.get("mxfp8", scale="auto")
+    memory.attach(["a", "b"], first)
+    memory.attach(["c"], second)
+    assert memory.state_dict()["numbers"] == {}
+    first.restore({"headroom": 3.0})
+    second.restore({"headroom": 5.0, "sums": 10, "saturated": 2})
+    saved = memory.state_dict()
+    assert [saved["numbers"][name]["headroom"] for name in "abc"] == [3, 3, 5]
+    together = codecs.get("mxfp8", scale="auto")
+    memory.attach(["b", "c"], together)
+    assert together.kept() == {"headroom": 5, "sums": 10, "saturated": 2}
+    memory.attach(["a"], together)
+    assert together.kept()["headroom"] == 5, "it is known already"
+    memory.load_state_dict({})
+    assert together.kept() == {}
+    resumed, later = Memory(), codecs.get("mxfp8", scale="auto")
+    resumed.load_state_dict(saved)
+    resumed.attach(["b"], later)
+    assert later.kept()["headroom"] == 3
 
 
 def as_lists(memory: Memory) -> dict[str, list[float]]:

@@ -4,6 +4,8 @@
 #include "block_scale.h"
 #include "rans.h"
 #include "sparse.h"
+#include "tahquant.h"
+#include "thc.h"
 #include "zip.h"
 
 namespace fl {
@@ -15,6 +17,7 @@ inline int64_t element_size(uint32_t dtype) { return dtype == FL_F32 ? 4 : 2; }
 inline bool known_dtype(uint32_t dtype) { return dtype <= FL_F16; }
 
 inline int plane_count(const fl_spec &spec) {
+  if (spec.codec == FL_TAHQUANT) return 5;
   return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_CAST ? 1 : 2;
 }
 
@@ -35,6 +38,14 @@ inline int64_t plane_bytes(const fl_spec &spec, int p) {
   if (spec.codec == FL_SPARSE) return sparse_shape(spec).plane_bytes(p);
   if (spec.codec == FL_ZIP) return p || !spec.numel ? zip_shape(spec).bytes() : int64_t(sizeof(ZipHead));
   if (spec.codec == FL_RANS) return p || !spec.numel ? rans_bytes(spec) : int64_t(sizeof(ZipHead));
+  if (spec.codec == FL_THC) {
+    const ThcShape shape = thc_shape(spec);
+    return p ? shape.count() / kCodeRun * shape.run_bytes() : spec.numel ? int64_t(sizeof(float)) : 0;
+  }
+  if (spec.codec == FL_TAHQUANT) {
+    const TahShape shape = tah_shape(spec);
+    return p == 0 ? shape.mark_bytes() : p == 4 ? shape.code_bytes() : p == 1 ? shape.tiles() : 2 * shape.tiles();
+  }
   const int64_t groups = group_count(spec), elements = groups * spec.param[1];
   if (spec.codec == FL_INT) return p == 0 ? groups * 4 : elements * spec.param[0] / 8;
   if (p == 1) return elements * format_bits(spec.param[0]) / 8;
@@ -72,14 +83,37 @@ inline int check_rans(const fl_spec &spec) {
   return spec.numel > kZipMaxElements ? FL_UNSUPPORTED : FL_OK;
 }
 
+inline bool power_of_two_within(int64_t v, int64_t least, int64_t most) {
+  return v >= least && v <= most && !(v & (v - 1));
+}
+
+inline int check_thc(const fl_spec &spec) {
+  const uint32_t *param = spec.param, flags = param[0] & ((1u << FL_THC_RANKS_SHIFT) - 1);
+  if (!power_of_two_within(param[1], kCodeRun, kThcMaxBlock)) return FL_BAD_ARGUMENT;
+  if (flags & ~uint32_t(FL_THC_UNIFORM | FL_THC_STOCHASTIC)) return FL_UNSUPPORTED;
+  if (param[2] < 0x00800000u || param[2] >= kF32Inf) return FL_BAD_ARGUMENT;
+  const ThcShape shape = thc_shape(spec);
+  if (shape.ranks * shape.top() > 0xffff) return FL_BAD_ARGUMENT;
+  return spec.offset < 0 || spec.offset % kCodeRun ? FL_BAD_ARGUMENT : FL_OK;
+}
+
+inline int check_tahquant(const fl_spec &spec) {
+  const uint32_t *param = spec.param;
+  if ((param[0] != 4 && param[0] != 6) || !power_of_two_within(param[2], 32, kTahMaxTile)) return FL_BAD_ARGUMENT;
+  if (!param[1] || param[1] > 16384 || param[1] % param[2]) return FL_BAD_ARGUMENT;
+  return param[3] && (param[0] == 6 || param[3] > tah_shape(spec).tokens()) ? FL_BAD_ARGUMENT : FL_OK;
+}
+
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec > FL_ZIP && spec->codec != FL_RANS) return FL_UNSUPPORTED;
+  if (spec->codec > FL_TAHQUANT && spec->codec != FL_RANS) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   if (spec->codec == FL_SPARSE) return check_sparse(*spec);
   if (spec->codec == FL_BLOCK) return check_block(spec->param);
   if (spec->codec == FL_ZIP) return check_zip(*spec);
   if (spec->codec == FL_RANS) return check_rans(*spec);
+  if (spec->codec == FL_THC) return check_thc(*spec);
+  if (spec->codec == FL_TAHQUANT) return check_tahquant(*spec);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
@@ -126,6 +160,7 @@ inline int check_encode(const fl_spec *spec, const void *x, const float *residua
   if (const int bad = check_dense_spec(spec)) return bad;
   if (const int bad = check_messages(*spec, out)) return bad;
   if (is_lossless(*spec) && (residual || spec->dtype != spec->param[0])) return FL_UNSUPPORTED;
+  if (spec->codec == FL_THC && thc_shape(*spec).ranks) return FL_UNSUPPORTED;
   const int64_t numel = spec->numel * out->count;
   return first_error(check_array(x, numel, element_size(spec->dtype)), check_optional(residual, numel, 4));
 }
@@ -144,11 +179,29 @@ inline int check_decode_sum(const fl_spec *spec, const fl_messages *in, const vo
 inline int check_recode(const fl_spec *spec, const fl_messages *in, const void *x, const float *residual,
                         const fl_messages *out) {
   if (const int bad = check_dense_spec(spec)) return bad;
-  if (is_lossless(*spec)) return FL_UNSUPPORTED;
+  if (is_lossless(*spec) || spec->codec == FL_THC) return FL_UNSUPPORTED;
   if (const int bad = first_error(check_messages(*spec, in), check_messages(*spec, out))) return bad;
   if (out->count != 1) return FL_BAD_ARGUMENT;
   return first_error(check_optional(x, spec->numel, element_size(spec->dtype)),
                      check_optional(residual, spec->numel, 4));
+}
+
+inline int check_add_codes(const fl_spec *spec, const fl_messages *in, const uint8_t *out) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (spec->codec != FL_THC || thc_shape(*spec).ranks) return FL_UNSUPPORTED;
+  if (const int bad = check_messages(*spec, in)) return bad;
+  if (in->count * thc_shape(*spec).top() > 0xffff) return FL_BAD_ARGUMENT;
+  return check_array(out, in->count ? spec->numel : 0, kPlaneAlignment);
+}
+
+inline int check_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count,
+                            const int32_t *keys) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (spec->codec != FL_TAHQUANT) return FL_UNSUPPORTED;
+  if (count < 0 || count > kMaxElements || (count && spec->numel > kMaxElements / count)) return FL_BAD_ARGUMENT;
+  const int64_t numel = spec->numel * count;
+  const int arrays = first_error(check_array(x, numel, element_size(spec->dtype)), check_optional(residual, numel, 4));
+  return first_error(arrays, check_array(keys, numel, 4));
 }
 
 inline int check_accumulate(uint32_t dtype, const void *x, int64_t numel, const float *acc) {

@@ -10,6 +10,13 @@
 #define FL_HD inline __attribute__((always_inline))
 #endif
 
+// Before a loop of few steps whose arrays are to be registers.
+#if defined(__CUDACC__) || defined(__clang__)
+#define FL_UNROLL _Pragma("unroll")
+#else
+#define FL_UNROLL _Pragma("GCC unroll 32")
+#endif
+
 namespace fl {
 
 FL_HD uint32_t float_bits(float f) {

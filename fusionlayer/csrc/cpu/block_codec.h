@@ -6,52 +6,11 @@
 
 #include "block_scale.h"
 #include "kernels.h"
+#include "rotation.h"
 #include "simd.h"
 #include "small_numbers.h"
 
 namespace fl::FL_ISA {
-
-// Where N runs fit into half of the registers they are transformed there; otherwise in memory, as many together as fit into
-// 8 registers, and then column by column.
-template <int N>
-constexpr bool kFits = N * kVectors <= (kLanes == 16 ? 16 : 8);
-template <int N>
-constexpr int kTogether = kFits<N> ? N : kLanes / 4;
-
-// Stages 32, 64, .. of a transform: those between runs.
-template <int N>
-FL_INLINE void hadamard_between(vf (&v)[N]) {
-  for (int h = 1; h < N; h *= 2)
-    for (int k = 0; k < N; ++k)
-      if (!(k & h)) {
-        const vf a = v[k], b = v[k + h];
-        v[k] = a + b;
-        v[k + h] = a - b;
-      }
-}
-
-// out = the transform of N runs, load(k) being run k; each vector of it goes through `finish`.
-template <int N, class Load, class Finish>
-FL_INLINE void hadamard_runs(float *out, const Load &load_run, const Finish &finish) {
-  Block b[kTogether<N>];
-  for (int k = 0; k < N; k += kTogether<N>) {
-    for (int i = 0; i < kTogether<N>; ++i) b[i] = load_run(k + i);
-    hadamard(b);
-    if constexpr (!kFits<N>)
-      for (int i = 0; i < kTogether<N>; ++i) store_block(out + (k + i) * kBlock, b[i]);
-  }
-  for (int j = 0; j < kVectors; ++j) {
-    vf column[N];
-    for (int k = 0; k < N; ++k) {
-      if constexpr (kFits<N>)
-        column[k] = b[k].v[j];
-      else
-        column[k] = load(out + k * kBlock + j * kLanes);
-    }
-    hadamard_between(column);
-    for (int k = 0; k < N; ++k) store(out + k * kBlock + j * kLanes, finish(column[k]));
-  }
-}
 
 template <class Numbers, bool kHadamard>
 class BlockCodec {
@@ -124,33 +83,12 @@ class BlockCodec {
 
   int code_bytes() const { return block_ / kBlock * Numbers::kBytes; }
 
-  // Calls body with the number of runs of 32 in a block.
-  template <int N>
-  struct Runs {
-    static constexpr int value = N;
-  };
-  template <class Body>
-  FL_INLINE void with_runs(const Body &body) const {
-    switch (block_ / kBlock) {
-      case 1:
-        return body(Runs<1>{});
-      case 2:
-        return body(Runs<2>{});
-      case 4:
-        return body(Runs<4>{});
-      case 8:
-        return body(Runs<8>{});
-      default:
-        return body(Runs<16>{});
-    }
-  }
-
   // Leaves in the tile what is to be quantised, and for each block a vector that holds the largest magnitude in some lane.
   // Values that are f32 already and are not rotated stay where they are.
   template <class T>
   __attribute__((noinline)) const float *transform(const T *x, int blocks, float *tile, vi *top) const {
     if constexpr (kHadamard) {
-      with_runs([&](auto runs) FL_LAMBDA {
+      with_runs(block_ / kBlock, [&](auto runs) FL_LAMBDA {
         constexpr int N = decltype(runs)::value;
         for (int g = 0; g < blocks; ++g) top[g] = rotate<N>(x + g * N * kBlock, tile + g * N * kBlock);
       });
@@ -194,7 +132,7 @@ class BlockCodec {
 
   void rotate_codes(const Numbers &given, const uint8_t *codes, float scale, float *tile) const {
     const Numbers numbers = given;
-    with_runs([&](auto runs) FL_LAMBDA {
+    with_runs(block_ / kBlock, [&](auto runs) FL_LAMBDA {
       hadamard_runs<decltype(runs)::value>(
           tile, [&](int k) FL_LAMBDA { return numbers.decode(codes + k * Numbers::kBytes); },
           [&](vf v) FL_LAMBDA { return v * scale; });

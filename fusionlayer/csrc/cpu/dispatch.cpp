@@ -54,10 +54,17 @@ const Isa *best_isa() {
   return isa;
 }
 
+// Elements that no two threads share.
+int64_t unit_of(const fl_spec &spec) {
+  if (spec.codec == FL_CAST) return kCastUnit;
+  if (spec.codec == FL_THC) return thc_shape(spec).block;
+  return spec.codec == FL_TAHQUANT ? spec.param[2] : spec.param[1];
+}
+
 // Runs a verb over `messages` messages; each value takes `inputs` values to make, all results have `result_bytes`.
 int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs, int64_t result_bytes) {
   const fl_spec &spec = *job.spec;
-  const int64_t unit = spec.codec == FL_CAST ? kCastUnit : spec.param[1];
+  const int64_t unit = unit_of(spec);
   const int64_t units = messages * ((spec.numel + unit - 1) / unit);
   const int64_t work = std::max<int64_t>(1, inputs) * unit;  // of one unit, in elements
   if (units == 0) return FL_OK;
@@ -75,6 +82,14 @@ int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t 
   }
   parallel_for(units, grain, RangeTask(task));
   return FL_OK;
+}
+
+// Runs a kernel over units of so many elements.
+void run_units(Kernels::Verb *const Kernels::*verb, const Job &job, int64_t units, int64_t work) {
+  const FloatEnvironment ieee;
+  const auto task = [&job, kernel = kernels().*verb](int64_t begin, int64_t end) { kernel(job, begin, end); };
+  const int64_t grain = units * work < kInlineElements ? units : std::max<int64_t>(1, kGrainElements / work);
+  if (units > 0) parallel_for(units, grain, RangeTask(task));
 }
 
 bool copies(const fl_spec &spec) { return spec.codec == FL_CAST && spec.param[0] == spec.dtype; }
@@ -168,6 +183,28 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
   job.residual = residual;
   job.out = out;
   return fl::run(&fl::Kernels::recode, job, 1, in->count, fl::plane_bytes(*spec, 0));
+}
+
+int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *) {
+  if (const int bad = fl::check_add_codes(spec, in, out)) return bad;
+  fl::Job job{};
+  job.spec = spec;
+  job.in = in;
+  job.y = out;
+  if (in->count) fl::run_units(&fl::Kernels::add_codes, job, fl::thc_shape(*spec).count() / 32, 32 * in->count);
+  return FL_OK;
+}
+
+int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count, int32_t *keys, void *) {
+  if (const int bad = fl::check_token_keys(spec, x, residual, count, keys)) return bad;
+  fl::Job job{};
+  job.spec = spec;
+  job.x = x;
+  job.residual = const_cast<float *>(residual);
+  job.y = keys;
+  const fl::TahShape shape = fl::tah_shape(*spec);
+  fl::run_units(&fl::Kernels::token_keys, job, count * shape.tokens(), shape.channels);
+  return FL_OK;
 }
 
 const char *fl_build_info(void) {

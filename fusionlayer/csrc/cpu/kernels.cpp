@@ -7,6 +7,8 @@
 #include "magnitudes.h"
 #include "sparse_decode.h"
 #include "sparse_encode.h"
+#include "tahquant_codec.h"
+#include "thc_codec.h"
 #include "verbs.h"
 #include "zip_codec.h"
 
@@ -43,12 +45,16 @@ FL_INLINE void with_numbers(const Job &job, const Body &body) {
   bits == 6 ? body(BlockCodec<Float6, false>(job)) : body(BlockCodec<Float4, false>(job));
 }
 
-template <bool kEncodes, class Body>
+// thc has all verbs but recode: the root mean square of a sum is not known before the sum is.
+template <bool kEncodes, bool kThc, class Body>
 FL_INLINE void with_codec(const Job &job, const Body &body) {
   const uint32_t *param = job.spec->param;
   if (job.spec->codec == FL_CAST)
     return with_dtype(param[0], [&](auto wire) { body(CastCodec<typename decltype(wire)::type>(job)); });
   if (job.spec->codec == FL_BLOCK) return with_numbers(job, body);
+  if (job.spec->codec == FL_TAHQUANT) return body(TahCodec(job));
+  if constexpr (kThc)
+    if (job.spec->codec == FL_THC) return body(ThcCodec(job));
   const bool hadamard = param[2] & FL_INT_HADAMARD;
   if (param[0] == 8)
     hadamard ? with_rounding<kEncodes, 8, true>(job, body) : with_rounding<kEncodes, 8, false>(job, body);
@@ -56,17 +62,17 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
     hadamard ? with_rounding<kEncodes, 4, true>(job, body) : with_rounding<kEncodes, 4, false>(job, body);
 }
 
-#define FL_VERB(verb, encodes)                                                                                      \
+#define FL_VERB(verb, encodes, thc)                                                                                 \
   void run_##verb(const Job &job, int64_t begin, int64_t end) {                                                     \
-    with_codec<encodes>(job, [&](const auto &codec) {                                                               \
+    with_codec<encodes, thc>(job, [&](const auto &codec) {                                                          \
       with_dtype(job.spec->dtype, [&](auto type) { verb<typename decltype(type)::type>(codec, job, begin, end); }); \
     });                                                                                                             \
     if (job.streamed) finish_streaming();                                                                           \
   }
-FL_VERB(encode, true)
-FL_VERB(decode, false)
-FL_VERB(decode_sum, false)
-FL_VERB(recode, true)
+FL_VERB(encode, true, true)
+FL_VERB(decode, false, true)
+FL_VERB(decode_sum, false, true)
+FL_VERB(recode, true, false)
 #undef FL_VERB
 
 void run_accumulate(const Accumulation &job, int64_t begin, int64_t end) {
@@ -128,6 +134,10 @@ bool run_zip_decode_sum(const Job &job, int64_t begin, int64_t end) {
   return coherent;
 }
 
+void run_token_keys(const Job &job, int64_t begin, int64_t end) {
+  with_dtype(job.spec->dtype, [&](auto type) { token_keys<typename decltype(type)::type>(job, begin, end); });
+}
+
 }  // namespace
 
 #define FL_TEXT(name) #name
@@ -153,6 +163,8 @@ const Kernels kernels = {
     run_zip_encode,
     run_zip_decode,
     run_zip_decode_sum,
+    add_codes,
+    run_token_keys,
 };
 
 }  // namespace fl::FL_ISA

@@ -105,6 +105,9 @@ struct Kernels {
   bool (*zip_decode)(const Job &job, int64_t begin,
                      int64_t end);  // tiles of all messages; false: they are not coherent
   bool (*zip_decode_sum)(const Job &job, int64_t begin, int64_t end);  // tiles of one
+
+  Verb *add_codes;   // runs of 32 elements; y: the sums
+  Verb *token_keys;  // tokens of all messages; y: the keys
 };
 
 constexpr int kBoundGroup = 4;  // count_above takes bounds in groups

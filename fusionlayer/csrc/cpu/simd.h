@@ -204,6 +204,22 @@ FL_INLINE vi max_of_each(const vi *v) {
     return max_pairs(max_of_each<N / 2>(v), max_of_each<N / 2>(v + N / 2), AllLanes{});
 }
 
+// Tables --------------------------------------------------------------------------------------------------------------
+
+// table[index[i]], each index from 0 to 31.
+FL_INLINE vi look_up(const int32_t *table, vi index) {
+#if defined(FL_AVX512)
+  const __m512i low = _mm512_loadu_si512(table), high = _mm512_loadu_si512(table + 16);
+  return (vi)_mm512_permutex2var_epi32(low, (__m512i)index, high);
+#elif defined(FL_AVX2)
+  return (vi)_mm256_i32gather_epi32(table, (__m256i)index, 4);
+#else
+  vi found;
+  for (int i = 0; i < kLanes; ++i) found[i] = table[index[i]];
+  return found;
+#endif
+}
+
 // Masks ---------------------------------------------------------------------------------------------------------------
 
 // Bit i: a[i] > b[i].
@@ -440,6 +456,17 @@ typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 FL_INLINE Bytes16 load_bytes16(const uint8_t *p) {
   typedef Bytes16 unaligned __attribute__((aligned(1), may_alias));
   return *reinterpret_cast<const unaligned *>(p);
+}
+
+// table[index[i]], each index from 0 to 15.
+FL_INLINE Bytes16 look_up(Bytes16 table, Bytes16 index) {
+#if defined(FL_AVX512) || defined(FL_AVX2)
+  return (Bytes16)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
+#else
+  Bytes16 found;
+  for (int i = 0; i < 16; ++i) found[i] = table[index[i]];
+  return found;
+#endif
 }
 
 // 32 bytes, 16 of them in `high`, as 32 lanes of 16 bits.

@@ -65,16 +65,6 @@ struct Run {
         exists(index < layout.runs()) {}
 };
 
-// Stages of the transform that cross lanes: hadamard of core/block_scale.h, after hadamard32.
-FL_DEVICE void hadamard_over_lanes(float (&v)[kBlock], int width, int lane) {
-  for (int mask = 1; mask < width; mask *= 2)
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const float other = bits_float(shuffle_xor(float_bits(v[i]), mask));
-      v[i] = lane & mask ? other - v[i] : v[i] + other;
-    }
-}
-
 // sum_of_block of the squares, in all lanes of the block.
 FL_DEVICE float sum_of_squares(const float (&v)[kBlock], int width) {
   float sum[kBlock / 2];

@@ -41,6 +41,8 @@ int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_mess
   const auto encode = spec->codec == FL_INT     ? fl::int_encode
                       : spec->codec == FL_BLOCK ? fl::block_encode
                       : spec->codec == FL_ZIP   ? fl::zip_encode
+                      : spec->codec == FL_THC   ? fl::thc_encode
+                      : spec->codec == FL_TAHQUANT ? fl::tah_encode
                                                 : fl::cast_encode;
   return finish(encode(*spec, x, residual, *out, as_stream(stream)));
 }
@@ -52,6 +54,8 @@ int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *strea
   const auto decode = spec->codec == FL_INT     ? fl::int_decode
                       : spec->codec == FL_BLOCK ? fl::block_decode
                       : spec->codec == FL_ZIP   ? fl::zip_decode
+                      : spec->codec == FL_THC   ? fl::thc_decode
+                      : spec->codec == FL_TAHQUANT ? fl::tah_decode
                                                 : fl::cast_decode;
   return finish(decode(*spec, *in, out, as_stream(stream)));
 }
@@ -64,6 +68,8 @@ int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add
                           : spec->codec == FL_INT   ? fl::int_decode_sum
                           : spec->codec == FL_BLOCK ? fl::block_decode_sum
                           : spec->codec == FL_ZIP   ? fl::zip_decode_sum
+                          : spec->codec == FL_THC   ? fl::thc_decode_sum
+                          : spec->codec == FL_TAHQUANT ? fl::tah_decode_sum
                                                     : fl::cast_decode_sum;
   return finish(decode_sum(*spec, *in, out, add != 0, as_stream(stream)));
 }
@@ -74,8 +80,22 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
   if (spec->numel == 0) return FL_OK;
   const auto recode = spec->codec == FL_INT     ? fl::int_recode
                       : spec->codec == FL_BLOCK ? fl::block_recode
+                      : spec->codec == FL_TAHQUANT ? fl::tah_recode
                                                 : fl::cast_recode;
   return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
+}
+
+int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream) {
+  if (const int bad = fl::check_add_codes(spec, in, out)) return bad;
+  if (spec->numel == 0 || in->count == 0) return FL_OK;
+  return finish(fl::thc_add_codes(*spec, *in, out, as_stream(stream)));
+}
+
+int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count, int32_t *keys,
+                  void *stream) {
+  if (const int bad = fl::check_token_keys(spec, x, residual, count, keys)) return bad;
+  if (spec->numel == 0 || count == 0) return FL_OK;
+  return finish(fl::tah_token_keys(*spec, x, residual, count, keys, as_stream(stream)));
 }
 
 int64_t fl_workspace_bytes(int verb, int64_t numel) {

@@ -52,6 +52,17 @@ FL_DEVICE void update_residual(float *residual, int64_t numel, int64_t first, in
   }
 }
 
+// Stages of the transform that cross lanes: hadamard of core/block_scale.h, after
+// hadamard32.
+FL_DEVICE void hadamard_over_lanes(float (&v)[kBlock], int width, int lane) {
+  for (int mask = 1; mask < width; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const float other = bits_float(shuffle_xor(float_bits(v[i]), mask));
+      v[i] = lane & mask ? other - v[i] : v[i] + other;
+    }
+}
+
 // The largest magnitude, as bits.
 FL_DEVICE uint32_t largest_of(const float (&v)[kBlock]) {
   uint32_t amax = 0;

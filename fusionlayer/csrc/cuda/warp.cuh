@@ -58,6 +58,10 @@ FL_DEVICE int64_t shuffle_xor(int64_t v, int mask) {
   return int64_t(uint64_t(high) << 32 | low);
 }
 
+FL_DEVICE double shuffle_xor(double v, int mask) {
+  return __longlong_as_double(shuffle_xor(int64_t(__double_as_longlong(v)), mask));
+}
+
 // The sum over all lanes, in all of them.
 FL_DEVICE int64_t sum_over_lanes(int64_t v) {
 #pragma unroll

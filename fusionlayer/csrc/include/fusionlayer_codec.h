@@ -21,8 +21,8 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 2
-#define FL_MAX_PLANES 4
+#define FL_ABI_VERSION 3
+#define FL_MAX_PLANES 5
 
 enum fl_status {
   FL_OK = 0,
@@ -50,6 +50,15 @@ enum fl_codec {
                     is the spec's own to encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the
                     window, or 0: find it. numel < 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1
                     behind the last escape are not written. docs/wire_format.md has the rest */
+  FL_THC = 5,    /* plane 0: an f32, the root mean square, which is there beforehand; plane 1: codes of 4 bits in runs of 32,
+                    or sums of their integers. param[0] = flags, FL_THC_*, and from bit FL_THC_RANKS_SHIFT on the number of
+                    messages whose integers plane 1 has the sum of, 0: codes; param[1] = block, a power of two in 32..1024;
+                    param[2] = f32 bits of the half steps of the grid in one root mean square, for blocks of the size that
+                    the message has (the smallest power of two from 32 on that holds it, at most param[1]); param[3] = seed
+                    of the signs. fl_recode, and encoding sums, give FL_UNSUPPORTED */
+  FL_TAHQUANT = 6,/* plane 0: marks of coarse tokens, which are there beforehand; plane 1: pivots; planes 2 and 3: offsets
+                    and steps, bf16; plane 4: codes. param[0] = bits, 4 or 6; param[1] = channels of a token, a multiple of
+                    the tile up to 16384; param[2] = tile, 32, 64 or 128; param[3] = coarse tokens, 0 with 6 bits */
   FL_RANS = 8    /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP.
                     param[0] = fl_dtype of what was encoded, as for FL_ZIP, as are the limits of verbs and numel */
 };
@@ -67,6 +76,8 @@ enum {
   FL_BLOCK_HADAMARD = 1, /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */
   FL_BLOCK_GIVEN = 2     /* FL_SCALE_BF16 alone: plane 0 has the scales beforehand; larger values saturate */
 };
+
+enum { FL_THC_UNIFORM = 1, FL_THC_STOCHASTIC = 2, FL_THC_RANKS_SHIFT = 16 };
 
 /* Which exponents get a code: seven in a row, seven of any kind, or whichever has more. */
 enum fl_zip_choice { FL_ZIP_AUTO = 0, FL_ZIP_WINDOW = 1, FL_ZIP_TABLE = 2 };
@@ -113,6 +124,15 @@ FL_API int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, 
  * in fl_encode, added last. */
 FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
                      void *stream);
+
+/* FL_THC alone: out (aligned to 16) = the sum of the integers of in->count messages' codes, which only the count and the
+ * spec's block decide the form of: docs/wire_format.md. */
+FL_API int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream);
+
+/* FL_TAHQUANT alone: keys[m * tokens + t] = the entropy of token t of x[m * numel ..], with a residual of x + residual, in
+ * units of 2^-20 bits, for `count` messages; 0x7fffffff where a value is not finite. param[3] of the spec is not looked at. */
+FL_API int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count,
+                         int32_t *keys /* device */, void *stream);
 
 /* Sparsification -------------------------------------------------------------------------------------------------
  * `acc` is what a tensor has to send: its new gradients and what was held back before. A magnitude is the 31 low bits of

@@ -1,0 +1,199 @@
+"""Steps of a tensor-parallel GPT by what its activations are sent as, beside torch's own f32 all-reduce over gloo.
+
+    python -m benchmarks.tensor_parallel --out benchmarks/results
+
+Two hosts with a rank each, links of 1 Gbit/s and of 100 Mbit/s. Every layer waits for four all-reduces of one
+activation, forward and backward, 8 MiB by default. All variants take turns within each round, on one model; ratios are
+of steps of the same round, shown is their median with its interval of 95 %. ``taco/256KiB`` sends pieces of that size
+(bytes of the f32 activation), while others are encoded and decoded; without a size the activation goes as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.arguments import comma_separated, count
+from benchmarks.lab import Network, launch, why_not
+from benchmarks.plots import COLOURS, MARKERS, STYLE, save
+from benchmarks.quiet import pressure, refuse_if_busy
+from benchmarks.report import Environment, table, write
+from benchmarks.training.summary import interval
+
+from .model import Shape
+from .variants import BASELINE, parse, variants
+from .worker import Job, as_json
+
+__all__ = ["columns", "main", "picture", "rows"]
+
+SECOND = "bf16"
+"""What ratios are taken to as well."""
+
+
+def rows(rate: str | None, measured: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """Return a row for each variant, with its speed-up over ``BASELINE`` and over ``SECOND`` where that took part."""
+    found = []
+    for name, rounds in measured.items():
+        variant = parse(name)
+        row: dict[str, Any] = {
+            "rate": rate,
+            "variant": name,
+            "codec": variant.codec,
+            "piece": variant.piece,
+            "seconds": statistics.median(each["seconds"] for each in rounds),
+            "sent": statistics.median(each["sent"] for each in rounds),
+            "rounds": list(rounds),
+        }
+        for other, key in ((BASELINE, "speedup"), (SECOND, f"over_{SECOND}"), (variant.codec, "over_whole")):
+            if other in measured:
+                ratios = [b["seconds"] / a["seconds"] for a, b in zip(rounds, measured[other], strict=True)]
+                low, high = interval(ratios)
+                row[key] = {"median": statistics.median(ratios), "low": low, "high": high}
+        found.append(row)
+    return found
+
+
+def columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of a table for people."""
+
+    def ratio(key: str) -> str:
+        if key not in row:
+            return ""
+        return "{median:.2f} [{low:.2f}..{high:.2f}]".format(**row[key])
+
+    return {
+        "link": row["rate"] or "no limit",
+        "activations": row["codec"],
+        "pieces of": "whole" if row["piece"] is None else f"{row['piece'] >> 10} KiB",
+        "step, ms": f"{1e3 * row['seconds']:.0f}",
+        "MB sent": f"{row['sent'] / 1e6:.1f}" if row["sent"] else "",
+        f"faster than {BASELINE} f32": ratio("speedup"),
+        f"than {SECOND}": ratio(f"over_{SECOND}"),
+        "than whole": "" if row["piece"] is None else ratio("over_whole"),
+    }
+
+
+def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return speed-ups of whole activations as bars, and what pieces change of them as lines, a row for each rate."""
+    rates = list(dict.fromkeys(row["rate"] for row in found))
+    figure = Figure(figsize=(9, 2.8 * len(rates)))
+    for (left, right), rate in zip(figure.subplots(len(rates), 2, squeeze=False), rates, strict=True):
+        mine = [row for row in found if row["rate"] == rate]
+        whole = [row for row in mine if row["piece"] is None][::-1]
+        middles = [row["speedup"]["median"] for row in whole]
+        errors = [
+            [row["speedup"]["median"] - row["speedup"]["low"] for row in whole],
+            [row["speedup"]["high"] - row["speedup"]["median"] for row in whole],
+        ]
+        colours = [COLOURS[0] if row["codec"] != BASELINE else "#999999" for row in whole]
+        left.barh([row["codec"] for row in whole], middles, 0.6, xerr=errors, color=colours, error_kw={"lw": 0.8})
+        left.axvline(1, color="black", linewidth=0.8)
+        left.set(xlabel=f"steps per second, {BASELINE} f32 = 1", title=rate or "no limit")
+        cut = [codec for codec in dict.fromkeys(row["codec"] for row in mine if row["piece"])]
+        for place, codec in enumerate(cut):
+            line = sorted((row["piece"], row["over_whole"]) for row in mine if row["codec"] == codec and row["piece"])
+            y = [ratio["median"] for _, ratio in line]
+            bars = [[r["median"] - r["low"] for _, r in line], [r["high"] - r["median"] for _, r in line]]
+            style = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 4, "linewidth": 1.2}
+            right.errorbar([piece / 1024 for piece, _ in line], y, yerr=bars, label=codec, capsize=2, **style)
+        right.axhline(1, color="black", linewidth=0.8)
+        right.set(xlabel="KiB of an activation in a piece", ylabel="whole = 1", title=rate or "no limit")
+        if cut:
+            right.set_xscale("log", base=2)
+            right.xaxis.set_major_formatter("{x:g}")
+            right.legend()
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tensor_parallel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--rates", type=comma_separated(str), default=("1gbit", "100mbit"), help="of the links (1gbit,100mbit)"
+    )
+    parser.add_argument(
+        "--variants", type=comma_separated(_variant), help="such as bf16,taco,taco/256KiB; gloo is always one (all)"
+    )
+    parser.add_argument("--ranks", type=count(2), default=2, help="hosts with a rank each (2)")
+    parser.add_argument("--rounds", type=count(), default=4, help="turns of each variant (4)")
+    for name, value in asdict(Shape()).items():
+        parser.add_argument(f"--{name}", type=count(), default=value, help=f"of the model or batch ({value})")
+    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
+    parser.add_argument("--hardware", help="name of the machine in the file names")
+    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
+    options = parser.parse_args(arguments)
+    try:
+        networks = [Network(options.ranks, rate) for rate in options.rates]
+    except ValueError as error:
+        parser.error(str(error))
+    shape = Shape(**{name: getattr(options, name) for name in asdict(Shape())})
+    if shape.heads % options.ranks or shape.width % (shape.heads * 32):
+        parser.error(f"--ranks {options.ranks}, --heads {shape.heads}, --width {shape.width}: ranks divide heads, 32 heads the width")
+    if obstacle := why_not(networks[0]):
+        parser.error(f"needs network namespaces: {obstacle}")
+    refuse_if_busy(options.busy_ok, options.ranks)
+    names = list(dict.fromkeys([BASELINE, *(options.variants or (each.name for each in variants()))]))
+    job = Job(names, options.rounds, asdict(shape))
+    environment = Environment.here(torch.device("cpu"), options.hardware)
+    title = (
+        f"Tensor-parallel step: {options.ranks} ranks, width {shape.width}, {shape.layers} layers, activations of "
+        f"{shape.activation_bytes / (1 << 20):g} MiB, {options.rounds} rounds"
+    )
+    found: list[dict[str, Any]] = []
+    for network in networks:
+        before = pressure()
+        measured = _measure(job, network)
+        if measured is None:
+            return 1
+        busy = {"before": before, "after": pressure()}
+        found += [{**row, "pressure": busy} for row in rows(network.rate, measured)]
+    shown = [columns(row) for row in found]
+    print(table(title, shown))
+    if options.out:
+        path = write(options.out, f"tensor-parallel-{options.ranks}x1", title, environment, found, shown)
+        with rc_context(STYLE):  # type: ignore[arg-type]
+            save(picture(found), options.out / "plots" / f"tensor-parallel-{options.ranks}x1")
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _variant(name: str) -> str:
+    try:
+        return parse(name).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _measure(job: Job, network: Network) -> dict[str, list[dict[str, float]]] | None:
+    """Return what the workers have measured; None if they failed, which they have said on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        worker = [sys.executable, "-m", "benchmarks.tensor_parallel.worker", as_json(job), str(result)]
+        print(f"{network}: {len(job.variants)} variants", file=sys.stderr, flush=True)
+        with launch(worker, network, timeout=3600, stdout=sys.stderr.fileno()) as process:
+            if process.wait():
+                return None
+        measured: dict[str, list[dict[str, float]]] = json.loads(result.read_text())
+        return measured
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,308 @@
+// The `tahquant` codec (core/tahquant.h) on vectors. Facts of tiles are gathered side by side, then come their codes.
+#pragma once
+
+#include "code_words.h"
+#include "kernels.h"
+#include "rotation.h"
+#include "simd.h"
+#include "tahquant.h"
+
+namespace fl::FL_ISA {
+
+class TahCodec {
+ public:
+  // A message, and the tile in it that work begins with.
+  struct Message {
+    const uint8_t *marks;
+    uint8_t *pivots;
+    uint16_t *offsets, *steps;
+    uint8_t *codes;
+    int64_t first;
+  };
+
+  static constexpr bool kCanonical = false;
+
+  explicit TahCodec(const Job &job)
+      : shape_(tah_shape(*job.spec)), runs_(shape_.tile / kBlock), root_(tah_root(shape_.tile)) {}
+
+  int unit() const { return shape_.tile; }
+
+  Message at(const fl_messages &messages, int64_t message, int64_t unit) const {
+    const auto plane = [&](int p) { return static_cast<uint8_t *>(messages.plane[p]) + message * messages.stride; };
+    return {plane(0), plane(1), reinterpret_cast<uint16_t *>(plane(2)), reinterpret_cast<uint16_t *>(plane(3)),
+            plane(4), unit};
+  }
+
+  template <class T>
+  void encode(const T *x, int n, Message out, int64_t) const {
+    alignas(64) float values[kMaxTile];
+    const int tiles = (n + shape_.tile - 1) / shape_.tile;
+    for (int i = 0; i < tiles * shape_.tile; i += kBlock) store_block(values + i, load_block(x + i));
+    quantize(values, tiles, out);
+  }
+
+  template <class Sink>
+  FL_INLINE void decode(Message in, int n, const Sink &sink) const {
+    Walk walk(*this, in);
+    alignas(64) float tile[kTahMaxTile];
+    for (int begin = 0; begin < n; begin += shape_.tile, walk.next()) {
+      load_tile(in, walk, tile);
+      for (int i = 0; i < shape_.tile; i += kBlock) sink(begin + i, load_block(tile + i));
+    }
+  }
+
+ private:
+  static constexpr int kMaxTiles = kMaxTile / kBlock;
+
+  // Goes from tile to tile of a message and knows where their codes lie.
+  class Walk {
+   public:
+    Walk(const TahCodec &codec, const Message &message)
+        : shape_(codec.shape_), message_(message), tile_(message.first), token_(tile_ / shape_.tiles_of_token()),
+          left_((token_ + 1) * shape_.tiles_of_token() - tile_) {
+      if (shape_.coarse)
+        for (int64_t run = 0; run < token_ / 32; ++run) before_ += __builtin_popcount(word(run));
+      if (shape_.coarse) before_ += __builtin_popcount(word(token_ / 32) & tah_marks_before(int(token_ % 32)));
+      place();
+      codes_ += (shape_.tiles_of_token() - left_) * bytes_of_tile();
+    }
+
+    int64_t tile() const { return tile_; }
+    int bits() const { return bits_; }
+    uint8_t *codes() const { return codes_; }
+
+    void next() {
+      ++tile_;
+      codes_ += bytes_of_tile();
+      if (--left_ || tile_ == shape_.tiles()) return;
+      before_ += marked_;
+      ++token_;
+      left_ = shape_.tiles_of_token();
+      place();
+    }
+
+   private:
+    int bytes_of_tile() const { return shape_.tile / 8 * bits_; }
+
+    uint32_t word(int64_t run) const {
+      uint32_t marks;
+      __builtin_memcpy(&marks, message_.marks + 4 * run, sizeof marks);
+      return marks;
+    }
+
+    void place() {
+      marked_ = shape_.coarse && tah_marked(word(token_ / 32), int(token_ % 32));
+      const TahPlace place = tah_place(shape_, token_, marked_, before_);
+      bits_ = place.bits;
+      codes_ = message_.codes + place.offset;
+    }
+
+    const TahShape &shape_;
+    const Message &message_;
+    int64_t tile_, token_, left_;  // tiles of the token that are left
+    int64_t before_ = 0;
+    bool marked_ = false;
+    int bits_ = 0;
+    uint8_t *codes_ = nullptr;
+  };
+
+  static FL_INLINE vi ordered(vf v) { return (vi)v ^ ((vi)v >> 31 & 0x7fffffff); }
+  static FL_INLINE float from_ordered(int32_t v) { return bits_float(uint32_t(v ^ (v >> 31 & 0x7fffffff))); }
+
+  __attribute__((noinline)) void quantize(float *values, int tiles, Message out) const {
+    alignas(64) int32_t amax[kMaxTiles + kLanes], high[kMaxTiles + kLanes], low[kMaxTiles + kLanes];
+    vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
+    largest(values, tiles, top);
+    reduce(top, tiles, amax);
+    for (int g = 0; g < tiles; ++g) {
+      float *v = values + g * shape_.tile;
+      const int pivot = find_pivot(v, amax[g]);
+      out.pivots[out.first + g] = uint8_t(pivot);
+      if (pivot != kNoPivot) {
+        swap(v, pivot);
+        rotate_in_place(v, runs_, root_);
+      }
+    }
+    largest(values, tiles, top);  // rotated values may be infinite
+    reduce(top, tiles, amax);
+    for (int g = 0; g < tiles; ++g) {
+      const float *v = values + g * shape_.tile;
+      top[g] = ordered(load(v)), bottom[g] = ordered(-load(v));
+      for (int i = kLanes; i < shape_.tile; i += kLanes) {
+        top[g] = max(top[g], ordered(load(v + i)));
+        bottom[g] = max(bottom[g], ordered(-load(v + i)));
+      }
+    }
+    reduce(top, tiles, high);
+    reduce(bottom, tiles, low);
+    Walk walk(*this, out);
+    for (int g = 0; g < tiles; ++g, walk.next()) {
+      const int32_t most = (1 << walk.bits()) - 1;
+      const bool finite = amax[g] < int32_t(kF32Inf);
+      const TahScale scale = tah_scale(finite, -from_ordered(low[g]), from_ordered(high[g]), float(most));
+      out.offsets[walk.tile()] = scale.offset;
+      out.steps[walk.tile()] = scale.step;
+      if (scale.step >= kF32Inf >> 16) out.pivots[walk.tile()] = kNoPivot;
+      store_codes(values + g * shape_.tile, scale, walk.bits(), walk.codes());
+    }
+    const int64_t existing = (shape_.numel + shape_.tile - 1) / shape_.tile;
+    if (walk.tile() == existing) fill_token(out, walk, shape_.tiles());
+  }
+
+  // Tiles of the last token that no element reaches.
+  void fill_token(Message out, Walk &walk, int64_t end) const {
+    for (; walk.tile() < end; walk.next()) {
+      out.pivots[walk.tile()] = kNoPivot;
+      out.offsets[walk.tile()] = out.steps[walk.tile()] = 0;
+      __builtin_memset(walk.codes(), 0, size_t(shape_.tile / 8 * walk.bits()));
+    }
+  }
+
+  // For each tile a vector that holds the largest magnitude in some lane.
+  FL_INLINE void largest(const float *values, int tiles, vi *top) const {
+    for (int g = 0; g < tiles; ++g) {
+      top[g] = vi{};
+      for (int i = 0; i < shape_.tile; i += kLanes)
+        top[g] = max(top[g], magnitude_bits(load(values + g * shape_.tile + i)));
+    }
+  }
+
+  static FL_INLINE void reduce(vi *top, int tiles, int32_t *found) {
+    for (int g = tiles; g % kLanes; ++g) top[g] = vi{};
+    for (int g = 0; g < tiles; g += kLanes) store(found + g, max_of_each(top + g));
+  }
+
+  // The element that is at least twice as large as all others; kNoPivot if there is none.
+  FL_INLINE int find_pivot(const float *v, int32_t amax) const {
+    int count = 0, found = 0;
+    for (int i = 0; i < shape_.tile; i += kLanes) {
+      const vf magnitude = (vf)magnitude_bits(load(v + i));
+      const uint32_t mask = greater_mask((vi)(magnitude + magnitude), broadcast(amax));
+      count += __builtin_popcount(mask);
+      found = mask ? i + __builtin_ctz(mask) : found;
+    }
+    return count == 1 && amax < int32_t(kF32Inf) ? found : kNoPivot;
+  }
+
+  static FL_INLINE void swap(float *v, int place) {
+    const float first = v[0];
+    v[0] = v[place];
+    v[place] = first;
+  }
+
+  FL_INLINE void store_codes(const float *values, TahScale scale, int bits, uint8_t *codes) const {
+    if (__builtin_expect(tah_codes_are_zero(scale), 0)) {
+      __builtin_memset(codes, 0, size_t(shape_.tile / 8 * bits));
+      return;
+    }
+    const float offset = bf16_to_f32(scale.offset), step = bf16_to_f32(scale.step);
+    const vi most = broadcast((1 << bits) - 1);
+    for (int i = 0; i < shape_.tile; i += kBlock, codes += 4 * bits) {
+      alignas(16) uint8_t bytes[kBlock];
+      for (int h = 0; h < 2; ++h) {
+        vi q[kQuad];
+        for (int j = 0; j < kQuad; ++j) {
+          const vf v = (load(values + i + 16 * h + j * kLanes) - offset) / step;
+          q[j] = min(max((vi)(v + 12582912.0f) - 0x4b400000, vi{}), most);  // tah_code
+        }
+        store_low_bytes(bytes + 16 * h, q);
+      }
+      uint32_t words[kCodeWords];
+      __builtin_memcpy(words, bytes, sizeof words);
+      if (bits == 3)
+        pack<3>(words, codes);
+      else if (bits == 4)
+        pack<4>(words, codes);
+      else
+        pack<6>(words, codes);
+    }
+  }
+
+  template <int kBits>
+  static FL_INLINE void pack(const uint32_t (&words)[kCodeWords], uint8_t *codes) {
+    uint32_t packed[kBits];
+    pack_words<kBits>(words, packed);
+    __builtin_memcpy(codes, packed, sizeof packed);
+  }
+
+  template <int kBits>
+  static FL_INLINE void unpack(const uint8_t *codes, uint32_t (&words)[kCodeWords]) {
+    uint32_t packed[kBits];
+    __builtin_memcpy(packed, codes, sizeof packed);
+    unpack_words<kBits>(packed, words);
+  }
+
+  FL_INLINE void load_tile(const Message &in, const Walk &walk, float *tile) const {
+    const float offset = tah_value(in.offsets[walk.tile()]), step = tah_value(in.steps[walk.tile()]);
+    const uint8_t *codes = walk.codes();
+    for (int i = 0; i < shape_.tile; i += kBlock, codes += 4 * walk.bits()) {
+      uint32_t words[kCodeWords];
+      if (walk.bits() == 3)
+        unpack<3>(codes, words);
+      else if (walk.bits() == 4)
+        unpack<4>(codes, words);
+      else
+        unpack<6>(codes, words);
+      alignas(16) uint8_t bytes[kBlock];
+      __builtin_memcpy(bytes, words, sizeof bytes);
+      for (int h = 0; h < 2; ++h) {
+        vi wide[kQuad];
+        load_bytes(bytes + 16 * h, wide);  // codes are below 128
+        for (int j = 0; j < kQuad; ++j)
+          store(tile + i + 16 * h + j * kLanes, __builtin_convertvector(wide[j], vf) * step + offset);
+      }
+    }
+    const int pivot = in.pivots[walk.tile()];
+    if (pivot >= shape_.tile) return;
+    rotate_in_place(tile, runs_, root_);
+    swap(tile, pivot);
+  }
+
+  TahShape shape_;
+  int runs_;
+  float root_;
+};
+
+// fl_token_keys: tokens begin..end - 1 of all messages.
+template <class T>
+void token_keys(const Job &job, int64_t begin, int64_t end) {
+  const TahShape shape = tah_shape(*job.spec);
+  for (int64_t each = begin; each < end; ++each) {
+    const int64_t message = each / shape.tokens(), first = each % shape.tokens() * shape.channels;
+    const int64_t left = shape.numel - first, place = message * shape.numel + first;
+    const int n = int(left < shape.channels ? left : shape.channels);
+    const T *x = static_cast<const T *>(job.x) + place;
+    vd total[2 * kVectors] = {}, logs[2 * kVectors] = {};
+    for_each_block(n, [&](int i, auto access) FL_LAMBDA {
+      Block b = access.load(x + i);
+      if (job.residual) b = b + access.load(job.residual + place + i);
+      for (int j = 0; j < kVectors; ++j) {
+        const vi bits = magnitude_bits(b.v[j]);
+        const vi exponent = (bits - int32_t(kRootHalf)) >> 23;  // log2_of
+        const vf z = (vf)(bits - (exponent << 23)) - 1.0f;
+        vf sum{};
+#define FL_TERM(factor) sum = sum * z + factor;
+        FL_LOG2_TERMS(FL_TERM)
+#undef FL_TERM
+        vd magnitude[2], whole[2], rest[2];
+        widen((vf)(bits >= 0x00800000 ? bits : vi{}), magnitude);
+        widen(__builtin_convertvector(exponent, vf), whole);
+        widen(sum * z, rest);
+        for (int k = 0; k < 2; ++k) {
+          total[2 * j + k] += magnitude[k];
+          logs[2 * j + k] += magnitude[k] * (whole[k] + rest[k]);
+        }
+      }
+    });
+    alignas(64) double sums[kBlock], more[kBlock];
+    for (int j = 0; j < 2 * kVectors; ++j) {
+      store(sums + j * (kLanes / 2), total[j]);
+      store(more + j * (kLanes / 2), logs[j]);
+    }
+    for (int apart = kBlock / 2; apart > 0; apart /= 2)
+      for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart], more[i] += more[i + apart];
+    static_cast<int32_t *>(job.y)[each] = entropy_key({sums[0], more[0]});
+  }
+}
+
+}  // namespace fl::FL_ISA

@@ -1,0 +1,66 @@
+// Messages of the `thc` codec as a warp sees them: a lane owns a run of 32 elements, 1 to 32 neighbouring lanes a block. The
+// arithmetic is core/thc.h.
+#pragma once
+
+#include "arguments.h"
+#include "code_words.h"
+#include "launch.cuh"
+#include "owned.cuh"
+
+namespace fl {
+
+struct ThcMessages {
+  float *rms;       // of message 0
+  uint8_t *codes;   // of message 0
+  int64_t stride;
+  int64_t count;
+};
+
+inline ThcMessages thc_messages(const fl_messages &m) {
+  return {static_cast<float *>(m.plane[0]), static_cast<uint8_t *>(m.plane[1]), m.stride, m.count};
+}
+
+// The run that a lane owns.
+struct ThcRun {
+  int64_t index;  // in the message
+  int64_t first;  // its first element
+  bool exists;    // false where the tile reaches past the last block
+
+  FL_DEVICE ThcRun(const ThcShape &shape, int64_t tile, int lane)
+      : index(tile * kLanes + lane), first(index * kBlock), exists(first < shape.count()) {}
+};
+
+inline int64_t thc_tiles(const ThcShape &shape) { return (shape.count() + kLanes * kBlock - 1) / (kLanes * kBlock); }
+
+FL_DEVICE void change_signs(RngKey signs, int64_t first, float (&v)[kBlock]) {
+  const RngKey key = key_at(signs, uint64_t(first));
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i)
+    v[i] = bits_float(float_bits(v[i]) ^ (random_bits(key, uint32_t(first) + i) & 0x80000000u));
+}
+
+// v = H v * factor, over all lanes of a block.
+FL_DEVICE void rotate(const ThcShape &shape, int lane, float factor, float (&v)[kBlock]) {
+  hadamard32(v);
+  hadamard_over_lanes(v, shape.runs_of_block(), lane);
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] *= factor;
+}
+
+// From half steps to values.
+FL_DEVICE void reconstruct(const ThcShape &shape, RngKey signs, int64_t first, int lane, float rms,
+                           float (&v)[kBlock]) {
+  rotate(shape, lane, thc_factor(rms, shape), v);
+  change_signs(signs, first, v);
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] += 0.0f;  // -0 becomes 0
+}
+
+// v = the half steps that codes, one byte each, stand for.
+FL_DEVICE void half_steps(const ThcShape &shape, const uint32_t (&codes)[kCodeWords], float (&v)[kBlock]) {
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i)
+    v[i] = float(2 * thc_integer(shape.uniform, int(codes[i / 4] >> 8 * (i % 4) & 255u)) - shape.top());
+}
+
+}  // namespace fl

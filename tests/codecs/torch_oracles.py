@@ -1,0 +1,207 @@
+"""``thc`` and ``tahquant`` written down a second time, in torch operations on whole messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fusionlayer.codecs import TorchCodec
+from fusionlayer.codecs._arithmetic import RUN, hadamard, pack_runs, random_bits, rounding_noise, unpack_runs
+from fusionlayer.codecs.tahquant import TAHQuant
+from fusionlayer.codecs.thc import THC
+from fusionlayer.wire import Plane
+
+_TINY = 2.0**-100
+_NO_PIVOT = 255
+INTEGERS = {
+    "normal": (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30),
+    "uniform": tuple(range(16)),
+}
+
+
+@dataclass(frozen=True)
+class TorchTHC(TorchCodec):
+    """What ``THC`` with the same options is."""
+
+    codec: THC = field(default_factory=THC)
+
+    @property
+    def block(self) -> int:
+        return self.codec.block
+
+    def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
+        return self.codec._planes(numel, dtype)
+
+    def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
+        count, block, device = self.codec._count(x.numel()), self.codec._rotated(x.numel()), x.device
+        rms = _root_mean_square(x) if self.codec.rms is None else self.codec.rms
+        usual = rms.isfinite() & (rms >= _TINY)
+        value = torch.zeros(count, device=device)
+        # Divided before it is rotated: no sum of a block overflows.
+        value[: x.numel()] = x.float() / torch.where(usual, rms, 1.0)
+        value = hadamard(self._with_signs(value), block) * self._steps_per_rms(block)
+        code = self.round(value.clamp(-self.codec.largest, self.codec.largest), seed, offset)
+        planes[0].copy_(torch.where(rms.isfinite(), torch.where(usual, rms, 0.0), math.nan))
+        planes[1].copy_(pack_runs(torch.where(usual, code, 0), 4))
+
+    def round(self, value: Tensor, seed: int, offset: int) -> Tensor:
+        """Return the codes of ``value`` (m,), in half steps of the levels."""
+        levels = self.grid(value.device)
+        above = torch.bucketize(value, levels).clamp(1, len(levels) - 1)
+        low, high = levels[above - 1], levels[above]
+        up = (value - low) / (high - low) - 0.5
+        if self.codec.rounding == "nearest":
+            return above - 1 + (up > 0)
+        return above - 1 + (rounding_noise(seed, offset, value.numel(), value.device) < up)
+
+    def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
+        self._reconstruct(self.grid(out.device)[unpack_runs(planes[1], 4)], planes[0][0], out)
+
+    def integers(self, planes: Sequence[Tensor]) -> Tensor:
+        integers = torch.tensor(INTEGERS[self.codec.levels], dtype=torch.int32, device=planes[1].device)
+        return integers[unpack_runs(planes[1], 4)]
+
+    def decode_integers(self, integers: Tensor, count: int, out: Tensor) -> None:
+        assert self.codec.rms is not None, "integers of several ranks are decoded by what the ranks agreed on"
+        usual = self.codec.rms.isnan() | (self.codec.rms >= _TINY)
+        self._reconstruct((2 * integers - count * self.codec.largest).float(), torch.where(usual, self.codec.rms, 0.0), out)
+
+    def _reconstruct(self, value: Tensor, rms: Tensor, out: Tensor) -> None:
+        """Fill ``out`` (n,) from ``value`` (m,) in half steps of the levels: whole numbers, rotated exactly."""
+        block = self.codec._rotated(out.numel())
+        factor = rms / (self._steps_per_rms(block) * block)
+        factor = torch.where(factor.isfinite(), factor, math.nan)
+        value = self._with_signs(hadamard(value, block) * factor)[: out.numel()]
+        out.copy_(value + 0.0)  # -0 becomes 0
+
+    def grid(self, device: torch.device) -> Tensor:
+        """Return (16,) f32: the levels in half steps, -largest to largest."""
+        return 2 * torch.tensor(INTEGERS[self.codec.levels], dtype=torch.float32, device=device) - self.codec.largest
+
+    def _steps_per_rms(self, block: int) -> float:
+        """Return how many half steps one root mean square is, after a rotation that is not normalised."""
+        return self.codec.largest / (self.codec.clip * math.sqrt(block))
+
+    def _with_signs(self, value: Tensor) -> Tensor:
+        """Return ``value`` (m,) with the signs of some elements changed, the same ones again and again."""
+        changed = random_bits(self.codec.signs, 0, value.numel(), value.device) < 0
+        return torch.where(changed, -value, value)
+
+
+def _root_mean_square(x: Tensor) -> Tensor:
+    """Return () f32; 0 of no elements. Squares of f32 cannot overflow in f64."""
+    return x.double().square().sum().div(max(1, x.numel())).sqrt().float()
+
+
+@dataclass(frozen=True)
+class TorchTAHQuant(TorchCodec):
+    """What ``TAHQuant`` with the same options is."""
+
+    codec: TAHQuant = field(default_factory=TAHQuant)
+
+    @property
+    def block(self) -> int:
+        return self.codec.block
+
+    def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
+        return self.codec._planes(numel, dtype)
+
+    def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
+        chosen, pivots, offsets, steps, codes = planes
+        tokens, coarse = self.codec._tokens(x.numel())
+        value = torch.zeros(tokens * self.codec.channels, device=x.device)
+        value[: x.numel()] = x
+        fine_bits = torch.full((tokens,), self.codec.bits, device=x.device)
+        if coarse:
+            least = entropy(value.view(tokens, -1)).argsort(stable=True)[:coarse]
+            marks = torch.zeros(-(-tokens // RUN) * RUN, dtype=torch.int32, device=x.device)
+            marks[least] = 1
+            chosen.copy_(pack_runs(marks, 1))
+            fine_bits[least] -= 1
+
+        tiles = value.view(-1, self.codec.tile)
+        tiles, pivot = self._rotate(tiles)
+        most = (1 << fine_bits.repeat_interleave(self.codec.channels // self.codec.tile)) - 1
+        low, high = tiles.amin(1), tiles.amax(1)
+        usual = torch.maximum(high, -low) >= _TINY  # false for NaN
+        start = bf16_below(torch.where(usual, low, 0.0))
+        step = bf16_above((torch.where(usual, high, 0.0) - start.float()) / most)
+        finite = low.isfinite() & high.isfinite() & start.isfinite() & step.isfinite()
+        start, step = (torch.where(finite, each, math.nan) for each in (start, step))
+        sizes = torch.where(finite & (step > 0), step.float(), math.inf)
+        code = ((tiles - torch.where(finite, start.float(), 0.0)[:, None]) / sizes[:, None]).round()
+        code = torch.minimum(code.nan_to_num(0.0).clamp(min=0), most[:, None])
+
+        pivots.copy_(torch.where(finite, pivot, _NO_PIVOT))
+        offsets.copy_(start)
+        steps.copy_(step)
+        self._pack(code.to(torch.int32).view(tokens, -1), fine_bits, coarse, codes)
+
+    def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
+        chosen, pivots, offsets, steps, codes = planes
+        tokens, coarse = self.codec._tokens(out.numel())
+        marks = unpack_runs(chosen, 1)[:tokens] if coarse else torch.zeros(tokens, device=out.device)
+        code = self._unpack(codes, marks, coarse).view(-1, self.codec.tile)
+        start, step = (torch.where(each.isfinite(), each.float(), math.nan) for each in (offsets, steps))
+        value = self._rotate_back(code * step[:, None] + start[:, None], pivots.long())
+        out.copy_(value.view(-1)[: out.numel()])
+
+    def _rotate(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``tiles`` (k, tile), those with a pivot rotated, and the places of the pivots, (k,)."""
+        largest = tiles.abs().topk(2, 1)
+        stands_out = (largest.values[:, 0] >= 2 * largest.values[:, 1]) & (largest.values[:, 0] > 0)
+        pivot = torch.where(stands_out, largest.indices[:, 0], 0)
+        rotated = hadamard(_swapped(tiles, pivot).view(-1), self.codec.tile).view_as(tiles) * (1 / math.sqrt(self.codec.tile))
+        return torch.where(stands_out[:, None], rotated, tiles), torch.where(stands_out, pivot, _NO_PIVOT)
+
+    def _rotate_back(self, tiles: Tensor, pivot: Tensor) -> Tensor:
+        stands_out = pivot < self.codec.tile
+        rotated = hadamard(tiles.reshape(-1), self.codec.tile).view_as(tiles) * (1 / math.sqrt(self.codec.tile))
+        return torch.where(stands_out[:, None], _swapped(rotated, torch.where(stands_out, pivot, 0)), tiles)
+
+    def _pack(self, codes: Tensor, bits: Tensor, coarse: int, data: Tensor) -> None:
+        """Write ``codes`` (tokens, channels): those of fine tokens in their order, then those of coarse ones."""
+        order = bits.argsort(stable=True, descending=True)
+        fine, less = codes[order].split((len(codes) - coarse, coarse))
+        packed = [pack_runs(fine, self.codec.bits)] + ([pack_runs(less, self.codec.bits - 1)] if coarse else [])
+        data.copy_(torch.cat(packed))
+
+    def _unpack(self, data: Tensor, marks: Tensor, coarse: int) -> Tensor:
+        """Return (tokens, channels) int32; ``marks`` (tokens,) says which tokens are coarse."""
+        tokens = len(marks)
+        cut = (tokens - coarse) * self.codec.channels * self.codec.bits // 8
+        parts = [unpack_runs(data[:cut], self.codec.bits)] + ([unpack_runs(data[cut:], self.codec.bits - 1)] if coarse else [])
+        codes = torch.empty(tokens, self.codec.channels, dtype=torch.int32, device=data.device)
+        codes[marks.argsort(stable=True)] = torch.cat(parts).view(tokens, -1)
+        return codes
+
+
+def entropy(tokens: Tensor) -> Tensor:
+    """Return (k,) f64: the entropy of the magnitudes of each of ``tokens`` (k, channels); 0 where all are 0."""
+    magnitude = tokens.double().abs()
+    share = magnitude / magnitude.sum(1, keepdim=True).clamp(min=1e-300)
+    entropy: Tensor = torch.special.entr(share).sum(1)
+    return entropy
+
+
+def _swapped(tiles: Tensor, place: Tensor) -> Tensor:
+    """Return ``tiles`` (k, tile) with element ``place`` (k,) and the first of each in each other's place."""
+    swapped, rows = tiles.clone(), torch.arange(len(tiles), device=tiles.device)
+    swapped[rows, place] = tiles[:, 0]
+    swapped[:, 0] = tiles[rows, place]
+    return swapped
+
+
+def bf16_below(x: Tensor) -> Tensor:
+    """Return ``x`` f32 as bf16, rounded to smaller values."""
+    bits = x.view(torch.int32)
+    return (torch.where(bits < 0, bits + 0xFFFF, bits) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def bf16_above(x: Tensor) -> Tensor:
+    """Return ``x`` f32, not negative, as bf16, rounded to larger values."""
+    return ((x.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
