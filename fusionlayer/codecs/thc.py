@@ -86,7 +86,16 @@ class THC(HomomorphicCodec, name="thc"):
         """30, or 15 with uniform levels."""
         return _INTEGERS[self.levels][-1]
 
-    def agree(self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> Codec:
+    def agree(
+        self,
+        x: Tensor,
+        transport: Transport,
+        *,
+        seed: int = 0,
+        residual: Tensor | None = None,
+        chunks: Sequence[int] | None = None,
+        movable: bool = True,
+    ) -> Codec:
         """Return the codec with the largest root mean square of all ranks' ``x``, and signs of this ``seed``."""
         rms = _root_mean_square(x if residual is None else x + residual).view(1)
         transport.all_reduce_max(rms)

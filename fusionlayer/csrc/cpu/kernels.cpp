@@ -3,6 +3,7 @@
 
 #include "block_codec.h"
 #include "cast_codec.h"
+#include "dynamiq_codec.h"
 #include "int_codec.h"
 #include "magnitudes.h"
 #include "sparse_decode.h"
@@ -49,6 +50,7 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
   if (job.spec->codec == FL_CAST)
     return with_dtype(param[0], [&](auto wire) { body(CastCodec<typename decltype(wire)::type>(job)); });
   if (job.spec->codec == FL_BLOCK) return with_numbers(job, body);
+  if (job.spec->codec == FL_DYNAMIQ) return body(DynamiqCodec(job));
   const bool hadamard = param[2] & FL_INT_HADAMARD;
   if (param[0] == 8)
     hadamard ? with_rounding<kEncodes, 8, true>(job, body) : with_rounding<kEncodes, 8, false>(job, body);
@@ -128,6 +130,10 @@ bool run_zip_decode_sum(const Job &job, int64_t begin, int64_t end) {
   return coherent;
 }
 
+void run_dynamiq_stats(const SuperGroupStats &job, int64_t begin, int64_t end) {
+  with_dtype(job.dtype, [&](auto type) { dynamiq_stats<typename decltype(type)::type>(job, begin, end); });
+}
+
 }  // namespace
 
 #define FL_TEXT(name) #name
@@ -153,6 +159,7 @@ const Kernels kernels = {
     run_zip_encode,
     run_zip_decode,
     run_zip_decode_sum,
+    run_dynamiq_stats,
 };
 
 }  // namespace fl::FL_ISA

@@ -204,6 +204,75 @@ FL_INLINE vi max_of_each(const vi *v) {
     return max_pairs(max_of_each<N / 2>(v), max_of_each<N / 2>(v + N / 2), AllLanes{});
 }
 
+// Lane i of the result is the sum of lanes 2 i and 2 i + 1 of the two vectors in a row.
+template <int... I>
+FL_INLINE vf add_pairs(vf a, vf b, Lanes<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+#else
+  return __builtin_shuffle(a, b, vi{(2 * I)...}) + __builtin_shuffle(a, b, vi{(2 * I + 1)...});
+#endif
+}
+
+// Tables --------------------------------------------------------------------------------------------------------------
+
+// N values (8, 32, 64 or 128, at an address that is a multiple of 64), each lane's by its index below N. With AVX-512 they
+// stay in registers.
+template <int N>
+class Lookup {
+ public:
+#if defined(FL_AVX512)
+  explicit FL_INLINE Lookup(const float *values) {
+    for (int i = 0; i < kCount; ++i) v_[i] = load(values + i * kLanes);
+  }
+
+  FL_INLINE vf operator()(vi index) const {
+    const __m512i i = (__m512i)index;
+    if constexpr (N <= 16) {
+      return _mm512_permutexvar_ps(i, v_[0]);
+    } else if constexpr (N == 32) {
+      return _mm512_permutex2var_ps(v_[0], i, v_[1]);
+    } else {
+      const vf low = pick<0>(i), high = pick<N / 64>(i);
+      return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(i, _mm512_set1_epi32(N / 2)), high);
+    }
+  }
+
+ private:
+  static constexpr int kCount = N < kLanes ? 1 : N / kLanes;
+
+  // The values of quarter or half `kHalf` of the table.
+  template <int kHalf>
+  FL_INLINE vf pick(__m512i i) const {
+    constexpr int kFirst = kHalf ? kCount / 2 : 0;
+    const vf low = _mm512_permutex2var_ps(v_[kFirst], i, v_[kFirst + 1]);
+    if constexpr (N == 64) {
+      return low;
+    } else {
+      const vf high = _mm512_permutex2var_ps(v_[kFirst + kCount / 4], i, v_[kFirst + kCount / 4 + 1]);
+      return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(i, _mm512_set1_epi32(N / 4)), high);
+    }
+  }
+
+  vf v_[kCount];
+#else
+  explicit FL_INLINE Lookup(const float *values) : values_(values) {}
+
+  FL_INLINE vf operator()(vi index) const {
+#if defined(FL_AVX2)
+    return _mm256_i32gather_ps(values_, (__m256i)index, 4);
+#else
+    vf found;
+    for (int i = 0; i < kLanes; ++i) found[i] = values_[index[i]];
+    return found;
+#endif
+  }
+
+ private:
+  const float *values_;
+#endif
+};
+
 // Masks ---------------------------------------------------------------------------------------------------------------
 
 // Bit i: a[i] > b[i].

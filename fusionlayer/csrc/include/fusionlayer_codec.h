@@ -45,11 +45,18 @@ enum fl_codec {
                     rest */
   FL_BLOCK = 3,  /* plane 0: scales; plane 1: codes, runs of 32 in 4 bytes for each bit. param[0] = enum fl_format;
                     param[1] = block, a power of two in 32..512; param[2] = enum fl_scale; param[3] = flags, FL_BLOCK_* */
-  FL_ZIP = 4     /* lossless. plane 0: 16 bytes, u32 form and u32 number of escapes first; plane 1: as many bytes as the
+  FL_ZIP = 4,    /* lossless. plane 0: 16 bytes, u32 form and u32 number of escapes first; plane 1: as many bytes as the
                     elements have, or the static part where that is more. param[0] = fl_dtype of what was encoded, which
                     is the spec's own to encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the
                     window, or 0: find it. numel < 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1
                     behind the last escape are not written. docs/wire_format.md has the rest */
+  FL_DYNAMIQ = 7 /* plane 0: widths of super-groups of 256 elements, 24 bytes for each 64; fl_encode and fl_recode find them
+                    there (fl_dynamiq_widths writes them). plane 1: a bf16 scale per super-group; plane 2: a u8 scale per
+                    16 elements; plane 3: codes. param[0] = flags, FL_DYNAMIQ_*; param[1] = room for codes, in units of 64
+                    bytes; param[2] = rank | ranks << 16, those whose rounding is anticorrelated, ranks <= 16384; param[3]
+                    = epsilon of 4 bits | of 8 bits << 16, in 1e-4, 0 for even levels. Offsets are multiples of 256. Where
+                    widths contradict themselves or the room the CPU gives FL_BAD_MESSAGE; CUDA leaves out what would lie
+                    outside. docs/wire_format.md has the rest */
 };
 
 enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };
@@ -65,6 +72,8 @@ enum {
   FL_BLOCK_HADAMARD = 1, /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */
   FL_BLOCK_GIVEN = 2     /* FL_SCALE_BF16 alone: plane 0 has the scales beforehand; larger values saturate */
 };
+
+enum { FL_DYNAMIQ_FLAT = 1 /* plane 1 is empty, plane 2 has a bf16 scale per 16 elements */ };
 
 /* Which exponents get a code: seven in a row, seven of any kind, or whichever has more. */
 enum fl_zip_choice { FL_ZIP_AUTO = 0, FL_ZIP_WINDOW = 1, FL_ZIP_TABLE = 2 };
@@ -164,6 +173,16 @@ FL_API int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *wo
  * last pair. */
 FL_API int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc, float *clear,
                             int64_t threshold, int64_t ties, void *workspace, const fl_messages *out, void *stream);
+
+/* Super-groups of FL_DYNAMIQ ------------------------------------------------------------------------------------------ */
+
+/* For each 256 elements of x + residual (f32, may be null): their mean, the last ones' over those that there are, and the
+ * sum of their squares. f32, neighbours added first. */
+FL_API int fl_dynamiq_stats(uint32_t dtype, const void *x, const float *residual, int64_t numel, float *means,
+                            float *squares, void *stream);
+
+/* Plane 0 for `groups` super-groups from a byte for each: 2, 4 or 8 bits. CPU library only. */
+FL_API int fl_dynamiq_widths(const uint8_t *bits, int64_t groups, void *plane);
 
 /* What this library is: "key=value" lines (abi, kind, compiler, isas or archs). Static storage. */
 FL_API const char *fl_build_info(void);
