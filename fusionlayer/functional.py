@@ -203,7 +203,8 @@ def reduce_scatter(
         codec_options: options of a codec given by name.
 
     Raises:
-        ConfigError: no such algorithm, or the first dimension cannot be divided by the number of ranks; otherwise as ``all_reduce``.
+        ConfigError: no such algorithm, or the first dimension cannot be divided by the number of ranks; otherwise as
+            ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
     average = check_op(op) is Average
@@ -212,7 +213,7 @@ def reduce_scatter(
     if algorithm not in (None, "ring"):
         raise ConfigError(f"reduce_scatter: algorithm={algorithm!r}; expected None or 'ring'")
     if algorithm == "ring" and chosen.ahead:
-        raise ConfigError(f"reduce_scatter: 'ring' encodes partial sums anew, which {chosen} cannot; use algorithm=None")
+        raise ConfigError(f"reduce_scatter: 'ring' encodes partial sums anew; {chosen} cannot: use algorithm=None")
     if not tensor.dim() or tensor.shape[0] % size:
         raise ConfigError(
             f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple"

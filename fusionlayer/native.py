@@ -385,7 +385,7 @@ def sparse_decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: T
 
 
 def dynamiq_stats(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return means and sums of squares, (ceil(n / 256),) f32 each, of every 256 elements of ``x`` (n,) + ``residual``."""
+    """Return means and sums of squares, (ceil(n / 256),) f32 each, of all 256 elements of ``x`` (n,) + ``residual``."""
     means, squares = torch.empty(2, -(-x.numel() // 256), device=x.device)
     given = DTYPES[x.dtype], x.data_ptr(), _pointer(residual), x.numel(), means.data_ptr(), squares.data_ptr()
     _call("fl_dynamiq_stats", x.device, *given)

@@ -46,7 +46,7 @@ class Codec(ABC):
         align: bytes to multiples of which planes and messages are filled up.
         ahead: by default each tensor is encoded by itself, ahead of fusion; the numbers of its seed are then the same
             on all ranks, since they decide what is sent.
-        arrangement: in which order, and relative to which means, the elements of this one sum travel; None: as they are.
+        arrangement: in which order and relative to which means the elements of this one sum travel; None: as they are.
         header: each payload begins with a header that carries its checksum and is verified before decoding.
             Inside buckets whose plan all ranks have compared it is left out.
     """

@@ -54,7 +54,7 @@ class DynamiQ(NativeCodec, name="dynamiq"):
         correlated: ranks' rounding is anticorrelated.
         centred: values travel relative to the mean of their super-group.
         epsilon4: levels of 4 bits are f(r) = ((1 + 2 e^2)^r - 1) / ((1 + 2 e^2)^7 - 1), in steps of 1e-4; 0.05 to 0.33.
-        epsilon8: of 8 bits, likewise with 127 for 7; 0.02 to 0.073.
+        epsilon8: of 8 bits, likewise with 127 for 7; 0.02 to 0.07.
         given: (m,) uint8, the bits that ranks agreed on, in the order of travel.
         agreed: the order, and the means.
         shared: seed that all ranks have.
@@ -82,7 +82,7 @@ class DynamiQ(NativeCodec, name="dynamiq"):
         for name in ("variable", "nonuniform", "hierarchical", "correlated", "centred"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"dynamiq codec: {name}={getattr(self, name)!r}; expected True or False")
-        for name, least, most in (("epsilon4", 0.05, 0.33), ("epsilon8", 0.02, 0.073)):
+        for name, least, most in (("epsilon4", 0.05, 0.33), ("epsilon8", 0.02, 0.07)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not least <= value <= most:
                 raise ConfigError(f"dynamiq codec: {name}={value!r}; expected {least} to {most}")
@@ -179,7 +179,7 @@ class DynamiQ(NativeCodec, name="dynamiq"):
         return native.CodecParams(native.DYNAMIQ, param).spec(numel, dtype, known, offset)
 
     def _place_widths(self, x: Tensor, bodies: Tensor, n: int, offset: int, residual: Tensor | None) -> None:
-        """Write the planes of widths of ``bodies`` (k, nbytes): as agreed on, or by the energy of each piece of ``x``."""
+        """Write the widths of ``bodies`` (k, nbytes): as agreed on, or by the energy of each piece of ``x``."""
         groups = -(-n // SUPER_GROUP)
         for i, body in enumerate(bodies):
             if self.given is None:

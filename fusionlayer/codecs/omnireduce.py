@@ -49,7 +49,7 @@ class Share:
 
 @dataclass(frozen=True)
 class OmniReduce(TorchCodec, name="omnireduce"):
-    """Blocks of a tensor in bf16, as many as fit into ``bits`` for each value; those with the most energy (SIGCOMM 2021).
+    """Blocks of a tensor in bf16, those with the most energy, as many as fit into ``bits`` a value (SIGCOMM 2021).
 
     The collective ``omnireduce`` sums what any rank has selected, as DynamiQ's appendix C adapts it to many hops. By
     itself, and for other collectives, a message has a bit for each block, and the blocks. A block with a NaN or Inf

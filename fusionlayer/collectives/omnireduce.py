@@ -17,9 +17,7 @@ __all__ = ["omnireduce"]
 
 
 @collective("omnireduce")
-def omnireduce(
-    x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None
-) -> None:
+def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum the blocks that any rank has selected, in bf16 around a ring (DynamiQ, appendix C, after OmniReduce).
 
     1. Select: each rank its blocks with the most energy, as many as ``codec.share`` says.

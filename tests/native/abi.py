@@ -103,7 +103,11 @@ def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest:
 
 
 def dynamiq_case(
-    flags: int = 0, place: tuple[int, int] = (0, 1), epsilons: tuple[int, int] = (2700, 610), numel: int = 0, **rest: int
+    flags: int = 0,
+    place: tuple[int, int] = (0, 1),
+    epsilons: tuple[int, int] = (2700, 610),
+    numel: int = 0,
+    **rest: int,
 ) -> Case:
     """A case whose super-groups have the bits of ``widths``, and some room more than their codes take."""
     lines = int(widths(numel).sum(dtype=np.int64)) // 2 + 3 * min(numel, 1)
@@ -152,7 +156,6 @@ class Planes:
         self.place_widths()
         pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
         self.messages = native.Messages(pointers, offsets[-1], count)
-
 
     def place_widths(self) -> None:
         """Write the planes that an encoder finds in place, and no decoder takes any bytes for."""

@@ -212,8 +212,9 @@ struct DynamiqCodec {
                                        : fl::rounding_place(keys, shared >> 16, own >> 16);
         const uint32_t most_of_group = amax[i / 16];
         const float factor = most_of_group >= fl::kTinyBits ? table.span / fl::bits_float(most_of_group) : 0.0f;
-        const float t = std::fabs(v[i]) * factor + 1.0f;
-        const int code = fl::level_number(table, t, u) | int(fl::float_bits(v[i]) >> 31) << (place.bits - 1);
+        const float y = std::fabs(v[i]) * factor;
+        const int code = fl::level_number(table, place.bits, y, u) | int(fl::float_bits(v[i]) >> 31)
+                                                                         << (place.bits - 1);
         const auto [byte, bit] = code_at(place.bits, i);
         codes[byte] = uint8_t(codes[byte] | code << bit);
       }
@@ -230,9 +231,8 @@ struct DynamiqCodec {
         const int code = message.codes[place.offset + byte] >> bit & ((1 << place.bits) - 1);
         const int half = 1 << (place.bits - 1);
         const int64_t k = g * fl::kScaleGroups + i / 16;
-        const float scale =
-            flat ? fl::scale_value(reinterpret_cast<const uint16_t *>(message.group_scales)[k])
-                 : float(message.group_scales[k]) * (fl::scale_value(message.scales[g]) / 255.0f);
+        const float scale = flat ? fl::scale_value(reinterpret_cast<const uint16_t *>(message.group_scales)[k])
+                                 : float(message.group_scales[k]) * (fl::scale_value(message.scales[g]) / 255.0f);
         const float level = fl::levels_of(levels, place.bits).value[code % half];
         values[g * fl::kSuperGroup + i] = fl::signed_value(level * scale, uint32_t(code / half));
       }
@@ -361,12 +361,25 @@ void reference_stats(const float *x, int64_t n, float *mean, float *squares) {
   *squares = fl::sum_super_group(w);
 }
 
-// Levels and thresholds of a width: 2^(bits - 1) values of each.
-void reference_levels(int bits, uint32_t epsilons, float *values, float *thresholds) {
+// The 2^(bits - 1) levels of a width.
+void reference_levels(int bits, uint32_t epsilons, float *values) {
+  const fl::DynamiqLevels all = fl::dynamiq_levels(epsilons);
+  std::memcpy(values, fl::levels_of(all, bits).value, sizeof(float) << (bits - 1));
+}
+
+// How often a value between 0 and the largest, 1, becomes the level below and the one above, of n places that cover (0, 1); by
+// how much the mean differs from it, in steps.
+double reference_bias(int bits, uint32_t epsilons, float value, int n) {
   const fl::DynamiqLevels all = fl::dynamiq_levels(epsilons);
   const fl::Levels &levels = fl::levels_of(all, bits);
-  std::memcpy(values, levels.value, sizeof(float) << (bits - 1));
-  std::memcpy(thresholds, levels.t, sizeof(float) << (bits - 1));
+  double sum = 0.0;
+  for (int i = 0; i < n; ++i) {
+    const int r = fl::level_number(levels, bits, value * levels.span, (float(i) + 0.5f) / float(n));
+    sum += levels.value[r];
+  }
+  int below = 0;
+  while (below + 1 < levels.top && levels.value[below + 1] <= value) ++below;
+  return (sum / n - value) / (levels.value[below + 1] - levels.value[below]);
 }
 
 }  // extern "C"

@@ -168,7 +168,7 @@ DYNAMIQ_LENGTHS = (*LENGTHS, 511, 512, 2000, 64 * 256, 64 * 256 + 1, 70 * 256 + 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_dynamiq_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int, flags: int) -> None:
     places = itertools.cycle([(0, 1), (1, 2), (2, 3), (0, 7), (16383, 16384)])
-    epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 730), (500, 200)])
+    epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 700), (500, 200)])
     for i, numel in enumerate(DYNAMIQ_LENGTHS):
         case = dynamiq_case(flags, next(places), next(epsilons), numel, dtype=dtype, offset=256 * i)
         check(cpu, reference, replace(case, count=(1, 2, 3)[i % 3] if numel < 3000 else 1, misaligned=i % 2 == 1))
@@ -195,27 +195,39 @@ def test_statistics_of_super_groups_are_as_specified(isa: ctypes.CDLL, reference
     assert all(t.numel() == 0 for t in native.dynamiq_stats(torch.empty(0)))
 
 
-def levels(reference: ctypes.CDLL, bits: int, epsilons: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    found, thresholds = torch.empty(2, 1 << (bits - 1))
-    units = ctypes.c_uint32(epsilons[0] | epsilons[1] << 16)
-    pointers = ctypes.c_void_p(found.data_ptr()), ctypes.c_void_p(thresholds.data_ptr())
-    reference.reference_levels(bits, units, *pointers)
-    return found, thresholds
+def levels(reference: ctypes.CDLL, bits: int, epsilons: tuple[int, int]) -> torch.Tensor:
+    found = torch.empty(1 << (bits - 1))
+    reference.reference_levels(
+        bits, ctypes.c_uint32(epsilons[0] | epsilons[1] << 16), ctypes.c_void_p(found.data_ptr())
+    )
+    return found
 
 
 def test_levels_of_dynamiq_are_the_known_ones(reference: ctypes.CDLL) -> None:
     """The paper's f(epsilon, r), computed apart from the code."""
     known = torch.tensor([0, 0.091539, 0.196425, 0.316604, 0.454304, 0.612081, 0.792861, 1])
-    four, thresholds = levels(reference, 4, (2700, 610))
-    assert float((four - known).abs().max()) < 1e-6
-    assert float((thresholds[1:] / thresholds[:-1] - 1.1458).abs().max()) < 1e-6
-    eight, _ = levels(reference, 8, (2700, 610))
+    assert float((levels(reference, 4, (2700, 610)) - known).abs().max()) < 1e-6
+    eight = levels(reference, 8, (2700, 610))
     for r, value in ((1, 0.004758), (63, 0.380635), (64, 0.388225), (126, 0.987890)):
         assert abs(float(eight[r]) - value) < 1e-6
     for bits in (4, 8):
-        even, _ = levels(reference, bits, (0, 0))
+        even = levels(reference, bits, (0, 0))
         assert torch.equal(even, (torch.arange(len(even), dtype=torch.float64) / (len(even) - 1)).float())
-    assert levels(reference, 2, (2700, 610))[0].tolist() == [0, 1]
+    assert levels(reference, 2, (2700, 610)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("epsilons", [(2700, 610), (0, 0), (3300, 700), (500, 200)])
+def test_dynamiq_rounds_to_the_neighbours_without_bias(reference: ctypes.CDLL, epsilons: tuple[int, int]) -> None:
+    reference.reference_bias.argtypes = (ctypes.c_int, ctypes.c_uint32, ctypes.c_float, ctypes.c_int)
+    reference.reference_bias.restype = ctypes.c_double
+    units = epsilons[0] | epsilons[1] << 16
+    for bits, most in (
+        (2, 0.001),
+        (4, 0.004 if epsilons[0] <= 2700 else 0.02),
+        (8, 0.006 if epsilons[1] <= 610 else 0.02),
+    ):
+        biases = [reference.reference_bias(bits, units, float(v), 1000) for v in np.linspace(0, 1, 2001)]
+        assert max(map(abs, biases)) < most
 
 
 def test_widths_that_contradict_themselves_are_refused(cpu: ctypes.CDLL) -> None:

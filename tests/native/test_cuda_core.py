@@ -85,7 +85,7 @@ def test_block_writes_the_bytes_of_the_cpu_core(check: Check, number: str) -> No
 
 @pytest.mark.parametrize("flags", [0, native.DYNAMIQ_FLAT])
 def test_dynamiq_writes_the_bytes_of_the_cpu_core(check: Check, flags: int) -> None:
-    epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 730), (500, 200)])
+    epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 700), (500, 200)])
     lengths = (*LENGTHS, 511, 2000, 64 * 256 + 1)
     starts = (dynamiq_case(flags, (i, i + 1), next(epsilons), numel, offset=256 * i) for i, numel in enumerate(lengths))
     for case in varied(starts):

@@ -7,14 +7,14 @@
 //   2. The super-group's scale is its amax as bf16, rounded up. Not finite: the scale is NaN, group scales and codes are 0.
 //      amax < 2^-100: the scale is 0, likewise.
 //   3. A group's scale is r = floor(amax of the group * (255 / scale) + v), at most 255; v in [0, 1) is random.
-//   4. t = 1 + |x| * (span / amax of the group) lies between two levels t_r and t_{r + 1} = t_r + step. The code is r + 1 if
-//      t > t_r + u * step, else r; u in (0, 1) is random (rounding_place). The sign is the code's highest bit.
+//   4. y = |x| * (span / amax of the group) lies between two levels y_r and y_{r + 1} = y_r + step. The code is r + 1 if
+//      y > y_r + u * step, else r; u in (0, 1) is random (rounding_place). The sign is the code's highest bit.
 //   5. decode: value of the level * (r * (scale / 255)).
 // FL_DYNAMIQ_FLAT: no scale for the super-group; that of a group is its amax as bf16, rounded up, and takes the place of amax
 // in 4.
 //
-// Levels are those of t = ratio^r, ratio = 1 + 2 epsilon^2, r = 0 .. 2^(bits - 1) - 1, or without epsilon evenly spaced from
-// 1 to 2. All that depends on epsilon is made once per call, in f64, without functions of the C library.
+// Levels are y = ratio^r - 1, ratio = 1 + 2 epsilon^2, r = 0 .. 2^(bits - 1) - 1, or without epsilon evenly spaced from 0 to
+// 1. All that depends on epsilon is made once per call, in f64, without functions of the C library.
 #pragma once
 
 #include "floats.h"
@@ -28,7 +28,7 @@ constexpr int kDynamiqPlanes = 4;
 constexpr int kSuperGroup = 256;
 constexpr int kScaleGroup = 16;  // elements that share a scale
 constexpr int kScaleGroups = kSuperGroup / kScaleGroup;
-constexpr int kPairs = kSuperGroup / 2;  // elements i and i + 128 share a random number
+constexpr int kPairs = kSuperGroup / 2;           // elements i and i + 128 share a random number
 constexpr int kLeastCodes = kSuperGroup * 2 / 8;  // bytes of a super-group of 2 bits
 constexpr uint32_t kMostRanks = 1 << 14;
 constexpr double kEpsilonUnit = 1e-4;
@@ -87,56 +87,62 @@ inline int64_t codes_in_all(const WidthRun *runs, int64_t groups) {
 
 // Levels ---------------------------------------------------------------------------------------------------------------
 
-constexpr int kBins = 64;
-
-// The levels of one width. Between two neighbouring multiples of 2^-4 (4 bits) or 2^-5 (8 bits) of a power of two, a bin, the
-// number of the level below t is nearly a linear function of t; so near that t at most touches a level where it is off.
+// The levels of one width. `curve` is the number of a level, with its fraction between levels, as a polynomial of y without
+// constant term, of degree 4 for 4 bits and 6 for 8. With 8 bits it is right to a few thousandths of a step, the 4 bits' tells
+// the level below y, which is looked up.
+constexpr int kCurve4 = 4, kCurve8 = 6;
 struct Levels {
-  alignas(64) float t[128];
   alignas(64) float value[128];
-  alignas(64) float guess[kBins];
-  alignas(64) float slope[kBins];
-  float span, base, ratio;  // of all t; a step is base + ratio * t_r
+  alignas(64) float y[16];  // of 4 bits, then zeros
+  float curve[kCurve8];     // of y, y^2, ..
+  float span, base, ratio;  // of all y; a step is base + ratio * y_r
   int top;                  // number of the highest level
-  int shift;                // bits of t below those that choose the bin
 };
 
 struct DynamiqLevels {
   Levels two, four, eight;
 };
 
+// Coefficients of the polynomial through (y[r], r) for degree + 1 of the levels, 0 and the highest among them.
+inline void fit_curve(const double *y, int top, int degree, float *curve) {
+  // Where Chebyshev's polynomials have their extremes.
+  constexpr double kPlaces4[] = {0.0, 0.14644660940672624, 0.5, 0.8535533905932737, 1.0};
+  constexpr double kPlaces8[] = {0.0, 0.0669872981077807, 0.25, 0.5, 0.75, 0.9330127018922193, 1.0};
+  double at[kCurve8 + 1], difference[kCurve8 + 1], power[kCurve8 + 1] = {};
+  for (int k = 0; k <= degree; ++k) {
+    const double place = (degree == kCurve4 ? kPlaces4 : kPlaces8)[k] * y[top];
+    int r = 0;
+    while (r < top && y[r + 1] <= place) ++r;
+    if (r < top && y[r + 1] - place < place - y[r]) ++r;
+    at[k] = y[r];
+    difference[k] = r;
+  }
+  for (int order = 1; order <= degree; ++order)
+    for (int k = degree; k >= order; --k) difference[k] = (difference[k] - difference[k - 1]) / (at[k] - at[k - order]);
+  for (int k = degree; k >= 0; --k) {  // power = power * (y - at[k]) + difference[k]
+    for (int i = degree; i > 0; --i) power[i] = power[i - 1] - at[k] * power[i];
+    power[0] = difference[k] - at[k] * power[0];
+  }
+  for (int i = 0; i < degree; ++i) curve[i] = float(power[i + 1]);
+}
+
 inline void make_levels(int bits, uint32_t epsilon_units, Levels &levels) {
   levels = Levels{};
   const int top = levels.top = (1 << (bits - 1)) - 1;
-  levels.shift = bits == 8 ? 18 : 19;
   const double epsilon = epsilon_units * kEpsilonUnit, ratio = 1.0 + 2.0 * epsilon * epsilon;
-  double t[128];
-  t[0] = 1.0;
-  for (int r = 1; r <= top; ++r) t[r] = epsilon_units ? t[r - 1] * ratio : 1.0 + double(r) / double(top);
-  const double span = t[top] - 1.0;
-  levels.span = float(span);
-  levels.base = epsilon_units ? 0.0f : float(1.0 / double(top));
+  double y[128], power = 1.0;
+  for (int r = 0; r <= top; ++r, power *= ratio) y[r] = epsilon_units ? power - 1.0 : double(r) / double(top);
+  levels.span = float(y[top]);
+  levels.base = epsilon_units ? float(ratio - 1.0) : float(1.0 / double(top));
   levels.ratio = epsilon_units ? float(ratio - 1.0) : 0.0f;
   for (int r = 0; r <= top; ++r) {
-    levels.t[r] = float(t[r]);
-    levels.value[r] = float((t[r] - 1.0) / span);
+    levels.value[r] = float(y[r] / y[top]);
+    if (bits == 4) levels.y[r] = float(y[r]);
   }
-  int r = 0;
-  const auto number = [&](uint32_t bin) {  // of the level at the start of a bin, with its fraction
-    const double start = double(bits_float(0x3f800000u + (bin << levels.shift)));
-    while (r + 2 <= top && t[r + 1] <= start) ++r;
-    return top ? r + (start - t[r]) / (t[r + 1] - t[r]) : 0.0;
-  };
-  double first = number(0);
-  for (int bin = 0; bin < kBins; ++bin) {
-    const double next = number(uint32_t(bin) + 1);
-    const double start = double(bits_float(0x3f800000u + (uint32_t(bin) << levels.shift)));
-    const double stop = double(bits_float(0x3f800000u + (uint32_t(bin + 1) << levels.shift)));
-    const double slope = (next - first) / (stop - start);
-    levels.slope[bin] = float(slope);
-    levels.guess[bin] = float(first - double(levels.slope[bin]) * start);
-    first = next;
-  }
+  if (epsilon_units && bits > 2)
+    fit_curve(y, top, bits == 4 ? kCurve4 : kCurve8, levels.curve);
+  else
+    levels.curve[0] = float(top);
 }
 
 inline DynamiqLevels dynamiq_levels(uint32_t epsilons) {
@@ -151,20 +157,30 @@ FL_HD const Levels &levels_of(const DynamiqLevels &all, int bits) {
   return bits == 8 ? all.eight : bits == 4 ? all.four : all.two;
 }
 
-// Epsilons for which levels fit into the bins and are far enough apart for f32; 0 is even spacing.
+// Epsilons for which the curves are close and levels far enough apart for f32; 0 is even spacing.
 inline bool epsilons_fit(uint32_t epsilons) {
   const uint32_t four = epsilons & 0xffff, eight = epsilons >> 16;
-  return (four == 0 || (four >= 500 && four <= 3300)) && (eight == 0 || (eight >= 200 && eight <= 730));
+  return (four == 0 || (four >= 500 && four <= 3300)) && (eight == 0 || (eight >= 200 && eight <= 700));
 }
 
-// The level of a t >= 1 that is rounded at place u.
-FL_HD int level_number(const Levels &levels, float t, float u) {
-  const uint32_t bin = (float_bits(t) - 0x3f800000u) >> levels.shift;
-  const int i = int(bin < kBins ? bin : kBins - 1);
-  int r = int(levels.guess[i] + levels.slope[i] * t);
+template <int kDegree>
+FL_HD float curve_at(const float *curve, float y) {
+  float sum = curve[kDegree - 1];
+  for (int i = kDegree - 2; i >= 0; --i) sum = sum * y + curve[i];
+  return sum * y;
+}
+
+// The level of y >= 0 that is rounded at place u.
+FL_HD int level_number(const Levels &levels, int bits, float y, float u) {
+  if (bits == 2) return y > u;
+  if (bits == 8) {
+    const int r = int(curve_at<kCurve8>(levels.curve, y) + (1.0f - u));
+    return r < levels.top ? r : levels.top;
+  }
+  int r = int(curve_at<kCurve4>(levels.curve, y));
   r = r < levels.top - 1 ? r : levels.top - 1;
-  const float below = levels.t[r], step = levels.base + levels.ratio * below;
-  return r + (t > below + u * step);
+  const float below = levels.y[r], step = levels.base + levels.ratio * below;
+  return r + (y > below + u * step);
 }
 
 // Random numbers -------------------------------------------------------------------------------------------------------

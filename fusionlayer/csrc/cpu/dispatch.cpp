@@ -57,9 +57,7 @@ const Isa *best_isa() {
 // Runs a verb over `messages` messages; each value takes `inputs` values to make, all results have `result_bytes`.
 int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs, int64_t result_bytes) {
   const fl_spec &spec = *job.spec;
-  const int64_t unit = spec.codec == FL_CAST      ? kCastUnit
-                       : spec.codec == FL_DYNAMIQ ? kSuperGroup
-                                                  : spec.param[1];
+  const int64_t unit = spec.codec == FL_CAST ? kCastUnit : spec.codec == FL_DYNAMIQ ? kSuperGroup : spec.param[1];
   const int64_t units = messages * ((spec.numel + unit - 1) / unit);
   const int64_t work = std::max<int64_t>(1, inputs) * unit;  // of one unit, in elements
   if (units == 0) return FL_OK;

@@ -1,6 +1,8 @@
 // The `dynamiq` codec (core/dynamiq.h) on vectors, one super-group at a time. Groups g and g + 8 share random numbers.
 #pragma once
 
+#include <type_traits>
+
 #include "dynamiq.h"
 #include "kernels.h"
 #include "random.h"
@@ -17,35 +19,39 @@ struct Sixteen {
 
 FL_INLINE vf convert(vi v) { return __builtin_convertvector(v, vf); }
 
-// level_number of core/dynamiq.h for codes of kBits, with the sign, for values x of a group whose factor is `factor`.
+// level_number of core/dynamiq.h for codes of kBits, with the sign.
 template <int kBits>
 class LevelLanes {
  public:
-  explicit LevelLanes(const Levels &levels)
-      : t_(levels.t),
-        guess_(levels.guess),
-        slope_(levels.slope),
-        base_(levels.base),
-        ratio_(levels.ratio),
-        shift_(levels.shift),
-        below_top_(levels.top - 1) {}
+  explicit LevelLanes(const Levels &levels) : y_(levels.y), base_(levels.base), ratio_(levels.ratio), top_(levels.top) {
+    for (int i = 0; i < kDegree; ++i) curve_[i] = levels.curve[i];
+  }
 
   FL_INLINE vi code(vf x, vf factor, vf u) const {
-    const vf t = (vf)magnitude_bits(x) * factor + 1.0f;
+    const vf y = (vf)magnitude_bits(x) * factor;
     const vi sign = (vi)((vu)x >> 31 << (kBits - 1));
-    if constexpr (kBits == 2) return sign | (1 & (t > u + 1.0f));
-    const vi bin = min(((vi)t - 0x3f800000) >> shift_, broadcast(kBins - 1));
-    const vi r = min(__builtin_convertvector(guess_(bin) + slope_(bin) * t, vi), broadcast(below_top_));
-    const vf below = t_(r);
-    return (r - (t > below + u * (below * ratio_ + base_))) | sign;
+    if constexpr (kBits == 2) return sign | (1 & (y > u));
+    if constexpr (kBits == 8) return min(truncate(curve(y) + (1.0f - u)), broadcast(top_)) | sign;
+    const vi r = min(truncate(curve(y)), broadcast(top_ - 1));
+    const vf below = y_(r);
+    return (r - (y > below + u * (below * ratio_ + base_))) | sign;
   }
 
  private:
-  static constexpr int kCount = kBits == 8 ? 128 : 8;
-  Lookup<kCount> t_;
-  Lookup<kBits == 8 ? kBins : kBins / 2> guess_, slope_;
+  static constexpr int kDegree = kBits == 8 ? kCurve8 : kCurve4;
+
+  static FL_INLINE vi truncate(vf v) { return __builtin_convertvector(v, vi); }
+
+  FL_INLINE vf curve(vf y) const {
+    vf sum = broadcast(curve_[kDegree - 1]);
+    for (int i = kDegree - 2; i >= 0; --i) sum = sum * y + curve_[i];
+    return sum * y;
+  }
+
+  Lookup<8> y_;
+  float curve_[kDegree];
   float base_, ratio_;
-  int shift_, below_top_;
+  int top_;
 };
 
 class DynamiqCodec {
@@ -74,19 +80,22 @@ class DynamiqCodec {
   void encode(const T *x, int n, Message out, int64_t unit) const {
     const T *next = x + n;
     for (int i = 0; i < n; i += kSuperGroup, ++out.group, ++unit) {
-      alignas(64) float values[kSuperGroup];
+      alignas(64) float wide[kSuperGroup];
       vi top[kScaleGroups];
       for (int j = 0; j < kSuperGroup; j += kBlock) {
         prefetch_block(next + i + j);
         const Block b = load_block(x + i + j);
-        store_block(values + j, b);
+        if constexpr (!std::is_same_v<T, float>) store_block(wide + j, b);
         for (int half = 0; half < 2; ++half) {
           vi most = magnitude_bits(b.v[half * kQuad]);
           for (int k = 1; k < kQuad; ++k) most = max(most, magnitude_bits(b.v[half * kQuad + k]));
           top[j / kScaleGroup + half] = most;
         }
       }
-      encode_group(values, top, out, offset_ + uint64_t(unit));
+      if constexpr (std::is_same_v<T, float>)
+        encode_group(x + i, top, out, offset_ + uint64_t(unit));
+      else
+        encode_group(wide, top, out, offset_ + uint64_t(unit));
     }
   }
 
@@ -182,8 +191,8 @@ class DynamiqCodec {
         : shared_(key_at(keys.shared, number * kPairs)),
           own_(key_at(keys.own, number * kPairs)),
           spread_((iota() + uint32_t(number * kPairs)) * kSpread),
-          rank_(keys.rank),
-          ranks_(keys.ranks),
+          rank_(uint16_t(keys.rank)),
+          ranks_(uint16_t(keys.ranks)),
           unit_(keys.unit),
           half_(keys.half) {}
 
@@ -195,23 +204,24 @@ class DynamiqCodec {
           low.v[j] = place(own & 0xffff);
           high.v[j] = place(own >> 16);
         } else {
-          const vu shared = random_bits(shared_, spread + shared_.a);
-          low.v[j] = place(interval(shared & 0xffff) << 16 | (own & 0xffff));
-          high.v[j] = place(interval(shared >> 16) << 16 | own >> 16);
+          const vu interval = intervals(random_bits(shared_, spread + shared_.a));
+          low.v[j] = place(interval << 16 | (own & 0xffff));
+          high.v[j] = place((interval & 0xffff0000u) | own >> 16);
         }
       }
     }
 
    private:
-    FL_INLINE vu interval(vu shared) const {
-      const vu at = (shared * ranks_ >> 16) + rank_;
-      return at - ((vu)((vi)at >= int32_t(ranks_)) & ranks_);
+    // Those of both halves of a lane. Where there are that many, the number of ranks is subtracted; where not, that wraps.
+    FL_INLINE vu intervals(vu shared) const {
+      const vh ranks = ranks_ - vh{}, at = high_products((vh)shared, ranks) + rank_;
+      return (vu)min(at, at - ranks);
     }
     FL_INLINE vf place(vu bits) const { return convert((vi)bits) * unit_ + half_; }
 
     RngKey shared_, own_;
     vu spread_;
-    uint32_t rank_, ranks_;
+    uint16_t rank_, ranks_;
     float unit_, half_;
   };
 
@@ -219,8 +229,7 @@ class DynamiqCodec {
   static FL_INLINE void codes_of(const Lanes &lanes, const float *values, const float *factor, int g, const Sixteen &u,
                                  vi (&codes)[kQuad]) {
     const vf by = broadcast(factor[g]);
-    for (int j = 0; j < kQuad; ++j)
-      codes[j] = lanes.code(load(values + g * kScaleGroup + j * kLanes), by, u.v[j]);
+    for (int j = 0; j < kQuad; ++j) codes[j] = lanes.code(load(values + g * kScaleGroup + j * kLanes), by, u.v[j]);
   }
 
   __attribute__((noinline)) void encode8(const LevelLanes<8> lanes, const float *values, const float *factor,

@@ -216,8 +216,8 @@ FL_INLINE vf add_pairs(vf a, vf b, Lanes<I...>) {
 
 // Tables --------------------------------------------------------------------------------------------------------------
 
-// N values (8, 32, 64 or 128, at an address that is a multiple of 64), each lane's by its index below N. With AVX-512 they
-// stay in registers.
+// N values, 8 or 128, at an address that is a multiple of 64 and has room for 16; each lane's by its index below N. With
+// AVX-512 they stay in registers.
 template <int N>
 class Lookup {
  public:
@@ -228,32 +228,20 @@ class Lookup {
 
   FL_INLINE vf operator()(vi index) const {
     const __m512i i = (__m512i)index;
-    if constexpr (N <= 16) {
+    if constexpr (N <= kLanes) {
       return _mm512_permutexvar_ps(i, v_[0]);
-    } else if constexpr (N == 32) {
-      return _mm512_permutex2var_ps(v_[0], i, v_[1]);
     } else {
-      const vf low = pick<0>(i), high = pick<N / 64>(i);
-      return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(i, _mm512_set1_epi32(N / 2)), high);
+      const __mmask16 odd = _mm512_test_epi32_mask(i, _mm512_set1_epi32(32));
+      const vf low =
+          _mm512_mask_mov_ps(_mm512_permutex2var_ps(v_[0], i, v_[1]), odd, _mm512_permutex2var_ps(v_[2], i, v_[3]));
+      const vf high =
+          _mm512_mask_mov_ps(_mm512_permutex2var_ps(v_[4], i, v_[5]), odd, _mm512_permutex2var_ps(v_[6], i, v_[7]));
+      return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(i, _mm512_set1_epi32(64)), high);
     }
   }
 
  private:
-  static constexpr int kCount = N < kLanes ? 1 : N / kLanes;
-
-  // The values of quarter or half `kHalf` of the table.
-  template <int kHalf>
-  FL_INLINE vf pick(__m512i i) const {
-    constexpr int kFirst = kHalf ? kCount / 2 : 0;
-    const vf low = _mm512_permutex2var_ps(v_[kFirst], i, v_[kFirst + 1]);
-    if constexpr (N == 64) {
-      return low;
-    } else {
-      const vf high = _mm512_permutex2var_ps(v_[kFirst + kCount / 4], i, v_[kFirst + kCount / 4 + 1]);
-      return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(i, _mm512_set1_epi32(N / 4)), high);
-    }
-  }
-
+  static constexpr int kCount = N <= kLanes ? 1 : N / kLanes;
   vf v_[kCount];
 #else
   explicit FL_INLINE Lookup(const float *values) : values_(values) {}
@@ -526,6 +514,30 @@ FL_INLINE void widen_bytes(Bytes16 low, Bytes16 high, vh (&v)[kHalfVectors]) {
   v[3] = (vh)_mm_unpackhi_epi8((__m128i)high, zero);
 #else
   for (int i = 0; i < kBlock; ++i) v[i / (2 * kLanes)][i % (2 * kLanes)] = i < 16 ? low[i] : high[i - 16];
+#endif
+}
+
+// The upper halves of the products of 16-bit lanes, and the smaller one of two.
+FL_INLINE vh high_products(vh a, vh b) {
+#if defined(FL_AVX512)
+  return (vh)_mm512_mulhi_epu16((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return (vh)_mm256_mulhi_epu16((__m256i)a, (__m256i)b);
+#elif defined(FL_SSE2)
+  return (vh)_mm_mulhi_epu16((__m128i)a, (__m128i)b);
+#else
+  for (int i = 0; i < 2 * kLanes; ++i) a[i] = uint16_t(uint32_t(a[i]) * b[i] >> 16);
+  return a;
+#endif
+}
+
+FL_INLINE vh min(vh a, vh b) {
+#if defined(FL_AVX512)
+  return (vh)_mm512_min_epu16((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return (vh)_mm256_min_epu16((__m256i)a, (__m256i)b);
+#else
+  return a < b ? a : b;
 #endif
 }
 

@@ -93,7 +93,8 @@ FL_DEVICE void encode_super_group(const EncodeArguments &a, const DeviceLevels &
   uint32_t code[kOwned];
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
-    const uint32_t shared = random_bits(shared_key, uint32_t(first) + i), own = random_bits(own_key, uint32_t(first) + i);
+    const uint32_t shared = random_bits(shared_key, uint32_t(first) + i),
+                   own = random_bits(own_key, uint32_t(first) + i);
     const float u = rounding_place(a.keys, shared & 0xffff, own & 0xffff);
     const float w = rounding_place(a.keys, shared >> 16, own >> 16);
     code[i] = usual ? level_code(levels, bits, v[i], low, u) : 0;
@@ -236,7 +237,7 @@ EncodeArguments encode_arguments(const fl_spec &spec, const void *x, float *resi
 }
 
 DecodeArguments decode_arguments(const fl_spec &spec, const fl_messages &in, void *out, bool add) {
-  return {dynamiq_layout(spec), in, spec.dtype, out, spec.numel * element_size(spec.dtype), add,
+  return {dynamiq_layout(spec),        in, spec.dtype, out, spec.numel * element_size(spec.dtype), add,
           device_levels(spec.param[3])};
 }
 

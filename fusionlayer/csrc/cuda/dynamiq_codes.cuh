@@ -12,25 +12,22 @@ namespace fl {
 constexpr int kOwned = kSuperGroup / kLanes;
 constexpr int kSide = kOwned / 2;  // a lane's elements in each half of a super-group
 
-// What kernels need of core/dynamiq.h's levels: those of 2 bits are simple, those of 4 have few bins.
+// What kernels need of core/dynamiq.h's levels: those of 2 bits are 0 and 1.
 struct DeviceLevels {
-  float value8[128], t8[128], guess8[kBins], slope8[kBins];
-  float value4[8], t4[8], guess4[kBins / 2], slope4[kBins / 2];
-  float span8, base8, ratio8, span4, base4, ratio4;
+  float value8[128], value4[8], y4[8];
+  float curve8[kCurve8], curve4[kCurve4];
+  float span8, span4, base4, ratio4;
 };
 
 inline DeviceLevels device_levels(uint32_t epsilons) {
   const DynamiqLevels all = dynamiq_levels(epsilons);
   DeviceLevels d;
   std::memcpy(d.value8, all.eight.value, sizeof d.value8);
-  std::memcpy(d.t8, all.eight.t, sizeof d.t8);
-  std::memcpy(d.guess8, all.eight.guess, sizeof d.guess8);
-  std::memcpy(d.slope8, all.eight.slope, sizeof d.slope8);
   std::memcpy(d.value4, all.four.value, sizeof d.value4);
-  std::memcpy(d.t4, all.four.t, sizeof d.t4);
-  std::memcpy(d.guess4, all.four.guess, sizeof d.guess4);
-  std::memcpy(d.slope4, all.four.slope, sizeof d.slope4);
-  d.span8 = all.eight.span, d.base8 = all.eight.base, d.ratio8 = all.eight.ratio;
+  std::memcpy(d.y4, all.four.y, sizeof d.y4);
+  std::memcpy(d.curve8, all.eight.curve, sizeof d.curve8);
+  std::memcpy(d.curve4, all.four.curve, sizeof d.curve4);
+  d.span8 = all.eight.span;
   d.span4 = all.four.span, d.base4 = all.four.base, d.ratio4 = all.four.ratio;
   return d;
 }
@@ -135,19 +132,19 @@ FL_DEVICE bool inside(const DynamiqLayout &layout, const CodePlace &place) {
   return place.offset >= 0 && place.offset + code_bytes(place.bits) <= layout.room;
 }
 
-// The level of a value of either half; see level_number of core/dynamiq.h.
+// The code of a value; see level_number of core/dynamiq.h.
 FL_DEVICE uint32_t level_code(const DeviceLevels &d, int bits, float x, float factor, float u) {
-  const float t = bits_float(float_bits(x) & 0x7fffffffu) * factor + 1.0f;
+  const float y = bits_float(float_bits(x) & 0x7fffffffu) * factor;
   const uint32_t sign = float_bits(x) >> 31 << (bits - 1);
-  if (bits == 2) return sign | uint32_t(t > u + 1.0f);
-  const bool eight = bits == 8;
-  const uint32_t bin = (float_bits(t) - 0x3f800000u) >> (eight ? 18 : 19);
-  const int i = int(bin < kBins / (eight ? 1 : 2) ? bin : kBins / (eight ? 1 : 2) - 1), below_top = eight ? 126 : 6;
-  int r = int((eight ? d.guess8 : d.guess4)[i] + (eight ? d.slope8 : d.slope4)[i] * t);
-  r = r < below_top ? r : below_top;
-  const float below = (eight ? d.t8 : d.t4)[r];
-  const float step = eight ? d.base8 + d.ratio8 * below : d.base4 + d.ratio4 * below;
-  return uint32_t(r + (t > below + u * step)) | sign;
+  if (bits == 2) return sign | uint32_t(y > u);
+  if (bits == 8) {
+    const int r = int(curve_at<kCurve8>(d.curve8, y) + (1.0f - u));
+    return sign | uint32_t(r < 127 ? r : 127);
+  }
+  int r = int(curve_at<kCurve4>(d.curve4, y));
+  r = r < 6 ? r : 6;
+  const float below = d.y4[r], step = d.base4 + d.ratio4 * below;
+  return sign | uint32_t(r + (y > below + u * step));
 }
 
 FL_DEVICE float code_value(const DeviceLevels &d, int bits, uint32_t code, float scale) {

@@ -50,7 +50,8 @@ enum fl_codec {
                     is the spec's own to encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the
                     window, or 0: find it. numel < 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1
                     behind the last escape are not written. docs/wire_format.md has the rest */
-  FL_DYNAMIQ = 7 /* plane 0: widths of super-groups of 256 elements, 24 bytes for each 64; fl_encode and fl_recode find them
+  FL_DYNAMIQ =
+      7 /* plane 0: widths of super-groups of 256 elements, 24 bytes for each 64; fl_encode and fl_recode find them
                     there (fl_dynamiq_widths writes them). plane 1: a bf16 scale per super-group; plane 2: a u8 scale per
                     16 elements; plane 3: codes. param[0] = flags, FL_DYNAMIQ_*; param[1] = room for codes, in units of 64
                     bytes; param[2] = rank | ranks << 16, those whose rounding is anticorrelated, ranks <= 16384; param[3]
