@@ -17,7 +17,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from operator import truediv
@@ -29,6 +29,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer import native
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.codecs.zip import window_base
 from fusionlayer.wire import aligned
 
@@ -90,6 +91,24 @@ def codec_rows(name: str, codec: Codec, x: Tensor) -> Iterator[Row]:
         residual = torch.zeros(numel, device=x.device)
         fed = partial(codec.encode, x, payload, residual=residual)
         yield Row(name, "encode + feedback", dtype, x.nbytes + 2 * residual.nbytes + used, fed)
+
+
+def dynamiq_rows(x: Tensor) -> Iterator[Row]:
+    """Yield a row for each call that ``ring`` and ``butterfly`` make of ``dynamiq``, one of 4 ranks; bits are known."""
+    numel, dtype = x.numel(), str(x.dtype).removeprefix("torch.")
+    codec = fl.codecs.get("dynamiq").bare
+    assert isinstance(codec, DynamiQ)
+    given = codec._allocated(native.dynamiq_stats(x)[1], [-(-numel // codec.block)])
+    codec = replace(codec, given=given, shared=1, place=(1, 4))
+    first, second = torch.zeros(2, codec.wire(numel, x.dtype).capacity, dtype=torch.uint8, device=x.device)
+    out, used = torch.zeros_like(x), first.nbytes
+    codec.encode(x, first)
+    yield Row("dynamiq, agreed", "stats", dtype, x.nbytes, partial(native.dynamiq_stats, x))
+    yield Row("dynamiq, agreed", "encode", dtype, x.nbytes + used, partial(codec.encode, x, first))
+    add = partial(codec.recode, first.unsqueeze(0), second, numel, dtype=x.dtype, x=x)
+    yield Row("dynamiq, agreed", "add + recode", dtype, x.nbytes + 2 * used, add)
+    yield Row("dynamiq, agreed", "decode", dtype, used + out.nbytes, partial(codec.decode, first, out))
+    yield Row("dynamiq, agreed", "decode_add", dtype, used + 2 * out.nbytes, partial(codec.decode_add, first, out))
 
 
 def torch_int4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,6 +267,7 @@ def main() -> None:
             values = x.to(getattr(torch, dtype))
             for name in args.codecs:
                 rows += codec_rows(name, fl.codecs.get(name).bare, values)
+                rows += dynamiq_rows(values) if name == "dynamiq" else ()
         if "int4" in args.codecs:
             scale, packed = torch_int4(x)
             nbytes = x.nbytes + 4 * scale.numel() + packed.numel()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.hops --out benchmarks/results
 
-The workers are threads of this process and send what processes would. vNMSE is the squared error of the sum over the
-squared norm of the exact sum, of one all-reduce without error feedback. Every result is a function of the arguments
-alone. Needs no quiet machine.
+``thc`` and ``omnireduce`` have collectives of their own, and the same line in every panel. Of codecs that adapt to what
+they have summed, some sums of the same values come first. The workers are threads of this process and send what
+processes would. vNMSE is the squared error of the sum over the squared norm of the exact sum, of one all-reduce without
+error feedback. Every result is a function of the arguments alone. Needs no quiet machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,45 @@ from benchmarks.arguments import comma_separated, count
 from benchmarks.plots import COLOURS, MARKERS, STYLE, save
 from benchmarks.report import Environment, table, write
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.omnireduce import OmniReduce
 from fusionlayer.transport import local
 
-__all__ = ["DATA", "error", "gaussian", "main", "picture", "skewed"]
+__all__ = ["DATA", "METHODS", "Method", "error", "gaussian", "main", "method_error", "picture", "skewed"]
 
 ELEMENTS = 1 << 18
 WORLDS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-CODECS = ("bf16", "int8", "mxfp6", "taco", "mxfp8", "mxfp4", "int4")
 ALGORITHMS = ("ring", "butterfly", "two_shot")
+SUMS = 24
+"""All-reduces before the one that counts, for codecs that adapt to what they have seen."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A codec with its options, and the collective that it needs in place of any other."""
+
+    codec: str
+    options: dict[str, Any] = field(default_factory=dict)
+    algorithm: str | None = None
+
+    def make(self) -> Codec:
+        """Return the codec, which has seen nothing yet."""
+        return fl.codecs.get(self.codec, **self.options).bare
+
+
+METHODS = {
+    "bf16": Method("bf16"),
+    "int8": Method("int8"),
+    "int4": Method("int4"),
+    "mxfp8": Method("mxfp8"),
+    "mxfp8 agreed": Method("mxfp8", {"scale": "auto"}),
+    "mxfp6": Method("mxfp6", {"format": "e3m2"}),
+    "mxfp4": Method("mxfp4"),
+    "taco": Method("taco"),
+    "thc": Method("thc", {}, "integer_sum"),
+    "omnireduce": Method("omnireduce", {}, "omnireduce"),
+    "dynamiq": Method("dynamiq"),
+}
+LINES = {name: (i, "--" if name in ("mxfp8 agreed", "thc", "omnireduce") else "-") for i, name in enumerate(METHODS)}
 RUN, GROUP = 256, 16
 
 
@@ -103,18 +136,41 @@ def error(algorithm: str, codec: Codec, inputs: Sequence[Tensor]) -> float:
     return float((result - exact).square().sum() / exact.square().sum())
 
 
+def method_error(method: Method, algorithm: str, inputs: Sequence[Tensor]) -> float:
+    """Return ``error`` of a method by ``algorithm``, or by its own, once it has adapted itself to these inputs."""
+    codec, algorithm = method.make(), method.algorithm or algorithm
+    if isinstance(codec, OmniReduce):
+        for _ in range(SUMS):
+            adapt(codec, inputs)
+    elif method.options.get("scale") == "auto":
+        for _ in range(SUMS // 4):
+            error(algorithm, codec, inputs)
+    return error(algorithm, codec, inputs)
+
+
+def adapt(codec: OmniReduce, inputs: Sequence[Tensor]) -> None:
+    """Do to the share of ``codec`` what a sum of ``inputs`` does to it."""
+    wanted = codec.travelling(inputs[0].numel())
+    count = codec.share.select(wanted, len(inputs))
+    union = torch.cat([codec.select(x, count) for x in inputs]).unique()
+    codec.share.adapt(wanted, len(union))
+
+
 def measure(numel: int, worlds: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for each kind of data, collective, codec and number of workers."""
     rows: list[dict[str, Any]] = []
     for data, make in DATA.items():
         inputs = make(max(worlds), numel)
         for algorithm in ALGORITHMS:
-            for name in CODECS:
-                codec = fl.codecs.get(name)
+            for name, method in METHODS.items():
+                codec = method.make()
                 bits = 8 * sum(section.plane.nbytes for section in codec.bare.wire(numel).sections) / numel
                 row = {"data": data, "algorithm": algorithm, "codec": name, "bits": round(bits, 3)}
+                if method.algorithm and algorithm != ALGORITHMS[0]:
+                    continue
+                row["algorithm"] = method.algorithm or algorithm
                 rows += [
-                    row | {"workers": world, "vNMSE": float(f"{error(algorithm, codec, inputs[:world]):.4g}")}
+                    row | {"workers": world, "vNMSE": float(f"{method_error(method, algorithm, inputs[:world]):.4g}")}
                     for world in worlds
                 ]
     return rows
@@ -137,11 +193,13 @@ def picture(rows: Sequence[dict[str, Any]]) -> Figure:
     worlds = sorted({row["workers"] for row in rows})
     for line, data in zip(panels, DATA, strict=True):
         for axes, algorithm in zip(line, ALGORITHMS, strict=True):
-            for i, name in enumerate(CODECS):
-                mine = [r for r in rows if (r["data"], r["algorithm"], r["codec"]) == (data, algorithm, name)]
+            for name, (i, dashes) in LINES.items():
+                way = METHODS[name].algorithm or algorithm
+                mine = [r for r in rows if (r["data"], r["algorithm"], r["codec"]) == (data, way, name)]
                 x, y = [r["workers"] for r in mine], [r["vNMSE"] for r in mine]
                 label = f"{name}, {mine[0]['bits']:g} bits"
-                axes.plot(x, y, color=COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1.2, label=label)
+                colour, thick = COLOURS[i % len(COLOURS)], 2 if name == "dynamiq" else 1.1
+                axes.plot(x, y, dashes, color=colour, marker=MARKERS[i], markersize=4, linewidth=thick, label=label)
             axes.set(title=f"{algorithm}, {data}", xscale="log", yscale="log")
             axes.grid(axis="y", linewidth=0.4, alpha=0.6)
             axes.set_xticks([world for world in worlds if world & (world - 1) == 0])

@@ -41,6 +41,7 @@ class Variant:
         planner: a word that is a planner's name; None: the default.
         behind: the codec gets whole buckets, and sparse ones are summed by ``one_shot``: what the others compare with
             sparsification ahead of fusion. The word "behind".
+        algorithm: how its messages travel, a word algorithm=NAME; None: the default.
         overlap: the next forward begins before all gradients have arrived. The word "overlap".
         autotune: the plan is searched for by measured steps. The word "autotune".
     """
@@ -49,6 +50,7 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     planner: str | None = None
     behind: bool = False
+    algorithm: str | None = None
     overlap: bool = False
     autotune: bool = False
 
@@ -60,7 +62,9 @@ class Variant:
         found: dict[str, Any] = {}
         for word in words:
             key, equals, value = word.partition("=")
-            if equals:
+            if key == "algorithm" and equals:
+                found["algorithm"] = value
+            elif equals:
                 options[key] = yaml.safe_load(value)
             elif word in _WORDS:
                 found[word] = True
@@ -72,7 +76,7 @@ class Variant:
         variant = cls(codec, options, **found)
         try:
             if codec != AUTO:
-                variant.make_codec()
+                fl.collectives.settle(variant.algorithm, None, variant.make_codec(), 2)
             elif not options.keys() <= {"fidelity"} or options.get("fidelity", FIDELITIES[0]) not in FIDELITIES:
                 raise ConfigError(f"auto takes fidelity={'|'.join(FIDELITIES)}, got {options}")
         except ConfigError as error:
@@ -90,6 +94,7 @@ class Variant:
         parts = [f"fusionlayer with the codec {self.codec}"]
         parts += [f"{key}={value}" for key, value in self.options.items()]
         parts += [f"the planner {self.planner}"] if self.planner else []
+        parts += [f"the algorithm {self.algorithm}"] if self.algorithm else []
         parts += ["sparsified behind fusion"] if self.behind else []
         parts += ["overlap_forward"] if self.overlap else []
         parts += ["autotune"] if self.autotune else []
@@ -118,7 +123,7 @@ class Variant:
             autotune=self.autotune or None,
             planner=self.planner,
             plan=plan,
-            algorithm="one_shot" if self.behind else None,
+            algorithm="one_shot" if self.behind else self.algorithm,
             ahead=False if self.behind else None,
             overlap_forward=model if self.overlap else None,
         )

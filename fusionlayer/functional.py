@@ -225,6 +225,7 @@ def reduce_scatter(
     codec: str | Codec | None = None,
     op: ReduceOp = Average,
     group: Group = None,
+    algorithm: str | None = None,
     **codec_options: Any,
 ) -> Tensor:
     """Return this rank's piece of the average or sum over ranks.
@@ -234,21 +235,29 @@ def reduce_scatter(
         codec: what travels, as in ``all_reduce``.
         op: ``Average`` or ``Sum``.
         group: process group or transport; None means all ranks.
+        algorithm: None sends each piece straight to its rank, which quantises once; "ring" passes sums on from rank to
+            rank, each of which encodes them anew.
         codec_options: options of a codec given by name.
 
     Raises:
-        ConfigError: the first dimension cannot be divided by the number of ranks; otherwise as ``all_reduce``.
+        ConfigError: no such algorithm, or the first dimension cannot be divided by the number of ranks; otherwise as
+            ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
     average = check_op(op) is Average
     transport = context.transport(group)
     chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     size = transport.size
+    if algorithm not in (None, "ring"):
+        raise ConfigError(f"reduce_scatter: algorithm={algorithm!r}; expected None or 'ring'")
+    if algorithm == "ring" and chosen.ahead:
+        raise ConfigError(f"reduce_scatter: 'ring' encodes partial sums anew; {chosen} cannot: use algorithm=None")
     if not tensor.dim() or tensor.shape[0] % size:
         raise ConfigError(
             f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple"
         )
-    _negotiate(transport, "reduce_scatter", [tuple(tensor.shape), tensor.dtype, chosen, chooser is None, op])
+    facts = [tuple(tensor.shape), tensor.dtype, chosen, chooser is None, op, algorithm]
+    _negotiate(transport, "reduce_scatter", facts)
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     with torch.no_grad():
         flat = tensor.detach().contiguous().view(-1)
@@ -257,7 +266,8 @@ def reduce_scatter(
         if chooser is not None:
             chooser.reduce_scatter(flat, out.view(-1))
         else:
-            halves.reduce_scatter(flat.view(size, -1), out.view(-1), chosen, transport, seed=_seed(transport))
+            scatter = halves.ring_reduce_scatter if algorithm else halves.reduce_scatter
+            scatter(flat.view(size, -1), out.view(-1), chosen, transport, seed=_seed(transport))
     return out
 
 

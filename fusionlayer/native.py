@@ -35,6 +35,8 @@ __all__ = [
     "decode",
     "decode_codes_sum",
     "decode_sum",
+    "dynamiq_stats",
+    "dynamiq_widths",
     "encode",
     "isa",
     "kth_magnitude",
@@ -51,8 +53,7 @@ __all__ = [
 
 ABI_VERSION = 3
 MAX_PLANES = 5
-CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT = range(7)
-RANS = 8
+CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS = range(9)
 INT_HADAMARD, INT_STOCHASTIC = 1, 2
 FORMATS = {"e4m3": 0, "e5m2": 1, "int8": 2, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 FORMAT_BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
@@ -62,6 +63,7 @@ SPARSE_BITMAP, SPARSE_BYTE, SPARSE_SHORT = 0, 1, 2
 SPARSE_RANDOM = 1
 ZIP_AUTO, ZIP_WINDOW, ZIP_TABLE = 0, 1, 2
 THC_UNIFORM, THC_STOCHASTIC, THC_RANKS_SHIFT = 1, 2, 16
+DYNAMIQ_FLAT = 1
 MAX_THRESHOLDS = 16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -110,6 +112,7 @@ _VERBS = {
     "fl_kth_magnitude": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
     "fl_add_codes": (Spec, Messages, _POINTER, _POINTER),
     "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
+    "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
     "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, _POINTER, Messages, _POINTER),
 }
 _WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE = 0, 1, 2
@@ -164,6 +167,7 @@ def cpu() -> ctypes.CDLL:
     library.fl_select_isa.argtypes = [ctypes.c_char_p]
     library.fl_isa.restype = ctypes.c_char_p
     library.fl_set_threads.argtypes = [ctypes.c_int]
+    library.fl_dynamiq_widths.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     library.fl_set_threads(max(1, min(torch.get_num_threads(), 8)))
     wanted = os.environ.get("FUSIONLAYER_ISA")
     if wanted:
@@ -417,6 +421,20 @@ def sparse_decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: T
             pairs are left out instead.
     """
     decode_sum(spec, offsets, bodies, out, add=add)
+
+
+def dynamiq_stats(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return means and sums of squares, (ceil(n / 256),) f32 each, of all 256 elements of ``x`` (n,) + ``residual``."""
+    means, squares = torch.empty(2, -(-x.numel() // 256), device=x.device)
+    given = DTYPES[x.dtype], x.data_ptr(), _pointer(residual), x.numel(), means.data_ptr(), squares.data_ptr()
+    _call("fl_dynamiq_stats", x.device, *given)
+    return means, squares
+
+
+def dynamiq_widths(bits: Tensor, plane: Tensor) -> None:
+    """Write the plane of widths (24 * ceil(n / 64),) uint8 for super-groups of ``bits`` (n,) uint8; both on the CPU."""
+    if cpu().fl_dynamiq_widths(bits.data_ptr(), bits.numel(), plane.data_ptr()):
+        raise FusionLayerError("fl_dynamiq_widths: a width is neither 2, 4 nor 8")
 
 
 def _workspace(verb: int, acc: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ._state import TensorState
 
 if TYPE_CHECKING:
     from ..transport import Transport
+    from ._arrangement import Arrangement
 
 __all__ = ["Codec", "registry"]
 
@@ -45,6 +46,7 @@ class Codec(ABC):
         align: bytes to multiples of which planes and messages are filled up.
         ahead: by default each tensor is encoded by itself, ahead of fusion; the numbers of its seed are then the same
             on all ranks, since they decide what is sent.
+        arrangement: in which order and relative to which means the elements of this one sum travel; None: as they are.
         header: each payload begins with a header that carries its checksum and is verified before decoding.
             Inside buckets whose plan all ranks have compared it is left out.
     """
@@ -55,6 +57,11 @@ class Codec(ABC):
     local: ClassVar[bool] = True
     align: ClassVar[int] = ALIGN
     ahead: ClassVar[bool] = False
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """How elements travel in the sum that this codec was agreed on for."""
+        return None
 
     header: bool = field(default=True, kw_only=True)
 
@@ -144,7 +151,16 @@ class Codec(ABC):
         """Return the codec of a step, a pure function of its options and the step; for most codecs themselves."""
         return self
 
-    def agree(self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> Codec:
+    def agree(
+        self,
+        x: Tensor,
+        transport: Transport,
+        *,
+        seed: int = 0,
+        residual: Tensor | None = None,
+        chunks: Sequence[int] | None = None,
+        movable: bool = True,
+    ) -> Codec:
         """Return the codec for the sum of ``x`` over ranks, after what statistics they have to exchange for it.
 
         Every collective that sums calls it first, on all ranks together; most codecs need nothing: themselves. What was
@@ -156,6 +172,9 @@ class Codec(ABC):
             transport: the ranks; only the calling thread uses it.
             seed: the same on all ranks.
             residual: (n,) f32 that is going to be sent along.
+            chunks: where the collective heeds ``arrangement`` and every rank encodes every element once at most: how
+                many elements each message has. All but the last are whole blocks.
+            movable: whether blocks may change places between chunks.
         """
         return self
 

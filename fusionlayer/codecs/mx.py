@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -40,7 +41,16 @@ class _MX(AutoScaled):
     def _scale(self) -> int:
         return native.SCALE_E8M0 if self.scale == "e8m0" else native.SCALE_BF16
 
-    def agree(self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> Codec:
+    def agree(
+        self,
+        x: Tensor,
+        transport: Transport,
+        *,
+        seed: int = 0,
+        residual: Tensor | None = None,
+        chunks: Sequence[int] | None = None,
+        movable: bool = True,
+    ) -> Codec:
         """Return the codec itself, or with "auto" the one with the scales of this sum."""
         return self if self.scale != "auto" else self._agree_on_scales(x, transport, residual)
 

@@ -85,7 +85,16 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         """30, or 15 with uniform levels."""
         return _LARGEST[self.levels]
 
-    def agree(self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> Codec:
+    def agree(
+        self,
+        x: Tensor,
+        transport: Transport,
+        *,
+        seed: int = 0,
+        residual: Tensor | None = None,
+        chunks: Sequence[int] | None = None,
+        movable: bool = True,
+    ) -> Codec:
         """Return the codec with the largest root mean square of all ranks' ``x``, and signs of this ``seed``."""
         return self._agree_on(_root_mean_square(x, residual), transport, seed)
 

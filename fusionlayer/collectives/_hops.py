@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -15,7 +15,7 @@ from ..seeds import derive_seed
 from ..transport import Transport
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
-__all__ = ["NOTHING", "Hop", "Schedule", "balanced", "multi_hop", "segments"]
+__all__ = ["NOTHING", "Hop", "Schedule", "balanced", "multi_hop", "segments", "send_and_receive"]
 
 NOTHING = range(0)
 
@@ -106,9 +106,33 @@ def multi_hop(
             f"algorithm {name!r} encodes partial sums at every hop, where {codec} would select anew; choose another "
             "algorithm"
         )
-    codec = codec.agree(x, transport, seed=seed, residual=residual)
-    out = x if out is None else out
-    seed = derive_seed(seed, transport.rank)
+    numel, unit = x.numel(), schedule.chunks * codec.block
+    parts = cut(numel, -(-numel // segments(numel, schedule.chunks)) if piece is None else piece, unit)
+    lengths = [chunk.stop - chunk.start for part in parts for chunk in balanced(part, schedule.chunks, codec.block)]
+    codec = codec.agree(x, transport, seed=seed, residual=residual, chunks=lengths)
+    out, seed, way = x if out is None else out, derive_seed(seed, transport.rank), codec.arrangement
+    if way is None:
+        return _carry_out(x, out, residual, parts, codec, transport, schedule, seed)
+    arranged = way.arrange(x)
+    kept = None if residual is None else way.arrange(residual, centred=False)
+    parts[-1] = slice(parts[-1].start, arranged.numel())  # the last block is a whole one now
+    _carry_out(arranged, arranged, kept, parts, codec, transport, schedule, seed)
+    way.restore(arranged, out)
+    if residual is not None and kept is not None:
+        way.restore(kept, residual, centred=False)
+
+
+def _carry_out(
+    x: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    parts: Sequence[slice],
+    codec: Codec,
+    transport: Transport,
+    schedule: Schedule,
+    seed: int,
+) -> None:
+    """Sum ``x`` into ``out``, both in the order of travel, with this rank's ``seed``."""
 
     def run(index: int, part: slice) -> Piece:
         chunks = balanced(part, schedule.chunks, codec.block)
@@ -149,22 +173,21 @@ def multi_hop(
         for hop in schedule.reduce:
             encode(hop.sends)
             incoming = theirs[received[hop.recvs.start], room(hop.recvs)] if hop.recvs else mine[:0]
-            yield partial(_exchange, transport, hop, mine[room(hop.sends)], incoming)
+            yield partial(send_and_receive, transport, hop, mine[room(hop.sends)], incoming)
             for i in hop.recvs:
                 received[i] += 1
         encode(schedule.own)
         # All that was in `mine` has been sent, so the sums of others may take its place.
         for hop in schedule.gather:
-            yield partial(_exchange, transport, hop, mine[room(hop.sends)], mine[room(hop.recvs)])
+            yield partial(send_and_receive, transport, hop, mine[room(hop.sends)], mine[room(hop.recvs)])
             decode(hop.recvs)
         decode(schedule.own)
 
-    numel, unit = x.numel(), schedule.chunks * codec.block
-    parts = cut(numel, -(-numel // segments(numel, schedule.chunks)) if piece is None else piece, unit)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
 
 
-def _exchange(transport: Transport, hop: Hop, outgoing: Tensor, incoming: Tensor) -> None:
+def send_and_receive(transport: Transport, hop: Hop, outgoing: Tensor, incoming: Tensor) -> None:
+    """Exchange the messages of a hop."""
     nothing = outgoing[:0]
     sends, recvs = [nothing] * transport.size, [nothing] * transport.size
     sends[hop.to], recvs[hop.source] = outgoing, incoming

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,11 @@ from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
 from ..wire import DTYPE_CODES
 from . import two_level, zipped
+from ._hops import send_and_receive
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
+from .ring import schedule
 
-__all__ = ["all_gather", "reduce_scatter"]
+__all__ = ["all_gather", "reduce_scatter", "ring_reduce_scatter"]
 
 
 def all_gather(
@@ -99,3 +103,40 @@ def reduce_scatter(
 
     parts = cut(numel, piece, codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+
+
+def ring_reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0) -> None:
+    """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n): ``ring``'s first phase alone.
+
+    Row r starts at rank r + 1 and is decoded, added to and encoded at every rank until rank r decodes it, and does not
+    encode its sum (DynamiQ, section 7): ``size`` - 1 quantisations. The arguments are those of ``reduce_scatter``,
+    without pieces; a codec that agrees on something heeds each row's budget by itself.
+    """
+    if codec.lossless:
+        return reduce_scatter(x, out, codec, transport, seed=seed)
+    (size, numel), rank = x.shape, transport.rank
+    padded = -(-numel // codec.block) * codec.block
+    rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
+    codec = codec.agree(rows.view(-1), transport, seed=seed, chunks=[padded] * size, movable=False)
+    way = codec.arrangement
+    values = (rows.reshape(-1) if way is None else way.arrange(rows.reshape(-1))).view(size, padded)
+    capacity = codec.wire(padded, values.dtype).capacity
+    mine = transport.scratch("outgoing 0", capacity, x.device)
+    theirs = transport.scratch("incoming 0", capacity, x.device)
+    own = derive_seed(seed, rank)
+    for step, hop in enumerate(schedule(rank, size).reduce):
+        row = hop.sends.start
+        if step == 0:
+            codec.encode(values[row], mine, seed=own, offset=row * padded)
+        else:
+            codec.recode(
+                theirs.unsqueeze(0), mine, padded, dtype=values.dtype, x=values[row], seed=own, offset=row * padded
+            )
+        send_and_receive(transport, hop, mine, theirs)
+    total = values[rank].float()
+    if size > 1:
+        codec.decode_add(theirs, total, dtype=values.dtype)
+    if way is not None and way.means is not None:
+        means = way.means.view(size, -1)[rank]
+        replace(way, numel=padded, means=means).restore(total.clone(), total)
+    out.copy_(total[:numel])

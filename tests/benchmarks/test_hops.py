@@ -38,7 +38,9 @@ def test_the_command_writes_rows_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     (result,) = tmp_path.glob("hops_test_*.json")
     rows = json.loads(result.read_text())["rows"]
-    assert len(rows) == len(hops.DATA) * len(hops.ALGORITHMS) * len(hops.CODECS) * 2
-    assert all(0 < row["vNMSE"] < 0.2 for row in rows)
-    assert all(name in printed for name in (*hops.CODECS, *hops.ALGORITHMS, *hops.DATA))
+    fixed = sum(method.algorithm is not None for method in hops.METHODS.values())
+    lines = len(hops.ALGORITHMS) * (len(hops.METHODS) - fixed) + fixed
+    assert len(rows) == len(hops.DATA) * lines * 2
+    assert all(0 < row["vNMSE"] < 0.6 for row in rows)
+    assert all(name in printed for name in (*hops.METHODS, *hops.ALGORITHMS, *hops.DATA))
     assert (tmp_path / "plots" / "hops.png").read_bytes().startswith(b"\x89PNG")

@@ -29,6 +29,7 @@ REDUCE = {"ring": ring.ring, "butterfly": butterfly.butterfly}
 NAMES = tuple(SCHEDULES)
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
 QUANTIZERS = [codec.bare for codec in defaults() if not codec.ahead]
+IN_PLACE = [codec for codec in QUANTIZERS if codec.name != "dynamiq"]  # whose elements travel as they lie
 STOCHASTIC = codecs.get("int", bits=4, rounding="stochastic").bare
 
 
@@ -158,7 +159,7 @@ def expected_sum(way: Callable[[int, int], Schedule], codec: Codec, inputs: list
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("codec", [*QUANTIZERS, STOCHASTIC], ids=str)
+@pytest.mark.parametrize("codec", [*IN_PLACE, STOCHASTIC], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_partial_sum_is_encoded_once_and_the_sums_bytes_reach_all(name: str, codec: Codec, world: int) -> None:
     inputs = [given(rank, 0, 5000, torch.float32) for rank in range(world)]

@@ -67,6 +67,11 @@ class Case:
             tokens = -(-self.numel // channels)
             tiles = tokens * channels // tile
             return 4 * -(-tokens // 32) * min(coarse, 1), tiles, 2 * tiles, 2 * tiles, (tokens * bits - coarse) * channels // 8
+        if self.codec == native.DYNAMIQ:
+            flags, lines, *_ = self.param
+            groups = -(-self.numel // 256)
+            scales = (0, 32 * groups) if flags & native.DYNAMIQ_FLAT else (2 * groups, 16 * groups)
+            return -(-groups // 64) * 24, *scales, 64 * lines
         bits, group, _ = self.param
         groups = -(-self.numel // group)
         return groups * 4, groups * group * bits // 8
@@ -127,6 +132,24 @@ def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest:
     return Case(native.ZIP, (wire, choice, fixed), rest.pop("dtype", wire), numel, **rest)
 
 
+def dynamiq_case(
+    flags: int = 0,
+    place: tuple[int, int] = (0, 1),
+    epsilons: tuple[int, int] = (2700, 610),
+    numel: int = 0,
+    **rest: int,
+) -> Case:
+    """A case whose super-groups have the bits of ``widths``, and some room more than their codes take."""
+    lines = int(widths(numel).sum(dtype=np.int64)) // 2 + 3 * min(numel, 1)
+    param = (flags, lines, place[0] | place[1] << 16, epsilons[0] | epsilons[1] << 16)
+    return Case(native.DYNAMIQ, param, rest.pop("dtype", F32), numel, **rest)
+
+
+def widths(numel: int) -> Bytes:
+    """Return the bits of each super-group of ``numel`` elements: 2, 4 or 8, in no order."""
+    return np.random.default_rng(numel).choice(np.array([2, 4, 8], np.uint8), -(-numel // 256))
+
+
 # bf16: 1, 0, 3.4e-5, NaN, 768, one below 2^-100, infinity, -1
 GIVEN_SCALES = np.array([0x3F80, 0, 0x380F, 0x7FC0, 0x4440, 0x0C80, 0x7F80, 0xBF80], np.uint16)
 
@@ -179,8 +202,17 @@ class Planes:
         if case.codec == native.TAHQUANT and case.param[3]:
             for start in range(0, offsets[-1] * count, offsets[-1]):
                 self.area.data[start : start + case.plane_bytes[0]] = marks(case)
+        self._case, self._starts = case, range(0, offsets[-1] * count, offsets[-1])
+        self.place_widths()
         pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
         self.messages = native.Messages(pointers, offsets[-1], count)
+
+    def place_widths(self) -> None:
+        """Write the planes that an encoder finds in place, and no decoder takes any bytes for."""
+        if self._case.codec == native.DYNAMIQ:
+            bits = widths(self._case.numel)
+            for start in self._starts:
+                native.cpu().fl_dynamiq_widths(bits.ctypes.data, bits.size, self.area.address + start)
 
 
 @lru_cache(maxsize=1024)
@@ -262,6 +294,7 @@ class Run:
         planes = self._planes()
         if self.garbage or (self.case.codec == native.THC and self.case.param[0] >> native.THC_RANKS_SHIFT):
             planes.area.data[:] = np.random.default_rng(5).integers(0, 256, planes.area.data.size, np.uint8)
+            planes.place_widths()
         else:
             source = replace(self.case, dtype=self.case.param[0]) if self.case.codec == native.ZIP else self.case
             x = replace(self, case=source)._values(4)

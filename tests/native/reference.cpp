@@ -1,9 +1,12 @@
 // The codecs one element at a time, from the scalar specification in csrc/core alone: what the libraries are compared
 // with. It has the four verbs of the C ABI; it checks no argument and cares for no speed.
+#include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "block_scale.h"
+#include "dynamiq.h"
 #include "floats.h"
 #include "fusionlayer_codec.h"
 #include "int_group.h"
@@ -155,6 +158,90 @@ struct BlockCodec {
   }
 };
 
+struct DynamiqCodec {
+  const fl_spec &spec;
+  bool flat = spec.param[0] & FL_DYNAMIQ_FLAT;
+  int64_t groups = fl::super_groups(spec.numel);
+  fl::DynamiqLevels levels = fl::dynamiq_levels(spec.param[3]);
+  fl::DynamiqKeys keys = fl::dynamiq_keys(spec.seed, spec.param[2]);
+
+  // Byte and lowest bit of the code of element i among those of a super-group.
+  static std::pair<int, int> code_at(int bits, int i) {
+    const int bytes = 32 * bits;
+    return {i % bytes, i / bytes * bits};
+  }
+
+  void encode(std::vector<float> values, const fl_messages &out, int64_t m) const {
+    const fl::DynamiqMessage message = fl::dynamiq_message(out, m);
+    const int64_t taken = fl::codes_in_all(message.runs, groups), room = int64_t(spec.param[1]) * 64;
+    std::memset(message.codes + taken, 0, size_t(room - taken));
+    values.resize(groups * fl::kSuperGroup, 0.0f);
+    for (int64_t g = 0; g < groups; ++g) {
+      const float *v = &values[g * fl::kSuperGroup];
+      const uint64_t number = uint64_t(spec.offset) / fl::kSuperGroup + uint64_t(m * groups + g);
+      const fl::CodePlace place = fl::code_place(message.runs, groups, g);
+      const fl::Levels &table = fl::levels_of(levels, place.bits);
+      uint8_t *codes = message.codes + place.offset;
+      std::memset(codes, 0, size_t(fl::code_bytes(place.bits)));
+      uint32_t amax[fl::kScaleGroups] = {}, most = 0;
+      for (int i = 0; i < fl::kSuperGroup; ++i) {
+        const uint32_t magnitude = fl::float_bits(v[i]) & 0x7fffffffu;
+        if (magnitude > amax[i / 16]) amax[i / 16] = magnitude;
+        if (magnitude > most) most = magnitude;
+      }
+      const uint16_t wire = fl::scale_above(most);
+      const bool usual = wire != fl::kBf16Nan && (flat || wire != 0);
+      if (!flat) message.scales[g] = wire;
+      for (int k = 0; k < fl::kScaleGroups; ++k) {
+        const uint64_t at = number * fl::kScaleGroups + uint64_t(k);
+        const uint32_t random = fl::random_bits(fl::key_at(keys.scale, at), uint32_t(at));
+        uint16_t *flats = reinterpret_cast<uint16_t *>(message.group_scales) + g * fl::kScaleGroups;
+        if (flat) {
+          flats[k] = usual ? fl::scale_above(amax[k]) : fl::kBf16Nan;
+          amax[k] = uint32_t(flats[k]) << 16;
+        } else {
+          message.group_scales[g * fl::kScaleGroups + k] =
+              usual ? uint8_t(fl::group_code(fl::bits_float(amax[k]), 255.0f / fl::bf16_to_f32(wire), random)) : 0;
+        }
+      }
+      for (int i = 0; usual && i < fl::kSuperGroup; ++i) {
+        const uint64_t at = number * fl::kPairs + uint64_t(i % fl::kPairs);
+        const uint32_t shared = fl::random_bits(fl::key_at(keys.shared, at), uint32_t(at));
+        const uint32_t own = fl::random_bits(fl::key_at(keys.own, at), uint32_t(at));
+        const float u = i < fl::kPairs ? fl::rounding_place(keys, shared & 0xffff, own & 0xffff)
+                                       : fl::rounding_place(keys, shared >> 16, own >> 16);
+        const uint32_t most_of_group = amax[i / 16];
+        const float factor = most_of_group >= fl::kTinyBits ? table.span / fl::bits_float(most_of_group) : 0.0f;
+        const float y = std::fabs(v[i]) * factor;
+        const int code = fl::level_number(table, place.bits, y, u) | int(fl::float_bits(v[i]) >> 31)
+                                                                         << (place.bits - 1);
+        const auto [byte, bit] = code_at(place.bits, i);
+        codes[byte] = uint8_t(codes[byte] | code << bit);
+      }
+    }
+  }
+
+  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+    const fl::DynamiqMessage message = fl::dynamiq_message(in, m);
+    std::vector<float> values(groups * fl::kSuperGroup);
+    for (int64_t g = 0; g < groups; ++g) {
+      const fl::CodePlace place = fl::code_place(message.runs, groups, g);
+      for (int i = 0; i < fl::kSuperGroup; ++i) {
+        const auto [byte, bit] = code_at(place.bits, i);
+        const int code = message.codes[place.offset + byte] >> bit & ((1 << place.bits) - 1);
+        const int half = 1 << (place.bits - 1);
+        const int64_t k = g * fl::kScaleGroups + i / 16;
+        const float scale = flat ? fl::scale_value(reinterpret_cast<const uint16_t *>(message.group_scales)[k])
+                                 : float(message.group_scales[k]) * (fl::scale_value(message.scales[g]) / 255.0f);
+        const float level = fl::levels_of(levels, place.bits).value[code % half];
+        values[g * fl::kSuperGroup + i] = fl::signed_value(level * scale, uint32_t(code / half));
+      }
+    }
+    values.resize(spec.numel);
+    return values;
+  }
+};
+
 struct CastCodec {
   const fl_spec &spec;
 
@@ -203,6 +290,8 @@ int with_codec(const fl_spec &spec, const Body &body) {
     body(IntCodec{spec});
   else if (spec.codec == FL_BLOCK)
     body(BlockCodec{spec});
+  else if (spec.codec == FL_DYNAMIQ)
+    body(DynamiqCodec{spec});
   else
     body(CastCodec{spec});
   return FL_OK;
@@ -262,6 +351,35 @@ void reference_noise(uint64_t seed, uint64_t first, int64_t n, float *out) {
     const uint64_t number = first + uint64_t(i);
     out[i] = fl::rounding_noise(fl::random_bits(fl::key_at(key, number), uint32_t(number)));
   }
+}
+
+// fl_dynamiq_stats of one super-group of n elements.
+void reference_stats(const float *x, int64_t n, float *mean, float *squares) {
+  float v[fl::kSuperGroup] = {}, w[fl::kSuperGroup] = {};
+  for (int64_t i = 0; i < n; ++i) v[i] = x[i], w[i] = x[i] * x[i];
+  *mean = fl::sum_super_group(v) / float(n);
+  *squares = fl::sum_super_group(w);
+}
+
+// The 2^(bits - 1) levels of a width.
+void reference_levels(int bits, uint32_t epsilons, float *values) {
+  const fl::DynamiqLevels all = fl::dynamiq_levels(epsilons);
+  std::memcpy(values, fl::levels_of(all, bits).value, sizeof(float) << (bits - 1));
+}
+
+// How often a value between 0 and the largest, 1, becomes the level below and the one above, of n places that cover (0, 1); by
+// how much the mean differs from it, in steps.
+double reference_bias(int bits, uint32_t epsilons, float value, int n) {
+  const fl::DynamiqLevels all = fl::dynamiq_levels(epsilons);
+  const fl::Levels &levels = fl::levels_of(all, bits);
+  double sum = 0.0;
+  for (int i = 0; i < n; ++i) {
+    const int r = fl::level_number(levels, bits, value * levels.span, (float(i) + 0.5f) / float(n));
+    sum += levels.value[r];
+  }
+  int below = 0;
+  while (below + 1 < levels.top && levels.value[below + 1] <= value) ++below;
+  return (sum / n - value) / (levels.value[below + 1] - levels.value[below]);
 }
 
 }  // extern "C"

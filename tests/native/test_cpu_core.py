@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fusionlayer import native
-from fusionlayer.errors import ConfigError
+from fusionlayer.errors import ConfigError, FusionLayerError, WireError
 from tests.native.abi import (
     BAD_ARGUMENT,
     BF16,
@@ -41,6 +41,7 @@ from tests.native.abi import (
     block_case,
     block_cases,
     cast_case,
+    dynamiq_case,
     int_case,
     itemsize,
     results,
@@ -158,6 +159,93 @@ def test_block_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, number:
         for numel in (next(lengths), next(lengths), 2 * case.param[1] + 5):
             varied = replace(case, numel=numel, count=next(counts), dtype=next(dtypes))
             check(cpu, reference, replace(varied, misaligned=i % 2 == 1))
+
+
+DYNAMIQ_LENGTHS = (*LENGTHS, 511, 512, 2000, 64 * 256, 64 * 256 + 1, 70 * 256 + 77)
+
+
+@pytest.mark.parametrize("flags", [0, native.DYNAMIQ_FLAT])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_dynamiq_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int, flags: int) -> None:
+    places = itertools.cycle([(0, 1), (1, 2), (2, 3), (0, 7), (16383, 16384)])
+    epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 700), (500, 200)])
+    for i, numel in enumerate(DYNAMIQ_LENGTHS):
+        case = dynamiq_case(flags, next(places), next(epsilons), numel, dtype=dtype, offset=256 * i)
+        check(cpu, reference, replace(case, count=(1, 2, 3)[i % 3] if numel < 3000 else 1, misaligned=i % 2 == 1))
+    check(cpu, reference, dynamiq_case(flags, (1, 3), numel=2999, dtype=dtype, count=2), garbage=True)
+    for offset in (2**39 - 512, 2**40 + 256, 2**55):
+        check(cpu, reference, dynamiq_case(flags, (1, 3), numel=700, dtype=dtype, offset=offset))
+
+
+def test_statistics_of_super_groups_are_as_specified(isa: ctypes.CDLL, reference: ctypes.CDLL) -> None:
+    for name, dtype in ((torch.float32, F32), (torch.bfloat16, BF16), (torch.float16, F16)):
+        x = torch.from_numpy(values(3, dtype, 5 * 256 + 31).copy()).view(name)
+        for residual in (None, torch.from_numpy(values(4, F32, x.numel()).copy()).view(torch.float32)):
+            means, squares = native.dynamiq_stats(x, residual)
+            given = x.float() if residual is None else x.float() + residual
+            for i, part in enumerate(given.split(256)):
+                want = torch.empty(2)
+                reference.reference_stats(
+                    ctypes.c_void_p(part.contiguous().data_ptr()),
+                    ctypes.c_int64(part.numel()),
+                    ctypes.c_void_p(want[:1].data_ptr()),
+                    ctypes.c_void_p(want[1:].data_ptr()),
+                )
+                torch.testing.assert_close(torch.stack([means[i], squares[i]]), want, rtol=0, atol=0, equal_nan=True)
+    assert all(t.numel() == 0 for t in native.dynamiq_stats(torch.empty(0)))
+
+
+def levels(reference: ctypes.CDLL, bits: int, epsilons: tuple[int, int]) -> torch.Tensor:
+    found = torch.empty(1 << (bits - 1))
+    reference.reference_levels(
+        bits, ctypes.c_uint32(epsilons[0] | epsilons[1] << 16), ctypes.c_void_p(found.data_ptr())
+    )
+    return found
+
+
+def test_levels_of_dynamiq_are_the_known_ones(reference: ctypes.CDLL) -> None:
+    """The paper's f(epsilon, r), computed apart from the code."""
+    known = torch.tensor([0, 0.091539, 0.196425, 0.316604, 0.454304, 0.612081, 0.792861, 1])
+    assert float((levels(reference, 4, (2700, 610)) - known).abs().max()) < 1e-6
+    eight = levels(reference, 8, (2700, 610))
+    for r, value in ((1, 0.004758), (63, 0.380635), (64, 0.388225), (126, 0.987890)):
+        assert abs(float(eight[r]) - value) < 1e-6
+    for bits in (4, 8):
+        even = levels(reference, bits, (0, 0))
+        assert torch.equal(even, (torch.arange(len(even), dtype=torch.float64) / (len(even) - 1)).float())
+    assert levels(reference, 2, (2700, 610)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("epsilons", [(2700, 610), (0, 0), (3300, 700), (500, 200)])
+def test_dynamiq_rounds_to_the_neighbours_without_bias(reference: ctypes.CDLL, epsilons: tuple[int, int]) -> None:
+    reference.reference_bias.argtypes = (ctypes.c_int, ctypes.c_uint32, ctypes.c_float, ctypes.c_int)
+    reference.reference_bias.restype = ctypes.c_double
+    units = epsilons[0] | epsilons[1] << 16
+    for bits, most in (
+        (2, 0.001),
+        (4, 0.004 if epsilons[0] <= 2700 else 0.02),
+        (8, 0.006 if epsilons[1] <= 610 else 0.02),
+    ):
+        biases = [reference.reference_bias(bits, units, float(v), 1000) for v in np.linspace(0, 1, 2001)]
+        assert max(map(abs, biases)) < most
+
+
+def test_widths_that_contradict_themselves_are_refused(cpu: ctypes.CDLL) -> None:
+    bits = torch.tensor([8, 4, 2, 2], dtype=torch.uint8)
+    spec = native.CodecParams(native.DYNAMIQ, (0, 8, 1 << 16, 0)).spec(1024, torch.float32)
+    for place, value in ((0, 2), (4, 0), (8, 3), (8, 16), (16, 1)):
+        body = torch.zeros(128 + 128 + 128 + 512, dtype=torch.uint8)
+        native.dynamiq_widths(bits, body[:24])
+        native.decode(spec, [0, 128, 256, 384], body.unsqueeze(0), torch.empty(1024))
+        body[place] = value
+        with pytest.raises(WireError, match="contradicts itself"):
+            native.decode(spec, [0, 128, 256, 384], body.unsqueeze(0), torch.empty(1024))
+    full = torch.full((4,), 8, dtype=torch.uint8)
+    native.dynamiq_widths(full, body[:24])
+    with pytest.raises(WireError, match="contradicts itself"):
+        native.encode(spec, [0, 128, 256, 384], torch.ones(1024), None, body.unsqueeze(0))
+    with pytest.raises(FusionLayerError, match="neither"):
+        native.dynamiq_widths(full + 1, body[:24])
 
 
 @pytest.mark.parametrize("offset", [2**32 - 256, 2**40 + 128, 2**62])

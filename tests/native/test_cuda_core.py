@@ -28,6 +28,7 @@ from tests.native.abi import (
     block_case,
     block_cases,
     cast_case,
+    dynamiq_case,
     int_case,
     results,
     tah_case,
@@ -82,6 +83,31 @@ def test_block_writes_the_bytes_of_the_cpu_core(check: Check, number: str) -> No
     lengths = itertools.cycle((*LENGTHS, 2000))
     for case in varied(replace(start, numel=next(lengths)) for start in starts for _ in range(3)):
         check(case)
+
+
+@pytest.mark.parametrize("flags", [0, native.DYNAMIQ_FLAT])
+def test_dynamiq_writes_the_bytes_of_the_cpu_core(check: Check, flags: int) -> None:
+    epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 700), (500, 200)])
+    lengths = (*LENGTHS, 511, 2000, 64 * 256 + 1)
+    starts = (dynamiq_case(flags, (i, i + 1), next(epsilons), numel, offset=256 * i) for i, numel in enumerate(lengths))
+    for case in varied(starts):
+        check(case)
+    check(dynamiq_case(flags, (1, 3), numel=2999, count=2), garbage=True)
+    check(dynamiq_case(flags, (1, 3), numel=5000, count=40))
+    check(dynamiq_case(flags, (1, 3), numel=140_000, dtype=BF16))
+
+
+def test_statistics_of_super_groups_are_those_of_the_cpu_core(kernels: ctypes.CDLL) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for numel in (1, 255, 256, 1000, 70_001):
+            x, residual = gradient(numel, 1, dtype), gradient(numel, 2)
+            for kept in (None, residual):
+                want = torch.stack(native.dynamiq_stats(x, kept))
+                got = torch.empty_like(want)
+                pointers = x.data_ptr(), None if kept is None else kept.data_ptr(), numel
+                outputs = got[0].data_ptr(), got[1].data_ptr(), None
+                assert kernels.fl_dynamiq_stats(native.DTYPES[dtype], *pointers, *outputs) == 0
+                assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("choice", [native.ZIP_AUTO, native.ZIP_WINDOW, native.ZIP_TABLE])

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block_scale.h"
+#include "dynamiq.h"
 #include "rans.h"
 #include "sparse.h"
 #include "tahquant.h"
@@ -18,6 +19,7 @@ inline bool known_dtype(uint32_t dtype) { return dtype <= FL_F16; }
 
 inline int plane_count(const fl_spec &spec) {
   if (spec.codec == FL_TAHQUANT) return 5;
+  if (spec.codec == FL_DYNAMIQ) return kDynamiqPlanes;
   return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_CAST ? 1 : 2;
 }
 
@@ -32,8 +34,17 @@ inline bool is_lossless(const fl_spec &spec) { return spec.codec == FL_ZIP || sp
 
 inline int64_t rans_bytes(const fl_spec &spec) { return spec.numel ? rans_shape(spec).data_bytes() : 0; }
 
+inline int64_t dynamiq_plane_bytes(const fl_spec &spec, int p) {
+  const int64_t groups = super_groups(spec.numel);
+  const bool flat = spec.param[0] & FL_DYNAMIQ_FLAT;
+  if (p == 0) return width_runs(groups) * int64_t(sizeof(WidthRun));
+  if (p == 1) return flat ? 0 : groups * 2;
+  return p == 2 ? groups * kScaleGroups * (flat ? 2 : 1) : int64_t(spec.param[1]) * kLeastCodes;
+}
+
 // Bytes of plane p of one message.
 inline int64_t plane_bytes(const fl_spec &spec, int p) {
+  if (spec.codec == FL_DYNAMIQ) return dynamiq_plane_bytes(spec, p);
   if (spec.codec == FL_CAST) return spec.numel * element_size(spec.param[0]);
   if (spec.codec == FL_SPARSE) return sparse_shape(spec).plane_bytes(p);
   if (spec.codec == FL_ZIP) return p || !spec.numel ? zip_shape(spec).bytes() : int64_t(sizeof(ZipHead));
@@ -68,6 +79,14 @@ inline int check_sparse(const fl_spec &spec) {
   if (param[0] > FL_SPARSE_SHORT || !known_dtype(param[1]) || param[2] > spec.numel) return FL_BAD_ARGUMENT;
   if (spec.offset < 0 || spec.offset > kMaxElements) return FL_BAD_ARGUMENT;
   return param[1] == FL_F16 || param[3] & ~uint32_t(FL_SPARSE_RANDOM) ? FL_UNSUPPORTED : FL_OK;
+}
+
+inline int check_dynamiq(const fl_spec &spec) {
+  const uint32_t *param = spec.param, rank = param[2] & 0xffff, ranks = param[2] >> 16;
+  if (param[1] < uint64_t(super_groups(spec.numel)) || rank >= ranks || ranks > kMostRanks) return FL_BAD_ARGUMENT;
+  if (spec.offset < 0 || spec.offset > kMaxElements || spec.offset % kSuperGroup) return FL_BAD_ARGUMENT;
+  if (!epsilons_fit(param[3])) return FL_BAD_ARGUMENT;
+  return param[0] & ~uint32_t(FL_DYNAMIQ_FLAT) ? FL_UNSUPPORTED : FL_OK;
 }
 
 inline int check_zip(const fl_spec &spec) {
@@ -106,7 +125,7 @@ inline int check_tahquant(const fl_spec &spec) {
 
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec > FL_TAHQUANT && spec->codec != FL_RANS) return FL_UNSUPPORTED;
+  if (spec->codec > FL_RANS) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   if (spec->codec == FL_SPARSE) return check_sparse(*spec);
   if (spec->codec == FL_BLOCK) return check_block(spec->param);
@@ -114,6 +133,7 @@ inline int check_spec(const fl_spec *spec) {
   if (spec->codec == FL_RANS) return check_rans(*spec);
   if (spec->codec == FL_THC) return check_thc(*spec);
   if (spec->codec == FL_TAHQUANT) return check_tahquant(*spec);
+  if (spec->codec == FL_DYNAMIQ) return check_dynamiq(*spec);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
@@ -207,6 +227,13 @@ inline int check_token_keys(const fl_spec *spec, const void *x, const float *res
 inline int check_accumulate(uint32_t dtype, const void *x, int64_t numel, const float *acc) {
   if (!known_dtype(dtype) || numel < 0 || numel > kMaxElements) return FL_BAD_ARGUMENT;
   return first_error(check_array(x, numel, element_size(dtype)), check_array(acc, numel, 4));
+}
+
+inline int check_dynamiq_stats(uint32_t dtype, const void *x, const float *residual, int64_t numel, const float *means,
+                               const float *squares) {
+  if (!known_dtype(dtype) || numel < 0 || numel > kMaxElements) return FL_BAD_ARGUMENT;
+  const int arrays = first_error(check_array(x, numel, element_size(dtype)), check_optional(residual, numel, 4));
+  return first_error(arrays, first_error(check_array(means, numel, 4), check_array(squares, numel, 4)));
 }
 
 // A call that looks at acc alone and leaves its result in out.

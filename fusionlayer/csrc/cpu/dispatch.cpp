@@ -5,6 +5,7 @@
 
 #include "arguments.h"
 #include "crc32c.h"
+#include "dynamiq_verbs.h"
 #include "float_environment.h"
 #include "fusionlayer_codec.h"
 #include "kernels.h"
@@ -58,6 +59,7 @@ const Isa *best_isa() {
 int64_t unit_of(const fl_spec &spec) {
   if (spec.codec == FL_CAST) return kCastUnit;
   if (spec.codec == FL_THC) return thc_shape(spec).block;
+  if (spec.codec == FL_DYNAMIQ) return kSuperGroup;
   return spec.codec == FL_TAHQUANT ? spec.param[2] : spec.param[1];
 }
 
@@ -68,6 +70,8 @@ int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t 
   const int64_t units = messages * ((spec.numel + unit - 1) / unit);
   const int64_t work = std::max<int64_t>(1, inputs) * unit;  // of one unit, in elements
   if (units == 0) return FL_OK;
+  if (spec.codec == FL_DYNAMIQ)
+    if (const int bad = prepare_dynamiq(job)) return bad;
   job.key = make_key(spec.seed);
   job.streamed = result_bytes >= kStreamedBytes;
   const FloatEnvironment ieee;
@@ -205,6 +209,23 @@ int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int
   const fl::TahShape shape = fl::tah_shape(*spec);
   fl::run_units(&fl::Kernels::token_keys, job, count * shape.tokens(), shape.channels);
   return FL_OK;
+}
+
+int fl_dynamiq_stats(uint32_t dtype, const void *x, const float *residual, int64_t numel, float *means, float *squares,
+                     void *) {
+  if (const int bad = fl::check_dynamiq_stats(dtype, x, residual, numel, means, squares)) return bad;
+  const fl::SuperGroupStats job{x, residual, numel, dtype, means, squares};
+  const fl::FloatEnvironment ieee;
+  const auto task = [&job](int64_t begin, int64_t end) { fl::kernels().dynamiq_stats(job, begin, end); };
+  const int64_t groups = fl::super_groups(numel);
+  const int64_t grain = numel < fl::kInlineElements ? groups : fl::kGrainElements / fl::kSuperGroup;
+  if (groups > 0) fl::parallel_for(groups, grain, fl::RangeTask(task));
+  return FL_OK;
+}
+
+int fl_dynamiq_widths(const uint8_t *bits, int64_t groups, void *plane) {
+  if (groups < 0 || (groups && (!bits || !plane || !fl::aligned(plane, 8)))) return FL_BAD_ARGUMENT;
+  return fl::write_widths(bits, groups, static_cast<fl::WidthRun *>(plane));
 }
 
 const char *fl_build_info(void) {

@@ -3,6 +3,7 @@
 
 #include "block_codec.h"
 #include "cast_codec.h"
+#include "dynamiq_codec.h"
 #include "int_codec.h"
 #include "magnitudes.h"
 #include "sparse_decode.h"
@@ -52,6 +53,7 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
   if (job.spec->codec == FL_CAST)
     return with_dtype(param[0], [&](auto wire) { body(CastCodec<typename decltype(wire)::type>(job)); });
   if (job.spec->codec == FL_BLOCK) return with_numbers(job, body);
+  if (job.spec->codec == FL_DYNAMIQ) return body(DynamiqCodec(job));
   if (job.spec->codec == FL_TAHQUANT) return body(TahCodec(job));
   if constexpr (kThc)
     if (job.spec->codec == FL_THC) return body(ThcCodec(job));
@@ -138,6 +140,10 @@ void run_token_keys(const Job &job, int64_t begin, int64_t end) {
   with_dtype(job.spec->dtype, [&](auto type) { token_keys<typename decltype(type)::type>(job, begin, end); });
 }
 
+void run_dynamiq_stats(const SuperGroupStats &job, int64_t begin, int64_t end) {
+  with_dtype(job.dtype, [&](auto type) { dynamiq_stats<typename decltype(type)::type>(job, begin, end); });
+}
+
 }  // namespace
 
 #define FL_TEXT(name) #name
@@ -165,6 +171,7 @@ const Kernels kernels = {
     run_zip_decode_sum,
     add_codes,
     run_token_keys,
+    run_dynamiq_stats,
 };
 
 }  // namespace fl::FL_ISA

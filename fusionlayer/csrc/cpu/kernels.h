@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "dynamiq.h"
 #include "fusionlayer_codec.h"
 #include "rng.h"
 #include "sparse.h"
@@ -21,6 +22,8 @@ struct Job {
   bool add;
   bool look;      // encode and recode of FL_SCALE_MESSAGE, first pass: only the largest magnitude of each message
   bool streamed;  // results are large: they need not pass through the caches
+  const DynamiqLevels *levels;  // FL_DYNAMIQ
+  DynamiqKeys dynamiq;
 };
 
 // Work is counted in units that no two threads share: groups, or kCastUnit elements. The units of encode and decode run
@@ -38,6 +41,15 @@ struct Accumulation {
   bool nesterov;
   float *velocity, *acc;
   int64_t numel;
+};
+
+// fl_dynamiq_stats.
+struct SuperGroupStats {
+  const void *x;
+  const float *residual;
+  int64_t numel;
+  uint32_t dtype;
+  float *means, *squares;
 };
 
 // The magnitudes between two, both included, which are gathered while those above are counted.
@@ -108,6 +120,7 @@ struct Kernels {
 
   Verb *add_codes;   // runs of 32 elements; y: the sums
   Verb *token_keys;  // tokens of all messages; y: the keys
+  void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
 };
 
 constexpr int kBoundGroup = 4;  // count_above takes bounds in groups

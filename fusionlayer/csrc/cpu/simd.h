@@ -204,6 +204,16 @@ FL_INLINE vi max_of_each(const vi *v) {
     return max_pairs(max_of_each<N / 2>(v), max_of_each<N / 2>(v + N / 2), AllLanes{});
 }
 
+// Lane i of the result is the sum of lanes 2 i and 2 i + 1 of the two vectors in a row.
+template <int... I>
+FL_INLINE vf add_pairs(vf a, vf b, Lanes<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+#else
+  return __builtin_shuffle(a, b, vi{(2 * I)...}) + __builtin_shuffle(a, b, vi{(2 * I + 1)...});
+#endif
+}
+
 // Tables --------------------------------------------------------------------------------------------------------------
 
 // table[index[i]], each index from 0 to 31.
@@ -219,6 +229,51 @@ FL_INLINE vi look_up(const int32_t *table, vi index) {
   return found;
 #endif
 }
+
+// N values, 8 or 128, at an address that is a multiple of 64 and has room for 16; each lane's by its index below N. With
+// AVX-512 they stay in registers.
+template <int N>
+class Lookup {
+ public:
+#if defined(FL_AVX512)
+  explicit FL_INLINE Lookup(const float *values) {
+    for (int i = 0; i < kCount; ++i) v_[i] = load(values + i * kLanes);
+  }
+
+  FL_INLINE vf operator()(vi index) const {
+    const __m512i i = (__m512i)index;
+    if constexpr (N <= kLanes) {
+      return _mm512_permutexvar_ps(i, v_[0]);
+    } else {
+      const __mmask16 odd = _mm512_test_epi32_mask(i, _mm512_set1_epi32(32));
+      const vf low =
+          _mm512_mask_mov_ps(_mm512_permutex2var_ps(v_[0], i, v_[1]), odd, _mm512_permutex2var_ps(v_[2], i, v_[3]));
+      const vf high =
+          _mm512_mask_mov_ps(_mm512_permutex2var_ps(v_[4], i, v_[5]), odd, _mm512_permutex2var_ps(v_[6], i, v_[7]));
+      return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(i, _mm512_set1_epi32(64)), high);
+    }
+  }
+
+ private:
+  static constexpr int kCount = N <= kLanes ? 1 : N / kLanes;
+  vf v_[kCount];
+#else
+  explicit FL_INLINE Lookup(const float *values) : values_(values) {}
+
+  FL_INLINE vf operator()(vi index) const {
+#if defined(FL_AVX2)
+    return _mm256_i32gather_ps(values_, (__m256i)index, 4);
+#else
+    vf found;
+    for (int i = 0; i < kLanes; ++i) found[i] = values_[index[i]];
+    return found;
+#endif
+  }
+
+ private:
+  const float *values_;
+#endif
+};
 
 // Masks ---------------------------------------------------------------------------------------------------------------
 
@@ -484,6 +539,30 @@ FL_INLINE void widen_bytes(Bytes16 low, Bytes16 high, vh (&v)[kHalfVectors]) {
   v[3] = (vh)_mm_unpackhi_epi8((__m128i)high, zero);
 #else
   for (int i = 0; i < kBlock; ++i) v[i / (2 * kLanes)][i % (2 * kLanes)] = i < 16 ? low[i] : high[i - 16];
+#endif
+}
+
+// The upper halves of the products of 16-bit lanes, and the smaller one of two.
+FL_INLINE vh high_products(vh a, vh b) {
+#if defined(FL_AVX512)
+  return (vh)_mm512_mulhi_epu16((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return (vh)_mm256_mulhi_epu16((__m256i)a, (__m256i)b);
+#elif defined(FL_SSE2)
+  return (vh)_mm_mulhi_epu16((__m128i)a, (__m128i)b);
+#else
+  for (int i = 0; i < 2 * kLanes; ++i) a[i] = uint16_t(uint32_t(a[i]) * b[i] >> 16);
+  return a;
+#endif
+}
+
+FL_INLINE vh min(vh a, vh b) {
+#if defined(FL_AVX512)
+  return (vh)_mm512_min_epu16((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return (vh)_mm256_min_epu16((__m256i)a, (__m256i)b);
+#else
+  return a < b ? a : b;
 #endif
 }
 

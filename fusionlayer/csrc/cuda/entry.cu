@@ -19,6 +19,27 @@ namespace {
 constexpr int kErrorBytes = 256;
 thread_local char last_error[kErrorBytes];
 
+// A codec's kernels; what it lacks is not done here.
+struct Verbs {
+  decltype(&cast_encode) encode;
+  decltype(&cast_decode) decode;
+  decltype(&cast_decode_sum) decode_sum;
+  decltype(&cast_recode) recode;
+};
+
+// By enum fl_codec.
+constexpr Verbs kVerbs[] = {
+    {cast_encode, cast_decode, cast_decode_sum, cast_recode},
+    {int_encode, int_decode, int_decode_sum, int_recode},
+    {nullptr, nullptr, sparse_decode_sum, nullptr},
+    {block_encode, block_decode, block_decode_sum, block_recode},
+    {zip_encode, zip_decode, zip_decode_sum, nullptr},
+    {thc_encode, thc_decode, thc_decode_sum, nullptr},
+    {tah_encode, tah_decode, tah_decode_sum, tah_recode},
+    {dynamiq_encode, dynamiq_decode, dynamiq_decode_sum, dynamiq_recode},
+    {nullptr, nullptr, nullptr, nullptr},
+};
+
 }  // namespace
 
 int finish(cudaError_t error) {
@@ -36,52 +57,34 @@ extern "C" {
 
 int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *stream) {
   if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
-  if (spec->codec == FL_RANS) return FL_UNSUPPORTED;
+  const auto encode = fl::kVerbs[spec->codec].encode;
+  if (!encode) return FL_UNSUPPORTED;
   if (spec->numel == 0 || out->count == 0) return FL_OK;
-  const auto encode = spec->codec == FL_INT     ? fl::int_encode
-                      : spec->codec == FL_BLOCK ? fl::block_encode
-                      : spec->codec == FL_ZIP   ? fl::zip_encode
-                      : spec->codec == FL_THC   ? fl::thc_encode
-                      : spec->codec == FL_TAHQUANT ? fl::tah_encode
-                                                : fl::cast_encode;
   return finish(encode(*spec, x, residual, *out, as_stream(stream)));
 }
 
 int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream) {
   if (const int bad = fl::check_decode(spec, in, out)) return bad;
-  if (spec->codec == FL_RANS) return FL_UNSUPPORTED;
+  const auto decode = fl::kVerbs[spec->codec].decode;
+  if (!decode) return FL_UNSUPPORTED;
   if (spec->numel == 0 || in->count == 0) return FL_OK;
-  const auto decode = spec->codec == FL_INT     ? fl::int_decode
-                      : spec->codec == FL_BLOCK ? fl::block_decode
-                      : spec->codec == FL_ZIP   ? fl::zip_decode
-                      : spec->codec == FL_THC   ? fl::thc_decode
-                      : spec->codec == FL_TAHQUANT ? fl::tah_decode
-                                                : fl::cast_decode;
   return finish(decode(*spec, *in, out, as_stream(stream)));
 }
 
 int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream) {
   if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
-  if (spec->codec == FL_RANS) return FL_UNSUPPORTED;
+  const auto decode_sum = fl::kVerbs[spec->codec].decode_sum;
+  if (!decode_sum) return FL_UNSUPPORTED;
   if (spec->numel == 0) return FL_OK;
-  const auto decode_sum = spec->codec == FL_SPARSE  ? fl::sparse_decode_sum
-                          : spec->codec == FL_INT   ? fl::int_decode_sum
-                          : spec->codec == FL_BLOCK ? fl::block_decode_sum
-                          : spec->codec == FL_ZIP   ? fl::zip_decode_sum
-                          : spec->codec == FL_THC   ? fl::thc_decode_sum
-                          : spec->codec == FL_TAHQUANT ? fl::tah_decode_sum
-                                                    : fl::cast_decode_sum;
   return finish(decode_sum(*spec, *in, out, add != 0, as_stream(stream)));
 }
 
 int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
               void *stream) {
   if (const int bad = fl::check_recode(spec, in, x, residual, out)) return bad;
+  const auto recode = fl::kVerbs[spec->codec].recode;
+  if (!recode) return FL_UNSUPPORTED;
   if (spec->numel == 0) return FL_OK;
-  const auto recode = spec->codec == FL_INT     ? fl::int_recode
-                      : spec->codec == FL_BLOCK ? fl::block_recode
-                      : spec->codec == FL_TAHQUANT ? fl::tah_recode
-                                                : fl::cast_recode;
   return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
 }
 

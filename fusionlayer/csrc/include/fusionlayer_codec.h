@@ -59,6 +59,14 @@ enum fl_codec {
   FL_TAHQUANT = 6,/* plane 0: marks of coarse tokens, which are there beforehand; plane 1: pivots; planes 2 and 3: offsets
                     and steps, bf16; plane 4: codes. param[0] = bits, 4 or 6; param[1] = channels of a token, a multiple of
                     the tile up to 16384; param[2] = tile, 32, 64 or 128; param[3] = coarse tokens, 0 with 6 bits */
+  FL_DYNAMIQ = 7,
+                 /* plane 0: widths of super-groups of 256 elements, 24 bytes for each 64; fl_encode and fl_recode find them
+                    there (fl_dynamiq_widths writes them). plane 1: a bf16 scale per super-group; plane 2: a u8 scale per
+                    16 elements; plane 3: codes. param[0] = flags, FL_DYNAMIQ_*; param[1] = room for codes, in units of 64
+                    bytes; param[2] = rank | ranks << 16, those whose rounding is anticorrelated, ranks <= 16384; param[3]
+                    = epsilon of 4 bits | of 8 bits << 16, in 1e-4, 0 for even levels. Offsets are multiples of 256. Where
+                    widths contradict themselves or the room the CPU gives FL_BAD_MESSAGE; CUDA leaves out what would lie
+                    outside. docs/wire_format.md has the rest */
   FL_RANS = 8    /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP.
                     param[0] = fl_dtype of what was encoded, as for FL_ZIP, as are the limits of verbs and numel */
 };
@@ -78,6 +86,7 @@ enum {
 };
 
 enum { FL_THC_UNIFORM = 1, FL_THC_STOCHASTIC = 2, FL_THC_RANKS_SHIFT = 16 };
+enum { FL_DYNAMIQ_FLAT = 1 /* plane 1 is empty, plane 2 has a bf16 scale per 16 elements */ };
 
 /* Which exponents get a code: seven in a row, seven of any kind, or whichever has more. */
 enum fl_zip_choice { FL_ZIP_AUTO = 0, FL_ZIP_WINDOW = 1, FL_ZIP_TABLE = 2 };
@@ -186,6 +195,16 @@ FL_API int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *wo
  * last pair. */
 FL_API int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc, float *clear,
                             int64_t threshold, int64_t ties, void *workspace, const fl_messages *out, void *stream);
+
+/* Super-groups of FL_DYNAMIQ ------------------------------------------------------------------------------------------ */
+
+/* For each 256 elements of x + residual (f32, may be null): their mean, the last ones' over those that there are, and the
+ * sum of their squares. f32, neighbours added first. */
+FL_API int fl_dynamiq_stats(uint32_t dtype, const void *x, const float *residual, int64_t numel, float *means,
+                            float *squares, void *stream);
+
+/* Plane 0 for `groups` super-groups from a byte for each: 2, 4 or 8 bits. CPU library only. */
+FL_API int fl_dynamiq_widths(const uint8_t *bits, int64_t groups, void *plane);
 
 /* What this library is: "key=value" lines (abi, kind, compiler, isas or archs). Static storage. */
 FL_API const char *fl_build_info(void);

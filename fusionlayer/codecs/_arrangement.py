@@ -1,0 +1,50 @@
+"""Blocks that change places before they travel, relative to their means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arrangement"]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The order in which blocks of a tensor travel, and what is subtracted from each; the same on all ranks.
+
+    Attributes:
+        numel: elements of the tensor.
+        block: elements of a block; the last one is filled up with zeros.
+        order: (m,) int64, for each place the block that travels there; None: its own.
+        means: (m,) f32, what is subtracted from each block on every rank; None: nothing.
+        ranks: how many do so.
+    """
+
+    numel: int
+    block: int
+    order: Tensor | None
+    means: Tensor | None
+    ranks: int
+
+    def arrange(self, x: Tensor, *, centred: bool = True) -> Tensor:
+        """Return ``x`` (numel,) in the order of travel, relative to means if ``centred``: (m * block,) f32, a copy."""
+        missing = -self.numel % self.block
+        rows = torch.nn.functional.pad(x.float(), (0, missing)).view(-1, self.block)
+        rows = rows.clone() if self.order is None else rows.index_select(0, self.order)
+        if centred and self.means is not None:
+            rows -= (self.means if self.order is None else self.means[self.order])[:, None]
+        if missing:
+            last = len(rows) - 1
+            rows[last if self.order is None else self.order == last, self.block - missing :] = 0
+        return rows.view(-1)
+
+    def restore(self, total: Tensor, out: Tensor, *, centred: bool = True) -> None:
+        """Fill ``out`` (numel,) from a sum over ranks ``total`` (m * block,) f32 in the order of travel."""
+        rows = total.view(-1, self.block)
+        if self.order is not None:
+            rows = torch.empty_like(rows).index_copy_(0, self.order, rows)
+        if centred and self.means is not None:
+            rows = rows + (self.means * self.ranks)[:, None]
+        out.copy_(rows.view(-1)[: self.numel])

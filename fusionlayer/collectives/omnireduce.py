@@ -1,0 +1,58 @@
+"""``omnireduce``: ranks agree on the blocks that any of them selects, and sum those."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import codecs
+from ..codecs import Codec
+from ..codecs.omnireduce import OmniReduce
+from ..errors import ConfigError
+from ..transport import Transport
+from ._base import collective
+from .ring import ring
+
+__all__ = ["omnireduce"]
+
+
+@collective("omnireduce")
+def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
+    """Sum the blocks that any rank has selected, in bf16 around a ring (DynamiQ, appendix C, after OmniReduce).
+
+    1. Select: each rank its blocks with the most energy, as many as ``codec.share`` says.
+    2. Union: ranks agree on the blocks that any has selected, a byte each.
+    3. Reduce: these, one behind the other, go around a ring in bf16. All other sums are 0.
+    4. Adapt: the share, so that the union comes to what the budget allows.
+
+    A rank sends 2 (size - 1) / size of the union, 2 bytes a value; how large that is depends on the values, and follows
+    the budget only over several sums. ``residual`` keeps what did not travel, and what bf16 lost.
+    """
+    if not isinstance(codec, OmniReduce):
+        raise ConfigError(
+            f"algorithm 'omnireduce' sums the blocks that ranks select and cannot use {codec}; choose another algorithm"
+        )
+    numel, size = x.numel(), codec.block_size
+    if not numel:
+        return
+    wanted = codec.travelling(numel)
+    given = x.float() if residual is None else x + residual
+    union = torch.zeros(codec.blocks(numel), dtype=torch.uint8, device=x.device)
+    everything = wanted == codec.blocks(numel)
+    union[codec.select(given, wanted if everything else codec.share.select(wanted, transport.size))] = 1
+    transport.all_reduce_max(union)
+    chosen = union.nonzero().view(-1)
+    if not everything:
+        codec.share.adapt(wanted, len(chosen))
+    rows = codec.rows(given)
+    total = rows[chosen].view(-1)
+    lost = None if residual is None else torch.zeros_like(total)
+    ring(total, codecs.get("bf16").bare, transport, seed=seed, residual=lost)
+    if residual is not None and lost is not None:
+        kept = rows.clone()
+        kept[chosen] = lost.view(-1, size)
+        kept = kept.view(-1)[:numel]
+        residual.copy_(torch.where(kept.isfinite(), kept, residual))
+    rows = torch.zeros_like(rows)
+    rows[chosen] = total.view(-1, size)
+    x.copy_(rows.view(-1)[:numel])
