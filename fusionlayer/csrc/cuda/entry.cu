@@ -37,37 +37,37 @@ extern "C" {
 int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *stream) {
   if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
   if (spec->numel == 0 || out->count == 0) return FL_OK;
-  const auto encode = spec->codec == FL_INT     ? fl::int_encode
-                      : spec->codec == FL_BLOCK ? fl::block_encode
-                      : spec->codec == FL_ZIP   ? fl::zip_encode
-                      : spec->codec == FL_THC   ? fl::thc_encode
+  const auto encode = spec->codec == FL_INT        ? fl::int_encode
+                      : spec->codec == FL_BLOCK    ? fl::block_encode
+                      : spec->codec == FL_ZIP      ? fl::zip_encode
+                      : spec->codec == FL_THC      ? fl::thc_encode
                       : spec->codec == FL_TAHQUANT ? fl::tah_encode
-                                                : fl::cast_encode;
+                                                   : fl::cast_encode;
   return finish(encode(*spec, x, residual, *out, as_stream(stream)));
 }
 
 int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream) {
   if (const int bad = fl::check_decode(spec, in, out)) return bad;
   if (spec->numel == 0 || in->count == 0) return FL_OK;
-  const auto decode = spec->codec == FL_INT     ? fl::int_decode
-                      : spec->codec == FL_BLOCK ? fl::block_decode
-                      : spec->codec == FL_ZIP   ? fl::zip_decode
-                      : spec->codec == FL_THC   ? fl::thc_decode
+  const auto decode = spec->codec == FL_INT        ? fl::int_decode
+                      : spec->codec == FL_BLOCK    ? fl::block_decode
+                      : spec->codec == FL_ZIP      ? fl::zip_decode
+                      : spec->codec == FL_THC      ? fl::thc_decode
                       : spec->codec == FL_TAHQUANT ? fl::tah_decode
-                                                : fl::cast_decode;
+                                                   : fl::cast_decode;
   return finish(decode(*spec, *in, out, as_stream(stream)));
 }
 
 int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream) {
   if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
   if (spec->numel == 0) return FL_OK;
-  const auto decode_sum = spec->codec == FL_SPARSE  ? fl::sparse_decode_sum
-                          : spec->codec == FL_INT   ? fl::int_decode_sum
-                          : spec->codec == FL_BLOCK ? fl::block_decode_sum
-                          : spec->codec == FL_ZIP   ? fl::zip_decode_sum
-                          : spec->codec == FL_THC   ? fl::thc_decode_sum
+  const auto decode_sum = spec->codec == FL_SPARSE     ? fl::sparse_decode_sum
+                          : spec->codec == FL_INT      ? fl::int_decode_sum
+                          : spec->codec == FL_BLOCK    ? fl::block_decode_sum
+                          : spec->codec == FL_ZIP      ? fl::zip_decode_sum
+                          : spec->codec == FL_THC      ? fl::thc_decode_sum
                           : spec->codec == FL_TAHQUANT ? fl::tah_decode_sum
-                                                    : fl::cast_decode_sum;
+                                                       : fl::cast_decode_sum;
   return finish(decode_sum(*spec, *in, out, add != 0, as_stream(stream)));
 }
 
@@ -75,10 +75,10 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
               void *stream) {
   if (const int bad = fl::check_recode(spec, in, x, residual, out)) return bad;
   if (spec->numel == 0) return FL_OK;
-  const auto recode = spec->codec == FL_INT     ? fl::int_recode
-                      : spec->codec == FL_BLOCK ? fl::block_recode
+  const auto recode = spec->codec == FL_INT        ? fl::int_recode
+                      : spec->codec == FL_BLOCK    ? fl::block_recode
                       : spec->codec == FL_TAHQUANT ? fl::tah_recode
-                                                : fl::cast_recode;
+                                                   : fl::cast_recode;
   return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
 }
 
