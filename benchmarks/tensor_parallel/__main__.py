@@ -143,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     shape = Shape(**{name: getattr(options, name) for name in asdict(Shape())})
     if shape.heads % options.ranks or shape.width % (shape.heads * 32):
-        parser.error(f"--ranks {options.ranks}, --heads {shape.heads}, --width {shape.width}: ranks divide heads, 32 heads the width")
+        given = f"--ranks {options.ranks}, --heads {shape.heads}, --width {shape.width}"
+        parser.error(f"{given}: expected ranks that divide the heads, and a width that is a multiple of 32 heads")
     if obstacle := why_not(networks[0]):
         parser.error(f"needs network namespaces: {obstacle}")
     refuse_if_busy(options.busy_ok, options.ranks)

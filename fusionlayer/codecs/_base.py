@@ -182,7 +182,7 @@ class Codec(ABC):
         """Return what this codec carries from one sum to the next, for checkpoints; nothing for most codecs."""
         return {}
 
-    def restore(self, numbers: Mapping[str, float]) -> None:
+    def restore(self, numbers: Mapping[str, float]) -> None:  # noqa: B027 - most codecs keep nothing
         """Take over what ``kept`` returned; without it begin anew. Other keys are ignored."""
 
     def agree_rows(self, rows: Tensor, numel: int, transport: Transport, *, seed: int = 0) -> Codec:

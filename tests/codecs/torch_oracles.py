@@ -68,7 +68,9 @@ class TorchTHC(TorchCodec):
     def decode_integers(self, integers: Tensor, count: int, out: Tensor) -> None:
         assert self.codec.rms is not None, "integers of several ranks are decoded by what the ranks agreed on"
         usual = self.codec.rms.isnan() | (self.codec.rms >= _TINY)
-        self._reconstruct((2 * integers - count * self.codec.largest).float(), torch.where(usual, self.codec.rms, 0.0), out)
+        self._reconstruct(
+            (2 * integers - count * self.codec.largest).float(), torch.where(usual, self.codec.rms, 0.0), out
+        )
 
     def _reconstruct(self, value: Tensor, rms: Tensor, out: Tensor) -> None:
         """Fill ``out`` (n,) from ``value`` (m,) in half steps of the levels: whole numbers, rotated exactly."""
@@ -155,7 +157,9 @@ class TorchTAHQuant(TorchCodec):
         largest = tiles.abs().topk(2, 1)
         stands_out = (largest.values[:, 0] >= 2 * largest.values[:, 1]) & (largest.values[:, 0] > 0)
         pivot = torch.where(stands_out, largest.indices[:, 0], 0)
-        rotated = hadamard(_swapped(tiles, pivot).view(-1), self.codec.tile).view_as(tiles) * (1 / math.sqrt(self.codec.tile))
+        rotated = hadamard(_swapped(tiles, pivot).view(-1), self.codec.tile).view_as(tiles) * (
+            1 / math.sqrt(self.codec.tile)
+        )
         return torch.where(stands_out[:, None], rotated, tiles), torch.where(stands_out, pivot, _NO_PIVOT)
 
     def _rotate_back(self, tiles: Tensor, pivot: Tensor) -> Tensor:
@@ -174,7 +178,9 @@ class TorchTAHQuant(TorchCodec):
         """Return (tokens, channels) int32; ``marks`` (tokens,) says which tokens are coarse."""
         tokens = len(marks)
         cut = (tokens - coarse) * self.codec.channels * self.codec.bits // 8
-        parts = [unpack_runs(data[:cut], self.codec.bits)] + ([unpack_runs(data[cut:], self.codec.bits - 1)] if coarse else [])
+        parts = [unpack_runs(data[:cut], self.codec.bits)] + (
+            [unpack_runs(data[cut:], self.codec.bits - 1)] if coarse else []
+        )
         codes = torch.empty(tokens, self.codec.channels, dtype=torch.int32, device=data.device)
         codes[marks.argsort(stable=True)] = torch.cat(parts).view(tokens, -1)
         return codes

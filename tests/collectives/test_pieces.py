@@ -101,8 +101,8 @@ def test_the_halves(world: int, codec: Codec, piece: int | None) -> None:
                 norms = sum(float(source.norm()) for source in sources)
                 if isinstance(codec, HomomorphicCodec):  # all rows have the scale of the largest
                     coarse = 1.5 * agreed_coarseness(codec, numel, torch.float32, world) + 1e-6
-                    rows_of_all = [given(rank, 1 + to, numel, torch.float32) for rank in range(world) for to in range(world)]
-                    norms = world * max(float(row.norm()) for row in rows_of_all)
+                    every_row = [given(r, 1 + to, numel, torch.float32) for r in range(world) for to in range(world)]
+                    norms = world * max(float(row.norm()) for row in every_row)
                 assert float((mine.double() - exact).norm()) <= coarse * norms
 
     over_threads(world, body)

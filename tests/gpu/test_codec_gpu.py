@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.thc import THC
 from tests.synthetic import awkward, bit_patterns, gradient
 
 pytestmark = [
@@ -47,6 +49,12 @@ def core_codecs() -> Iterator[Codec]:
         yield fl.codecs.get("mxfp4", scale=scale, header=False)
     yield from (fl.codecs.get("zip", exponents=choice, header=False) for choice in ("auto", "window", "table"))
     yield fl.codecs.get("zip", sigma=0.25, header=False)
+    for block, levels in product((32, 64, 128, 256, 512, 1024), ("normal", "uniform")):
+        for rounding in ("nearest", "stochastic"):
+            yield fl.codecs.get("thc", block_size=block, levels=levels, rounding=rounding, header=False)
+    for tile, channels in ((32, 128), (64, 384), (128, 1024)):
+        yield fl.codecs.get("tahquant", tile=tile, channels=channels, header=False)
+        yield fl.codecs.get("tahquant6", tile=tile, channels=channels, header=False)
 
 
 CODECS = list(core_codecs())
@@ -140,6 +148,28 @@ def test_every_bit_pattern(codec: Codec, dtype: torch.dtype) -> None:
     assert same(codec.compress(x, SEED), on_gpu)
     decoded = codec.decompress(on_gpu, x.shape, dtype)
     assert same(codec.decompress(on_gpu.cpu(), x.shape, dtype), decoded)
+
+
+@pytest.mark.parametrize("levels", ["normal", "uniform"])
+@pytest.mark.parametrize("count", [1, 8, 9, 137])
+def test_sums_of_codes(count: int, levels: str) -> None:
+    numel = 70_001
+    codec = fl.codecs.get("thc", levels=levels, header=False)
+    assert isinstance(codec, THC)
+    agreed = replace(codec, rms=torch.tensor(1.25), signs=5)
+    payloads = torch.zeros(count, codec.wire(numel).capacity, dtype=torch.uint8)
+    for rank, payload in enumerate(payloads):
+        agreed.encode(gradient(numel, rank), payload, seed=rank)
+    made = []
+    for device in (torch.device("cpu"), GPU):
+        each = replace(agreed, rms=torch.tensor(1.25, device=device))
+        total = torch.zeros(codec.sum_bytes(numel, count), dtype=torch.uint8, device=device)
+        each.add_codes(payloads.to(device), total, numel, torch.float32)
+        out = torch.zeros(numel, device=device)
+        each.decode_sums(total.unsqueeze(0), out, numel, count)
+        made.append((total, out))
+    (total, out), (total_gpu, out_gpu) = made
+    assert same(total, total_gpu) and same(out, out_gpu)
 
 
 @typical_codec

@@ -66,7 +66,8 @@ class Case:
             bits, channels, tile, coarse = self.param
             tokens = -(-self.numel // channels)
             tiles = tokens * channels // tile
-            return 4 * -(-tokens // 32) * min(coarse, 1), tiles, 2 * tiles, 2 * tiles, (tokens * bits - coarse) * channels // 8
+            marked = 4 * -(-tokens // 32) * min(coarse, 1)
+            return marked, tiles, 2 * tiles, 2 * tiles, (tokens * bits - coarse) * channels // 8
         if self.codec == native.DYNAMIQ:
             flags, lines, *_ = self.param
             groups = -(-self.numel // 256)
@@ -198,7 +199,7 @@ class Planes:
         if case.codec == native.THC and case.numel:
             for m in range(count):
                 start = m * offsets[-1]
-                self.area.data[start : start + 4] = GIVEN_RMS[m % len(GIVEN_RMS) : m % len(GIVEN_RMS) + 1].view(np.uint8)
+                self.area.data[start : start + 4] = GIVEN_RMS.view(np.uint8).reshape(-1, 4)[m % len(GIVEN_RMS)]
         if case.codec == native.TAHQUANT and case.param[3]:
             for start in range(0, offsets[-1] * count, offsets[-1]):
                 self.area.data[start : start + case.plane_bytes[0]] = marks(case)

@@ -191,7 +191,7 @@ def test_keys_of_tokens_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype: t
     for channels, numel, count in ((128, 1000, 3), (1024, 5000, 1), (384, 384, 2)):
         case = tah_case(4, channels, 64, dtype=native.DTYPES[dtype], numel=numel, count=count)
         given = gradient(numel * count, 3, dtype)
-        given[::401] = float("inf")
+        given[7] = float("inf")
         x, kept = Area(given.view(torch.uint8).numpy()), Area(gradient(numel * count, 4).view(torch.uint8).numpy())
         for residual in (None, kept.address):
             made = []

@@ -169,6 +169,16 @@ class TestCollectives:
         self.check(cost("one_shot", 2), self.PACK + self.ENCODE + 2 * self.SUM, 1e-3 + 2.4e-3, 2400)
         self.check(cost("one_shot", 4), self.PACK + self.ENCODE + 4 * self.SUM, 1e-3 + 2e-4 + 7.2e-3, 7200)
 
+    def test_integer_sum(self) -> None:
+        """2400 bytes of codes and 1200 of sums in quarters, an exchange of 4 bytes, nothing requantised."""
+        cpu = 2 * 0.12 + 1.2 + 3.6 + 2.4
+        self.check(cost("integer_sum", 4), cpu, 3 * (1e-3 + 2e-4) + (12 + 1800 + 900) * 1e-6, 12 + 1800 + 900)
+        for workers, bits in ((8, 8), (9, 12), (136, 12), (137, 16), (2184, 16)):
+            *_, sent = cost("integer_sum", workers)
+            assert sent == pytest.approx((workers - 1) * (4 + (2400 + 1200 * bits / 8) / workers))
+        with pytest.raises(ConfigError, match="at most 2184 ranks, these are 2185"):
+            cost("integer_sum", 2185)
+
     def test_two_shot(self) -> None:
         cpu = self.PACK + self.ENCODE + self.RECODE + self.DECODE
         self.check(cost("two_shot", 4), cpu, 2 * (1e-3 + 2e-4 + 1.8e-3), 3600)
@@ -281,9 +291,13 @@ def test_communication_that_costs_nothing_leaves_computing(problem: dict[str, ob
     assert step.seconds == pytest.approx(step.alone)
 
 
+def possible(problem: dict[str, object], workers: int) -> int:
+    return min(workers, 2184) if problem["algorithm"] == "integer_sum" else workers
+
+
 @given(problems(), st.integers(2, 4096), st.floats(1, 100))
 def test_more_bandwidth_is_never_slower(problem: dict[str, object], workers: int, factor: float) -> None:
-    one = {**problem, "lanes": 1}
+    one, workers = {**problem, "lanes": 1}, possible(problem, workers)
     slow, _ = solve(**one, workers=workers, beta=1e-6)  # type: ignore[arg-type]
     fast, _ = solve(**one, workers=workers, beta=1e-6 / factor)  # type: ignore[arg-type]
     assert fast.seconds <= slow.seconds * (1 + 1e-9)
@@ -297,6 +311,7 @@ def test_more_workers_are_never_faster(problem: dict[str, object], workers: list
         codec, buckets = problem["codec"], problem["buckets"]
         one["codec"] = replace(codec, recode=codec.encode)  # type: ignore[type-var, attr-defined]
         one["buckets"] = [(ready, used, n % (1 << 18) + 1) for ready, used, n in buckets]  # type: ignore[attr-defined]
+    workers = [possible(problem, n) for n in workers]
     if one["algorithm"] == "butterfly":
         workers = [1 << (n.bit_length() - 1) for n in workers]
     few, _ = solve(**one, workers=min(workers))  # type: ignore[arg-type]

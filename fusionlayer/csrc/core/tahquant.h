@@ -97,9 +97,9 @@ FL_HD float tah_value(uint16_t wire) {
 // Entropy -------------------------------------------------------------------------------------------------------------
 
 // log2(1 + z) for 1 / sqrt(2) <= 1 + z <= sqrt(2), to 1e-7: z times a polynomial, the highest power first.
-#define FL_LOG2_TERMS(term) \
-  term(0x1.f5b86ep-4f) term(-0x1.abc2a0p-3f) term(0x1.be3ac0p-3f) term(-0x1.e906ecp-3f) \
-  term(0x1.26871ep-2f) term(-0x1.715cf8p-2f) term(0x1.ec7736p-2f) term(-0x1.715472p-1f) term(0x1.715474p+0f)
+#define FL_LOG2_TERMS(term)                                                                                  \
+  term(0x1.f5b86ep-4f) term(-0x1.abc2a0p-3f) term(0x1.be3ac0p-3f) term(-0x1.e906ecp-3f) term(0x1.26871ep-2f) \
+      term(-0x1.715cf8p-2f) term(0x1.ec7736p-2f) term(-0x1.715472p-1f) term(0x1.715474p+0f)
 
 // Where 1 + z and its power of two come from.
 constexpr uint32_t kRootHalf = 0x3f3504f3u;  // bits of sqrt(1 / 2)

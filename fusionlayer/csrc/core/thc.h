@@ -18,8 +18,8 @@ constexpr int kThcLevels = 16;
 constexpr int kThcMaxBlock = 1024;
 
 struct ThcShape {
-  int64_t numel;  // of a message
-  int block;      // elements that are rotated together
+  int64_t numel;    // of a message
+  int block;        // elements that are rotated together
   int64_t numbers;  // of a seed's sequence that a message takes
   bool uniform;
   int ranks;  // whose integers plane 1 has the sum of; 0: codes

@@ -58,7 +58,10 @@ class TahCodec {
   class Walk {
    public:
     Walk(const TahCodec &codec, const Message &message)
-        : shape_(codec.shape_), message_(message), tile_(message.first), token_(tile_ / shape_.tiles_of_token()),
+        : shape_(codec.shape_),
+          message_(message),
+          tile_(message.first),
+          token_(tile_ / shape_.tiles_of_token()),
           left_((token_ + 1) * shape_.tiles_of_token() - tile_) {
       if (shape_.coarse)
         for (int64_t run = 0; run < token_ / 32; ++run) before_ += __builtin_popcount(word(run));

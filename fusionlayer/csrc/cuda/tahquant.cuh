@@ -20,9 +20,12 @@ struct TahMessages {
 };
 
 inline TahMessages tah_messages(const fl_messages &m) {
-  return {static_cast<uint32_t *>(m.plane[0]), static_cast<uint8_t *>(m.plane[1]),
-          static_cast<uint16_t *>(m.plane[2]),       static_cast<uint16_t *>(m.plane[3]),
-          static_cast<uint8_t *>(m.plane[4]),        m.stride,
+  return {static_cast<uint32_t *>(m.plane[0]),
+          static_cast<uint8_t *>(m.plane[1]),
+          static_cast<uint16_t *>(m.plane[2]),
+          static_cast<uint16_t *>(m.plane[3]),
+          static_cast<uint8_t *>(m.plane[4]),
+          m.stride,
           m.count};
 }
 

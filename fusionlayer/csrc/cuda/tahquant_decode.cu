@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArgume
 cudaError_t launch(void (*kernel)(DecodeArguments), const fl_spec &spec, const fl_messages &in, void *out, bool add,
                    int64_t outputs, cudaStream_t stream) {
   const TahShape shape = tah_shape(spec);
-  const DecodeArguments a = {
-      shape, tah_messages(in), spec.dtype, out, spec.numel * element_size(spec.dtype), add, warp_tiles(shape)};
+  const DecodeArguments a = {shape, tah_messages(in), spec.dtype, out, spec.numel * element_size(spec.dtype),
+                             add,   warp_tiles(shape)};
   const Grid grid(a.tiles, outputs);
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);

@@ -10,8 +10,8 @@
 namespace fl {
 
 struct ThcMessages {
-  float *rms;       // of message 0
-  uint8_t *codes;   // of message 0
+  float *rms;      // of message 0
+  uint8_t *codes;  // of message 0
   int64_t stride;
   int64_t count;
 };

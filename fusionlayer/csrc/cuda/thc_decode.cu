@@ -25,7 +25,8 @@ FL_DEVICE void load_sums(const ThcShape &shape, const uint8_t *bytes, float (&v)
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const uint32_t nibbles = byte_of(upper_low, i);
-    const uint32_t first = bits == 12 ? nibbles & 15u : nibbles, second = bits == 12 ? nibbles >> 4 : byte_of(upper_high, i);
+    const uint32_t first = bits == 12 ? nibbles & 15u : nibbles,
+                   second = bits == 12 ? nibbles >> 4 : byte_of(upper_high, i);
     v[i] = float(2 * int(byte_of(low, i) | first << 8) - all);
     v[i + 16] = float(2 * int(byte_of(high, i) | second << 8) - all);
   }
@@ -79,8 +80,12 @@ __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArgume
 
 cudaError_t launch(void (*kernel)(DecodeArguments), const fl_spec &spec, const fl_messages &in, void *out, bool add,
                    int64_t outputs, cudaStream_t stream) {
-  const DecodeArguments a = {thc_shape(spec), thc_messages(in), make_key(spec.param[3]),
-                             spec.dtype,      out,              spec.numel * element_size(spec.dtype),
+  const DecodeArguments a = {thc_shape(spec),
+                             thc_messages(in),
+                             make_key(spec.param[3]),
+                             spec.dtype,
+                             out,
+                             spec.numel * element_size(spec.dtype),
                              add};
   const Grid grid(thc_tiles(a.shape), outputs);
   if (grid.error) return grid.error;

@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const AddArguments a) {
       const Chunk codes = load_chunk(a.in.codes + m * a.in.stride + run.index * 16);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const int low = int(codes.word[i / 4] >> 8 * (i % 4) & 15u), high = int(codes.word[i / 4] >> (8 * (i % 4) + 4) & 15u);
+        const int low = int(codes.word[i / 4] >> 8 * (i % 4) & 15u),
+                  high = int(codes.word[i / 4] >> (8 * (i % 4) + 4) & 15u);
         sums[i] += uint32_t(thc_integer(a.shape.uniform, low)) | uint32_t(thc_integer(a.shape.uniform, high)) << 16;
       }
     }

@@ -50,7 +50,8 @@ enum fl_codec {
                     is the spec's own to encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the
                     window, or 0: find it. numel < 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1
                     behind the last escape are not written. docs/wire_format.md has the rest */
-  FL_THC = 5,    /* plane 0: an f32, the root mean square, which is there beforehand; plane 1: codes of 4 bits in runs of 32,
+  FL_THC =
+      5, /* plane 0: an f32, the root mean square, which is there beforehand; plane 1: codes of 4 bits in runs of 32,
                     or sums of their integers. param[0] = flags, FL_THC_*, and from bit FL_THC_RANKS_SHIFT on the number of
                     messages whose integers plane 1 has the sum of, 0: codes; param[1] = block, a power of two in 32..1024;
                     param[2] = f32 bits of the half steps of the grid in one root mean square, for blocks of the size that
