@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..collectives._hops import segments
 from ..errors import ConfigError
-from .cost_model import FREE, CodecCost, Cost, LinkCost
+from .cost_model import CodecCost, Cost, LinkCost
 
 __all__ = ["ALGORITHMS", "Cluster", "Compute", "Load", "Phase", "Step", "message_phases", "run_step"]
 
@@ -224,12 +224,6 @@ def _zipped(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
     return [_work(codec.encode, n), *exchange, _work(codec.recode, n), *exchange, _work(codec.decode, n)]
 
 
-def _switched(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """Zipped, or values as they are, whichever takes less time."""
-    native = _dense(n, CodecCost(32.0, FREE, FREE, FREE, FREE, lossless=True), cluster, copy)
-    return min(native, _zipped(n, codec, cluster, copy), key=lambda phases: sum(phase.seconds for phase in phases))
-
-
 def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Sum within hosts as f32, two-shot of codes between hosts, a piece for each rank, codes gathered within hosts."""
     ranks, hosts = cluster.per_host, cluster.hosts
@@ -261,7 +255,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "oktopk": _oktopk,
     "two_shot": _two_shot,
     "zipped": _zipped,
-    "switched": _switched,
+    "switched": _zipped,  # at most
     "two_level": _two_level,
 }
 """Collectives by name: what each does for a bucket of so many elements."""
