@@ -27,6 +27,7 @@ from train_gpt import VALIDATION_PIECES, Traffic, average, join_job, option, pos
 import fusionlayer as fl
 from fusionlayer.scheduler.policy import Policy, Rule
 
+CODECS = ["auto", *fl.codecs.names()]  # auto: zip where that is measured to be faster
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -45,13 +46,11 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--codec", choices=fl.codecs.names(), default="zip", help="of tokens (default zip)")
+    parser.add_argument("--codec", choices=CODECS, default="zip", help="of tokens (default zip)")
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
     )
-    parser.add_argument(
-        "--gradient-codec", choices=fl.codecs.names(), help="of tokens' gradients (default: as of tokens)"
-    )
+    parser.add_argument("--gradient-codec", choices=CODECS, help="of tokens' gradients (default: as of tokens)")
     parser.add_argument(
         "--data-codec",
         choices=fl.codecs.names(),
@@ -210,7 +209,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return {
         "codec": options.codec,
         "codec_options": dict(options.codec_option),
-        "gradient_codec": dispatcher.gradient_codec.name,
+        "gradient_codec": options.gradient_codec or options.codec,
         "data_codec": options.data_codec,
         "dtype": options.dtype,
         "ranks": fl.size(),
@@ -267,6 +266,8 @@ def report(result: dict[str, Any], path: str | None) -> None:
     print(f"tokens per step   {result['token_bytes_per_step'] / 1e6:.3f} MB by rank 0, gradients included")
     mean, most = result["busiest_rank_mean"], result["busiest_rank_most"]
     print(f"busiest rank      {mean:.2f} times the mean number of tokens, {most:.2f} times at most")
+    if "auto" in (result["codec"], result["gradient_codec"]):
+        print(fl.switcher())
     print(f"digest            {result['digest'][:16]} of losses and weights")
     if path:
         Path(path).write_text(json.dumps(result, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ from ..scheduler.planners import Prediction, StepCosts
 from ..scheduler.planning import bucket_costs, codec_cost, codec_of, plan_costs, predict_plan, short_name
 from ..scheduler.profile import Profile
 from ..scheduler.projection import Scenario
+from ..scheduler.switch import expected_costs
 from .arguments import add_cluster, scenario_of
 from .tables import print_table
 
 __all__ = ["add_parser"]
 
+_ZIP = "zip"
+_SWITCH_SIZES = (1 << 20, 16 << 20)
+
 _EPILOG = """\
 Times are seconds after the start of backward, predicted for one communication thread with a core of its own. F and C
 are SAFusion's (section 3.3): until the bucket's gradients are there, encoded if that is done ahead; and on the
 communication thread. Idle is its W: the communication thread had nothing to send before the bucket was ready.
+Where the profile has costs of codec zip, a last table has what lossless collectives take as they are and zipped.
 """
 
 
@@ -51,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
     network = f"{plan.world_size} workers, {scenario.rate}"
     _show_buckets(f"{profile.title}: {network}", profile, plan, found)
     _show_tensors(profile, plan, costs, _alone(profile, scenario, plan.world_size, measured))
+    _show_switch(profile, scenario, plan.world_size)
     print(
         f"Backward, with what is encoded in it: {_ms(found.computing)} ms. Last result: {_ms(found.step)} ms. The "
         f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "
@@ -100,6 +107,22 @@ def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts]
         why = _why(tensor.numel, bucket, costs[index], profile, raw)
         rows.append((tensor.name, str(tensor.numel), str(index), short_name(codec_of(bucket)), why))
     print_table("Tensors, in order of arrival", ("tensor", "elements", "bucket", "codec", "why"), rows, right=(1, 2))
+
+
+def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
+    """Print from which size on lossless collectives are predicted to be faster zipped."""
+    if _ZIP not in profile.codecs or workers < 2:
+        return
+    rows = []
+    for kind, costs in expected_costs(profile, scenario, workers, _ZIP).items():
+        threshold = costs.zips_from()
+        sizes = [f"{_ms(seconds)}" for size in _SWITCH_SIZES for seconds in costs.seconds(size)]
+        rows.append((kind, *sizes, "never" if threshold == math.inf else f"{threshold / 1e3:.1f} kB"))
+    columns = [f"{size >> 20} MiB {form}" for size in _SWITCH_SIZES for form in ("native", "zipped")]
+    title = (
+        f"Lossless collectives of f32, native or by {_ZIP}: ms by bytes that a worker sends (ZipCCL, equations 6, 7)"
+    )
+    print_table(title, ("collective", *columns, "zipped from"), rows, right=range(1, 2 + len(columns)))
 
 
 def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> StepCosts | None:

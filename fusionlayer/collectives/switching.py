@@ -25,8 +25,10 @@ from ._base import collective
 __all__ = ["KINDS", "Costs", "Decision", "Line", "Switcher", "switched", "switcher_of"]
 
 KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
-SAMPLES = 3
+SAMPLES = 5
 """Calls of each form that are timed before the first choice, and of which the median counts."""
+RECENT = 3
+"""Last timed calls of each form that count later."""
 GAIN = 0.02
 """Share of the time that the other form must save to be switched to: less is noise, and would flap."""
 LOOKING = 0.01
@@ -359,7 +361,8 @@ class Switcher:
             cell.factor = (self._transport.bytes_sent - before) / elements
 
     def _agree(self, kind: str, cell: _Cell) -> None:
-        mine = [statistics.median(cell.samples[form]) for form in (False, True)]
+        counting = RECENT if cell.agreed else SAMPLES
+        mine = [statistics.median(list(cell.samples[form])[-counting:]) for form in (False, True)]
         known = torch.tensor([*mine, cell.factor or 0.0, self._sync], dtype=torch.float64)
         start = time.perf_counter()
         self._transport.all_reduce_max(known)

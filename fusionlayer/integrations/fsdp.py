@@ -65,8 +65,8 @@ def compress(
     gradients by a reduce-scatter after backward; they keep torch's order and prefetching. Call it on all ranks alike,
     after the last ``fully_shard``; once more, on a part of the model too, replaces what is there.
 
-    Weights: one quantisation, and the same bits on every rank, owners of a shard included, in forward and backward. The
-    shard itself, which the optimizer updates, is what it was. Gradients: one quantisation, sums in rank order in f32,
+    Weights: one quantisation, and the same bits on every rank, owners of a shard included. The shard itself, which the
+    optimizer updates, is what it was. Gradients: one quantisation, sums in rank order in f32,
     no error feedback. Elements of other types than f32, bf16 and f16, and weights of several types that torch sends
     together, travel as they are.
 

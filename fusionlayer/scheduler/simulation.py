@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..collectives._hops import segments
 from ..errors import ConfigError
-from .cost_model import FREE, CodecCost, Cost, LinkCost
+from .cost_model import CodecCost, Cost, LinkCost
 
 __all__ = ["ALGORITHMS", "Cluster", "Compute", "Load", "Phase", "Step", "message_phases", "run_step"]
 
@@ -225,12 +225,6 @@ def _zipped(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
     return [_work(codec.encode, n), *exchange, _work(codec.recode, n), *exchange, _work(codec.decode, n)]
 
 
-def _switched(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """Zipped, or values as they are, whichever takes less time."""
-    native = _dense(n, CodecCost(32.0, FREE, FREE, FREE, FREE, lossless=True), cluster, copy)
-    return min(native, _zipped(n, codec, cluster, copy), key=lambda phases: sum(phase.seconds for phase in phases))
-
-
 def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """A statistic of all ranks, all-to-all of codes, sums of their integers, all-gather of these, decoded once."""
     for bits in (8, 12, 16):
@@ -278,7 +272,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "oktopk": _oktopk,
     "two_shot": _two_shot,
     "zipped": _zipped,
-    "switched": _switched,
+    "switched": _zipped,  # at most
     "integer_sum": _integer_sum,
     "two_level": _two_level,
 }

@@ -10,12 +10,14 @@ import pytest
 
 from fusionlayer import context
 from fusionlayer.cli import main
+from fusionlayer.collectives.switching import KINDS
 from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.profile import Profile
 from tests.cli.test_simulate import table_rows
 from tests.packaging.project_tree import ROOT
 from tests.scheduler.profiles import write_example
+from tests.scheduler.test_switch import ZIP
 
 
 @pytest.fixture
@@ -126,6 +128,16 @@ class TestExplain:
         several = 2 * (len(FusionPlan.from_yaml(plan).buckets) - 1)
         assert several > 0
         assert f"{several}.00 ms of that because buckets disturb backward;" in self.explained(path, plan, capsys)
+
+    def test_where_zipping_pays_is_told(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "zipped from" not in self.explained(path, plan, capsys)
+        path.write_text(path.read_text().replace("links:\n", f"{ZIP}links:\n", 1))
+        _, _, table = self.explained(path, plan, capsys).partition("Lossless collectives of f32, native or by zip")
+        rows = table_rows(table)
+        assert [row[0] for row in rows] == list(KINDS)
+        for row in rows:
+            assert len(row) == 7 and row[-1] == "kB" and 0 <= float(row[5]) < 10_000
+            assert float(row[4]) < float(row[3]), "16 MiB are faster zipped"
 
     @staticmethod
     def explained(path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> str:

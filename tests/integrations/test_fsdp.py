@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError, PlanMismatch
+from fusionlayer.integrations import fsdp
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.training import fill, weights
 from tests.synthetic import gradient
@@ -111,6 +113,36 @@ def same_on_all_ranks(x: Tensor) -> bool:
     return all(torch.equal(other, every[0]) for other in every)
 
 
+# ---- what torch expects ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(fsdp._AllGather, "AllGather"), (fsdp._ReduceScatter, "ReduceScatter")])
+def test_the_interface_is_torch_s(ours: type, theirs: str) -> None:
+    """That of 2.11 and 2.13, by whose names arguments are given; it is not public, so it may change."""
+    abstract = getattr(pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_api"), theirs)
+    for method in ("__call__", "allocate"):
+        mine, expected = (inspect.signature(getattr(kind, method)).parameters for kind in (ours, abstract))
+        assert [(p.name, p.kind, p.default) for p in mine.values()] == [
+            (p.name, p.kind, p.default) for p in expected.values()
+        ]
+
+
+def test_sums_are_scaled_as_torch_asks() -> None:
+    operations: list[tuple[Any, float]] = [
+        (dist.ReduceOp.SUM, 1.0),
+        (dist.ReduceOp(dist.ReduceOp.SUM), 1.0),
+        (dist.ReduceOp.AVG, 0.25),
+        (dist.ReduceOp(dist.ReduceOp.AVG), 0.25),
+        (dist._make_nccl_premul_sum(0.125), 0.125),  # type: ignore[attr-defined]
+    ]
+    for operation, factor in operations:
+        total = torch.full((3,), 8.0)
+        fsdp._scale(total, operation, 4)
+        assert total.tolist() == [8 * factor] * 3
+    with pytest.raises(ConfigError, match="asks for a reduction by .*MAX"):
+        fsdp._scale(torch.zeros(1), dist.ReduceOp.MAX, 4)
+
+
 # ---- training to the last bit ---------------------------------------------------------------------------------------
 
 
@@ -145,6 +177,8 @@ def hold_lossless_gradients(rank: int, world: int) -> None:
             fl.fsdp.compress(model, weights=codec, gradients=codec)
             compressed.append(run(model, 6))
         assert same(compressed[0], compressed[1]) and same(compressed[0], compressed[2]), policy
+        kinds = {decision.kind for decision in fl.switcher(mesh.get_group()).decisions}
+        assert kinds == {"all_gather", "reduce_scatter"}
         if world == 2:
             assert same(compressed[0], native), policy
         else:

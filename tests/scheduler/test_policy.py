@@ -63,8 +63,8 @@ def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second
 
 def test_what_is_near_lossless() -> None:
     candidates = {name: codecs.get(name) for name in codecs.names()}
-    assert set(Policy((), "near_lossless").allowed(candidates)) == {"raw", "bf16", "fp16", "int", "int8", "zip"}
-    assert set(Policy((), "lossless").allowed(candidates)) == {"raw", "zip"}
+    assert set(Policy((), "near_lossless").allowed(candidates)) == {"raw", "bf16", "fp16", "int", "int8", "zip", "rans"}
+    assert set(Policy((), "lossless").allowed(candidates)) == {"raw", "zip", "rans"}
     assert Policy((), "aggressive").allowed(candidates) == candidates
 
 

@@ -1,0 +1,1 @@
+"""What zipped collectives give beside native ones, and the switcher's choice, on emulated networks."""

@@ -1,0 +1,58 @@
+"""What a profile tells of zipped collectives: equations 6 and 7 of ZipCCL from measured costs."""
+
+from __future__ import annotations
+
+from ..collectives.switching import KINDS, Costs, Line
+from .cost_model import AlphaBeta, CodecCost, Cost
+from .profile import Profile
+from .projection import Scenario
+
+__all__ = ["expected_costs"]
+
+_MANY = 1 << 20
+_F32 = 4
+
+
+def expected_costs(profile: Profile, scenario: Scenario, workers: int, codec: str = "zip") -> dict[str, Costs]:
+    """Return the costs of both forms of every collective of f32, by bytes that a rank sends in the native one.
+
+    Zipped forms take a latency more for each exchange that the native one makes, send the codec's share of the bytes,
+    and encode and decode. ``Switcher`` takes them as ``expected``.
+
+    Args:
+        profile: with costs of the codec and of a link.
+        scenario: the cluster.
+        workers: number of ranks, at least 2.
+        codec: name of the codec's costs.
+
+    Raises:
+        ConfigError: the profile lacks one of them.
+    """
+    cost = profile.codec(codec)
+    link = scenario.cluster(profile, workers).between.fitted()
+    latency = link.latency + (workers - 2) * link.overhead
+    exchange, reduce = _slope(link.exchange), _slope(link.all_reduce)
+    others, share = workers - 1, (workers - 1) / workers
+    encode, decode, total, recode = (_slope(verb) for verb in (cost.encode, cost.decode, cost.sum, cost.recode))
+    # Seconds of the codec for each element that a rank sends.
+    work = {
+        "all_gather": encode / others + decode,
+        "all_to_all": encode + decode,
+        "reduce_scatter": (encode + total) / share,
+        "all_reduce": (encode + recode + decode) / (2 * share),
+    }
+    native = {kind: Line(latency, exchange) for kind in KINDS}
+    native["all_reduce"] = Line(2 * others * link.latency, reduce)
+    exchanges = {kind: 4 if kind == "all_reduce" else 2 for kind in KINDS}
+    return {
+        kind: Costs(native[kind], Line(exchanges[kind] * latency, exchange), _factor(cost), codec=work[kind] / _F32)
+        for kind in KINDS
+    }
+
+
+def _slope(cost: Cost) -> float:
+    return cost.beta if isinstance(cost, AlphaBeta) else cost(_MANY) / _MANY
+
+
+def _factor(cost: CodecCost) -> float:
+    return cost.bits / (8 * _F32)

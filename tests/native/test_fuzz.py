@@ -1,0 +1,77 @@
+"""Decoders of lossless messages under AddressSanitizer and UndefinedBehaviorSanitizer: fuzz.cpp on the C ABI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fusionlayer import native
+from fusionlayer.errors import ConfigError
+
+pytestmark = pytest.mark.medium
+
+CSRC = Path(native.__file__).parent / "csrc"
+MARCH = {"baseline": (), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
+FLAGS = (
+    *("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Werror"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC / 'include'}", f"-I{CSRC / 'core'}"),
+)
+RUNS = 4000
+
+
+def usable() -> list[str]:
+    """Return the instruction sets of this machine that there is a vector code of its own for."""
+    found = []
+    for name in ("baseline", "avx512"):
+        try:
+            native.select_isa(name)
+        except ConfigError:
+            continue
+        found.append(name)
+    native.select_isa("auto")
+    return found
+
+
+@pytest.fixture(scope="module")
+def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the program, with the decoders in it; skip where the compiler has no sanitizers."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    folder = tmp_path_factory.mktemp("fuzz")
+    probe = folder / "probe.cpp"
+    probe.write_text("int main() {}\n")
+    assert compiler, "no C++ compiler: neither g++ nor c++ is on PATH"
+    run = subprocess.run([compiler, *FLAGS, str(probe), "-o", str(folder / "probe")], capture_output=True)
+    if run.returncode:
+        pytest.skip("the compiler has no sanitizers")
+    have = [f"-DFL_HAVE_{name.upper()}" for name in usable() if name != "baseline"]
+    kernels = CSRC / "cpu" / "kernels.cpp"
+    sources = [path for path in sorted((CSRC / "cpu").glob("*.cpp")) if path != kernels]
+    parts: list[tuple[Path, str, tuple[str, ...]]] = [
+        (kernels, f"kernels.{name}", (f"-DFL_ISA={name}", *MARCH[name])) for name in usable()
+    ]
+    parts += [(path, path.stem, tuple(have)) for path in (*sources, Path(__file__).with_name("fuzz.cpp"))]
+
+    def build(part: tuple[Path, str, tuple[str, ...]]) -> str:
+        source, name, more = part
+        target = str(folder / f"{name}.o")
+        subprocess.run([str(compiler), *FLAGS, *more, "-c", str(source), "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(build, parts))
+    program = folder / "fuzz"
+    subprocess.run([compiler, *FLAGS, *objects, "-o", str(program)], check=True)
+    return program
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("isa", usable())
+def test_nothing_is_read_or_written_out_of_bounds(fuzzer: Path, isa: str) -> None:
+    run = subprocess.run([str(fuzzer), isa, str(RUNS), "7"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout == f"{RUNS} inputs\n"
