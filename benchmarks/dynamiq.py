@@ -4,7 +4,7 @@
 
 Errors (tables 3, 4 and 6) are vNMSE of one all-reduce of 8 workers, in this process, without error feedback: of
 synthetic gradients, and of those that the workers have in a training step of the example's GPT and of the ResNet, after
-some hundred steps with exact sums. Traffic (table 2) is the bytes that the codec's calls read and write in an
+a hundred steps with exact sums. Traffic (table 2) is the bytes that the codec's calls read and write in an
 all-reduce, by element. Every result is a function of the arguments alone. Needs no quiet machine.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["BUDGETS", "LADDER", "main", "recorded", "traffic"]
 
 WORKERS = 8
 ELEMENTS = 1 << 18
-MODELS = {"gpt-small": 300, "resnet": 300}
+MODELS = {"gpt-small": 100, "resnet": 100}
 LADDER = ("nonuniform", "variable", "hierarchical", "correlated")
 BUDGETS = (3, 4, 5, 6)
 WORLDS = (2, 4, 8, 16)
@@ -39,13 +39,13 @@ WORLDS = (2, 4, 8, 16)
 
 def recorded(model: str, workers: int, steps: int) -> list[Tensor]:
     """Return each worker's gradient (n,) in bf16's precision after ``steps`` steps of data-parallel training."""
-    workloads = [make_workload(model, 0, rank) for rank in range(workers)]
-    net = workloads[0].model()
-    optimizer = workloads[0].optimizer(net)
+    workload = make_workload(model, 0, 0)
+    net = workload.model()
+    optimizer = workload.optimizer(net)
     gradients: list[Tensor] = []
     for step in range(steps + 1):
         gradients = []
-        for workload in workloads:
+        for workload.rank in range(workers):  # each has data of its own
             optimizer.zero_grad(set_to_none=True)
             net(*workload.batch(step)).backward()
             gradients.append(torch.cat([p.grad.view(-1) for p in net.parameters() if p.grad is not None]))
@@ -64,7 +64,7 @@ def data(steps: dict[str, int], numel: int) -> dict[str, list[Tensor]]:
     return made | {f"{model}, step {n}": recorded(model, WORKERS, n) for model, n in steps.items()}
 
 
-def bits_of(method: Method, numel: int) -> float:
+def bits_of(method: Method, numel: int = ELEMENTS) -> float:
     """Return bits for each value of a message of ``numel``."""
     return round(8 * sum(section.plane.nbytes for section in method.make().wire(numel).sections) / numel, 3)
 
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.dynamiq", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--numel", type=int, default=ELEMENTS, help="elements of synthetic tensors; a multiple of 256")
-    parser.add_argument("--steps", type=int, help="training steps before gradients are recorded; default 300")
+    parser.add_argument("--steps", type=int, help="training steps before gradients are recorded; default 100")
     parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
     parser.add_argument("--hardware", help="name of the machine in the file names")
     args = parser.parse_args(arguments)

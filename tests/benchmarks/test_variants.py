@@ -28,6 +28,8 @@ def test_a_variant_is_told_in_words() -> None:
     assert about("dgc+density=0.5+wfbp+behind") == (
         "fusionlayer with the codec dgc, density=0.5, the planner wfbp, sparsified behind fusion"
     )
+    assert about("dynamiq+bits=4+algorithm=ring") == "fusionlayer with the codec dynamiq, bits=4, the algorithm ring"
+    assert Variant.parse("dynamiq+algorithm=ring").make_codec().options["bits"] == 5
     assert about("ddp").startswith("DistributedDataParallel")
 
 
@@ -37,6 +39,8 @@ def test_a_variant_is_told_in_words() -> None:
         ("dgcc", "unknown codec 'dgcc'; did you mean 'dgc'?"),
         ("dgc+safusoin", "unknown word 'safusoin'; did you mean 'safusion'?"),
         ("dgc+density=2", "density=2"),
+        ("dynamiq+algorithm=rin", "did you mean 'ring'?"),
+        ("dgc+algorithm=gather+algorithm=two_sho", "two_sho"),
         ("dgc+densty=0.1", "densty"),
     ],
 )

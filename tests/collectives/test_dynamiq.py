@@ -19,9 +19,10 @@ from fusionlayer.collectives.halves import ring_reduce_scatter
 from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
+from tests.integrations.training import make_model, reference, train, weights
 from tests.ranks import over_threads
 
-from .conformance import given, same_everywhere
+from .conformance import given, same_everywhere, sum_over_ranks
 
 pytestmark = pytest.mark.short
 
@@ -97,6 +98,26 @@ def test_bytes_sent_follow_from_the_number_of_elements(name: str, world: int) ->
         whole = 2 * sum(message)
         expected = [whole - message[rank] - message[(rank + 1) % world] + stats for rank in range(world)]
         assert all(abs(a - b) <= 64 for a, b in zip(sent, expected, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("name", WAYS)
+def test_pieces_and_feedback_lose_nothing(name: str, world: int) -> None:
+    numel = 10_000
+    reduce = {"ring": ring.ring, "butterfly": butterfly.butterfly}[name]
+    exact = torch.stack([given(rank, 9, numel, torch.float32).double() for rank in range(world)]).sum(0)
+
+    def body(transport: Transport) -> None:
+        x = given(transport.rank, 9, numel, torch.float32).clone()
+        for piece in (None, 700, 3000, 8000):
+            out, residual = torch.empty_like(x), torch.zeros(numel)
+            reduce(x, codecs.get("dynamiq").bare, transport, seed=3, residual=residual, out=out, piece=piece)
+            assert torch.equal(x, given(transport.rank, 9, numel, torch.float32)), "with `out` the input stays"
+            assert same_everywhere(transport, out)
+            assert float((out.double() + sum_over_ranks(transport, residual) - exact).abs().max()) < 1e-5
+            assert 0 < float((out.double() - exact).norm()) < 0.2 * float(exact.norm())
+
+    over_threads(world, body)
 
 
 @cache
@@ -196,6 +217,39 @@ def test_reduce_scatter_takes_the_ring() -> None:
             fl.reduce_scatter(x, "topk", group=transport, algorithm="ring")
 
     over_threads(4, body)
+
+
+# ---- in training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", WAYS)
+def test_an_optimizer_takes_it_by_name(algorithm: str) -> None:
+    def body(transport: Transport) -> Tensor:
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = fl.DistributedOptimizer(
+            sgd, model.named_parameters(), codec="dynamiq", bits=5, algorithm=algorithm, group=transport
+        )
+        train(model, optimizer, transport.rank, range(4))
+        optimizer.close()  # type: ignore[attr-defined]
+        return weights(model)
+
+    first, *others = over_threads(4, body)
+    exact = reference(4, 4, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    assert all(torch.equal(first, other) for other in others)
+    moved = exact - weights(make_model())
+    assert 0 < float((first - exact).norm()) < 0.15 * float(moved.norm())
+
+
+def test_a_tensor_takes_it_by_name() -> None:
+    def body(transport: Transport) -> None:
+        x = given(transport.rank, 8, 3000, torch.float32).view(3, 1000).clone()
+        exact = sum(given(rank, 8, 3000, torch.float32).double() for rank in range(3)) / 3
+        fl.all_reduce(x, codec="dynamiq", algorithm="butterfly", group=transport, bits=6)
+        assert float((x.view(-1) - exact).norm()) < 0.15 * float(exact.norm())
+        assert same_everywhere(transport, x)
+
+    over_threads(3, body)
 
 
 # ---- who is lost ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.medium
 WORLD, LOST = 4, 2
 
 
-def stop_at_a_hop(rank: int, world: int, name: str, hop: int) -> None:
+def stop_at_a_hop(rank: int, world: int, name: str, hop: int, codec: str) -> None:
     transport = C10dTransport(timeout=8)
     transport.barrier()
     exchange, calls = transport.exchange, [0]
@@ -31,12 +31,15 @@ def stop_at_a_hop(rank: int, world: int, name: str, hop: int) -> None:
         exchange(sends, recvs)
 
     transport.exchange = counting  # type: ignore[method-assign]
-    collectives.get(name)(torch.ones(300_000), codecs.get("int8").bare, transport)
+    collectives.get(name)(torch.ones(300_000), codecs.get(codec).bare, transport)
 
 
-@pytest.mark.parametrize(("name", "hop"), [("ring", 1), ("ring", 3), ("butterfly", 0), ("butterfly", 1)])
-def test_a_rank_that_dies_in_the_middle_is_named_on_all_others(name: str, hop: int) -> None:
-    outcomes = outcomes_of(stop_at_a_hop, WORLD, name, hop, signals={(LOST, "hop"): signal.SIGKILL})
+@pytest.mark.parametrize(
+    ("name", "hop", "codec"),
+    [("ring", 1, "int8"), ("ring", 3, "dynamiq"), ("butterfly", 0, "int8"), ("butterfly", 1, "dynamiq")],
+)
+def test_a_rank_that_dies_in_the_middle_is_named_on_all_others(name: str, hop: int, codec: str) -> None:
+    outcomes = outcomes_of(stop_at_a_hop, WORLD, name, hop, codec, signals={(LOST, "hop"): signal.SIGKILL})
     assert outcomes[LOST].kind == "died"
     for rank, outcome in enumerate(outcomes):
         if rank != LOST:
