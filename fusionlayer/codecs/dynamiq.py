@@ -166,10 +166,9 @@ class DynamiQ(NativeCodec, name="dynamiq"):
             Plane("codes", self._lines(groups) * _LINE, torch.uint8),
         ]
 
-    def _params(self, dtype: torch.dtype) -> native.CodecParams:
-        raise NotImplementedError("what the core is told depends on the number of elements")
-
-    def _spec(self, numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> native.Spec:
+    def _spec(
+        self, numel: int, encoded: torch.dtype, dtype: torch.dtype, seed: int = 0, offset: int = 0
+    ) -> native.Spec:
         rank, ranks = self.place
         epsilons = [round(value / _UNIT) * self.nonuniform for value in (self.epsilon4, self.epsilon8)]
         lines = self._lines(-(-numel // SUPER_GROUP))
@@ -198,15 +197,7 @@ class DynamiQ(NativeCodec, name="dynamiq"):
     def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
         if n and len(bodies):
             self._place_widths(x, bodies, n, offset, residual)
-            spec = self._spec(n, x.dtype, seed, offset)
-            native.encode(spec, self._offsets(n, x.dtype), x, residual, bodies)
-
-    def _decode_rows(self, bodies: Tensor, out: Tensor, n: int, dtype: torch.dtype) -> None:
-        native.decode(self._spec(n, out.dtype), self._offsets(n, dtype), bodies, out)
-
-    def _sum_rows(self, bodies: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:
-        spec = self._spec(out.numel(), out.dtype)
-        native.decode_sum(spec, self._offsets(out.numel(), dtype), bodies, out, add=add)
+            super()._encode_rows(x, bodies, n, seed, offset, residual)
 
     def _recode_rows(
         self,
@@ -224,8 +215,7 @@ class DynamiQ(NativeCodec, name="dynamiq"):
             self._sum_rows(bodies, total, dtype, add=True)
             return self._encode_rows(total, body.unsqueeze(0), n, seed, offset, residual)
         self._place_widths(body, body.unsqueeze(0), n, offset, residual)
-        spec = self._spec(n, dtype if x is None else x.dtype, seed, offset)
-        native.recode(spec, self._offsets(n, dtype), bodies, x, residual, body)
+        super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
 
 
 def _interval(rank: int, ranks: int) -> int:
