@@ -145,8 +145,17 @@ DATA = {"gaussian": gaussian, "tensor-parallel": tensor_parallel, "skewed": skew
 
 def error(codec: Codec, x: Tensor) -> float:
     """Return the squared error of ``x`` (n,), encoded and decoded once, over its squared norm."""
-    lost = codec.decompress(codec.compress(x), x.shape).double() - x.double()
-    return float(lost.square().sum() / x.double().square().sum())
+    return _loss(codec.decompress(codec.compress(x), x.shape), x)
+
+
+def _loss(decoded: Tensor, x: Tensor) -> float:
+    return float((decoded.double() - x.double()).square().sum() / x.double().square().sum())
+
+
+def _int8_per_tensor(x: Tensor) -> Tensor:
+    """Return ``x`` (n,) rounded to 255 multiples of one step, which codecs with a scale for each block improve on."""
+    step = x.abs().max() / 127
+    return (x / step).round() * step
 
 
 def _as_wide(codec: Codec, data: str) -> Codec:
@@ -164,7 +173,10 @@ def _rows(numel: int, steps: int) -> list[dict[str, object]]:
             "options": ", ".join(f"{key}={value}" for key, value in options.items()),
             "bits": round(8 * sum(section.plane.nbytes for section in codec.bare.wire(numel).sections) / numel, 3),
         }
-        rows.append(row | {data: f"{error(_as_wide(codec, data), x):.2e}" for data, x in tensors.items()})
+        lost = {data: f"{error(_as_wide(codec, data), x):.2e}" for data, x in tensors.items()}
+        rows.append(row | lost)
+    plain: dict[str, object] = {"codec": "int8 in torch", "options": "one scale per tensor", "bits": 8.0}
+    rows.append(plain | {data: f"{_loss(_int8_per_tensor(x), x):.2e}" for data, x in tensors.items()})
     return rows
 
 

@@ -102,7 +102,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         place,
         stages,
         device,
-        codec=options.pipeline_codec,
+        **edge_codecs(options.pipeline_codec, config.width),
         warmup_steps=options.warmup_steps,
         group=mesh["pipeline"].get_group(),
     )
@@ -151,6 +151,14 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "step_seconds": statistics.median(seconds),
         "bytes_per_step": traffic.stop(options.steps),
     }
+
+
+def edge_codecs(name: str, width: int) -> dict[str, Any]:
+    """Return the codecs between stages; TAH-Quant has one for gradients too, and takes tokens as wide as the model."""
+    if name != "tahquant":
+        return {"codec": name}
+    activations, gradients = (fl.codecs.get(each, channels=width) for each in ("tahquant", "tahquant6"))
+    return {"codec": activations, "gradient_codec": gradients}
 
 
 if __name__ == "__main__":

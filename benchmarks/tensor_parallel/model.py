@@ -53,6 +53,8 @@ class TensorParallelGPT(nn.Module):
         self.places = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(_Block(shape, ranks) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=shape.width**-0.5)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy of ``targets`` after ``tokens``: (batch, context) each."""

@@ -234,8 +234,8 @@ def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(150)
 def test_train_gpt_3d_learns(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    small = ("--width", "32", "--layers", "2", "--steps", "10", "--batch-size", "4", "--microbatches", "2")
-    codecs = ("--tensor-codec", "taco", "--pipeline-codec", "int8", "--data-codec", "int4", "--warmup-steps", "2")
+    small = ("--width", "64", "--layers", "2", "--steps", "10", "--batch-size", "4", "--microbatches", "2")
+    codecs = ("--tensor-codec", "taco", "--pipeline-codec", "tahquant", "--data-codec", "int4", "--warmup-steps", "2")
     out = torchrun(8, "train_gpt_3d.py", *codecs, *small, "--json", str(path), timeout=140)
     losses = [float(loss) for loss in re.findall(r"^step \d+/10  loss (\S+)", out, re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5

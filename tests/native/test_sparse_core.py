@@ -525,7 +525,7 @@ def test_nothing_beyond_the_input_is_read(library: ctypes.CDLL) -> None:
 def test_wrong_arguments_are_refused(library: ctypes.CDLL) -> None:
     area, good = Area(np.zeros(65536, np.uint8)), Case(Shape(64, SHORT, F32, 8), 5)
     at = area.address
-    planes = native.Messages((ctypes.c_void_p * 4)(at, at + 1024, at + 2048, at + 4096), 8192, 1)
+    planes = native.Messages((ctypes.c_void_p * native.MAX_PLANES)(at, at + 1024, at + 2048, at + 4096), 8192, 1)
 
     def status(case: Case = good, acc: int | None = at + 16384, room: int | None = at + 32768) -> int:
         given = None, 1.0, acc, None, case.threshold, case.ties, room

@@ -1,7 +1,6 @@
 // The `tahquant` codec (core/tahquant.h) on vectors. Facts of tiles are gathered side by side, then come their codes.
 #pragma once
 
-#include "code_words.h"
 #include "kernels.h"
 #include "rotation.h"
 #include "simd.h"
@@ -117,6 +116,7 @@ class TahCodec {
     vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
     largest(values, tiles, top);
     reduce(top, tiles, amax);
+    bool rotated = false;
     for (int g = 0; g < tiles; ++g) {
       float *v = values + g * shape_.tile;
       const int pivot = find_pivot(v, amax[g]);
@@ -124,10 +124,13 @@ class TahCodec {
       if (pivot != kNoPivot) {
         swap(v, pivot);
         rotate_in_place(v, runs_, root_);
+        rotated = true;
       }
     }
-    largest(values, tiles, top);  // rotated values may be infinite
-    reduce(top, tiles, amax);
+    if (rotated) {  // such values may be infinite
+      largest(values, tiles, top);
+      reduce(top, tiles, amax);
+    }
     for (int g = 0; g < tiles; ++g) {
       const float *v = values + g * shape_.tile;
       top[g] = ordered(load(v)), bottom[g] = ordered(-load(v));
@@ -139,14 +142,25 @@ class TahCodec {
     reduce(top, tiles, high);
     reduce(bottom, tiles, low);
     Walk walk(*this, out);
+    alignas(64) int32_t most[kMaxTiles];
+    alignas(64) uint32_t offsets[kMaxTiles], steps[kMaxTiles];
+    uint8_t *codes[kMaxTiles];
     for (int g = 0; g < tiles; ++g, walk.next()) {
-      const int32_t most = (1 << walk.bits()) - 1;
-      const bool finite = amax[g] < int32_t(kF32Inf);
-      const TahScale scale = tah_scale(finite, -from_ordered(low[g]), from_ordered(high[g]), float(most));
-      out.offsets[walk.tile()] = scale.offset;
-      out.steps[walk.tile()] = scale.step;
-      if (scale.step >= kF32Inf >> 16) out.pivots[walk.tile()] = kNoPivot;
-      store_codes(values + g * shape_.tile, scale, walk.bits(), walk.codes());
+      most[g] = (1 << walk.bits()) - 1;
+      codes[g] = walk.codes();
+    }
+    for (int g = 0; g < tiles; ++g) {  // the compiler makes vectors of it
+      const TahScale scale =
+          tah_scale(amax[g] < int32_t(kF32Inf), -from_ordered(low[g]), from_ordered(high[g]), float(most[g]));
+      offsets[g] = scale.offset;
+      steps[g] = scale.step;
+    }
+    for (int g = 0; g < tiles; ++g) {
+      const TahScale scale = {uint16_t(offsets[g]), uint16_t(steps[g])};
+      out.offsets[out.first + g] = scale.offset;
+      out.steps[out.first + g] = scale.step;
+      if (scale.step >= kF32Inf >> 16) out.pivots[out.first + g] = kNoPivot;
+      store_codes(values + g * shape_.tile, scale, most[g], codes[g]);
     }
     const int64_t existing = (shape_.numel + shape_.tile - 1) / shape_.tile;
     if (walk.tile() == existing) fill_token(out, walk, shape_.tiles());
@@ -193,64 +207,89 @@ class TahCodec {
     v[place] = first;
   }
 
-  FL_INLINE void store_codes(const float *values, TahScale scale, int bits, uint8_t *codes) const {
+  // Codes of the values of a tile, in runs of 32; `most` says how many bits they have.
+  FL_INLINE void store_codes(const float *values, TahScale scale, int32_t most, uint8_t *codes) const {
+    const int run_bytes = most == 7 ? 12 : most == 15 ? 16 : 24;
     if (__builtin_expect(tah_codes_are_zero(scale), 0)) {
-      __builtin_memset(codes, 0, size_t(shape_.tile / 8 * bits));
+      __builtin_memset(codes, 0, size_t(runs_ * run_bytes));
       return;
     }
     const float offset = bf16_to_f32(scale.offset), step = bf16_to_f32(scale.step);
-    const vi most = broadcast((1 << bits) - 1);
-    for (int i = 0; i < shape_.tile; i += kBlock, codes += 4 * bits) {
+    for (int i = 0; i < shape_.tile; i += kBlock, codes += run_bytes) {
       alignas(16) uint8_t bytes[kBlock];
       for (int h = 0; h < 2; ++h) {
         vi q[kQuad];
         for (int j = 0; j < kQuad; ++j) {
           const vf v = (load(values + i + 16 * h + j * kLanes) - offset) / step;
-          q[j] = min(max((vi)(v + 12582912.0f) - 0x4b400000, vi{}), most);  // tah_code
+          q[j] = min(max((vi)(v + 12582912.0f) - 0x4b400000, vi{}), broadcast(most));  // tah_code
         }
         store_low_bytes(bytes + 16 * h, q);
       }
-      uint32_t words[kCodeWords];
-      __builtin_memcpy(words, bytes, sizeof words);
-      if (bits == 3)
-        pack<3>(words, codes);
-      else if (bits == 4)
-        pack<4>(words, codes);
-      else
-        pack<6>(words, codes);
+      pack_run(most, load_bytes16(bytes), load_bytes16(bytes + 16), codes);
     }
   }
 
-  template <int kBits>
-  static FL_INLINE void pack(const uint32_t (&words)[kCodeWords], uint8_t *codes) {
-    uint32_t packed[kBits];
-    pack_words<kBits>(words, packed);
-    __builtin_memcpy(codes, packed, sizeof packed);
+  typedef uint64_t Words __attribute__((vector_size(16)));
+  static constexpr uint64_t kOnes = 0x0101010101010101u;
+
+  // Bits 0 and 1 of 32 codes: byte j has those of codes j, j + 8, j + 16 and j + 24.
+  static FL_INLINE uint64_t pairs(Bytes16 first, Bytes16 second) {
+    const Words a = (Words)(first & 3), b = (Words)(second & 3);
+    return a[0] | a[1] << 2 | b[0] << 4 | b[1] << 6;
   }
 
-  template <int kBits>
-  static FL_INLINE void unpack(const uint8_t *codes, uint32_t (&words)[kCodeWords]) {
-    uint32_t packed[kBits];
-    __builtin_memcpy(packed, codes, sizeof packed);
-    unpack_words<kBits>(packed, words);
+  static FL_INLINE void pack_run(int32_t most, Bytes16 first, Bytes16 second, uint8_t *codes) {
+    if (most == 7) {
+      const uint64_t low = pairs(first, second);
+      const Words a = (Words)(first >> 2), b = (Words)(second >> 2);
+      const uint64_t high =
+          a[0] | a[1] << 2 | b[0] << 4 | b[1] << 6;  // of codes 4 q + j in bits 2 (q / 2) of byte j, j + 4
+      const uint32_t top = uint32_t(high) | uint32_t(high >> 32) << 1;
+      __builtin_memcpy(codes, &low, 8);
+      __builtin_memcpy(codes + 8, &top, 4);
+      return;
+    }
+    store(codes, (first & 15) | (second & 15) << 4);
+    if (most == 15) return;
+    const uint64_t high = pairs(first >> 4, second >> 4);
+    __builtin_memcpy(codes + 16, &high, 8);
+  }
+
+  // The inverse of pack_run.
+  static FL_INLINE void unpack_run(int bits, const uint8_t *codes, Bytes16 &first, Bytes16 &second) {
+    if (bits == 3) {
+      uint64_t low;
+      uint32_t top;
+      __builtin_memcpy(&low, codes, 8);
+      __builtin_memcpy(&top, codes + 8, 4);
+      const uint64_t high = top | uint64_t(top >> 1) << 32;
+      const Bytes16 both = (Bytes16)Words{low, low >> 2};
+      first = (both & 3) | (Bytes16)(Words{high & kOnes, high >> 2 & kOnes} << 2);
+      second = (both >> 4 & 3) | (Bytes16)(Words{high >> 4 & kOnes, high >> 6 & kOnes} << 2);
+      return;
+    }
+    const Bytes16 both = load_bytes16(codes);
+    first = both & 15;
+    second = both >> 4;
+    if (bits == 4) return;
+    uint64_t high;
+    __builtin_memcpy(&high, codes + 16, 8);
+    const Bytes16 upper = (Bytes16)Words{high, high >> 2};
+    first |= (upper & 3) << 4;
+    second |= upper & 0x30;
   }
 
   FL_INLINE void load_tile(const Message &in, const Walk &walk, float *tile) const {
     const float offset = tah_value(in.offsets[walk.tile()]), step = tah_value(in.steps[walk.tile()]);
     const uint8_t *codes = walk.codes();
     for (int i = 0; i < shape_.tile; i += kBlock, codes += 4 * walk.bits()) {
-      uint32_t words[kCodeWords];
-      if (walk.bits() == 3)
-        unpack<3>(codes, words);
-      else if (walk.bits() == 4)
-        unpack<4>(codes, words);
-      else
-        unpack<6>(codes, words);
-      alignas(16) uint8_t bytes[kBlock];
-      __builtin_memcpy(bytes, words, sizeof bytes);
+      Bytes16 halves[2];
+      unpack_run(walk.bits(), codes, halves[0], halves[1]);
       for (int h = 0; h < 2; ++h) {
+        alignas(16) uint8_t bytes[16];
+        store(bytes, halves[h]);
         vi wide[kQuad];
-        load_bytes(bytes + 16 * h, wide);  // codes are below 128
+        load_bytes(bytes, wide);  // codes are below 128
         for (int j = 0; j < kQuad; ++j)
           store(tile + i + 16 * h + j * kLanes, __builtin_convertvector(wide[j], vf) * step + offset);
       }

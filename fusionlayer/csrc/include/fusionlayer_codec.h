@@ -140,7 +140,7 @@ FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, 
 FL_API int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream);
 
 /* FL_TAHQUANT alone: keys[m * tokens + t] = the entropy of token t of x[m * numel ..], with a residual of x + residual, in
- * units of 2^-20 bits, for `count` messages; 0x7fffffff where a value is not finite. param[3] of the spec is not looked at. */
+ * units of 2^-20 bits, for `count` messages; 0x7fffffff where a value is not finite. */
 FL_API int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count,
                          int32_t *keys /* device */, void *stream);
 
