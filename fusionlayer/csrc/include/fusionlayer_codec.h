@@ -29,7 +29,8 @@ enum fl_status {
   FL_BAD_ARGUMENT = 1, /* a field of the spec, a null pointer or a misaligned plane; nothing was written */
   FL_UNSUPPORTED = 2,  /* this library does not know the codec or the option */
   FL_DEVICE_ERROR = 3, /* CUDA reported an error: fl_last_error() has its text */
-  FL_BAD_MESSAGE = 4   /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS; on the CPU alone) */
+  FL_BAD_MESSAGE =
+      4 /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS; on the CPU alone) */
 };
 
 enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
@@ -50,7 +51,7 @@ enum fl_codec {
                     is the spec's own to encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the
                     window, or 0: find it. numel < 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1
                     behind the last escape are not written. docs/wire_format.md has the rest */
-  FL_RANS = 8    /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP.
+  FL_RANS = 8 /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP.
                     param[0] = fl_dtype of what was encoded, as for FL_ZIP, as are the limits of verbs and numel */
 };
 
