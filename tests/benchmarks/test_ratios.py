@@ -9,15 +9,15 @@ import torch
 from benchmarks import ratios
 from fusionlayer.codecs.zip import Zip
 
-pytestmark = pytest.mark.short
 
-
+@pytest.mark.short
 def test_a_gaussian_is_covered_as_published() -> None:
     found = ratios.coverage(ratios.gaussian(1 << 21).bfloat16())
     assert max(abs(a - b) for a, b in zip(found, ratios.PUBLISHED, strict=True)) < 0.15
     assert ratios.coverage(torch.zeros(100, dtype=torch.float16)) == [100.0] * 7
 
 
+@pytest.mark.short
 def test_ratios_lie_between_one_and_the_bound() -> None:
     x = ratios.gaussian(1 << 20).bfloat16()
     assert ratios.bound(x) == pytest.approx(16 / (8 + 2.545), rel=0.01)
@@ -28,6 +28,8 @@ def test_ratios_lie_between_one_and_the_bound() -> None:
             assert ratios.ratio(make(), tensor) >= tensor.nbytes / (tensor.nbytes + 16), name
 
 
+@pytest.mark.medium
+@pytest.mark.timeout(240)
 def test_the_command_writes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ratios.main(["--numel", "65536", "--steps", "1", "--out", str(tmp_path), "--hardware", "test"]) == 0
     printed = capsys.readouterr().out
