@@ -21,14 +21,14 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer import context
 from fusionlayer.collectives import halves, zipped
-from fusionlayer.collectives.switching import SAMPLES, Switcher
+from fusionlayer.collectives.switching import SAMPLES, TRUSTED, Switcher
 
 __all__ = ["CALLS", "Cell", "main"]
 
 CALLS = ("all_gather", "all_to_all", "reduce_scatter")
 TURN_SECONDS = 0.1
 TURN_CALLS = 16
-LEARNING_CALLS = 2 * SAMPLES + 1
+LEARNING_CALLS = TRUSTED + 2 * SAMPLES + 1
 """Of a size, before the switcher is measured: more than it takes to choose."""
 
 

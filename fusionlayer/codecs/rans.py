@@ -19,7 +19,7 @@ _BLOCK, _LANES, _SYMBOLS, _FILLED = 32768, 32, 256, 64
 class Rans(ExponentCodec, name="rans"):
     """The same bits in as few bytes as exponents allow: interleaved rANS with one table of frequencies for a message.
 
-    A Gaussian takes 10.6 bits of bf16's 16, 13.6 of f16's 16, and 26.6 of f32's 32, whatever its sigma, and other
+    A Gaussian takes 10.6 bits of bf16's 16, 13.5 of f16's 16, and 26.6 of f32's 32, whatever its sigma, and other
     distributions of exponents what their entropy is: the ratio that ``zip``, which is ten times as fast, is measured
     by, and worth its time on slow networks. A message has 16 bytes more than its elements at most. The kernels run on
     the CPU; tensors on CUDA are copied there and back.

@@ -28,7 +28,7 @@ KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 SAMPLES = 5
 """Calls of each form that are timed before the first choice, and of which the median counts."""
 RECENT = 3
-"""Last timed calls of each form that count later."""
+"""Last timed calls of each form that count later, and the first ones where a prediction has chosen."""
 GAIN = 0.02
 """Share of the time that the other form must save to be switched to: less is noise, and would flap."""
 LOOKING = 0.01
@@ -347,7 +347,7 @@ class Switcher:
             cell.look = cell.calls + TRUSTED
             return
         first = cell.zips
-        cell.pending = [first, not first] * (1 if cell.agreed else SAMPLES)
+        cell.pending = [first, not first] * (1 if cell.agreed else RECENT if cell.decided else SAMPLES)
 
     def _time(self, cell: _Cell, form: bool, call: Callable[[], object], device: torch.device, elements: float) -> None:
         # From a common start, or the time would be that of the rank that came last.
@@ -361,7 +361,7 @@ class Switcher:
             cell.factor = (self._transport.bytes_sent - before) / elements
 
     def _agree(self, kind: str, cell: _Cell) -> None:
-        counting = RECENT if cell.agreed else SAMPLES
+        counting = RECENT if cell.decided else SAMPLES
         mine = [statistics.median(list(cell.samples[form])[-counting:]) for form in (False, True)]
         known = torch.tensor([*mine, cell.factor or 0.0, self._sync], dtype=torch.float64)
         start = time.perf_counter()

@@ -26,6 +26,7 @@ from .choice import Choice
 __all__ = ["Compression", "compress"]
 
 _RAW = codecs.get("raw").bare
+_SAMPLE = 4096
 
 
 class _Given(Enum):
@@ -225,12 +226,21 @@ def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -
     Gradients of a bf16 model are, unless they were accumulated (ZipCCL, section 5.2); ranks ask each other.
     """
     if x.dtype is torch.float32:
-        narrow = x.bfloat16()
-        wide = torch.tensor([not torch.equal(narrow.float(), x)], dtype=torch.uint8)
+        narrow = _as_bf16(x)
+        wide = torch.tensor([narrow is None], dtype=torch.uint8)
         transport.all_reduce_max(wide)
-        if not wide:
+        if narrow is not None and not wide:
             x = narrow
     zipped.reduce_scatter(x, out, codec, transport)
+
+
+def _as_bf16(x: Tensor) -> Tensor | None:
+    """Return f32 ``x`` in bf16 if that has all of its bits; a sample tells most that have more."""
+    for part in (x[:_SAMPLE], x):
+        narrow = part.bfloat16()
+        if not torch.equal(narrow.float(), part):
+            return None
+    return narrow
 
 
 def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> None:

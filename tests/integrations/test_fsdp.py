@@ -155,7 +155,8 @@ def hold_lossless(rank: int, world: int, policy: str) -> None:
         assert compression.weights == str(fl.codecs.get("zip")) and compression.gradients is None
         assert same(run(model, 50), native)
         gathered = 50 * elements(model) * (4 if policy == "f32" else 2) * (1 + reshard) / world * (world - 1)
-        assert 0 < compression.bytes_sent < (0.95 if policy == "f32" else 0.85) * gathered
+        low, high = (0.8, 0.95) if policy == "f32" else (0.6, 0.85)
+        assert low * gathered < compression.bytes_sent < high * gathered, "every module's, and zipped"
         assert torch.stack(native[:5]).mean() > 2 * torch.stack(native[45:50]).mean()
 
 

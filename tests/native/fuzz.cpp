@@ -37,9 +37,11 @@ int64_t size_of(uint32_t dtype) { return dtype == FL_F32 ? 4 : 2; }
 void fill(uint8_t *x, int64_t numel, uint32_t dtype, uint64_t seed) {
   for (int64_t i = 0; i < numel; ++i) {
     const uint64_t bits = next(seed);
-    const uint32_t exponent = bits >> 60 ? 120 + (bits >> 50 & 7) : bits >> 40 & 255;
-    const uint32_t word = uint32_t(bits) & 0x807fffff | exponent << 23;
-    const uint16_t half = uint16_t(dtype == FL_F16 ? (bits & 0x83ff) | (bits >> 60 ? 10 + (bits >> 50 & 7) : bits >> 40 & 31) << 10 : word >> 16);
+    const bool common = bits >> 60;
+    const uint32_t exponent = common ? 120 + uint32_t(bits >> 50 & 7) : uint32_t(bits >> 40 & 255);
+    const uint32_t word = (uint32_t(bits) & 0x807fffffu) | exponent << 23;
+    const uint32_t few = common ? 10 + uint32_t(bits >> 50 & 7) : uint32_t(bits >> 40 & 31);
+    const uint16_t half = uint16_t(dtype == FL_F16 ? (uint32_t(bits) & 0x83ffu) | few << 10 : word >> 16);
     if (dtype == FL_F32)
       std::memcpy(x + 4 * i, &word, 4);
     else

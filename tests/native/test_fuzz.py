@@ -19,7 +19,8 @@ CSRC = Path(native.__file__).parent / "csrc"
 MARCH = {"baseline": (), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 FLAGS = (
     *("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Werror"),
-    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC / 'include'}", f"-I{CSRC / 'core'}"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    *(f"-I{CSRC / part}" for part in ("include", "core", "cpu")),
 )
 RUNS = 4000
 
@@ -49,8 +50,8 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if run.returncode:
         pytest.skip("the compiler has no sanitizers")
     have = [f"-DFL_HAVE_{name.upper()}" for name in usable() if name != "baseline"]
-    kernels = CSRC / "cpu" / "kernels.cpp"
-    sources = [path for path in sorted((CSRC / "cpu").glob("*.cpp")) if path != kernels]
+    kernels = Path(__file__).with_name("fuzz_kernels.cpp")
+    sources = [path for path in sorted((CSRC / "cpu").glob("*.cpp")) if path.name != "kernels.cpp"]
     parts: list[tuple[Path, str, tuple[str, ...]]] = [
         (kernels, f"kernels.{name}", (f"-DFL_ISA={name}", *MARCH[name])) for name in usable()
     ]

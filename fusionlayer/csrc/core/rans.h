@@ -53,7 +53,9 @@ inline RansShape rans_shape(const fl_spec &spec) { return {spec.numel, spec.para
 // An element's 16 bits with the exponent, for f32 the upper half, as symbol and byte. f16 has five bits of exponent: its
 // upper byte is the symbol.
 inline uint32_t rans_symbol(uint32_t dtype, uint32_t half) { return dtype == FL_F16 ? half >> 8 : half >> 7 & 255; }
-inline uint32_t rans_byte(uint32_t dtype, uint32_t half) { return dtype == FL_F16 ? half & 255 : zip_byte(dtype, half); }
+inline uint32_t rans_byte(uint32_t dtype, uint32_t half) {
+  return dtype == FL_F16 ? half & 255 : zip_byte(dtype, half);
+}
 inline uint32_t rans_half(uint32_t dtype, uint32_t symbol, uint32_t byte) {
   return dtype == FL_F16 ? symbol << 8 | byte : zip_half(dtype, symbol, byte, 0);
 }

@@ -153,13 +153,18 @@ FL_HD int exponent_of(double positive) {
 // better one of floor and ceil, is the largest x with 4^x times it <= sigma^2.
 constexpr double kZipTurn = 694.1776512421804;
 
+// The exponents of a sample that has none below the first and above the second.
+struct ZipRange {
+  int low, high;
+};
+
 // The lowest exponent of the window for a Gaussian of the sample's sigma. What is not finite does not count, subnormals
 // count as 0.
-FL_HD int zip_base(const ZipBin *bins, uint32_t dtype) {
+FL_HD int zip_base(const ZipBin *bins, ZipRange range, uint32_t dtype) {
   const int special = zip_exponents(dtype) - 1, bias = zip_bias(dtype);
   double sum = 0.0;
   int64_t count = zip_count(bins[0]);
-  for (int e = 1; e < special; ++e) {
+  for (int e = range.low > 1 ? range.low : 1; e <= range.high && e < special; ++e) {
     count += zip_count(bins[e]);
     if (bins[e]) sum += double(uint32_t(bins[e])) * power_of_two(2 * (e - bias - 7));
   }
@@ -202,11 +207,29 @@ FL_HD int64_t zip_covered(const ZipBin *bins, const uint8_t *exponents) {
   return count;
 }
 
+// At least as many as the table has more of the sample than the window: what more frequent exponents outside have beyond
+// the least frequent one inside, which each of them would replace at best.
+FL_HD int64_t zip_gain_at_most(const ZipBin *bins, ZipRange range, const uint8_t *window) {
+  uint32_t least = zip_count(bins[window[0]]);
+  for (int i = 1; i < kZipCodes; ++i) {
+    const uint32_t count = zip_count(bins[window[i]]);
+    least = count < least ? count : least;
+  }
+  int64_t gain = int64_t(kZipCodes) * least - zip_covered(bins, window);  // what those inside add below
+  for (int e = range.low; e <= range.high; ++e) {
+    const uint32_t count = zip_count(bins[e]);
+    gain += count > least ? count - least : 0;
+  }
+  return gain;
+}
+
 // Leaves in `exponents` those of codes 1 to 7. A window, which is a little faster, gives way where the table has 1/64 of
 // the sample more.
-FL_HD void zip_choose(const ZipBin *bins, int sampled, uint32_t dtype, uint32_t choice, uint8_t *exponents) {
-  if (choice != FL_ZIP_TABLE) zip_window(zip_base(bins, dtype), exponents);
+FL_HD void zip_choose(const ZipBin *bins, ZipRange range, int sampled, uint32_t dtype, uint32_t choice,
+                      uint8_t *exponents) {
+  if (choice != FL_ZIP_TABLE) zip_window(zip_base(bins, range, dtype), exponents);
   if (choice == FL_ZIP_WINDOW) return;
+  if (choice == FL_ZIP_AUTO && zip_gain_at_most(bins, range, exponents) * 64 <= sampled) return;
   uint8_t frequent[kZipCodes];
   zip_frequent(bins, dtype, frequent);
   if (choice == FL_ZIP_AUTO && (zip_covered(bins, frequent) - zip_covered(bins, exponents)) * 64 <= sampled) return;

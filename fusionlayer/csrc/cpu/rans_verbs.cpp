@@ -30,9 +30,7 @@ struct Element {
     const uint16_t v = uint16_t(half);
     std::memcpy(p, &v, 2);
   }
-  static float load(const uint8_t *p) {
-    return kDtype == FL_BF16 ? bf16_to_f32(load_u16(p)) : f16_to_f32(load_u16(p));
-  }
+  static float load(const uint8_t *p) { return kDtype == FL_BF16 ? bf16_to_f32(load_u16(p)) : f16_to_f32(load_u16(p)); }
   static void store(float f, uint8_t *p) {
     const uint16_t v = kDtype == FL_BF16 ? f32_to_bf16(f) : f32_to_f16(f);
     std::memcpy(p, &v, 2);
@@ -275,8 +273,8 @@ bool decode_block(const RansShape &shape, const Message &in, int64_t block, Deco
   if (begin > end || end > head.escapes / 2) return false;
   if (block == shape.blocks() - 1 && end != head.escapes / 2) return false;
   if (!table.fill(in.data)) return false;
-  Decoder decoder(table, in.data + shape.states() + 4 * kRansLanes * block, in.data + shape.words() + 2 * int64_t(begin),
-                  int64_t(end) - begin);
+  Decoder decoder(table, in.data + shape.states() + 4 * kRansLanes * block,
+                  in.data + shape.words() + 2 * int64_t(begin), int64_t(end) - begin);
   uint8_t symbols[kTile], values[kTile * E::kBytes];
   const uint8_t *bytes = in.data + shape.bytes() + first, *low = in.data + shape.low() + 2 * first;
   for (int i = 0; i < n; i += kTile) {

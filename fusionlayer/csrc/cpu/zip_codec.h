@@ -83,20 +83,13 @@ __attribute__((target("avx512vbmi2"), noinline)) inline void gather_by_vectors(c
   escapes.count = int(to - escapes.bytes);
 }
 
-__attribute__((target("avx512vbmi2"), noinline)) inline void scatter_by_vectors(const uint8_t *escapes,
-                                                                                const uint64_t *masks, int groups,
-                                                                                uint8_t *exponents) {
-  for (int g = 0; g < groups; ++g) {
-    uint8_t *group = exponents + g * kZipGroup;
-    const __m512i found = _mm512_loadu_si512(escapes);
-    _mm512_store_si512(group, _mm512_mask_expand_epi8(_mm512_load_si512(group), masks[g], found));
-    escapes += __builtin_popcountll(masks[g]);
-  }
-}
 #endif
 
 // The bytes that the masks name, group by group, in order.
 inline void gather_escapes(const uint8_t *exponents, const uint64_t *masks, int groups, ZipEscapes &escapes) {
+#if defined(FL_AVX512)
+  if (moves_bytes()) return gather_by_vectors(exponents, masks, groups, escapes);
+#endif
   uint8_t *to = escapes.bytes;
   for (int g = 0; g < groups; ++g, exponents += kZipGroup) {
     uint64_t mask = masks[g];
@@ -213,35 +206,62 @@ int64_t encode_region(const ZipEncoding &job, int64_t region, int64_t first, int
   return count;
 }
 
-// Chooses the exponents of a region.
+// Calls body(begin, end) for the runs of a region's sample.
+template <class Body>
+FL_INLINE void for_each_run(int n, const Body &body) {
+  const int stride = zip_stride(n);
+  for (int run = 0; run < kZipRuns && run * stride < n; ++run) {
+    const int begin = run * stride;
+    body(begin, begin + kZipRun < n ? begin + kZipRun : n);
+  }
+}
+
+// Chooses the exponents of a region. The runs of the next one's sample are on their way meanwhile: they lie far apart,
+// and each would be waited for.
 template <class T>
 void choose_exponents(const ZipEncoding &job, int64_t region) {
-  ZipBin bins[kZipBins] = {};
-  constexpr int kHighHalf = kIsHalf<T> ? 0 : 1, kHalves = sizeof(T) / 2;
-  const int n = job.shape.in_region(region), stride = zip_stride(n);
-  const uint16_t *x = reinterpret_cast<const uint16_t *>(reinterpret_cast<const T *>(job.x) + region * kZipRegion);
+  constexpr int kHighHalf = kIsHalf<T> ? 0 : 1, kHalves = sizeof(T) / 2, kSample = kZipRuns * kZipRun;
+  const T *first = reinterpret_cast<const T *>(job.x) + region * kZipRegion;
+  const uint16_t *x = reinterpret_cast<const uint16_t *>(first);
+  uint8_t exponents[kSample], bytes[kSample];
   int sampled = 0;
-  for (int run = 0; run < kZipRuns && run * stride < n; ++run) {
-    const int begin = run * stride, end = begin + kZipRun < n ? begin + kZipRun : n;
-    for (int i = begin; i < end; ++i) {
+  for_each_run(job.shape.in_region(region), [&](int begin, int end) FL_LAMBDA {
+    for (int i = begin; i < end; ++i, ++sampled) {
       uint16_t half;
       __builtin_memcpy(&half, x + i * kHalves + kHighHalf, 2);
-      bins[zip_exponent(kDtype<T>, half)] += zip_weight(zip_byte(kDtype<T>, half));
+      exponents[sampled] = uint8_t(zip_exponent(kDtype<T>, half));
+      bytes[sampled] = uint8_t(zip_byte(kDtype<T>, half));
     }
-    sampled += end - begin;
+  });
+  if (region + 1 < job.shape.regions())
+    for_each_run(job.shape.in_region(region + 1), [&](int begin, int end) FL_LAMBDA {
+      const char *run = reinterpret_cast<const char *>(first + kZipRegion + begin);
+      for (int i = 0; i <= int(sizeof(T)) * (end - begin); i += 64) __builtin_prefetch(run + i, 0, 2);
+    });
+  uint8_t low = 255, high = 0;
+  for (int i = 0; i < sampled; ++i) {
+    low = exponents[i] < low ? exponents[i] : low;
+    high = exponents[i] > high ? exponents[i] : high;
   }
-  uint8_t *exponents = job.out.regions()[region].exponent;
-  exponents[0] = 0;
-  zip_choose(bins, sampled, kDtype<T>, job.choice, exponents + 1);
+  constexpr int kBanks = 4;  // neighbours often have one exponent, and would wait for each other's count
+  ZipBin bins[kZipBins] = {}, more[kBanks - 1][kZipBins];
+  for (ZipBin *bank : more) __builtin_memset(bank + low, 0, size_t(high - low + 1) * sizeof(ZipBin));
+  int i = 0;
+  for (; i + kBanks <= sampled; i += kBanks) {
+    bins[exponents[i]] += zip_weight(bytes[i]);
+    for (int k = 1; k < kBanks; ++k) more[k - 1][exponents[i + k]] += zip_weight(bytes[i + k]);
+  }
+  for (; i < sampled; ++i) bins[exponents[i]] += zip_weight(bytes[i]);
+  for (int e = low; e <= high; ++e) bins[e] += more[0][e] + more[1][e] + more[2][e];
+  uint8_t *chosen = job.out.regions()[region].exponent;
+  chosen[0] = 0;
+  zip_choose(bins, {low, high}, sampled, kDtype<T>, job.choice, chosen + 1);
 }
 
 // Decoding ------------------------------------------------------------------------------------------------------------
 
 // The inverse of gather_escapes. Behind the groups there is a place for bytes that belong nowhere.
 inline void scatter_escapes(const uint8_t *escapes, const uint64_t *masks, int groups, uint8_t *exponents) {
-#if defined(FL_AVX512)
-  if (moves_bytes()) return scatter_by_vectors(escapes, masks, groups, exponents);
-#endif
   uint8_t *nowhere = exponents + kZipTile;
   for (int g = 0; g < groups; ++g, exponents += kZipGroup) {
     uint64_t mask = masks[g];
@@ -315,9 +335,92 @@ __attribute__((noinline)) void join_block(const uint8_t *block, int filled, cons
     }
 }
 
-// Writes a tile's elements, filled up to whole groups, where the message is coherent.
+// Whether decode_groups can be called.
+FL_INLINE bool joins_at_once() {
+#if defined(FL_AVX512)
+  return moves_bytes();
+#else
+  return false;
+#endif
+}
+
+#if defined(FL_AVX512)
+// A block's elements in one go: exponents stay in registers until escapes are filled in and the other bits are there.
+template <class T, Store kStore>
+__attribute__((target("avx512vbmi2"), noinline)) void decode_groups(const uint8_t *block, int filled,
+                                                                    const uint8_t (&table)[8], const uint8_t *escapes,
+                                                                    uint8_t *out) {
+  const uint8_t *planes = block + filled, *low = planes + 3 * (filled / 8);
+  const int plane = filled / 8;
+  constexpr int kGroupBytes = kZipGroup * (sizeof(T) == 4 ? 27 : kDtype<T> == FL_F16 ? 14 : 11) / 8;
+  const uint8_t *next = block + kZipGroups * kGroupBytes;  // most often of the next tile
+  for (int g = 0; g < filled / kZipGroup; ++g) {
+    for (int i = 0; i < kGroupBytes; i += 64) __builtin_prefetch(next + g * kGroupBytes + i);
+    uint64_t word[6];
+    for (int p = 0; p < (kDtype<T> == FL_F16 ? 6 : 3); ++p) __builtin_memcpy(&word[p], planes + p * plane + g * 8, 8);
+    const uint64_t escaped = ~(word[0] | word[1] | word[2]);
+    const vb codes = spread<0>(word[0]) | spread<1>(word[1]) | spread<2>(word[2]);
+    const vb found = (vb)_mm512_mask_expand_epi8((__m512i)look_up(table, codes), escaped, _mm512_loadu_si512(escapes));
+    escapes += __builtin_popcountll(escaped);
+    vh exponent[2], byte[2], half[2];
+    unpack_halves(found, exponent[0], exponent[1]);
+    unpack_halves(load_vb(block + g * kZipGroup), byte[0], byte[1]);
+    if constexpr (kDtype<T> == FL_F16) {
+      vh rest[2];
+      unpack_halves(spread<0>(word[3]) | spread<1>(word[4]) | spread<2>(word[5]), rest[0], rest[1]);
+      for (int k = 0; k < 2; ++k)
+        half[k] = (byte[k] & 0x80) << 8 | (exponent[k] & 31) << 10 | (byte[k] & 0x7f) << 3 | rest[k];
+    } else {
+      for (int k = 0; k < 2; ++k) half[k] = (byte[k] & 0x80) << 8 | exponent[k] << 7 | (byte[k] & 0x7f);
+    }
+    uint8_t *to = out + g * kZipGroup * sizeof(T);
+    for (int k = 0; k < 2; ++k) {
+      if constexpr (kIsHalf<T>) {
+        store<kStore>(to + k * 64, half[k]);
+      } else {
+        const __m512i rest = (__m512i)load_vh(reinterpret_cast<const uint16_t *>(low) + g * kZipGroup + k * 32);
+        const auto join = [](__m256i upper, __m256i lower) FL_LAMBDA {
+          return _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16), _mm512_cvtepu16_epi32(lower));
+        };
+        store<kStore>(to + k * 128, join(_mm512_castsi512_si256((__m512i)half[k]), _mm512_castsi512_si256(rest)));
+        store<kStore>(to + k * 128 + 64,
+                      join(_mm512_extracti64x4_epi64((__m512i)half[k], 1), _mm512_extracti64x4_epi64(rest, 1)));
+      }
+    }
+  }
+}
+#endif
+
+// decode_groups, where the block has no more escapes than are left.
 template <class T>
-bool decode_tile(const ZipShape &shape, const ZipMessage &in, int64_t tile, T *out) {
+FL_INLINE bool decode_at_once([[maybe_unused]] const uint8_t *block, [[maybe_unused]] int filled,
+                              [[maybe_unused]] const ZipRegion &region, [[maybe_unused]] const uint8_t *escapes,
+                              [[maybe_unused]] int64_t left, [[maybe_unused]] bool streamed,
+                              [[maybe_unused]] uint8_t *out) {
+#if defined(FL_AVX512)
+  const uint8_t *planes = block + filled;
+  const int plane = filled / 8;
+  int count = 0;
+  for (int g = 0; g < filled / kZipGroup; ++g) {
+    uint64_t word[3];
+    for (int p = 0; p < 3; ++p) __builtin_memcpy(&word[p], planes + p * plane + g * 8, 8);
+    count += __builtin_popcountll(~(word[0] | word[1] | word[2]));
+  }
+  if (count > left) return false;
+  uint8_t found[kZipTile + kZipGroup];  // with room to read a group at once
+  __builtin_memcpy(found, escapes, size_t(count));
+  uint8_t table[8];
+  __builtin_memcpy(table, region.exponent, 8);
+  streamed ? decode_groups<T, Store::kStreamed>(block, filled, table, found, out)
+           : decode_groups<T, Store::kCached>(block, filled, table, found, out);
+#endif
+  return true;
+}
+
+// Writes a tile's elements, filled up to whole groups, where the message is coherent; past the caches if `streamed`, where
+// they are joined at once.
+template <class T>
+bool decode_tile(const ZipShape &shape, const ZipMessage &in, int64_t tile, T *out, bool streamed = false) {
   const int n = shape.in_tile(tile), filled = ZipShape::filled(n);
   if (in.head->form == kZipRaw) {
     __builtin_memcpy(out, in.data + tile * kZipTile * int64_t(sizeof(T)), size_t(n) * sizeof(T));
@@ -328,11 +431,11 @@ bool decode_tile(const ZipShape &shape, const ZipMessage &in, int64_t tile, T *o
   const ZipRegion &region = in.regions()[tile / kZipTiles];
   const int64_t first = int64_t(region.first) + in.index(shape)[tile];
   if (first > escapes) return false;
+  const uint8_t *block = in.data + shape.block(tile), *found = in.data + shape.escapes() + first;
+  if (joins_at_once())
+    return decode_at_once<T>(block, filled, region, found, escapes - first, streamed, reinterpret_cast<uint8_t *>(out));
   alignas(64) uint8_t exponents[kZipTile + 1];  // and one place for bytes that belong nowhere
-  const uint8_t *block = in.data + shape.block(tile);
-  if (!decode_exponents<T>(block + filled, filled, region, in.data + shape.escapes() + first, escapes - first,
-                           exponents))
-    return false;
+  if (!decode_exponents<T>(block + filled, filled, region, found, escapes - first, exponents)) return false;
   join_block<T>(block, filled, exponents, reinterpret_cast<uint8_t *>(out));
   return true;
 }
@@ -349,8 +452,9 @@ bool zip_decode(const Job &job, int64_t begin, int64_t end) {
     Y *out = static_cast<Y *>(job.y) + message * shape.numel + tile * kZipTile;
     const bool stream = job.streamed && reinterpret_cast<uintptr_t>(out) % kStreamAlignment == 0;
     if constexpr (kDtype<T> == kDtype<Y>) {
-      const bool direct = n % kZipGroup == 0 && !stream;
-      if (!decode_tile(shape, zip_message(*job.in, message), tile, direct ? out : values)) return false;
+      const bool direct = n % kZipGroup == 0 && (!stream || joins_at_once());
+      if (!decode_tile(shape, zip_message(*job.in, message), tile, direct ? out : values, direct && stream))
+        return false;
       if (direct) continue;
       if (stream && n == kZipTile)
         copy_block(reinterpret_cast<uint8_t *>(out), reinterpret_cast<const uint8_t *>(values), sizeof values);

@@ -37,7 +37,8 @@ FL_DEVICE void sample(const EncodeArguments &a, const void *x, int64_t region, Z
     sampled += left < kZipRun ? left : kZipRun;
   }
   meet();
-  if (lane_index() == 0) zip_choose(bins, sampled, a.shape.dtype, a.choice, entry.exponent + 1);
+  if (lane_index() == 0)
+    zip_choose(bins, {0, zip_exponents(a.shape.dtype) - 1}, sampled, a.shape.dtype, a.choice, entry.exponent + 1);
   meet();
 }
 

@@ -29,47 +29,53 @@ enum fl_status {
   FL_BAD_ARGUMENT = 1, /* a field of the spec, a null pointer or a misaligned plane; nothing was written */
   FL_UNSUPPORTED = 2,  /* this library does not know the codec or the option */
   FL_DEVICE_ERROR = 3, /* CUDA reported an error: fl_last_error() has its text */
-  FL_BAD_MESSAGE = 4   /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS; on the CPU alone) */
+  FL_BAD_MESSAGE =
+      4 /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS; on the CPU alone) */
 };
 
 enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
 
 enum fl_codec {
-  FL_CAST = 0,   /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
-  FL_INT = 1,    /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group
-                  size, a power of two in 32..4096; param[2] = flags, FL_INT_* */
-  FL_SPARSE = 2, /* plane 0: ends, u32 per 65536 elements; plane 1: counts, u8 per 256 elements, in form FL_SPARSE_BYTE
-                    alone; plane 2: positions; plane 3: values. param[0] = enum fl_sparse_form; param[1] = fl_dtype of
-                    the values, f32 or bf16; param[2] = capacity in pairs, <= numel; param[3] = flags, FL_SPARSE_*. For
-                    fl_sparse_encode and fl_decode_sum; other verbs give FL_UNSUPPORTED. docs/wire_format.md has the
-                    rest */
-  FL_BLOCK = 3,  /* plane 0: scales; plane 1: codes, runs of 32 in 4 bytes for each bit. param[0] = enum fl_format;
-                    param[1] = block, a power of two in 32..512; param[2] = enum fl_scale; param[3] = flags, FL_BLOCK_* */
-  FL_ZIP = 4,    /* lossless. plane 0: 16 bytes, u32 form and u32 number of escapes first; plane 1: as many bytes as the
-                    elements have, or the static part where that is more. param[0] = fl_dtype of what was encoded, which
-                    is the spec's own to encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the
-                    window, or 0: find it. numel < 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1
-                    behind the last escape are not written. docs/wire_format.md has the rest */
-  FL_THC =
-      5, /* plane 0: an f32, the root mean square, which is there beforehand; plane 1: codes of 4 bits in runs of 32,
-                    or sums of their integers. param[0] = flags, FL_THC_*, and from bit FL_THC_RANKS_SHIFT on the number of
-                    messages whose integers plane 1 has the sum of, 0: codes; param[1] = block, a power of two in 32..1024;
-                    param[2] = f32 bits of the half steps of the grid in one root mean square, for blocks of the size that
-                    the message has (the smallest power of two from 32 on that holds it, at most param[1]); param[3] = seed
-                    of the signs. fl_recode, and encoding sums, give FL_UNSUPPORTED */
-  FL_TAHQUANT = 6,/* plane 0: marks of coarse tokens, which are there beforehand; plane 1: pivots; planes 2 and 3: offsets
-                    and steps, bf16; plane 4: codes. param[0] = bits, 4 or 6; param[1] = channels of a token, a multiple of
-                    the tile up to 16384; param[2] = tile, 32, 64 or 128; param[3] = coarse tokens, 0 with 6 bits */
+  /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
+  FL_CAST = 0,
+  /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group size, a power
+   * of two in 32..4096; param[2] = flags, FL_INT_* */
+  FL_INT = 1,
+  /* plane 0: ends, u32 per 65536 elements; plane 1: counts, u8 per 256 elements, in form FL_SPARSE_BYTE alone; plane
+   * 2: positions; plane 3: values. param[0] = enum fl_sparse_form; param[1] = fl_dtype of the values, f32 or bf16;
+   * param[2] = capacity in pairs, <= numel; param[3] = flags, FL_SPARSE_*. For fl_sparse_encode and fl_decode_sum;
+   * other verbs give FL_UNSUPPORTED. docs/wire_format.md has the rest */
+  FL_SPARSE = 2,
+  /* plane 0: scales; plane 1: codes, runs of 32 in 4 bytes for each bit. param[0] = enum fl_format; param[1] = block,
+   * a power of two in 32..512; param[2] = enum fl_scale; param[3] = flags, FL_BLOCK_* */
+  FL_BLOCK = 3,
+  /* lossless. plane 0: 16 bytes, u32 form and u32 number of escapes first; plane 1: as many bytes as the elements
+   * have, or the static part where that is more. param[0] = fl_dtype of what was encoded, which is the spec's own to
+   * encode; param[1] = enum fl_zip_choice; param[2] = 1 + the lowest exponent of the window, or 0: find it. numel <
+   * 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1 behind the last escape are not written.
+   * docs/wire_format.md has the rest */
+  FL_ZIP = 4,
+  /* plane 0: an f32, the root mean square, which is there beforehand; plane 1: codes of 4 bits in runs of 32, or sums
+   * of their integers. param[0] = flags, FL_THC_*, and from bit FL_THC_RANKS_SHIFT on the number of messages whose
+   * integers plane 1 has the sum of, 0: codes; param[1] = block, a power of two in 32..1024; param[2] = f32 bits of
+   * the half steps of the grid in one root mean square, for blocks of the size that the message has (the smallest
+   * power of two from 32 on that holds it, at most param[1]); param[3] = seed of the signs. fl_recode, and encoding
+   * sums, give FL_UNSUPPORTED */
+  FL_THC = 5,
+  /* plane 0: marks of coarse tokens, which are there beforehand; plane 1: pivots; planes 2 and 3: offsets and steps,
+   * bf16; plane 4: codes. param[0] = bits, 4 or 6; param[1] = channels of a token, a multiple of the tile up to 16384;
+   * param[2] = tile, 32, 64 or 128; param[3] = coarse tokens, 0 with 6 bits */
+  FL_TAHQUANT = 6,
+  /* plane 0: widths of super-groups of 256 elements, 24 bytes for each 64; fl_encode and fl_recode find them there
+   * (fl_dynamiq_widths writes them). plane 1: a bf16 scale per super-group; plane 2: a u8 scale per 16 elements; plane
+   * 3: codes. param[0] = flags, FL_DYNAMIQ_*; param[1] = room for codes, in units of 64 bytes; param[2] = rank | ranks
+   * << 16, those whose rounding is anticorrelated, ranks <= 16384; param[3] = epsilon of 4 bits | of 8 bits << 16, in
+   * 1e-4, 0 for even levels. Offsets are multiples of 256. Where widths contradict themselves or the room the CPU
+   * gives FL_BAD_MESSAGE; CUDA leaves out what would lie outside. docs/wire_format.md has the rest */
   FL_DYNAMIQ = 7,
-                 /* plane 0: widths of super-groups of 256 elements, 24 bytes for each 64; fl_encode and fl_recode find them
-                    there (fl_dynamiq_widths writes them). plane 1: a bf16 scale per super-group; plane 2: a u8 scale per
-                    16 elements; plane 3: codes. param[0] = flags, FL_DYNAMIQ_*; param[1] = room for codes, in units of 64
-                    bytes; param[2] = rank | ranks << 16, those whose rounding is anticorrelated, ranks <= 16384; param[3]
-                    = epsilon of 4 bits | of 8 bits << 16, in 1e-4, 0 for even levels. Offsets are multiples of 256. Where
-                    widths contradict themselves or the room the CPU gives FL_BAD_MESSAGE; CUDA leaves out what would lie
-                    outside. docs/wire_format.md has the rest */
-  FL_RANS = 8    /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP.
-                    param[0] = fl_dtype of what was encoded, as for FL_ZIP, as are the limits of verbs and numel */
+  /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP. param[0] =
+   * fl_dtype of what was encoded, as for FL_ZIP, as are the limits of verbs and numel */
+  FL_RANS = 8
 };
 
 enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };
