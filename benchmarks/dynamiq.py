@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,9 @@ def counted() -> Iterator[list[int]]:
         "recode": lambda spec, offsets, bodies, x, residual, body: size(bodies, x, body),
         "dynamiq_stats": lambda x, residual=None: size(x),
     }
-    with patch.multiple(native, **{name: count(getattr(native, name), read) for name, read in reads.items()}):
+    with ExitStack() as patches:
+        for name, read in reads.items():
+            patches.enter_context(patch.object(native, name, count(getattr(native, name), read)))
         yield total
 
 
