@@ -117,15 +117,16 @@ def _heavy_tailed(numel: int, rng: torch.Generator, freedom: int = 6) -> Tensor:
 DATA: dict[str, Callable[[int, int], list[Tensor]]] = {"gaussian": gaussian, "skewed": skewed}
 
 
-def error(algorithm: str, codec: Codec, inputs: Sequence[Tensor]) -> float:
-    """Return vNMSE of the sum of each worker's (n,) f32 by a collective."""
+def error(algorithm: str, codec: Codec | Sequence[Codec], inputs: Sequence[Tensor]) -> float:
+    """Return vNMSE of the sum of each worker's (n,) f32 by a collective; ``codec`` of all, or one for each."""
     reduce = fl.collectives.get(algorithm)
+    each = [codec] * len(inputs) if isinstance(codec, Codec) else codec
 
     def worker(rank: int) -> Tensor | None:
         transport = local.current()
         assert transport is not None
         x = inputs[rank].clone()
-        reduce(x, codec.bare, transport, seed=1)
+        reduce(x, each[rank].bare, transport, seed=1)
         return x if rank == 0 else None  # all have the same bits
 
     result = local.run(worker, len(inputs))[0]
@@ -138,22 +139,26 @@ def error(algorithm: str, codec: Codec, inputs: Sequence[Tensor]) -> float:
 
 def method_error(method: Method, algorithm: str, inputs: Sequence[Tensor]) -> float:
     """Return ``error`` of a method by ``algorithm``, or by its own, once it has adapted itself to these inputs."""
-    codec, algorithm = method.make(), method.algorithm or algorithm
-    if isinstance(codec, OmniReduce):
+    algorithm = method.algorithm or algorithm
+    each = [method.make() for _ in inputs]  # what they keep of sums is each worker's own
+    if method.codec == "omnireduce":
         for _ in range(SUMS):
-            adapt(codec, inputs)
+            adapt(each, inputs)
     elif method.options.get("scale") == "auto":
-        for _ in range(SUMS // 4):
-            error(algorithm, codec, inputs)
-    return error(algorithm, codec, inputs)
+        for _ in range(SUMS // 8):
+            error(algorithm, each, inputs)
+    return error(algorithm, each, inputs)
 
 
-def adapt(codec: OmniReduce, inputs: Sequence[Tensor]) -> None:
-    """Do to the share of ``codec`` what a sum of ``inputs`` does to it."""
-    wanted = codec.travelling(inputs[0].numel())
-    count = codec.share.select(wanted, len(inputs))
-    union = torch.cat([codec.select(x, count) for x in inputs]).unique()
-    codec.share.adapt(wanted, len(union))
+def adapt(each: Sequence[Codec], inputs: Sequence[Tensor]) -> None:
+    """Do to the shares of these codecs what a sum of ``inputs`` does to them."""
+    first, *others = (codec for codec in each if isinstance(codec, OmniReduce))
+    wanted = first.travelling(inputs[0].numel())
+    count = first.share.select(wanted, len(inputs))
+    union = torch.cat([first.select(x, count) for x in inputs]).unique()
+    first.share.adapt(wanted, len(union))
+    for codec in others:
+        codec.share.value = first.share.value
 
 
 def measure(numel: int, worlds: Sequence[int]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ def test_the_command_writes_all_tables(
     assert all(name in printed for name in (*METHODS, *dynamiq.LADDER, "gpt-small, step 1"))
     sizes = {path.name.split("_")[0]: len(json.loads(path.read_text())["rows"]) for path in tmp_path.glob("*.json")}
     assert sizes == {
-        "dynamiq-methods": len(METHODS) + len(dynamiq.BUDGETS),
+        "dynamiq-methods": len(METHODS) + len(dynamiq.BUDGETS) - 1,
         "dynamiq-ladder": len(dynamiq.LADDER) + 1,
         "dynamiq-traffic": 3,
     }

@@ -79,7 +79,13 @@ def test_unknown_names_are_refused() -> None:
         collectives.get("two_shoot")
 
 
-NOISY = [pair for pair in pairs(every()) if pair[1].unbiased and not pair[1].lossless]
+NOISY = [
+    (name, codec)
+    for name, codec in pairs(every())
+    if codec.unbiased and not codec.lossless
+    # Where ranks round by each other's numbers, partial sums and what rounds them are not independent: test_dynamiq.py.
+    if not (name in MULTI_HOP and codec.options.get("correlated"))
+]
 
 
 @pytest.mark.parametrize("name, codec", NOISY, ids=str)
