@@ -118,8 +118,8 @@ struct Kernels {
                      int64_t end);  // tiles of all messages; false: they are not coherent
   bool (*zip_decode_sum)(const Job &job, int64_t begin, int64_t end);  // tiles of one
 
-  Verb *add_codes;   // runs of 32 elements; y: the sums
-  Verb *token_keys;  // tokens of all messages; y: the keys
+  Verb *add_codes;                                                                // runs of 32 elements; y: the sums
+  Verb *token_keys;                                                               // tokens of all messages; y: the keys
   void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
 };
 
