@@ -56,6 +56,7 @@ WRONG = {
     "timeout": "soon",
     "stall_warning": "true",
     "timeline": "7",
+    "ranks_per_node": "two",
     "lanes": "true",
     "threads": "2.5",
 }

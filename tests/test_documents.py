@@ -66,7 +66,7 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks() -> None:
 
 @pytest.mark.short
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
-    hook, overlap, reduction, codec = blocks(README, "python")
+    hook, overlap, reduction, codec, sharded = blocks(README, "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -85,6 +85,16 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
         names["optimizer"].close()
 
     fl.transport.local.run(ahead, 2)
+
+    def shard(rank: int) -> list[float]:
+        names: dict[str, Any] = {"fl": fl, "torch": torch, "model": nn.Linear(4, 2)}
+        exec(sharded, names)
+        names["model"](torch.ones(1, 4)).sum().backward()
+        names["optimizer"].step()
+        return torch.cat([p.detach().flatten() for p in names["model"].parameters()]).tolist()
+
+    first, second = fl.transport.local.run(shard, 2)
+    assert first == second
 
     def reduce(rank: int) -> Tensor:
         tensor = torch.full((300,), float(rank + 1))

@@ -49,7 +49,9 @@ def all_gather(
     if codec.lossless:
         transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))
         return
-    here = two_level.grid(transport) or two_level.flat(transport)
+    here = two_level.grid(transport)
+    if here is None:
+        here, codec = two_level.flat(transport), two_level.one_level(codec, transport)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity

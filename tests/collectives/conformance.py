@@ -55,12 +55,16 @@ def given(rank: int, step: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 @cache
 def coarseness(codec: Codec, numel: int, dtype: torch.dtype) -> float:
-    """Return the largest relative error, in the Euclidean norm, that the codec made on some tensors of this length."""
+    """Return the largest relative error, in the Euclidean norm, that the codec made on some tensors of this length.
+
+    Inside nodes or between them, whichever is larger.
+    """
     errors = [0.0]
-    for stream in range(16):
-        x = gradient(numel, (1 << 21) + stream, dtype)
-        out = codec.decompress(codec.compress(x, seed=stream), numel, dtype)
-        errors.append(float((out.double() - x.double()).norm() / x.double().norm().clamp_min(1e-300)))
+    for level in {codec, codec.within}:
+        for stream in range(16):
+            x = gradient(numel, (1 << 21) + stream, dtype)
+            out = level.decompress(level.compress(x, seed=stream), numel, dtype)
+            errors.append(float((out.double() - x.double()).norm() / x.double().norm().clamp_min(1e-300)))
     return max(errors)
 
 

@@ -131,7 +131,8 @@ def test_every_codec_comes_close(codec: codecs.Codec, sequence: bool) -> None:
         mine = (channel.split(x, 1) if sequence else x).clone().requires_grad_()
         y = parallel_perceptron(channel, mine, up, down, sequence)
         whole = Channel(transport, "raw").gather(y, 1).detach() if sequence else y.detach()
-        bound = 0.4 if isinstance(codec, codecs.HomomorphicCodec) else 0.3  # 16 levels of one scale for all
+        # Coarser: 16 levels of one scale for all, and 15 of 128 values, not rotated, rounded at random.
+        bound = 0.4 if isinstance(codec, codecs.HomomorphicCodec) or codec == codecs.get("ulq") else 0.3
         assert float((whole - expected).norm()) < bound * float(expected.norm())
         (grad,) = differentiated(y, mine)
         assert grad.isfinite().all() and grad.count_nonzero() > 0
@@ -208,7 +209,7 @@ def test_bytes_are_those_of_the_codec() -> None:
     chunk = -(-numel // (world * codec.block)) * codec.block
 
     def body(transport: Transport) -> None:
-        channel = Channel(transport, codec)
+        channel, _ = Channel(transport, codec), transport.nodes
         for sequence in (False, True):
             x = values(0, BATCH, TOKENS // world if sequence else TOKENS, WIDTH).requires_grad_()
             before = transport.bytes_sent

@@ -113,7 +113,7 @@ FL_DEVICE void clear_rest(const DynamiqLayout &layout, const DynamiqMessage &m, 
 }
 
 template <bool kSum, bool kResidual>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 6) encode_kernel(const EncodeArguments a) {
   const int lane = lane_index();
   const Tables tables(a.levels, lane);
   const DynamiqLayout &layout = a.layout;
