@@ -175,7 +175,7 @@ def ratios(rows: Sequence[Row]) -> Figure:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda size, _: in_words(int(size)))
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-        axes.set_ylim(bottom=0)
+    figure.axes[0].set_ylim(bottom=0)  # of all panels, after all lines
     figure.axes[0].set_ylabel("native time / time")
     figure.axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
@@ -193,7 +193,7 @@ def designs(rows: Sequence[Row]) -> Figure:
             axes.plot(delays, middle, color=COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1.3, label=form)
         axes.set(title=f"{split} splits", xlabel="one rank is late by, ms")
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-        axes.set_ylim(bottom=0)
+    figure.axes[0].set_ylim(bottom=0)
     figure.axes[0].set_ylabel("from its arrival to the end, ms")
     figure.axes[-1].legend()
     return figure
