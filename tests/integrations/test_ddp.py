@@ -58,6 +58,8 @@ def check_training(rank: int, world: int) -> None:
         ({"codec": "raw", "algorithm": "two_shot"}, 1e-6),
         ({"codec": "int8", "algorithm": "ring"}, 0.05),
         ({"codec": "int8", "algorithm": "butterfly"}, 0.05),
+        ({"codec": "dynamiq", "algorithm": "ring"}, 0.15),
+        ({"codec": "dynamiq", "bits": 8, "algorithm": "butterfly"}, 0.05),
         ({"codec": "bf16"}, 0.02),
         ({"codec": "int8", "ddp": {"gradient_as_bucket_view": True, **SMALL_BUCKETS}}, 0.05),
         ({"codec": "int4"}, 0.25),
