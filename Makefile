@@ -26,8 +26,8 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 demo: install ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is passed on
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: install ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test: install ## all tests that need no GPU; those that start processes one by one, the others beside them
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
 
 test-short: install ## the tests that take seconds
 	$(BIN)/python -m pytest -m short $(ARGS)

@@ -322,6 +322,7 @@ def main() -> None:
         "mypy",
         "pytest",
         "pytest-timeout",
+        "pytest-xdist",
         "ruff",
         "scipy-stubs",
         "setuptools>=70.1",

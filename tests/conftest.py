@@ -15,6 +15,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give all tests that start processes to one worker of pytest-xdist: they have the other cores for their ranks."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("medium"):
+                item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 @pytest.fixture
 def device() -> torch.device:
     """Where a conformance test keeps its tensors; ``tests/gpu`` overrides it."""

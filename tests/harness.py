@@ -77,7 +77,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 30.0,
+    timeout: float = 60.0,
     backend: str | None = "gloo",
     store: str = "file",
 ) -> list[Any]:
@@ -112,7 +112,7 @@ def outcomes_of(
     world: int,
     *args: Any,
     signals: dict[tuple[int, str], signal.Signals] | None = None,
-    timeout: float = 30.0,
+    timeout: float = 60.0,
     backend: str | None = "gloo",
     store: str = "file",
 ) -> list[Outcome]:

@@ -39,7 +39,7 @@ print(json.dumps([sorted(set(sys.modules) - before), libraries, threading.active
 
 
 def answer(code: str) -> list[object]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert isinstance(result, list)
