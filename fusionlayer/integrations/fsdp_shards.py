@@ -73,7 +73,7 @@ class Shards:
         """Take the weights for changed, by a step."""
         self.version += 1
         if self._seen is not None:
-            self._seen = self._now()
+            self._seen = self._now()  # some optimizers count as changes of tensors, others do not
 
     def check(self) -> None:
         """See that nothing but steps has changed the weights since the last call.
@@ -122,7 +122,7 @@ class Shards:
         return [sum(lengths[:i]) for i in range(len(lengths))]
 
     def _now(self) -> tuple[int, ...]:
-        return tuple(each._sharded_param_data._version for each in self._group.fsdp_params)
+        return tuple(version for p in self.parameters for version in (p._version, p._local_tensor._version))
 
 
 def _listen() -> None:
