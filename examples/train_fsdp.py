@@ -136,7 +136,7 @@ def replicas_identical(model: nn.Module, device: torch.device) -> bool:
             module.unshard()
             for parameter in module.parameters(recurse=True):
                 if not hasattr(parameter, "full_tensor"):  # those that are unsharded
-                    digest.update(parameter.detach().float().cpu().numpy().tobytes())
+                    digest.update(parameter.detach().to("cpu", torch.float32, copy=True).numpy().tobytes())
             module.reshard()
     mine = digest.digest()
     return average(float(mine == fl.broadcast_object(mine)), device) == 1.0

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError, UsageError
 from fusionlayer.integrations.fsdp import Compression
+from fusionlayer.integrations.weights import Weights
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_fsdp import BF16, FEATURES, WIDTH, Layer, batch, same_on_all_ranks, train
 from tests.integrations.training import fill
@@ -134,10 +135,13 @@ def hold_when(rank: int, world: int) -> None:
             sent.append(first - start)
             optimizer.step()
             optimizer.zero_grad()
-        rows = [-(-p.shape[0] // world) * p[0].numel() for p in model.parameters()]
-        assert sent[0] > 2 * sum(rows) and sent[1] == sent[2]
-        assert sent[1] < 2.2 * sum(rows) / 4 + 100, "4 bits, and scales"
-        coded.append(sent[1])
+        rows = {name: -(-p.shape[0] // world) * p[0].numel() for name, p in model.named_parameters()}
+        layer = sum(length for name, length in rows.items() if name.startswith("1."))
+        assert sent[0] == 2 * sum(rows.values()), "whole weights, in bf16"
+        assert sent[1] - sent[2] in (0, 8), "nodes are found out once, by 8 bytes"
+        messages = [Weights.of("qwd").codec.wire(n, torch.float32) for n in (layer, sum(rows.values()) - layer)]
+        assert sent[2] == sum(message.capacity for message in messages), "4 bits, and scales"
+        coded.append(sent[2])
     assert len(set(coded)) == 1
     hold_changes(model, compression, batch(0, 0)[0])
 
