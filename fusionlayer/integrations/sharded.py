@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import codecs, context
+from .. import context
 from ..codecs import Codec
 from ..collectives import halves
 from ..errors import ConfigError, UsageError
@@ -19,47 +19,15 @@ from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES, WIRE_VERSION
+from .weights import Weights, both_ways
 
-__all__ = ["ShardedOptimizer", "Weights"]
+__all__ = ["ShardedOptimizer"]
 
 _PIECE = 1 << 20
 """Elements of a rank's part that travel at a time."""
 
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch that look at more than one element at a time."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How weights travel from their owners to all ranks.
-
-    Attributes:
-        codec: what travels.
-        differences: what travels is what the owner's weight is more than every rank's copy, and is added to the copies;
-            what a message lost is in the next step's difference (SDP4Bit, section 3.1 and Algorithm 2).
-    """
-
-    codec: Codec
-    differences: bool
-
-    @classmethod
-    def of(cls, name: str | Codec | None) -> Weights:
-        """Return what a user's name stands for: "qwd", "qw", "qwz", or a codec.
-
-        "qwd" is differences in int4, groups of 2048 (SDP4Bit); "qw" weights in the same int4; "qwz" weights in int8, as
-        in ZeRO++.
-        """
-        four = codecs.get("int4", hadamard=False, group_size=2048).bare
-        if name == "qwd":
-            return cls(four, differences=True)
-        if name == "qw":
-            return cls(four, differences=False)
-        if name == "qwz":
-            return cls(codecs.get("int8", group_size=2048).bare, differences=False)
-        codec = make_codec("raw" if name is None else name, {}).bare
-        if codec.ahead:
-            raise ConfigError(f"weights={codec}: sparse weights would be zeros; expected 'qwd' or a dense codec")
-        return cls(codec, differences=False)
 
 
 class ShardedOptimizer(Optimizer):
@@ -78,7 +46,8 @@ class ShardedOptimizer(Optimizer):
             becomes a view of one tensor for each group.
         optimizer_class: an optimizer that treats every element by itself, as Adam and SGD do. It is given flat parts in
             f32.
-        weights: "raw"; "qwd", int4 differences; "qw" or "qwz", weights in int4 or int8; or a codec.
+        weights: "raw"; "qwd", int4 differences; "qw" or "qwz", weights in int4 or int8; a codec; or "sdp4bit" or
+            "zero++", which name gradients too.
         gradients: name or codec of what gradients travel as; "tlq_hs" for two levels.
         group: process group or transport; None means all ranks.
         defaults: options of ``optimizer_class``.
@@ -102,6 +71,7 @@ class ShardedOptimizer(Optimizer):
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
         if name in _WHOLE_TENSORS:
             raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
+        weights, gradients = both_ways(weights, gradients, default=None)
         self._fl_transport = context.transport(group)
         self._fl_weights = Weights.of(weights)
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare
@@ -164,15 +134,12 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: its states and f32 weights. Every rank saves its own, beside the model's weights.
 
-        A job of as many ranks that loads both goes on bit for bit as this one would.
+        A job of as many ranks that loads both goes on bit for bit as this one would. It all stands under a key of the
+        rank's own, so that ``torch.distributed.checkpoint`` keeps the parts of all ranks.
         """
-        return {
-            "step": self._fl_step,
-            "rank": self._fl_transport.rank,
-            "size": self._fl_transport.size,
-            "weights": [part.main.detach().clone() for part in self._fl_parts],
-            "optimizer": self._fl_inner.state_dict(),
-        }
+        inner = self._fl_inner if self._fl_step else _stepped_once(self._fl_inner)
+        weights = [part.main.detach().clone() for part in self._fl_parts]
+        return {self._fl_key: {"step": self._fl_step, "weights": weights, "optimizer": inner.state_dict()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -181,23 +148,26 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ConfigError: it is another rank's, of another number of ranks, or of other parameters.
         """
-        transport = self._fl_transport
-        given = (state_dict.get("rank"), state_dict.get("size"))
-        if given != (transport.rank, transport.size):
+        if self._fl_key not in state_dict:
             raise ConfigError(
-                f"got the state of rank {given[0]} of {given[1]}; this is rank {transport.rank} of {transport.size}: "
-                "load the file that the same rank has saved, in a job of as many ranks"
+                f"got the state of {', '.join(map(str, state_dict)) or 'no rank'}; this is {self._fl_key}: load what "
+                "the same rank has saved, in a job of as many ranks"
             )
-        lengths = [len(weights) for weights in state_dict["weights"]]
+        state = state_dict[self._fl_key]
+        lengths = [len(weights) for weights in state["weights"]]
         expected = [part.main.numel() for part in self._fl_parts]
         if lengths != expected:
             raise ConfigError(f"got the state of parts of {lengths} elements, expected {expected}: of the same model")
-        self._fl_step = state_dict["step"]
-        for part, weights in zip(self._fl_parts, state_dict["weights"], strict=True):
+        self._fl_step = state["step"]
+        for part, weights in zip(self._fl_parts, state["weights"], strict=True):
             part.main.copy_(weights)
-        self._fl_inner.load_state_dict(state_dict["optimizer"])
+        self._fl_inner.load_state_dict(state["optimizer"] if self._fl_step else {**state["optimizer"], "state": {}})
         for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})
+
+    @property
+    def _fl_key(self) -> str:
+        return f"rank {self._fl_transport.rank} of {self._fl_transport.size}"
 
     def _fl_agree(self, align: int, name: str) -> None:
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in each["params"]] for each in self.param_groups]
@@ -271,6 +241,16 @@ class _Part:
                     f"a parameter of shape {tuple(p.shape)} was given other memory after the ShardedOptimizer was "
                     "made, as model.to(...) does; do that first"
                 )
+
+
+def _stepped_once(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of ``optimizer`` that has states: a checkpoint is loaded into tensors of the right shapes."""
+    twin = copy.deepcopy(optimizer)
+    for group in twin.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    twin.step()
+    return twin
 
 
 def _check(params: list[nn.Parameter]) -> None:

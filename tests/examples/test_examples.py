@@ -253,3 +253,23 @@ def test_layers_that_cannot_be_cut_are_refused() -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=50)
         assert done.returncode and complaint in done.stderr
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(150)
+def test_train_fsdp_learns_at_four_bits_as_without(tmp_path: Path) -> None:
+    small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4", "--validate-every", "6")
+    results = {}
+    for weights, gradients in (("sdp4bit", "auto"), ("none", "none")):
+        path = tmp_path / f"{weights}.json"
+        names = ("--weights", weights, "--gradients", gradients, "--nodes", "1")
+        out = torchrun(2, "train_fsdp.py", *names, *small, "--json", str(path), timeout=70)
+        losses = [float(loss) for loss in re.findall(r"^step \d+/12  loss (\S+)", out, re.MULTILINE)]
+        assert len(losses) == 12 and losses[-1] < losses[0] - 1
+        results[weights] = json.loads(path.read_text())
+        assert results[weights]["replicas_identical"] is True and "replicas          identical" in out
+        assert [step for step, _ in results[weights]["validation_losses"]] == [6, 12]
+    four, plain = results["sdp4bit"], results["none"]
+    assert four["weights"].startswith("differences, int(bits=4") and plain["weights"] is None
+    assert 0 < abs(four["validation_loss"] / plain["validation_loss"] - 1) < 0.02
+    assert four["replica_bytes"] > 0 == plain["replica_bytes"]
