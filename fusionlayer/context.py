@@ -24,7 +24,7 @@ class _Job:
     place: launch.Place
     settings: config.Config
     owns_process_group: bool
-    transports: dict[dist.ProcessGroup | None, Transport]
+    transports: dict[tuple[dist.ProcessGroup | None, int | None], Transport]
 
 
 _job: _Job | None = None
@@ -144,10 +144,15 @@ def settings() -> config.Config:
     return config.load() if local.current() else _current().settings
 
 
-def transport(group: dist.ProcessGroup | Transport | None = None) -> Transport:
+def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node: int | None = None) -> Transport:
     """Return the transport over ``group`` (None: all ranks) that the calling code shares with other direct calls.
 
     An engine takes a ``duplicate`` of it. All ranks of the group make the first call for it together.
+
+    Args:
+        group: which ranks. A transport is returned as it is.
+        ranks_per_node: as if so many ranks of the job, in rank order, shared a host; None: as configured. Another
+            number is another transport.
     """
     if isinstance(group, Transport):
         return group
@@ -155,17 +160,17 @@ def transport(group: dist.ProcessGroup | Transport | None = None) -> Transport:
     if here is not None and group is None:
         return here
     job = _current()
+    settings = job.settings
+    each = settings.ranks_per_node if ranks_per_node is None else ranks_per_node
     with _lock:
-        if group not in job.transports:
+        if (group, each) not in job.transports:
             if group is None and not dist.is_initialized():
-                job.transports[group] = local.alone()
+                job.transports[group, each] = local.alone()
             else:
-                settings = job.settings
-                each = settings.ranks_per_node
-                job.transports[group] = C10dTransport(
+                job.transports[group, each] = C10dTransport(
                     group,
                     settings.timeout,
                     stall_warning=settings.stall_warning,
                     node=None if each is None else f"node {dist.get_rank() // each}",
                 )
-        return job.transports[group]
+        return job.transports[group, each]

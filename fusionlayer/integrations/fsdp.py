@@ -2,54 +2,120 @@
 
 from __future__ import annotations
 
-import hashlib
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from .. import codecs, context
 from ..codecs import Codec
-from ..collectives import halves, zipped
-from ..collectives.switching import switcher_of
 from ..errors import ConfigError
 from ..functional import AUTO
-from ..seeds import derive_seed
-from ..transport import Transport
-from ..wire import DTYPE_CODES, WIRE_VERSION
 from .choice import Choice
+from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
+from .fsdp_shards import Shards
+from .weights import NAMES, Weights, both_ways
 
 __all__ = ["Compression", "compress"]
-
-_RAW = codecs.get("raw").bare
-_SAMPLE = 4096
 
 
 class _Given(Enum):
     NOT = "not given"
 
 
+class _Module:
+    """One sharded module: what has been put in the place of its collectives."""
+
+    def __init__(self, shards: Shards, gather: AllGather | ReplicaGather | None, scatter: ReduceScatter | None) -> None:
+        self.shards = shards
+        self.gather = gather
+        self.scatter = scatter
+
+    @property
+    def replica(self) -> ReplicaGather | None:
+        return self.gather if isinstance(self.gather, ReplicaGather) else None
+
+
 class Compression:
     """What ``compress`` has put in the place of torch's collectives.
+
+    It is ``Stateful``, as ``torch.distributed.checkpoint`` calls it: save it beside the model and the optimizer, and
+    training goes on bit for bit after all three are loaded.
 
     Attributes:
         weights: what all-gathers of weights carry, in words; None: torch's own all-gather.
         gradients: what reduce-scatters of gradients carry; None: torch's own reduce-scatter.
     """
 
-    def __init__(self, all_gather: _AllGather | None, reduce_scatter: _ReduceScatter | None) -> None:
-        self.weights = str(all_gather.choice) if all_gather else None
-        self.gradients = str(reduce_scatter.choice) if reduce_scatter else None
-        self._collectives = [c for c in (all_gather, reduce_scatter) if c]
+    def __init__(self, modules: Sequence[_Module], gathering: Direction | None, reducing: Direction | None) -> None:
+        self.weights = str(gathering) if gathering else None
+        self.gradients = str(reducing) if reducing else None
+        self._modules = modules
+        self._directions = [direction for direction in (gathering, reducing) if direction]
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent in these collectives so far; torch's own are not counted."""
-        return sum(c.bytes_sent for c in self._collectives)
+        return sum(direction.bytes_sent for direction in self._directions)
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes of memory in which this rank keeps copies of all weights, where weights travel as differences."""
+        return sum(module.replica.replica.nbytes for module in self._modules if module.replica)
+
+    def weights_changed(self, whole: bool = False) -> None:
+        """Say that weights were changed otherwise than by an optimizer's step. All ranks call it together.
+
+        An optimizer of torch need not say it.
+
+        Args:
+            whole: they were changed by much, as by loading others: let whole weights travel once. Otherwise the
+                difference does, as after a step.
+        """
+        for module in self._modules:
+            module.shards.changed()
+            module.shards.unsee()
+            if whole and module.replica:
+                module.replica.forget()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all that determines bytes and is not the model's or the optimizer's.
+
+        The copies of weights that ranks keep, of which each saves its shard, sharded as the weights are; and counts,
+        the same on all ranks, of which seeds are made.
+        """
+        counts = torch.zeros(len(self._modules), 3, dtype=torch.int64)
+        parts: dict[str, Tensor] = {}
+        for row, module in zip(counts, self._modules, strict=True):
+            travelled = -1
+            if module.replica:
+                travelled, of_module = module.replica.state()
+                parts |= {f"replica.{name}": part for name, part in of_module.items()}
+            row.copy_(torch.tensor([module.shards.version, travelled, module.scatter.sums if module.scatter else 0]))
+        return {"counts": counts, **parts}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` has returned, in a job of as many ranks; before or after the weights.
+
+        Raises:
+            ConfigError: it is of another model or of other codecs.
+        """
+        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        if missing or len(state_dict["counts"]) != len(self._modules):
+            raise ConfigError(
+                f"the state of fsdp.compress lacks {missing[:3] or 'modules'}; load what was saved of the same model, "
+                "compressed alike"
+            )
+        for row, module in zip(state_dict["counts"].tolist(), self._modules, strict=True):
+            module.shards.version, travelled, sums = row
+            module.shards.unsee()
+            if module.scatter:
+                module.scatter.sums = sums
+            if module.replica:
+                module.replica.load(travelled, {n: state_dict[f"replica.{n}"] for n in module.shards.names})
 
 
 def compress(
@@ -57,6 +123,7 @@ def compress(
     weights: str | Codec | None = AUTO,
     gradients: str | Codec | None = AUTO,
     *,
+    nodes: int | None = None,
     all_gather: str | Codec | None | _Given = _Given.NOT,
     reduce_scatter: str | Codec | None | _Given = _Given.NOT,
 ) -> Compression:
@@ -67,39 +134,75 @@ def compress(
     after the last ``fully_shard``; once more, on a part of the model too, replaces what is there.
 
     Weights: one quantisation, and the same bits on every rank, owners of a shard included. The shard itself, which the
-    optimizer updates, is what it was. Gradients: one quantisation, sums in rank order in f32,
-    no error feedback. Elements of other types than f32, bf16 and f16, and weights of several types that torch sends
-    together, travel as they are.
+    optimizer updates, is what it was. Gradients: one quantisation, or two with a codec of two levels; sums in rank
+    order in f32; no error feedback. Elements of other types than f32, bf16 and f16, and weights of several types that
+    torch sends together, travel as they are.
+
+    With weights="qwd" (SDP4Bit, section 3.1) all ranks keep a copy of all weights, of the type that they compute with;
+    what travels, once after every optimizer step, is what the owners' weights are more than the copies, in int4. The
+    first gather after a step sends; others, as backward's, a second forward's or those of an evaluation, send nothing.
 
     Args:
         model: holds modules that ``fully_shard`` was applied to, or is one.
         weights: name or codec of what all-gathers carry. "auto" changes no bit: weights go as they are, or by ``zip``
             where that was measured to take less time (``fusionlayer.switcher`` of the group tells). None leaves torch's
-            all-gather.
+            all-gather. "qwd": differences; "qw", "qwz": weights in int4 or int8. "sdp4bit" is "qwd" with gradients
+            "tlq_hs", "zero++" is "qwz" with "ulq".
         gradients: the same for reduce-scatters. Lossless codecs send in bf16 what is in f32 for the sum only, as
             gradients of a bf16 model are.
+        nodes: ranks of each node, in the order of ranks, for codecs of two levels and what goes between nodes once;
+            None: as configured, or found by host and network.
         all_gather: another name of ``weights``: what the all-gather carries.
         reduce_scatter: another name of ``gradients``.
 
     Raises:
         ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
         PlanMismatch: from the first forward or backward, ranks disagree on codecs.
+        UsageError: from forward, weights that travel as differences were changed by no optimizer's step.
         TransportError: from forward and backward, a peer was lost, stopped or late.
     """
+    _check_nodes(nodes)
     modules = _sharded_modules(model)
-    gathering = _choice("weights", weights, "all_gather", all_gather)
-    reducing = _choice("gradients", gradients, "reduce_scatter", reduce_scatter)
-    gather = _AllGather("weights", gathering) if gathering else None
-    scatter = _ReduceScatter("gradients", reducing) if reducing else None
+    weights = _one_of("weights", weights, "all_gather", all_gather)
+    gradients = _one_of("gradients", gradients, "reduce_scatter", reduce_scatter)
+    weights, gradients = both_ways(weights, gradients, default=AUTO)
+    named = Weights.of(weights) if isinstance(weights, str) and weights in NAMES else None
+    differences = named is not None and named.differences
+    gathering = reducing = None
+    if weights is not None:
+        gathering = Direction("weights", _choice("weights", named.codec if named else weights), differences, nodes)
+    if gradients is not None:
+        reducing = Direction("gradients", _choice("gradients", gradients), ranks_per_node=nodes)
+    names = {
+        (m, p): f"{n}.{p}".lstrip(".") for n, m in model.named_modules() for p, _ in m.named_parameters(recurse=False)
+    }
+    known: dict[int, Shards] = {}
+    by_shards: dict[Shards, _Module] = {}
     for module in modules:
-        try:
-            if gather:
-                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-            if scatter:
-                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ConfigError(f"fsdp.compress cannot replace the collectives of a module: {error}") from error
-    return Compression(gather, scatter)
+        shards = Shards.of(module, names, known)
+        if shards is None:
+            continue
+        if shards not in by_shards:
+            number = len(by_shards)
+            kind = ReplicaGather if differences else AllGather
+            gather = kind(gathering, shards, number) if gathering else None
+            scatter = ReduceScatter(reducing, shards, number) if reducing else None
+            by_shards[shards] = _Module(shards, gather, scatter)
+        ours = by_shards[shards]
+        if ours.gather:
+            module.set_custom_all_gather(ours.gather)  # type: ignore[arg-type]
+        if ours.scatter:
+            module.set_custom_reduce_scatter(ours.scatter)  # type: ignore[arg-type]
+    return Compression(list(by_shards.values()), gathering, reducing)
+
+
+def _check_nodes(nodes: int | None) -> None:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1 or size % nodes):
+        raise ConfigError(
+            f"fsdp.compress got nodes={nodes!r}; expected how many ranks a node has, which divides the {size} of the "
+            "job, or None to find nodes"
+        )
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -119,14 +222,16 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return modules
 
 
-def _choice(name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _Given) -> Choice | None:
-    """Return what a user has named by one of two arguments."""
-    if not isinstance(other, _Given):
-        if value not in (AUTO, other):
-            raise ConfigError(f"fsdp.compress got {name}={value} and {alias}={other}, which mean the same; give one")
-        value = other
-    if value is None:
-        return None
+def _one_of(name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _Given) -> str | Codec | None:
+    """Return what a user has given by one of two arguments."""
+    if isinstance(other, _Given):
+        return value
+    if value not in (AUTO, other):
+        raise ConfigError(f"fsdp.compress got {name}={value} and {alias}={other}, which mean the same; give one")
+    return other
+
+
+def _choice(name: str, value: str | Codec) -> Choice:
     choice = Choice.of(value, {})
     if choice.codec.ahead:
         raise ConfigError(
@@ -134,121 +239,3 @@ def _choice(name: str, value: str | Codec | None, alias: str, other: str | Codec
             "codec that sends all"
         )
     return choice
-
-
-class _Collective:
-    """What both directions share: a codec, and the transports over the groups that torch calls it with.
-
-    The interface is that of torch's ``Comm``, which is not public and says no more.
-    """
-
-    def __init__(self, what: str, choice: Choice) -> None:
-        self.choice = choice
-        self.bytes_sent = 0
-        self._what = what
-        self._agreed: weakref.WeakSet[Transport] = weakref.WeakSet()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an input or an output of the collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _over(self, group: dist.ProcessGroup) -> Transport:
-        """Return the transport over ``group``, whose ranks have compared codecs."""
-        transport = context.transport(group)
-        if transport not in self._agreed:
-            facts = f"{self._what} {self.choice} {WIRE_VERSION}"
-            digest = hashlib.sha256(facts.encode()).digest()
-            transport.check_agreement(f"the codec of FSDP's {self._what}", digest)
-            self._agreed.add(transport)
-        return transport
-
-    def _codec_for(self, x: Tensor) -> Codec:
-        return self.choice.codec if x.dtype in DTYPE_CODES else _RAW
-
-
-class _AllGather(_Collective):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Fill ``output_tensor`` (size * n,) with all ranks' ``input_tensor`` (n,), which is this rank's part of it."""
-        transport = self._over(group)
-        before = transport.bytes_sent
-        codec = self._codec_for(input_tensor)
-        if self.choice.auto and codec.zips:
-            switcher_of(transport, codec).all_gather(input_tensor, output_tensor)
-        else:
-            rows, seed = output_tensor.view(transport.size, -1), derive_seed(transport.sequence)
-            halves.all_gather(input_tensor, rows, codec, transport, seed=seed)
-        self.bytes_sent += transport.bytes_sent - before
-
-
-class _ReduceScatter(_Collective):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        """Fill ``output_tensor`` (n,) with the sum of part ``rank`` of all ranks' ``input_tensor`` (size * n,), scaled.
-
-        It is there when the call returns (CPU) or on the current stream (CUDA): torch waits for nothing else.
-        """
-        transport = self._over(group)
-        before = transport.bytes_sent
-        codec = self._codec_for(input_tensor)
-        if self.choice.auto and codec.zips:
-            switcher_of(transport, codec).run(
-                "reduce_scatter",
-                (transport.size - 1) * output_tensor.nbytes,
-                lambda: _reduce(input_tensor, output_tensor, _RAW, transport),
-                lambda: _reduce_zipped(input_tensor, output_tensor, codec, transport),
-                like=input_tensor,
-            )
-        elif codec.zips:
-            _reduce_zipped(input_tensor, output_tensor, codec, transport)
-        else:
-            # Other replicas of the shard (HSDP) have the same sequence and must not round alike: errors would add up.
-            seed = derive_seed(transport.sequence, dist.get_process_group_ranks(group)[0])
-            _reduce(input_tensor, output_tensor, codec, transport, seed)
-        _scale(output_tensor, op, transport.size)
-        self.bytes_sent += transport.bytes_sent - before
-
-
-def _reduce(x: Tensor, out: Tensor, codec: Codec, transport: Transport, seed: int = 0) -> None:
-    halves.reduce_scatter(x.view(transport.size, -1), out, codec, transport, seed=seed)
-
-
-def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -> None:
-    """Sum as ``_reduce`` does, to the same bits; what was bf16 before it was made f32 for the sum travels as bf16.
-
-    Gradients of a bf16 model are, unless they were accumulated (ZipCCL, section 5.2); ranks ask each other.
-    """
-    if x.dtype is torch.float32:
-        narrow = _as_bf16(x)
-        wide = torch.tensor([narrow is None], dtype=torch.uint8)
-        transport.all_reduce_max(wide)
-        if narrow is not None and not wide:
-            x = narrow
-    zipped.reduce_scatter(x, out, codec, transport)
-
-
-def _as_bf16(x: Tensor) -> Tensor | None:
-    """Return f32 ``x`` in bf16 if that has all of its bits; a sample tells most that have more."""
-    for part in (x[:_SAMPLE], x):
-        narrow = part.bfloat16()
-        if not torch.equal(narrow.float(), part):
-            return None
-    return narrow
-
-
-def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> None:
-    """Make of the sum over ``size`` ranks what ``op`` makes of the summands."""
-    if op == dist.ReduceOp.AVG:
-        total.div_(size)
-    elif op == dist.ReduceOp.PREMUL_SUM:
-        # torch 2.11 shows the factor only where it pickles it.
-        total.mul_(op.factor if hasattr(op, "factor") else op.__getstate__()[1])  # type: ignore[attr-defined]
-    elif op != dist.ReduceOp.SUM:
-        raise ConfigError(f"FSDP asks for a reduction by {op}, which is unknown here; expected SUM, AVG or PREMUL_SUM")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import codecs, context
+from .. import context
 from ..codecs import Codec
 from ..collectives import halves
 from ..errors import ConfigError, UsageError
@@ -19,47 +18,15 @@ from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES, WIRE_VERSION
+from .weights import Weights, both_ways
 
-__all__ = ["ShardedOptimizer", "Weights"]
+__all__ = ["ShardedOptimizer"]
 
 _PIECE = 1 << 20
 """Elements of a rank's part that travel at a time."""
 
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch that look at more than one element at a time."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How weights travel from their owners to all ranks.
-
-    Attributes:
-        codec: what travels.
-        differences: what travels is what the owner's weight is more than every rank's copy, and is added to the copies;
-            what a message lost is in the next step's difference (SDP4Bit, section 3.1 and Algorithm 2).
-    """
-
-    codec: Codec
-    differences: bool
-
-    @classmethod
-    def of(cls, name: str | Codec | None) -> Weights:
-        """Return what a user's name stands for: "qwd", "qw", "qwz", or a codec.
-
-        "qwd" is differences in int4, groups of 2048 (SDP4Bit); "qw" weights in the same int4; "qwz" weights in int8, as
-        in ZeRO++.
-        """
-        four = codecs.get("int4", hadamard=False, group_size=2048).bare
-        if name == "qwd":
-            return cls(four, differences=True)
-        if name == "qw":
-            return cls(four, differences=False)
-        if name == "qwz":
-            return cls(codecs.get("int8", group_size=2048).bare, differences=False)
-        codec = make_codec("raw" if name is None else name, {}).bare
-        if codec.ahead:
-            raise ConfigError(f"weights={codec}: sparse weights would be zeros; expected 'qwd' or a dense codec")
-        return cls(codec, differences=False)
 
 
 class ShardedOptimizer(Optimizer):
@@ -78,7 +45,8 @@ class ShardedOptimizer(Optimizer):
             becomes a view of one tensor for each group.
         optimizer_class: an optimizer that treats every element by itself, as Adam and SGD do. It is given flat parts in
             f32.
-        weights: "raw"; "qwd", int4 differences; "qw" or "qwz", weights in int4 or int8; or a codec.
+        weights: "raw"; "qwd", int4 differences; "qw" or "qwz", weights in int4 or int8; a codec; or "sdp4bit" or
+            "zero++", which name gradients too.
         gradients: name or codec of what gradients travel as; "tlq_hs" for two levels.
         group: process group or transport; None means all ranks.
         defaults: options of ``optimizer_class``.
@@ -102,6 +70,7 @@ class ShardedOptimizer(Optimizer):
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
         if name in _WHOLE_TENSORS:
             raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
+        weights, gradients = both_ways(weights, gradients, default=None)
         self._fl_transport = context.transport(group)
         self._fl_weights = Weights.of(weights)
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError, PlanMismatch
-from fusionlayer.integrations import fsdp
+from fusionlayer.integrations.fsdp_collectives import AllGather, ReduceScatter, ReplicaGather, _scale
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.training import fill, weights
 from tests.synthetic import gradient
@@ -116,7 +116,7 @@ def same_on_all_ranks(x: Tensor) -> bool:
 # ---- what torch expects ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(fsdp._AllGather, "AllGather"), (fsdp._ReduceScatter, "ReduceScatter")])
+@pytest.mark.parametrize(("ours", "theirs"), [(AllGather, "AllGather"), (ReplicaGather, "AllGather"), (ReduceScatter, "ReduceScatter")])
 def test_the_interface_is_torch_s(ours: type, theirs: str) -> None:
     """That of 2.11 and 2.13, by whose names arguments are given; it is not public, so it may change."""
     abstract = getattr(pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_api"), theirs)
@@ -137,10 +137,10 @@ def test_sums_are_scaled_as_torch_asks() -> None:
     ]
     for operation, factor in operations:
         total = torch.full((3,), 8.0)
-        fsdp._scale(total, operation, 4)
+        _scale(total, operation, 4)
         assert total.tolist() == [8 * factor] * 3
     with pytest.raises(ConfigError, match="asks for a reduction by .*MAX"):
-        fsdp._scale(torch.zeros(1), dist.ReduceOp.MAX, 4)
+        _scale(torch.zeros(1), dist.ReduceOp.MAX, 4)
 
 
 # ---- training to the last bit ---------------------------------------------------------------------------------------

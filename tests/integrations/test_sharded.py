@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import fusionlayer as fl
 from fusionlayer import codecs
 from fusionlayer.collectives import halves
-from fusionlayer.integrations.sharded import ShardedOptimizer, Weights
+from fusionlayer.integrations.sharded import ShardedOptimizer
+from fusionlayer.integrations.weights import Weights
 from fusionlayer.transport import Transport
 from tests.harness import run_ranks
 from tests.ranks import over_threads

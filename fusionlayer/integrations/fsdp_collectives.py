@@ -1,0 +1,240 @@
+"""The communication objects that FSDP2 calls in the place of its own: one of each kind for every sharded module.
+
+Their interface is that of torch's ``Comm``, which is not public and says no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import codecs, context
+from ..codecs import Codec
+from ..collectives import halves, zipped
+from ..collectives.switching import switcher_of
+from ..errors import ConfigError
+from ..seeds import derive_seed
+from ..transport import Transport
+from ..wire import DTYPE_CODES, WIRE_VERSION
+from .choice import Choice
+from .fsdp_shards import Shards
+from .replica import Replica
+
+__all__ = ["AllGather", "Direction", "ReduceScatter", "ReplicaGather"]
+
+_RAW = codecs.get("raw").bare
+_SAMPLE = 4096
+_PIECE = 1 << 20
+"""Elements of a row that travel at a time."""
+
+
+class Direction:
+    """What all modules' collectives of one kind share: a codec, and transports over the groups that torch names.
+
+    Args:
+        what: travels, as messages name it.
+        choice: by which codec.
+        differences: whether what it encodes are differences.
+        ranks_per_node: as ``context.transport`` takes it.
+    """
+
+    def __init__(self, what: str, choice: Choice, differences: bool = False, ranks_per_node: int | None = None) -> None:
+        self.choice = choice
+        self.differences = differences
+        self.bytes_sent = 0
+        self._what = what
+        self._ranks_per_node = ranks_per_node
+        self._agreed: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+    def __str__(self) -> str:
+        return f"differences, {self.choice}" if self.differences else str(self.choice)
+
+    def over(self, group: dist.ProcessGroup) -> Transport:
+        """Return the transport over ``group``, whose ranks have compared codecs."""
+        transport = context.transport(group, self._ranks_per_node)
+        if transport not in self._agreed:
+            facts = f"{self._what} {self} {self._ranks_per_node} {WIRE_VERSION}"
+            digest = hashlib.sha256(facts.encode()).digest()
+            transport.check_agreement(f"the codec of FSDP's {self._what}", digest)
+            self._agreed.add(transport)
+        return transport
+
+    def codec_for(self, x: Tensor) -> Codec:
+        """Return what ``x`` travels as."""
+        return self.choice.codec if x.dtype in DTYPE_CODES else _RAW
+
+
+class _Collective:
+    """One module's."""
+
+    def __init__(self, direction: Direction, shards: Shards, number: int) -> None:
+        self._direction = direction
+        self._shards = shards
+        self._number = number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for an input or an output of the collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Collective):
+    """Gathers weights as they are, or as a codec leaves them."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill ``output_tensor`` (size * n,) with all ranks' ``input_tensor`` (n,), which is this rank's part of it."""
+        transport = self._direction.over(group)
+        before = transport.bytes_sent
+        codec = self._direction.codec_for(input_tensor)
+        if self._shards.regathering and not codec.lossless:
+            codec = _RAW  # they have been through the codec, and backward's are to be forward's
+        if self._direction.choice.auto and codec.zips:
+            switcher_of(transport, codec).all_gather(input_tensor, output_tensor)
+        else:
+            # Of one step, so that rounding at random gives backward what forward had.
+            rows, seed = output_tensor.view(transport.size, -1), derive_seed(self._shards.version, self._number)
+            halves.all_gather(input_tensor, rows, codec, transport, seed=seed, piece=_PIECE)
+        self._direction.bytes_sent += transport.bytes_sent - before
+
+
+class ReplicaGather(_Collective):
+    """Gathers differences, once for every step, into copies of all weights that are kept."""
+
+    def __init__(self, direction: Direction, shards: Shards, number: int) -> None:
+        super().__init__(direction, shards, number)
+        self.replica = Replica(direction.choice.codec, number)
+        self._loaded: tuple[int, dict[str, Tensor]] | None = None
+
+    def state(self) -> tuple[int, dict[str, Tensor]]:
+        """Return the version of what has travelled last, and this rank's part of the replica by parameter.
+
+        Parts are sharded as parameters are. Before there is a replica the version is -1, and parts are the weights:
+        tensors of the right shapes to load a replica into.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        if self.replica.own is None or self.replica.version is None:
+            return -1, dict(zip(self._shards.names, (p.detach() for p in self._shards.parameters), strict=True))
+        return self.replica.version, self._shards.cut(self.replica.own)
+
+    def load(self, version: int, parts: Mapping[str, Tensor]) -> None:
+        """Go on with what ``state`` has returned."""
+        self.forget()
+        if version >= 0:
+            self._loaded = version, {name: parts[name].detach().clone() for name in self._shards.names}
+
+    def forget(self) -> None:
+        """Let whole weights travel at the next gather, if nothing is loaded before."""
+        self.replica.forget()
+        self._loaded = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the memory of the replica, where that is what is gathered."""
+        if self._shards.regathering or dtype not in DTYPE_CODES:
+            return super().allocate(size, dtype=dtype, device=device)
+        return self.replica.memory(math.prod(size), dtype, device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill ``output_tensor`` (size * n,) with the replica, which comes as near to all ranks' shards as it can."""
+        transport = self._direction.over(group)
+        before = transport.bytes_sent
+        if self._shards.regathering or input_tensor.dtype not in DTYPE_CODES:
+            transport.all_gather(
+                input_tensor.view(torch.uint8), output_tensor.view(transport.size, -1).view(torch.uint8)
+            )
+        else:
+            if self._loaded is not None:
+                version, parts = self._loaded
+                self.replica.restore(self._shards.join(parts, like=input_tensor), version)
+                self._loaded = None
+            self._shards.check()
+            self.replica.gather(input_tensor, transport, self._shards.version)
+        self._direction.bytes_sent += transport.bytes_sent - before
+
+
+class ReduceScatter(_Collective):
+    """Sums gradients."""
+
+    def __init__(self, direction: Direction, shards: Shards, number: int) -> None:
+        super().__init__(direction, shards, number)
+        self.sums = 0
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` (n,) with the sum of part ``rank`` of all ranks' ``input_tensor`` (size * n,), scaled.
+
+        It is there when the call returns (CPU) or on the current stream (CUDA): torch waits for nothing else.
+        """
+        transport = self._direction.over(group)
+        before = transport.bytes_sent
+        codec = self._direction.codec_for(input_tensor)
+        if self._direction.choice.auto and codec.zips:
+            switcher_of(transport, codec).run(
+                "reduce_scatter",
+                (transport.size - 1) * output_tensor.nbytes,
+                lambda: _reduce(input_tensor, output_tensor, _RAW, transport),
+                lambda: _reduce_zipped(input_tensor, output_tensor, codec, transport),
+                like=input_tensor,
+            )
+        elif codec.zips:
+            _reduce_zipped(input_tensor, output_tensor, codec, transport)
+        else:
+            # Other replicas of the shard (HSDP) are as far, and must not round alike: errors would add up.
+            seed = derive_seed(self.sums, self._number, dist.get_process_group_ranks(group)[0])
+            _reduce(input_tensor, output_tensor, codec, transport, seed)
+        _scale(output_tensor, op, transport.size)
+        self.sums += 1
+        self._direction.bytes_sent += transport.bytes_sent - before
+
+
+def _reduce(x: Tensor, out: Tensor, codec: Codec, transport: Transport, seed: int = 0) -> None:
+    halves.reduce_scatter(x.view(transport.size, -1), out, codec, transport, seed=seed, piece=_PIECE)
+
+
+def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -> None:
+    """Sum as ``_reduce`` does, to the same bits; what was bf16 before it was made f32 for the sum travels as bf16.
+
+    Gradients of a bf16 model are, unless they were accumulated (ZipCCL, section 5.2); ranks ask each other.
+    """
+    if x.dtype is torch.float32:
+        narrow = _as_bf16(x)
+        wide = torch.tensor([narrow is None], dtype=torch.uint8)
+        transport.all_reduce_max(wide)
+        if narrow is not None and not wide:
+            x = narrow
+    zipped.reduce_scatter(x, out, codec, transport)
+
+
+def _as_bf16(x: Tensor) -> Tensor | None:
+    """Return f32 ``x`` in bf16 if that has all of its bits; a sample tells most that have more."""
+    for part in (x[:_SAMPLE], x):
+        narrow = part.bfloat16()
+        if not torch.equal(narrow.float(), part):
+            return None
+    return narrow
+
+
+def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> None:
+    """Make of the sum over ``size`` ranks what ``op`` makes of the summands."""
+    if op == dist.ReduceOp.AVG:
+        total.div_(size)
+    elif op == dist.ReduceOp.PREMUL_SUM:
+        # torch 2.11 shows the factor only where it pickles it.
+        total.mul_(op.factor if hasattr(op, "factor") else op.__getstate__()[1])  # type: ignore[attr-defined]
+    elif op != dist.ReduceOp.SUM:
+        raise ConfigError(f"FSDP asks for a reduction by {op}, which is unknown here; expected SUM, AVG or PREMUL_SUM")
