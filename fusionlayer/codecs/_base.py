@@ -348,7 +348,7 @@ class Codec(ABC):
             payload[: form.body].copy_(self._seal(payload, numel, dtype))
 
     def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
-        """Write ``x - base`` into ``payload`` (capacity,), a message of f32: what a receiver of ``base`` lacks of ``x``.
+        """Write ``x - base`` into ``payload`` (capacity,), a message of f32: what who has ``base`` lacks of ``x``.
 
         ``x`` is (n,) f32, ``base`` (n,) f32, bf16 or f16; the difference is f32 (SDP4Bit, section 3.1).
         """

@@ -82,7 +82,8 @@ class Int(NativeCodec, name="int"):
             self._check_tensors(tensor, payload.unsqueeze(0))
         if x.dtype is not torch.float32 or x.shape != base.shape:
             raise ConfigError(
-                f"{self}: a difference of {x.dtype} {tuple(x.shape)} and {tuple(base.shape)}; expected float32, one shape"
+                f"{self}: a difference of {x.dtype} {tuple(x.shape)} and {tuple(base.shape)}; expected float32, "
+                "one shape"
             )
         form = self.wire(x.numel(), x.dtype)
         spec = self._spec(x.numel(), x.dtype, base.dtype, seed, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -41,8 +42,8 @@ def all_gather(
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
         piece: elements that travel at a time, while others are encoded or decoded; None: all.
-        differences: send how much more ``x``, in f32, is than this rank's row of ``out``, and add what comes to the rows,
-            rounded once; with a lossy codec. What a message lost is in the next difference (SDP4Bit, Algorithm 2).
+        differences: send how much more ``x``, in f32, is than this rank's row of ``out``, and add what comes to the
+            rows, rounded once; with a lossy codec. What was lost is in the next difference (SDP4Bit, Algorithm 2).
     """
     if codec.zips and x.dtype in DTYPE_CODES:
         zipped.all_gather(x, out.view(-1), codec, transport, piece=piece)
@@ -54,9 +55,10 @@ def all_gather(
     if here is None:
         here, codec = two_level.flat(transport), two_level.one_level(codec, transport)
 
-    def run(index: int, part: slice) -> Piece:
+    def run(index: int, part: slice) -> Iterator[two_level.Hop]:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
-        every = two_level.room(transport, here, f"incoming {index % IN_FLIGHT}", capacity, x.device)
+        slot = two_level.slot_of(index, here)
+        every = two_level.room(transport, here, f"incoming {slot}", capacity, x.device)
         mine = every[here.local, here.node]
         own = derive_seed(seed, transport.rank)
         if differences:
@@ -69,7 +71,7 @@ def all_gather(
             decode(message, out[rank, part], dtype=x.dtype)
 
     parts = cut(x.numel(), piece, codec.block)
-    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+    two_level.overlap([run(index, part) for index, part in enumerate(parts)], transport, here, x.device)
 
 
 def reduce_scatter(
