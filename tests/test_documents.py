@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +143,21 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 def test_the_python_about_fsdp_runs() -> None:
-    run_ranks(hold_fsdp, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(hold_fsdp, 2, folder)
 
 
-def hold_fsdp(rank: int, world: int) -> None:
-    (code,) = blocks((ROOT / "docs" / "fsdp.md").read_text(), "python")
+def hold_fsdp(rank: int, world: int, folder: str) -> None:
+    training, checkpoints = blocks((ROOT / "docs" / "fsdp.md").read_text(), "python")
     mesh = dist.init_device_mesh("cpu", (world,))
     data = torch.randn(2, 4, 8, 256, generator=torch.Generator().manual_seed(rank))
-    names: dict[str, Any] = {"mesh": mesh, "batches": list(zip(*data, strict=True))}
+    names: dict[str, Any] = {"mesh": mesh, "batches": list(zip(*data, strict=True)), "folder": folder}
     torch.manual_seed(0)
-    exec(code, names)
+    exec(training, names)
     assert all(parameter.grad is None and parameter.placements for parameter in names["model"].parameters())
+    exec(checkpoints, names)
+    names["model"](names["batches"][0][0])
+    assert names["compression"].replica_bytes > 0
 
 
 @pytest.mark.medium

@@ -121,7 +121,8 @@ class ReplicaGather(_Collective):
         if self._loaded is not None:
             return self._loaded
         if self.replica.own is None or self.replica.version is None:
-            return -1, dict(zip(self._shards.names, (p.detach() for p in self._shards.parameters), strict=True))
+            weights = (p.detach().clone() for p in self._shards.parameters)
+            return -1, dict(zip(self._shards.names, weights, strict=True))
         return self.replica.version, self._shards.cut(self.replica.own)
 
     def load(self, version: int, parts: Mapping[str, Tensor]) -> None:

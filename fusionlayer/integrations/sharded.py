@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
@@ -133,15 +134,12 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: its states and f32 weights. Every rank saves its own, beside the model's weights.
 
-        A job of as many ranks that loads both goes on bit for bit as this one would.
+        A job of as many ranks that loads both goes on bit for bit as this one would. It all stands under a key of the
+        rank's own, so that ``torch.distributed.checkpoint`` keeps the parts of all ranks.
         """
-        return {
-            "step": self._fl_step,
-            "rank": self._fl_transport.rank,
-            "size": self._fl_transport.size,
-            "weights": [part.main.detach().clone() for part in self._fl_parts],
-            "optimizer": self._fl_inner.state_dict(),
-        }
+        inner = self._fl_inner if self._fl_step else _stepped_once(self._fl_inner)
+        weights = [part.main.detach().clone() for part in self._fl_parts]
+        return {self._fl_key: {"step": self._fl_step, "weights": weights, "optimizer": inner.state_dict()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -150,23 +148,26 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ConfigError: it is another rank's, of another number of ranks, or of other parameters.
         """
-        transport = self._fl_transport
-        given = (state_dict.get("rank"), state_dict.get("size"))
-        if given != (transport.rank, transport.size):
+        if self._fl_key not in state_dict:
             raise ConfigError(
-                f"got the state of rank {given[0]} of {given[1]}; this is rank {transport.rank} of {transport.size}: "
-                "load the file that the same rank has saved, in a job of as many ranks"
+                f"got the state of {', '.join(map(str, state_dict)) or 'no rank'}; this is {self._fl_key}: load what "
+                "the same rank has saved, in a job of as many ranks"
             )
-        lengths = [len(weights) for weights in state_dict["weights"]]
+        state = state_dict[self._fl_key]
+        lengths = [len(weights) for weights in state["weights"]]
         expected = [part.main.numel() for part in self._fl_parts]
         if lengths != expected:
             raise ConfigError(f"got the state of parts of {lengths} elements, expected {expected}: of the same model")
-        self._fl_step = state_dict["step"]
-        for part, weights in zip(self._fl_parts, state_dict["weights"], strict=True):
+        self._fl_step = state["step"]
+        for part, weights in zip(self._fl_parts, state["weights"], strict=True):
             part.main.copy_(weights)
-        self._fl_inner.load_state_dict(state_dict["optimizer"])
+        self._fl_inner.load_state_dict(state["optimizer"] if self._fl_step else {**state["optimizer"], "state": {}})
         for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})
+
+    @property
+    def _fl_key(self) -> str:
+        return f"rank {self._fl_transport.rank} of {self._fl_transport.size}"
 
     def _fl_agree(self, align: int, name: str) -> None:
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in each["params"]] for each in self.param_groups]
@@ -240,6 +241,16 @@ class _Part:
                     f"a parameter of shape {tuple(p.shape)} was given other memory after the ShardedOptimizer was "
                     "made, as model.to(...) does; do that first"
                 )
+
+
+def _stepped_once(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of ``optimizer`` that has states: a checkpoint is loaded into tensors of the right shapes."""
+    twin = copy.deepcopy(optimizer)
+    for group in twin.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    twin.step()
+    return twin
 
 
 def _check(params: list[nn.Parameter]) -> None:

@@ -116,7 +116,9 @@ def same_on_all_ranks(x: Tensor) -> bool:
 # ---- what torch expects ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(AllGather, "AllGather"), (ReplicaGather, "AllGather"), (ReduceScatter, "ReduceScatter")])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(AllGather, "AllGather"), (ReplicaGather, "AllGather"), (ReduceScatter, "ReduceScatter")]
+)
 def test_the_interface_is_torch_s(ours: type, theirs: str) -> None:
     """That of 2.11 and 2.13, by whose names arguments are given; it is not public, so it may change."""
     abstract = getattr(pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_api"), theirs)

@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
-SDP4BIT = {"weights": "qwd", "gradients": "tlq_hs"}
+SDP4BIT = {"weights": "sdp4bit"}
 SHAPES = ((4, 2), (8, 4), (4, 4))
 """(ranks, ranks of a node)."""
 
@@ -190,7 +190,7 @@ def test_states_of_others_are_refused() -> None:
     with pytest.raises(fl.ConfigError, match="rank 1 of 2; this is rank 0 of 1.*same rank"):
         alone.load_state_dict(second)
     with pytest.raises(fl.ConfigError, match=r"parts of \[\d+\] elements, expected \[\d+\]"):
-        alone.load_state_dict({**first, "rank": 0, "size": 1, "weights": [torch.zeros(3)]})
+        alone.load_state_dict({"rank 0 of 1": {**first["rank 0 of 2"], "weights": [torch.zeros(3)]}})
 
 
 def test_groups_and_schedulers_work_as_in_any_optimizer() -> None:
@@ -280,6 +280,10 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         make([w], weights="topk")
     with pytest.raises(fl.ConfigError, match="unknown codec 'qwdd'"):
         make([w], weights="qwdd")
+    with pytest.raises(fl.ConfigError, match="weights=sdp4bit names gradients too, as tlq_hs, beside.*weights=qwd"):
+        make([w], weights="sdp4bit", gradients="int8")
+    with pytest.raises(fl.ConfigError, match="gradients=zero.. names weights too.*gradients=ulq"):
+        make([w], gradients="zero++")
     optimizer = make([w])
     with pytest.raises(fl.UsageError, match="when it is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

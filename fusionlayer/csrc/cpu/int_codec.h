@@ -111,7 +111,8 @@ class IntCodec {
       int i = 0;
       for (; i + kWide * kBlock <= reach; i += kWide * kBlock)
         sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
-      for (; i < reach; i += kBlock) sum_blocks<1, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
+      for (; i < reach; i += kBlock)
+        sum_blocks<1, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
     }
   }
 

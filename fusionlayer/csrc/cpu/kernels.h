@@ -122,8 +122,8 @@ struct Kernels {
   Verb *add_codes;                                                                // runs of 32 elements; y: the sums
   Verb *token_keys;                                                               // tokens of all messages; y: the keys
   void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
-  Verb *recode_from;        // units of the larger groups
-  Verb *encode_difference;  // units of encode
+  Verb *recode_from;                                                              // units of the larger groups
+  Verb *encode_difference;                                                        // units of encode
 };
 
 constexpr int kBoundGroup = 4;  // count_above takes bounds in groups
