@@ -33,6 +33,7 @@ from fusionlayer import native
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.codecs.zip import window_base
+from fusionlayer.integrations.weights import Weights
 from fusionlayer.wire import aligned
 
 from .report import Environment, table, write
@@ -114,6 +115,31 @@ def dynamiq_rows(x: Tensor) -> Iterator[Row]:
     yield Row("dynamiq, agreed", "add + recode", dtype, x.nbytes + 2 * used, add)
     yield Row("dynamiq, agreed", "decode", dtype, used + out.nbytes, partial(codec.decode, first, out))
     yield Row("dynamiq, agreed", "decode_add", dtype, used + 2 * out.nbytes, partial(codec.decode_add, first, out))
+
+
+def two_level_rows(x: Tensor) -> Iterator[Row]:
+    """Yield a row for each fused call of SDP4Bit: sums inside a node as messages between them, weight differences.
+
+    Sums are made of values as they were rotated, or, as error feedback asks for, rotated back before and again after.
+    """
+    numel, dtype = x.numel(), str(x.dtype).removeprefix("torch.")
+    codec, part = fl.codecs.get("tlq_hs").bare, numel // FAN_IN
+    payloads = torch.zeros(FAN_IN, codec.within.wire(part).capacity, dtype=torch.uint8, device=x.device)
+    codec.within.encode_chunks(x, payloads, part)
+    again = torch.zeros(codec.wire(part).capacity, dtype=torch.uint8, device=x.device)
+    nbytes = payloads.nbytes + again.nbytes
+    for name, source, target in (
+        ("tlq_hs, within to between", codec.within.untransformed, codec.untransformed),
+        ("the same, rotated back", codec.within, codec),
+    ):
+        recode = partial(target.recode, payloads, again, part, dtype=x.dtype, source=source)
+        yield Row(name, f"recode x{FAN_IN}", dtype, nbytes, recode)
+    differences, main = Weights.of("qwd").codec, x.float() + 1e-3
+    payload, weights = torch.zeros(differences.wire(numel).capacity, dtype=torch.uint8, device=x.device), x.clone()
+    read = main.nbytes + x.nbytes + payload.nbytes
+    yield Row("qwd", "encode_difference", dtype, read, partial(differences.encode_difference, main, x, payload))
+    apply = partial(differences.decode_add, payload, weights, dtype=torch.float32)
+    yield Row("qwd", "decode_add", dtype, payload.nbytes + 2 * x.nbytes, apply)
 
 
 def torch_int4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,6 +314,7 @@ def main() -> None:
             for name in args.codecs:
                 rows += codec_rows(name, fl.codecs.get(name).bare, values)
                 rows += dynamiq_rows(values) if name == "dynamiq" else ()
+                rows += two_level_rows(values) if name == "tlq_hs" else ()
         if "int4" in args.codecs:
             scale, packed = torch_int4(x)
             nbytes = x.nbytes + 4 * scale.numel() + packed.numel()

@@ -38,11 +38,13 @@ __all__ = [
     "dynamiq_stats",
     "dynamiq_widths",
     "encode",
+    "encode_difference",
     "isa",
     "kth_magnitude",
     "library_path",
     "magnitude_stats",
     "recode",
+    "recode_from",
     "root_mean_square",
     "select_isa",
     "set_threads",
@@ -105,6 +107,8 @@ _VERBS = {
     "fl_decode": (Spec, Messages, ctypes.c_void_p, ctypes.c_void_p),
     "fl_decode_sum": (Spec, Messages, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
     "fl_recode": (Spec, Messages, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
+    "fl_recode_from": (Spec, Messages, Spec, _POINTER, Messages, _POINTER),
+    "fl_encode_difference": (Spec, _POINTER, _POINTER, Messages, _POINTER),
     "fl_accumulate": (_U32, _POINTER, _FLOAT, _I64, _POINTER, _POINTER),
     "fl_accumulate_momentum": (_U32, _POINTER, _FLOAT, _FLOAT, _I32, _I64, _POINTER, _POINTER, _POINTER),
     "fl_magnitude_stats": (_POINTER, _I64, _U32, _POINTER, _POINTER, _POINTER),
@@ -278,6 +282,26 @@ def recode(
     """``fl_recode``: ``body`` (nbytes,) uint8 encodes the sum of ``x`` and all ``bodies`` (count, nbytes) uint8."""
     out = _messages(body.unsqueeze(0), offsets)
     _call("fl_recode", body.device, spec, _messages(bodies, offsets), _pointer(x), _pointer(residual), out)
+
+
+def recode_from(
+    source: Spec,
+    source_offsets: Sequence[int],
+    bodies: Tensor,
+    spec: Spec,
+    offsets: Sequence[int],
+    residual: Tensor | None,
+    body: Tensor,
+) -> None:
+    """``fl_recode_from``: ``body`` (nbytes,) uint8 encodes the sum of all ``bodies`` (count, nbytes) of ``source``."""
+    given = source, _messages(bodies, source_offsets), spec, _pointer(residual)
+    _call("fl_recode_from", body.device, *given, _messages(body.unsqueeze(0), offsets))
+
+
+def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor, body: Tensor) -> None:
+    """``fl_encode_difference``: ``body`` (nbytes,) uint8 takes ``x`` (n,) f32 less ``base`` (n,) of any type."""
+    given = x.data_ptr(), base.data_ptr()
+    _call("fl_encode_difference", x.device, spec, *given, _messages(body.unsqueeze(0), offsets))
 
 
 def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor) -> None:

@@ -338,14 +338,21 @@ class Codec(ABC):
         if not numel:
             return
         form = self.wire(numel, dtype)
+        body = payload[form.body : form.capacity]
         if source is not None and source != self:
-            x = torch.empty(numel, device=payload.device)
-            source.decode_sum(payloads, x, dtype=dtype)
-            payloads = payload[:0].new_empty(0, form.capacity)
-        bodies = self._bodies(payloads, numel, dtype)
-        self._recode_rows(bodies, payload[form.body : form.capacity], numel, dtype, x, seed, offset, residual)
+            self._recode_foreign(source, payloads, body, numel, dtype, seed, offset, residual)
+        else:
+            bodies = self._bodies(payloads, numel, dtype)
+            self._recode_rows(bodies, body, numel, dtype, x, seed, offset, residual)
         if self.header:
             payload[: form.body].copy_(self._seal(payload, numel, dtype))
+
+    def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
+        """Write ``x - base`` into ``payload`` (capacity,), a message of f32: what who has ``base`` lacks of ``x``.
+
+        ``x`` is (n,) f32, ``base`` (n,) f32, bf16 or f16; the difference is f32 (SDP4Bit, section 3.1).
+        """
+        self.encode(x - base, payload, seed=seed, offset=offset)
 
     # ---- bodies of messages, without header -------------------------------------------------------------------------
 
@@ -378,6 +385,22 @@ class Codec(ABC):
         residual: Tensor | None,
     ) -> None:
         """Encode the sum of ``x`` (n,) or nothing and all rows of ``bodies`` (k, nbytes) into ``body`` (nbytes,)."""
+
+    def _recode_foreign(
+        self,
+        source: Codec,
+        payloads: Tensor,
+        body: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        seed: int,
+        offset: int,
+        residual: Tensor | None,
+    ) -> None:
+        """Encode the sum of all rows of ``payloads`` (k, capacity), messages of ``source``, into ``body`` (nbytes,)."""
+        total = torch.empty(n, device=body.device)
+        source.decode_sum(payloads, total, dtype=dtype)
+        self._recode_rows(body.new_empty(0, body.numel()), body, n, dtype, total, seed, offset, residual)
 
     def _numbers(self, numel: int) -> int:
         """Return how many numbers of a seed's sequence a message takes: its elements, the last block filled up."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
@@ -74,6 +75,45 @@ class Int(NativeCodec, name="int"):
             Plane("scales", groups, torch.float32),
             Plane("codes", groups * self.group_size * self.bits // 8, torch.uint8),
         ]
+
+    def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
+        """As in ``Codec``, in one pass: no difference is kept in memory."""
+        for tensor in (x, base):
+            self._check_tensors(tensor, payload.unsqueeze(0))
+        if x.dtype is not torch.float32 or x.shape != base.shape:
+            raise ConfigError(
+                f"{self}: a difference of {x.dtype} {tuple(x.shape)} and {tuple(base.shape)}; expected float32, "
+                "one shape"
+            )
+        form = self.wire(x.numel(), x.dtype)
+        spec = self._spec(x.numel(), x.dtype, base.dtype, seed, offset)
+        body = payload[form.body : form.capacity]
+        native.encode_difference(spec, self._offsets(x.numel(), x.dtype), x, base, body)
+        if self.header:
+            payload[: form.body].copy_(self._seal(payload, x.numel(), x.dtype))
+
+    def _recode_foreign(
+        self,
+        source: Codec,
+        payloads: Tensor,
+        body: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        seed: int,
+        offset: int,
+        residual: Tensor | None,
+    ) -> None:
+        if not isinstance(source, Int):
+            return super()._recode_foreign(source, payloads, body, n, dtype, seed, offset, residual)
+        native.recode_from(
+            source._spec(n, dtype, dtype),
+            source._offsets(n, dtype),
+            source._bodies(payloads, n, dtype),
+            self._spec(n, dtype, dtype, seed, offset),
+            self._offsets(n, dtype),
+            residual,
+            body,
+        )
 
     def _params(self, dtype: torch.dtype) -> native.CodecParams:
         flags = native.INT_HADAMARD * self.hadamard + native.INT_STOCHASTIC * (self.rounding == "stochastic")

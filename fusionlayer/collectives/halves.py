@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -28,7 +29,7 @@ def all_gather(
     *,
     seed: int = 0,
     piece: int | None = None,
-    add: bool = False,
+    differences: bool = False,
 ) -> None:
     """Fill row r of ``out`` (size, n) with rank r's ``x`` (n,): one quantisation, the same bits on every rank.
 
@@ -41,7 +42,8 @@ def all_gather(
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
         piece: elements that travel at a time, while others are encoded or decoded; None: all.
-        add: add the rows to ``out`` instead, rounded once, with a lossy codec.
+        differences: send how much more ``x``, in f32, is than this rank's row of ``out``, and add what comes to the
+            rows, rounded once; with a lossy codec. What was lost is in the next difference (SDP4Bit, Algorithm 2).
     """
     if codec.zips and x.dtype in DTYPE_CODES:
         zipped.all_gather(x, out.view(-1), codec, transport, piece=piece)
@@ -53,18 +55,23 @@ def all_gather(
     if here is None:
         here, codec = two_level.flat(transport), two_level.one_level(codec, transport)
 
-    def run(index: int, part: slice) -> Piece:
+    def run(index: int, part: slice) -> Iterator[two_level.Hop]:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
-        every = two_level.room(transport, here, f"incoming {index % IN_FLIGHT}", capacity, x.device)
+        slot = two_level.slot_of(index, here)
+        every = two_level.room(transport, here, f"incoming {slot}", capacity, x.device)
         mine = every[here.local, here.node]
-        codec.encode(x[part], mine, seed=derive_seed(seed, transport.rank), offset=part.start)
+        own = derive_seed(seed, transport.rank)
+        if differences:
+            codec.encode_difference(x[part], out[transport.rank, part], mine, seed=own, offset=part.start)
+        else:
+            codec.encode(x[part], mine, seed=own, offset=part.start)
         yield from two_level.gather(every, transport, here)
-        decode = codec.decode_add if add else codec.decode
+        decode = codec.decode_add if differences else codec.decode
         for message, rank in zip(every.flatten(0, 1), here.columns, strict=True):
             decode(message, out[rank, part], dtype=x.dtype)
 
     parts = cut(x.numel(), piece, codec.block)
-    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+    two_level.overlap([run(index, part) for index, part in enumerate(parts)], transport, here, x.device)
 
 
 def reduce_scatter(

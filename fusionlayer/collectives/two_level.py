@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -17,7 +18,19 @@ from ._base import collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .two_shot import two_shot
 
-__all__ = ["Grid", "flat", "gather", "grid", "one_level", "reduce_scatter", "room", "two_level"]
+__all__ = [
+    "Grid",
+    "Hop",
+    "flat",
+    "gather",
+    "grid",
+    "one_level",
+    "overlap",
+    "reduce_scatter",
+    "room",
+    "slot_of",
+    "two_level",
+]
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,8 @@ def two_level(
 
     Without ``residual`` sums are made of values as the codec has transformed them, and transformed back once, at the
     end. With it each loss goes to the residual of the rank that made it, which takes the transform back and forth.
-    Other arguments are those of ``two_shot``.
+    Other arguments are those of ``two_shot``. With ``piece`` the messages between nodes of one piece travel in the same
+    exchange as those inside nodes of the next.
     """
     if codec.ahead:
         raise ConfigError(
@@ -113,13 +127,13 @@ def two_level(
     coding = _Coding.of(codec, raw=residual is None)
     seed = derive_seed(seed, transport.rank)
 
-    def run(index: int, part: slice) -> Piece:
+    def run(index: int, part: slice) -> Iterator[Hop]:
         chunk = split_evenly(part.stop - part.start, size, codec.block)
         starts = [min(part.start + rank * chunk, part.stop) for rank in range(size + 1)]
         spans = [slice(*starts[rank : rank + 2]) for rank in range(size)]
         values = [x[span] for span in spans]
         feedback = None if residual is None else [residual[span] for span in spans]
-        slot = index % IN_FLIGHT
+        slot = slot_of(index, here)
         received = yield from _reduce(values, feedback, [s.start for s in spans], coding, transport, here, seed, slot)
         mine = spans[transport.rank]
         every = room(transport, here, f"sums {slot}", received.shape[1], x.device)
@@ -139,7 +153,7 @@ def two_level(
                 codec.decode(message[: codec.wire(len(part_out), x.dtype).capacity], part_out)
 
     parts = cut(x.numel(), piece, size * codec.block)
-    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+    overlap([run(index, part) for index, part in enumerate(parts)], transport, here, x.device)
 
 
 def reduce_scatter(
@@ -162,14 +176,14 @@ def reduce_scatter(
     padded = -(-numel // codec.block) * codec.block
     coding, seed = _Coding.of(codec, raw=True), derive_seed(seed, transport.rank)
 
-    def run(index: int, part: slice) -> Piece:
+    def run(index: int, part: slice) -> Iterator[Hop]:
         starts = [to * padded + part.start for to in range(transport.size)]
         rows = [row[part] for row in x]
-        received = yield from _reduce(rows, None, starts, coding, transport, here, seed, index % IN_FLIGHT)
+        received = yield from _reduce(rows, None, starts, coding, transport, here, seed, slot_of(index, here))
         codec.decode_sum(received, out[part])
 
     parts = cut(numel, piece, codec.block)
-    pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+    overlap([run(index, part) for index, part in enumerate(parts)], transport, here, x.device)
 
 
 def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch.device) -> Tensor:
@@ -178,12 +192,91 @@ def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch
     return transport.scratch(name, ranks[0] * ranks[1] * nbytes, device).view(*ranks, nbytes)
 
 
-def gather(every: Tensor, transport: Transport, here: Grid) -> Piece:
+@dataclass(frozen=True)
+class Hop:
+    """Messages under way to some ranks and from them, all in one exchange.
+
+    Attributes:
+        transport: the ranks.
+        messages: what is sent to a rank, and what is received from it, by its number.
+    """
+
+    transport: Transport
+    messages: Mapping[int, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, transport: Transport, peers: Sequence[int], sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Hop:
+        """Return the hop that sends ``sends[i]`` to rank ``peers[i]``; what this rank has for itself is copied now."""
+        messages = dict(zip(peers, zip(sends, recvs, strict=True), strict=True))
+        mine = messages.pop(transport.rank, None)
+        if mine is not None and mine[0].data_ptr() != mine[1].data_ptr():
+            mine[1].copy_(mine[0])
+        return cls(transport, messages)
+
+    def meets(self, other: Hop) -> bool:
+        """Return whether both have messages to one rank."""
+        return not self.messages.keys().isdisjoint(other.messages)
+
+    def __or__(self, other: Hop) -> Hop:
+        return Hop(self.transport, {**self.messages, **other.messages})
+
+    def __call__(self) -> None:
+        """Make it."""
+        nothing = next(iter(self.messages.values()))[0][:0]
+        sends, recvs = [nothing] * self.transport.size, [nothing] * self.transport.size
+        for peer, (send, recv) in self.messages.items():
+            sends[peer], recvs[peer] = send, recv
+        self.transport.exchange(sends, recvs)
+
+
+def overlap(pieces: Sequence[Iterator[Hop]], transport: Transport, here: Grid, device: torch.device) -> None:
+    """Run all ``pieces`` of a collective, computing and travelling at a time, and on both levels at a time.
+
+    Every second piece is of one stream. Of two pieces of a stream the next hops travel together where one is inside
+    nodes and one between them; meanwhile the other stream's pieces are computed.
+    """
+    if len(here.mates) == 1:
+        return pipeline(pieces, transport, device)
+    streams = [pieces[first::IN_FLIGHT] for first in range(min(IN_FLIGHT, len(pieces)))]
+    pipeline([_stream(stream) for stream in streams], transport, device)
+
+
+def slot_of(index: int, here: Grid) -> int:
+    """Return a number that no other piece under way has, for scratch memory of piece ``index``."""
+    return index % (IN_FLIGHT if len(here.mates) == 1 else _OF_STREAM * IN_FLIGHT)
+
+
+_OF_STREAM = 2
+"""Pieces of a stream that are under way: one on each level."""
+
+
+def _stream(pieces: Sequence[Iterator[Hop]]) -> Piece:
+    """Yield the hops of all ``pieces``, those of two that do not meet as one."""
+    rest = iter(pieces)
+    under_way: list[tuple[Iterator[Hop], Hop]] = []
+    while True:
+        while len(under_way) < _OF_STREAM and (piece := next(rest, None)) is not None:
+            under_way += _onward([piece])
+        if not under_way:
+            return
+        (_, hop), *others = under_way
+        leaving = [under_way[0], *(each for each in others if not each[1].meets(hop))]
+        yield reduce(or_, (hop for _, hop in leaving))
+        waiting = under_way[len(leaving) :]
+        under_way = [*_onward([piece for piece, _ in leaving]), *waiting]
+
+
+def _onward(pieces: Sequence[Iterator[Hop]]) -> list[tuple[Iterator[Hop], Hop]]:
+    """Compute pieces up to their next hops; return those that have one, with it."""
+    return [(piece, hop) for piece in pieces if (hop := next(piece, None)) is not None]
+
+
+def gather(every: Tensor, transport: Transport, here: Grid) -> Iterator[Hop]:
     """Yield what brings every rank's message of ``room`` to all: between twins first, then inside nodes."""
     own = every[here.local]
-    yield partial(_exchange, transport, here.twins, [own[here.node]] * len(here.twins), own.unbind(0))
+    yield Hop.of(transport, here.twins, [own[here.node]] * len(here.twins), own.unbind(0))
     if len(here.mates) > 1:
-        yield partial(_exchange, transport, here.mates, [own.view(-1)] * len(here.mates), every.flatten(1).unbind(0))
+        yield Hop.of(transport, here.mates, [own.view(-1)] * len(here.mates), every.flatten(1).unbind(0))
 
 
 @dataclass(frozen=True)
@@ -224,7 +317,7 @@ def _reduce(
     here: Grid,
     seed: int,
     slot: int,
-) -> Generator[Callable[[], None], None, Tensor]:
+) -> Generator[Hop, None, Tensor]:
     """Send all ``values``, one tensor for each rank; return the messages (nodes, nbytes) of the nodes' sums for this.
 
     Args:
@@ -259,7 +352,7 @@ def _reduce(
                 offset=starts[row[b]],
                 residual=None if feedback is None else feedback[row[b]],
             )
-    yield partial(_exchange, transport, here.mates, outgoing.flatten(1).unbind(0), incoming.flatten(1).unbind(0))
+    yield Hop.of(transport, here.mates, outgoing.flatten(1).unbind(0), incoming.flatten(1).unbind(0))
     sent, received = (memory(name, 1, coding.between)[0] for name in ("sums out", "sums in"))
     for a, twin in enumerate(here.twins):
         coding.between.recode(
@@ -272,15 +365,5 @@ def _reduce(
             offset=starts[twin],
             residual=None if feedback is None else feedback[twin],
         )
-    yield partial(_exchange, transport, here.twins, sent.unbind(0), received.unbind(0))
+    yield Hop.of(transport, here.twins, sent.unbind(0), received.unbind(0))
     return received
-
-
-def _exchange(transport: Transport, peers: Sequence[int], sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-    """Send ``sends[i]`` to rank ``peers[i]``, receive ``recvs[i]`` from it; this rank is one of them."""
-    nothing = sends[0][:0]
-    to, source = [nothing] * transport.size, [nothing] * transport.size
-    for peer, send, recv in zip(peers, sends, recvs, strict=True):
-        if peer != transport.rank or send.data_ptr() != recv.data_ptr():
-            to[peer], source[peer] = send, recv
-    transport.exchange(to, source)

@@ -90,13 +90,13 @@ class Replica:
                 self._own = torch.empty_like(mine)
             self._own.copy_(shard)
             self.version = version
-        change = shard.float() - self._own if self.version != version else None
+        main = shard.to(torch.float32, copy=True) if self.version != version else None
         mine.copy_(self._own)
         if not self._whole:
             transport.all_gather(self._own.view(torch.uint8), rows.view(torch.uint8))
             self._whole = True
-        if change is not None:
+        if main is not None:
             seed = derive_seed(version, self._number)
-            halves.all_gather(change, rows, self._codec, transport, seed=seed, piece=_PIECE, add=True)
+            halves.all_gather(main, rows, self._codec, transport, seed=seed, piece=_PIECE, differences=True)
             self._own.copy_(mine)
             self.version = version

@@ -227,8 +227,8 @@ class _Part:
         if transport.size == 1:
             self._own.copy_(self.main)
         elif weights.differences:
-            change = self.main - self._own.float()
-            halves.all_gather(change, self._rows, weights.codec, transport, seed=seed, piece=_PIECE, add=True)
+            main = self.main.detach()
+            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, piece=_PIECE, differences=True)
         else:
             mine = self.main.to(self._replica.dtype)
             halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=_PIECE)

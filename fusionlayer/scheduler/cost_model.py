@@ -120,6 +120,7 @@ class CodecCost:
         lossless: whether values travel as they are.
         algorithm: collective that the codec needs; None lets the number of ranks choose.
         ahead: gradients are encoded one by one as they arrive, by the thread that computes, and gathered.
+        within_bits: that travel for each element inside a host where sums are made in two levels; None: ``bits``.
     """
 
     bits: float
@@ -130,14 +131,20 @@ class CodecCost:
     lossless: bool = False
     algorithm: str | None = None
     ahead: bool = False
+    within_bits: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.bits <= 64:
-            raise ConfigError(f"bits={self.bits!r} for an element; expected 0 to 64")
+        for bits in (self.bits, self.bits if self.within_bits is None else self.within_bits):
+            if not 0 <= bits <= 64:
+                raise ConfigError(f"bits={bits!r} for an element; expected 0 to 64")
 
     def nbytes(self, elements: float) -> float:
         """Return bytes of a message."""
         return elements * self.bits / 8
+
+    def nbytes_within(self, elements: float) -> float:
+        """Return bytes of a message inside a host, where sums are made in two levels."""
+        return elements * (self.bits if self.within_bits is None else self.within_bits) / 8
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,20 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     Raises:
         ConfigError: the codec was measured with no options at all.
     """
-    bits = 8 * codec.bare.wire(_BITS_FROM).capacity / _BITS_FROM
+    bits = _bits(codec)
     measured = {name: codecs.get(name).bare for name in profile.codecs if name in codecs.names()}
     alike = [name for name, other in measured.items() if other.name == codec.name]
     best = min(
         alike, key=lambda name: (measured[name] != codec.bare, abs(profile.codecs[name].bits - bits)), default=""
     )
     found = profile.codec(best or codec.name)
-    return found if codec.zips else replace(found, bits=bits)  # what the data made of it was measured
+    if codec.zips:
+        return found  # what the data made of it was measured
+    return replace(found, bits=bits, within_bits=_bits(codec.within) if codec.within is not codec else None)
+
+
+def _bits(codec: Codec) -> float:
+    return 8 * codec.bare.wire(_BITS_FROM).capacity / _BITS_FROM
 
 
 def short_name(codec: Codec) -> str:

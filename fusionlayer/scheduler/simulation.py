@@ -242,7 +242,7 @@ def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> li
 
 
 def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """Sum within hosts as f32, two-shot of codes between hosts, a piece for each rank, codes gathered within hosts."""
+    """Sums of codes within hosts, then between them, a piece for each rank; codes of the sums gathered likewise."""
     ranks, hosts = cluster.per_host, cluster.hosts
 
     def swap(link: LinkCost, name: str, peers: int, sharing: int, nbytes: float) -> list[Phase]:
@@ -253,12 +253,12 @@ def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
 
     piece = n / ranks
     across = swap(cluster.between, _BETWEEN, hosts - 1, ranks, codec.nbytes(piece) / hosts)
-    coded = [_work(codec.encode, piece), *across, _work(codec.recode, piece), *across]
-    if ranks == 1:
-        return [*coded, _work(codec.decode, n)]
-    reduce = swap(cluster.within, _INSIDE, ranks - 1, 1, 4 * piece)
+    if hosts == 1 or ranks == 1:
+        return _two_shot(n, replace(codec, bits=codec.nbytes_within(8) if hosts == 1 else codec.bits), cluster, copy)
+    reduce = swap(cluster.within, _INSIDE, ranks - 1, 1, codec.nbytes_within(piece))
     gather = swap(cluster.within, _INSIDE, ranks - 1, 1, codec.nbytes(piece))
-    return [*reduce, _work(copy, n), *coded, *gather, _work(codec.decode, n)]
+    summed = [_work(codec.encode, n), *reduce, _work(codec.recode, n), *across, _work(codec.recode, piece)]
+    return [*summed, *across, *gather, _work(codec.decode, n)]
 
 
 ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] = {

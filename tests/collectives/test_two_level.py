@@ -177,3 +177,56 @@ def sum_over_processes(rank: int, world: int) -> tuple[tuple[tuple[int, ...], ..
 def test_over_processes() -> None:
     for nodes, same, off in run_ranks(sum_over_processes, 4, timeout=50):
         assert nodes == ((0, 1), (2, 3)) and same and off < 0.12
+
+
+@pytest.mark.parametrize("world, per_node, count", [(4, 2, 1), (4, 2, 2), (6, 3, 7), (8, 2, 8)])
+def test_hops_on_both_levels_travel_together(world: int, per_node: int, count: int) -> None:
+    """Of seven pieces of a reduce-scatter all but four hops share an exchange; the sums are those of one piece."""
+    codec, length = codecs.get("tlq", rounding="nearest").bare, 512
+    x = [gradient(world * count * length, rank).view(world, -1) for rank in range(world)]
+
+    def reduce(transport: Transport, piece: int | None) -> tuple[Tensor, list[set[int]]]:
+        _ = transport.nodes
+        exchange, peers = transport.exchange, list[set[int]]()
+
+        def note(sends: list[Tensor], recvs: list[Tensor]) -> None:
+            peers.append({to for to, message in enumerate(sends) if message.numel()})
+            exchange(sends, recvs)
+
+        out = torch.empty(count * length)
+        transport.exchange = note  # type: ignore[method-assign,assignment]
+        halves.reduce_scatter(x[transport.rank], out, codec, transport, piece=piece)
+        transport.exchange = exchange  # type: ignore[method-assign]
+        return out, peers
+
+    whole = over_threads(world, lambda transport: reduce(transport, None), ranks_per_node=per_node)
+    cut = over_threads(world, lambda transport: reduce(transport, length), ranks_per_node=per_node)
+    for rank, ((expected, one), (got, each)) in enumerate(zip(whole, cut, strict=True)):
+        assert torch.equal(got, expected) and len(one) == 2
+        inside, between = one
+        assert inside == set(range(rank - rank % per_node, rank - rank % per_node + per_node)) - {rank}
+        streams = min(2, count)
+        assert len(each) == count + streams and each.count(inside | between) == count - streams
+        assert each.count(inside) == each.count(between) == streams
+
+
+@pytest.mark.parametrize("name", ["two_level", "all_gather"])
+def test_many_pieces_of_all_hops_give_what_one_gives(name: str) -> None:
+    codec, world, numel = codecs.get("tlq_hs", rounding="nearest").bare, 6, 6 * 512 * 5 + 77
+    x = [gradient(numel, rank) for rank in range(world)]
+
+    def run(transport: Transport, piece: int | None) -> Tensor:
+        mine = x[transport.rank].clone()
+        if name == "two_level":
+            collectives.get(name)(mine, codec, transport, piece=piece)
+            return mine
+        every = torch.empty(world, numel)
+        halves.all_gather(mine, every, codec, transport, piece=piece)
+        return every
+
+    for piece in (512, 6 * 512):
+        whole, cut = (
+            over_threads(world, lambda transport, n=n: run(transport, n), ranks_per_node=3)  # type: ignore[misc]
+            for n in (None, piece)
+        )
+        assert all(torch.equal(got, whole[0]) for got in [*whole, *cut])

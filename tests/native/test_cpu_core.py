@@ -551,6 +551,12 @@ def test_wrong_pointers_are_refused(cpu: ctypes.CDLL) -> None:
     assert cpu.fl_recode(spec, planes, data + 2, None, planes, None) == BAD_ARGUMENT
     assert cpu.fl_recode(spec, planes, None, data + 2, planes, None) == BAD_ARGUMENT
     assert cpu.fl_recode(spec, planes, None, None, two, None) == BAD_ARGUMENT
+    longer = ctypes.byref(replace(GOOD, numel=GOOD.numel + 1).spec)
+    assert cpu.fl_recode_from(longer, planes, spec, None, planes, None) == BAD_ARGUMENT
+    assert cpu.fl_recode_from(spec, planes, spec, None, two, None) == BAD_ARGUMENT
+    assert cpu.fl_recode_from(spec, planes, spec, data + 2, planes, None) == BAD_ARGUMENT
+    assert cpu.fl_encode_difference(spec, data + 2, data, planes, None) == BAD_ARGUMENT
+    assert cpu.fl_encode_difference(spec, data, None, planes, None) == BAD_ARGUMENT
     assert cpu.fl_encode(None, data, None, planes, None) == BAD_ARGUMENT
     assert cpu.fl_encode(spec, data, None, None, None) == BAD_ARGUMENT
     assert (area.data == GUARD).all()

@@ -69,6 +69,50 @@ def test_int_writes_the_bytes_of_the_cpu_core(check: Check, group: int, bits: in
         check(case)
 
 
+@pytest.mark.parametrize("flags", [0, STOCHASTIC, HADAMARD])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fused_verbs_write_the_bytes_of_the_cpu_core(kernels: ctypes.CDLL, bits: int, flags: int) -> None:
+    """Groups of source and target lie differently in a warp: smaller, larger, several tiles long."""
+    groups = itertools.product((32, 128, 4096), (32, 512, 2048))
+    for i, (group, source_group) in enumerate(groups):
+        numel = (1, 1000, 4097, 9_001)[i % 4]
+        sources = [(8, source_group, HADAMARD * (i % 2)), (4, source_group, HADAMARD * ((i + 1) % 2))]
+        target = native.CodecParams(native.INT, (bits, group, flags)).spec(numel, torch.float32, 7, 3 * group)
+        for source_bits, _, source_flags in sources:
+            source = native.CodecParams(native.INT, (source_bits, source_group, source_flags)).spec(
+                numel, torch.float32
+            )
+            given, results = int_planes(source, source_bits, source_group, 3), []
+            x = torch.stack([gradient(numel, m) * 2.0 ** (5 * m) for m in range(3)])
+            assert native.cpu().fl_encode(source, x.data_ptr(), None, given[1], None) == 0
+            for library in (kernels, native.cpu()):
+                for residual in (None, gradient(numel, 9)):
+                    out, messages = int_planes(target, bits, group, 1)
+                    pointer = None if residual is None else residual.data_ptr()
+                    assert library.fl_recode_from(source, given[1], target, pointer, messages, None) == 0
+                    results.append((out, residual))
+            for got, want in zip(results[:2], results[2:], strict=True):
+                assert torch.equal(got[0], want[0])
+                assert got[1] is None or torch.equal(got[1].view(torch.int32), want[1].view(torch.int32))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            spec = native.CodecParams(native.INT, (bits, group, flags)).spec(numel, dtype, 7, 3 * group)
+            x, base, two = gradient(2 * numel, 1), gradient(2 * numel, 2, dtype), []
+            for library in (kernels, native.cpu()):
+                out, messages = int_planes(spec, bits, group, 2)
+                assert library.fl_encode_difference(spec, x.data_ptr(), base.data_ptr(), messages, None) == 0
+                two.append(out)
+            assert torch.equal(*two)
+
+
+def int_planes(spec: native.Spec, bits: int, group: int, count: int) -> tuple[torch.Tensor, native.Messages]:
+    """Return memory for messages of the int codec, and where their planes lie in it."""
+    groups = -(-spec.numel // group)
+    codes = -(-4 * groups // 16) * 16
+    rows = torch.full((count, codes + groups * group * bits // 8), GUARD, dtype=torch.uint8)
+    planes = (ctypes.c_void_p * native.MAX_PLANES)(rows.data_ptr(), rows.data_ptr() + codes)
+    return rows, native.Messages(planes, rows.stride(0), count)
+
+
 @pytest.mark.parametrize("wire", [F32, BF16, F16])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_cast_writes_the_bytes_of_the_cpu_core(check: Check, dtype: int, wire: int) -> None:
@@ -283,6 +327,8 @@ def test_a_wrong_spec_is_refused_as_on_the_cpu(kernels: ctypes.CDLL, case: Case)
         "fl_decode": (spec, messages, area.address, None),
         "fl_decode_sum": (spec, messages, area.address, 0, None),
         "fl_recode": (spec, messages, None, None, messages, None),
+        "fl_recode_from": (spec, messages, spec, None, messages, None),
+        "fl_encode_difference": (spec, area.address, area.address, messages, None),
     }
     for verb, arguments in verbs.items():
         status = getattr(kernels, verb)(*arguments)

@@ -190,11 +190,15 @@ class TestCollectives:
         assert cost("dense", 4, per_host=2)[2] == 3600, "a ring crosses each link once"
 
     def test_two_level(self) -> None:
-        cpu, seconds, sent = cost("two_level", 4, per_host=2)
-        assert cpu == pytest.approx(self.PACK + 0.12 + (self.ENCODE + self.RECODE) / 2 + self.DECODE)
-        assert sent == pytest.approx(2 * 2 * 600), "half of what two_shot sends"
-        inside = 2 * 1e-4 + (2400 + 1200) * 1e-7
-        assert seconds == pytest.approx(inside + 2 * (1e-3 + 2 * 600 * 1e-6))
+        for bits, within in ((None, 1200), (32.0, 2400), (8.0, 600)):
+            cpu, seconds, sent = cost("two_level", 4, replace(HALF, within_bits=bits), per_host=2)
+            assert cpu == pytest.approx(self.PACK + self.ENCODE + 1.5 * self.RECODE + self.DECODE)
+            assert sent == pytest.approx(2 * 2 * 600), "half of what two_shot sends"
+            inside = 2 * 1e-4 + (within + 1200) * 1e-7
+            assert seconds == pytest.approx(inside + 2 * (1e-3 + 2 * 600 * 1e-6))
+        assert cost("two_level", 4) == cost("two_shot", 4)
+        eight = replace(HALF, within_bits=8.0)
+        assert cost("two_level", 4, eight, per_host=4) == cost("two_shot", 4, replace(HALF, bits=8.0), per_host=4)
 
     def test_transfers_take_cpu_time(self) -> None:
         def cpu(algorithm: str, workers: int) -> float:

@@ -206,6 +206,27 @@ inline int check_recode(const fl_spec *spec, const fl_messages *in, const void *
                      check_optional(residual, spec->numel, 4));
 }
 
+// For verbs of FL_INT alone.
+inline int check_int_spec(const fl_spec *spec) {
+  if (const int bad = check_spec(spec)) return bad;
+  return spec->codec == FL_INT ? FL_OK : FL_UNSUPPORTED;
+}
+
+inline int check_recode_from(const fl_spec *source, const fl_messages *in, const fl_spec *spec, const float *residual,
+                             const fl_messages *out) {
+  if (const int bad = first_error(check_int_spec(source), check_int_spec(spec))) return bad;
+  if (const int bad = first_error(check_messages(*source, in), check_messages(*spec, out))) return bad;
+  if (out->count != 1 || source->numel != spec->numel) return FL_BAD_ARGUMENT;
+  return check_optional(residual, spec->numel, 4);
+}
+
+inline int check_encode_difference(const fl_spec *spec, const float *x, const void *base, const fl_messages *out) {
+  if (const int bad = check_int_spec(spec)) return bad;
+  if (const int bad = check_messages(*spec, out)) return bad;
+  const int64_t numel = spec->numel * out->count;
+  return first_error(check_array(x, numel, 4), check_array(base, numel, element_size(spec->dtype)));
+}
+
 inline int check_add_codes(const fl_spec *spec, const fl_messages *in, const uint8_t *out) {
   if (const int bad = check_spec(spec)) return bad;
   if (spec->codec != FL_THC || thc_shape(*spec).ranks) return FL_UNSUPPORTED;

@@ -66,7 +66,7 @@ int64_t unit_of(const fl_spec &spec) {
 // Runs a verb over `messages` messages; each value takes `inputs` values to make, all results have `result_bytes`.
 int run(Kernels::Verb *const Kernels::*verb, Job job, int64_t messages, int64_t inputs, int64_t result_bytes) {
   const fl_spec &spec = *job.spec;
-  const int64_t unit = unit_of(spec);
+  const int64_t unit = std::max(unit_of(spec), job.source ? unit_of(*job.source) : 0);
   const int64_t units = messages * ((spec.numel + unit - 1) / unit);
   const int64_t work = std::max<int64_t>(1, inputs) * unit;  // of one unit, in elements
   if (units == 0) return FL_OK;
@@ -187,6 +187,28 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
   job.residual = residual;
   job.out = out;
   return fl::run(&fl::Kernels::recode, job, 1, in->count, fl::plane_bytes(*spec, 0));
+}
+
+int fl_recode_from(const fl_spec *source, const fl_messages *in, const fl_spec *spec, float *residual,
+                   const fl_messages *out, void *) {
+  if (const int bad = fl::check_recode_from(source, in, spec, residual, out)) return bad;
+  fl::Job job{};
+  job.spec = spec;
+  job.source = source;
+  job.in = in;
+  job.residual = residual;
+  job.out = out;
+  return fl::run(&fl::Kernels::recode_from, job, 1, in->count, fl::plane_bytes(*spec, 0));
+}
+
+int fl_encode_difference(const fl_spec *spec, const float *x, const void *base, const fl_messages *out, void *) {
+  if (const int bad = fl::check_encode_difference(spec, x, base, out)) return bad;
+  fl::Job job{};
+  job.spec = spec;
+  job.x = x;
+  job.y = const_cast<void *>(base);
+  job.out = out;
+  return fl::run(&fl::Kernels::encode_difference, job, out->count, 1, out->count * fl::plane_bytes(*spec, 0));
 }
 
 int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *) {

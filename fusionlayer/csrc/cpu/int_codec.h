@@ -2,17 +2,14 @@
 // by side, then its codes.
 #pragma once
 
+#include <type_traits>
+
 #include "int_group.h"
 #include "kernels.h"
 #include "random.h"
 #include "simd.h"
 
 namespace fl::FL_ISA {
-
-// rounding_noise of core/rng.h, from low * kSpread + key.a.
-FL_INLINE vf rounding_noise(RngKey key, vu spread) {
-  return (vf)((random_bits(key, spread) >> 9) | 0x3f800000u) - 1.5f;
-}
 
 template <int kBits, bool kHadamard, bool kStochastic>
 class IntCodec {
@@ -39,54 +36,126 @@ class IntCodec {
     alignas(64) float tile[kMaxTile], inverse[kMaxGroups];
     vi top[kMaxGroups];
     const int groups = (n + group_ - 1) / group_;
-    transform(x, groups, tile, top);
+    const float *values = transform(x, groups, tile, top);
     make_scales(top, groups, out.scales, inverse);
-    for (int g = 0; g < groups; ++g) {
-      float *values = tile + g * group_;
-      if (__builtin_expect(inverse[g] == 0.0f, 0)) __builtin_memset(values, 0, group_ * sizeof(float));
+    const T *next = x + n;  // most often the next tile: it is on its way while this one is quantised
+    for (int g = 0; g < groups; ++g, values += group_, next += group_, out.codes += group_bytes()) {
+      for (int i = 0; i < group_; i += kBlock) prefetch_block(next + i);
       const uint64_t first = offset_ + uint64_t(unit + g) * group_;
-      quantize(values, inverse[g], key_at(key_, first), uint32_t(first), out.codes + g * group_bytes());
+      if (__builtin_expect(inverse[g] == 0.0f, 0))
+        __builtin_memset(out.codes, 0, size_t(group_bytes()));
+      else
+        quantize(values, inverse[g], key_at(key_, first), uint32_t(first), out.codes);
     }
   }
 
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
-    for (int begin = 0; begin < n; begin += group_, ++in.scales, in.codes += group_bytes()) {
-      const vf scale = broadcast(decode_scale(*in.scales, kHadamard));
-      if (kBits == 8 || group_ == kBlock) {
-        for (int i = 0; i < group_; i += kBlock) {
-          vi low[kQuad], high[kQuad];
-          load_bytes(in.codes + i, low);
-          if (kBits == 8)
-            load_bytes(in.codes + i + 16, high);
-          else
-            split_nibbles(low, low, high);
-          Block b[] = {to_float(low, high)};
+    with_parts([&](auto parts) FL_LAMBDA {
+      constexpr int N = decltype(parts)::value;
+      const int reach = group_ / N;
+      for (int begin = 0; begin < n; begin += group_, ++in.scales, in.codes += group_bytes()) {
+        const vf scale = broadcast(decode_scale(*in.scales, kHadamard));
+        for (int i = 0; i < reach; i += kBlock) {
+          Block b[N];
+          unpack(in.codes + i, b);
           scale_blocks(b, scale);
-          sink(begin + i, b[0]);
-        }
-      } else {
-        const int half = group_ / 2;
-        for (int i = 0; i < half; i += kBlock) {
-          vi low[2][kQuad], high[2][kQuad];
-          for (int k = 0; k < 2; ++k) {
-            load_bytes(in.codes + i + 16 * k, low[k]);
-            split_nibbles(low[k], low[k], high[k]);
-          }
-          Block b[] = {to_float(low[0], low[1]), to_float(high[0], high[1])};
-          scale_blocks(b, scale);
-          sink(begin + i, b[0]);
-          sink(begin + half + i, b[1]);
+          for (int k = 0; k < N; ++k) sink(begin + k * reach + i, b[k]);
         }
       }
+    });
+  }
+
+  // v = the sum of n elements of all messages in their order, with `add` after v itself. Blocks of it stay in registers
+  // while messages are added.
+  __attribute__((noinline)) void sum(const fl_messages &in, int64_t unit, int n, bool add, float *v) const {
+    if (!add && !in.count) __builtin_memset(v, 0, size_t(n) * sizeof(float));
+    for (int64_t first = 0; first < in.count; first += kTogether) {
+      const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
+      Message messages[kTogether];
+      for (int m = 0; m < count; ++m) messages[m] = at(in, first + m, unit);
+      with_parts([&](auto parts) FL_LAMBDA { sum_parts<decltype(parts)::value>(messages, count, n, add || first, v); });
     }
   }
 
  private:
   static constexpr int kMaxGroups = kMaxTile / kBlock;
   static constexpr int kSideBySide = kLanes / 4;  // blocks in 8 registers
+  static constexpr int kTogether = 8;             // messages that are read side by side
+  template <class T>
+  static constexpr bool kInPlace = std::is_same_v<T, float> && !kHadamard;
 
   int group_bytes() const { return group_ * kBits / 8; }
+
+  // 4-bit codes of a group larger than a block come in parts: bytes that hold a block of each half.
+  template <int N>
+  struct Parts {
+    static constexpr int value = N;
+  };
+  template <class Body>
+  FL_INLINE void with_parts(const Body &body) const {
+    if (kBits == 8 || group_ == kBlock)
+      body(Parts<1>{});
+    else
+      body(Parts<2>{});
+  }
+
+  template <int N>
+  FL_INLINE void sum_parts(const Message *messages, int count, int n, bool add, float *v) const {
+    constexpr int kWide = kSideBySide > N ? kSideBySide / N : 1;
+    const int reach = group_ / N, ahead = n * kBits / 8;  // most often the next tile's codes
+    float scales[kTogether];
+    for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
+      for (int m = 0; m < count; ++m) scales[m] = decode_scale(messages[m].scales[g], kHadamard);
+      const int codes = g * group_bytes();
+      int i = 0;
+      for (; i + kWide * kBlock <= reach; i += kWide * kBlock)
+        sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
+      for (; i < reach; i += kBlock)
+        sum_blocks<1, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
+    }
+  }
+
+  // kWide blocks of each of N parts of a group, which lie so many elements apart.
+  template <int kWide, int N>
+  static FL_INLINE void sum_blocks(const Message *messages, int count, int codes, const float *scales, int apart,
+                                   int ahead, bool add, float *v) {
+    Block sum[kWide][N] = {};
+    if (add)
+      for (int w = 0; w < kWide; ++w)
+        for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
+    for (int m = 0; m < count; ++m) {
+      const vf scale = broadcast(scales[m]);
+      for (int i = 0; i < kWide * kBlock; i += 64) __builtin_prefetch(messages[m].codes + codes + ahead + i);
+      for (int w = 0; w < kWide; ++w) {
+        Block b[N];
+        unpack(messages[m].codes + codes + w * kBlock, b);
+        scale_blocks(b, scale);
+        for (int k = 0; k < N; ++k) sum[w][k] = sum[w][k] + b[k];
+      }
+    }
+    for (int w = 0; w < kWide; ++w)
+      for (int k = 0; k < N; ++k) store_block(v + k * apart + w * kBlock, sum[w][k]);
+  }
+
+  // The codes of N blocks as floats.
+  template <int N>
+  static FL_INLINE void unpack(const uint8_t *codes, Block (&b)[N]) {
+    vi low[N][kQuad], high[N][kQuad];
+    for (int k = 0; k < N; ++k) {
+      load_bytes(codes + 16 * k, low[k]);
+      if (kBits == 8)
+        load_bytes(codes + 16, high[k]);
+      else
+        split_nibbles(low[k], low[k], high[k]);
+    }
+    if constexpr (N == 1) {
+      b[0] = to_float(low[0], high[0]);
+    } else {
+      b[0] = to_float(low[0], low[1]);
+      b[1] = to_float(high[0], high[1]);
+    }
+  }
 
   static FL_INLINE void split_nibbles(const vi (&bytes)[kQuad], vi (&low)[kQuad], vi (&high)[kQuad]) {
     for (int j = 0; j < kQuad; ++j) {
@@ -111,19 +180,25 @@ class IntCodec {
       for (vf &v : block.v) v *= scale;
   }
 
-  // Fills the tile, and for each group a vector that holds the largest magnitude in some lane.
+  // Leaves in the tile what is to be quantised, and for each group a vector that holds the largest magnitude in some lane.
+  // Values that are f32 already and are not rotated stay where they are.
   template <class T>
-  FL_INLINE void transform(const T *x, int groups, float *tile, vi *top) const {
-    for (int g = 0; g < groups; ++g, x += group_, tile += group_) {
+  FL_INLINE const float *transform(const T *x, int groups, float *tile, vi *top) const {
+    float *to = tile;
+    for (int g = 0; g < groups; ++g, x += group_, to += group_) {
       if (group_ >= kSideBySide * kBlock) {
-        top[g] = transform_blocks<kSideBySide>(x, tile);
+        top[g] = transform_blocks<kSideBySide>(x, to);
         for (int i = kSideBySide * kBlock; i < group_; i += kSideBySide * kBlock)
-          top[g] = max(top[g], transform_blocks<kSideBySide>(x + i, tile + i));
+          top[g] = max(top[g], transform_blocks<kSideBySide>(x + i, to + i));
       } else {
         top[g] = vi{};
-        for (int i = 0; i < group_; i += kBlock) top[g] = max(top[g], transform_blocks<1>(x + i, tile + i));
+        for (int i = 0; i < group_; i += kBlock) top[g] = max(top[g], transform_blocks<1>(x + i, to + i));
       }
     }
+    if constexpr (kInPlace<T>)
+      return x - groups * group_;
+    else
+      return tile;
   }
 
   template <int N, class T>
@@ -131,11 +206,12 @@ class IntCodec {
     Block b[N];
     for (int k = 0; k < N; ++k) b[k] = load_block(x + k * kBlock);
     if constexpr (kHadamard) hadamard(b);
-    for (int k = 0; k < N; ++k) store_block(tile + k * kBlock, b[k]);
-    vi top[N * kVectors];
-    for (int j = 0; j < N * kVectors; ++j) top[j] = magnitude_bits(b[j / kVectors].v[j % kVectors]);
-    for (int width = N * kVectors / 2; width > 0; width /= 2)
-      for (int j = 0; j < width; ++j) top[j] = max(top[j], top[j + width]);
+    if constexpr (!kInPlace<T>)
+      for (int k = 0; k < N; ++k) store_block(tile + k * kBlock, b[k]);
+    vi top[N];
+    for (int k = 0; k < N; ++k) top[k] = kHadamard ? largest_of_rotated(b[k]) : largest(b[k]);
+    for (int width = N / 2; width > 0; width /= 2)
+      for (int k = 0; k < width; ++k) top[k] = max(top[k], top[k + width]);
     return top[0];
   }
 
@@ -178,7 +254,7 @@ class IntCodec {
       for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
         round16(values + i, inverse, key, spread, low);
         round16(values + half + i, inverse, key, spread + half * kSpread, high);
-        for (int j = 0; j < kQuad; ++j) low[j] = (low[j] & 15) | (high[j] << 4 & 0xf0);
+        for (int j = 0; j < kQuad; ++j) low[j] = (low[j] & 15) | high[j] << 4;
         store_low_bytes(codes + i, low);
       }
     }
@@ -188,5 +264,32 @@ class IntCodec {
   uint64_t offset_;
   int group_;
 };
+
+template <class T, class Codec>
+class Values;
+
+template <int kBits, bool kHadamard, bool kStochastic>
+FL_INLINE void add_messages(const IntCodec<kBits, kHadamard, kStochastic> &codec,
+                            Values<float, IntCodec<kBits, kHadamard, kStochastic>> &values, const Job &job,
+                            int64_t unit) {
+  codec.sum(*job.in, unit, values.size(), true, values.data());
+}
+
+// v = the sum of n elements from number `element` on of all messages of job.source.
+using SumOfSource = void(const Job &job, int64_t element, int n, float *v);
+
+template <int kBits, bool kHadamard>
+void sum_of_source(const Job &job, int64_t element, int n, float *v) {
+  Job reading = job;
+  reading.spec = job.source;
+  const IntCodec<kBits, kHadamard, false> codec(reading);
+  codec.sum(*job.in, element / codec.unit(), n, false, v);
+}
+
+inline SumOfSource *sum_of(const fl_spec &source) {
+  const bool hadamard = source.param[2] & FL_INT_HADAMARD;
+  if (source.param[0] == 8) return hadamard ? sum_of_source<8, true> : sum_of_source<8, false>;
+  return hadamard ? sum_of_source<4, true> : sum_of_source<4, false>;
+}
 
 }  // namespace fl::FL_ISA

@@ -36,6 +36,15 @@ FL_INLINE void with_rounding(const Job &job, const Body &body) {
   body(IntCodec<kBits, kHadamard, false>(job));
 }
 
+template <bool kEncodes, class Body>
+FL_INLINE void with_int_codec(const Job &job, const Body &body) {
+  const bool hadamard = job.spec->param[2] & FL_INT_HADAMARD;
+  if (job.spec->param[0] == 8)
+    hadamard ? with_rounding<kEncodes, 8, true>(job, body) : with_rounding<kEncodes, 8, false>(job, body);
+  else
+    hadamard ? with_rounding<kEncodes, 4, true>(job, body) : with_rounding<kEncodes, 4, false>(job, body);
+}
+
 template <class Body>
 FL_INLINE void with_numbers(const Job &job, const Body &body) {
   const bool hadamard = job.spec->param[3] & FL_BLOCK_HADAMARD;
@@ -57,11 +66,7 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
   if (job.spec->codec == FL_TAHQUANT) return body(TahCodec(job));
   if constexpr (kThc)
     if (job.spec->codec == FL_THC) return body(ThcCodec(job));
-  const bool hadamard = param[2] & FL_INT_HADAMARD;
-  if (param[0] == 8)
-    hadamard ? with_rounding<kEncodes, 8, true>(job, body) : with_rounding<kEncodes, 8, false>(job, body);
-  else
-    hadamard ? with_rounding<kEncodes, 4, true>(job, body) : with_rounding<kEncodes, 4, false>(job, body);
+  with_int_codec<kEncodes>(job, body);
 }
 
 #define FL_VERB(verb, encodes, thc)                                                                                 \
@@ -76,6 +81,19 @@ FL_VERB(decode, false, true)
 FL_VERB(decode_sum, false, true)
 FL_VERB(recode, true, false)
 #undef FL_VERB
+
+void run_recode_from(const Job &job, int64_t begin, int64_t end) {
+  with_int_codec<true>(job, [&](const auto &codec) {
+    recode_from(codec, int(job.source->param[1]), sum_of(*job.source), job, begin, end);
+  });
+}
+
+void run_encode_difference(const Job &job, int64_t begin, int64_t end) {
+  with_int_codec<true>(job, [&](const auto &codec) {
+    with_dtype(job.spec->dtype,
+               [&](auto type) { encode_difference<typename decltype(type)::type>(codec, job, begin, end); });
+  });
+}
 
 void run_accumulate(const Accumulation &job, int64_t begin, int64_t end) {
   with_dtype(job.dtype, [&](auto type) { accumulate<typename decltype(type)::type>(job, begin, end); });
@@ -172,6 +190,8 @@ const Kernels kernels = {
     add_codes,
     run_token_keys,
     run_dynamiq_stats,
+    run_recode_from,
+    run_encode_difference,
 };
 
 }  // namespace fl::FL_ISA

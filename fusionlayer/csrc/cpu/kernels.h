@@ -14,7 +14,8 @@ namespace fl {
 // One call of a verb of the C ABI; a verb leaves what it lacks null.
 struct Job {
   const fl_spec *spec;
-  RngKey key;  // of spec->seed
+  const fl_spec *source;  // fl_recode_from: of `in`
+  RngKey key;             // of spec->seed
   const fl_messages *in, *out;
   const void *x;
   float *residual;
@@ -121,6 +122,8 @@ struct Kernels {
   Verb *add_codes;                                                                // runs of 32 elements; y: the sums
   Verb *token_keys;                                                               // tokens of all messages; y: the keys
   void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
+  Verb *recode_from;                                                              // units of the larger groups
+  Verb *encode_difference;                                                        // units of encode
 };
 
 constexpr int kBoundGroup = 4;  // count_above takes bounds in groups

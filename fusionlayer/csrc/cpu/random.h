@@ -6,13 +6,24 @@
 
 namespace fl::FL_ISA {
 
-// random_bits of core/rng.h, from low * kSpread + key.a.
-FL_INLINE vu random_bits(RngKey key, vu h) {
+// random_bits of core/rng.h before its last step, from low * kSpread + key.a.
+FL_INLINE vu almost_random_bits(RngKey key, vu h) {
   h ^= h >> 16;
   h *= 0x7feb352du;
   h = (h ^ (h >> 15)) + key.b;
-  h *= 0x846ca68bu;
+  return h * 0x846ca68bu;
+}
+
+FL_INLINE vu random_bits(RngKey key, vu spread) {
+  const vu h = almost_random_bits(key, spread);
   return h ^ (h >> 16);
+}
+
+// rounding_noise of core/rng.h, likewise. The last step's shift and this one's make one of each operand, which saves an
+// operation where three operands can be combined in one.
+FL_INLINE vf rounding_noise(RngKey key, vu spread) {
+  const vu h = almost_random_bits(key, spread);
+  return (vf)((h >> 9 ^ h >> 25) | 0x3f800000u) - 1.5f;
 }
 
 }  // namespace fl::FL_ISA

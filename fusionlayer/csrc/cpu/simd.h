@@ -104,7 +104,8 @@ FL_INLINE void prefetch_block(const T *p) {
 FL_INLINE vf clamp(vf v, float bound) {
   const vf high = broadcast(bound), low = broadcast(-bound);
 #if defined(FL_AVX512)
-  return _mm512_max_ps(_mm512_min_ps(v, high), low);
+  (void)low;
+  return _mm512_range_ps(v, high, 2);  // the smaller magnitude, with v's sign
 #elif defined(FL_AVX2)
   return _mm256_max_ps(_mm256_min_ps(v, high), low);
 #else
@@ -441,9 +442,31 @@ FL_INLINE Block operator+(Block a, const Block &b) {
   return a;
 }
 
+FL_INLINE Block operator-(Block a, const Block &b) {
+  for (int j = 0; j < kVectors; ++j) a.v[j] -= b.v[j];
+  return a;
+}
+
 FL_INLINE Block canonical(Block b) {
   for (int j = 0; j < kVectors; ++j) b.v[j] = canonical(b.v[j]);
   return b;
+}
+
+// The largest magnitude of a block, as bits, in some lane.
+FL_INLINE vi largest(const Block &b) {
+  vi most = magnitude_bits(b.v[0]);
+  for (int j = 1; j < kVectors; ++j) most = max(most, magnitude_bits(b.v[j]));
+  return most;
+}
+
+// The same of what `hadamard` made of a block: its last stage leaves no NaN beside a finite value, so either way the bits
+// say that something is not finite.
+FL_INLINE vi largest_of_rotated(const Block &b) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_range_ps(b.v[0], b.v[1], 11);  // the larger magnitude; of NaN and another value the other
+#else
+  return largest(b);
+#endif
 }
 
 // residual_after of core/residual.h.

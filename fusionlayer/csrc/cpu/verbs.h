@@ -48,6 +48,9 @@ class Values {
  public:
   Values(const Codec &codec, int n) : codec_(codec), n_(n) {}
 
+  T *data() { return v_; }
+  int size() const { return n_; }
+
   void clear() { __builtin_memset(v_, 0, size_t(n_) * sizeof(T)); }
 
   void copy(const T *x) { __builtin_memcpy(v_, x, size_t(n_) * sizeof(T)); }
@@ -66,6 +69,12 @@ class Values {
   void set_sum(const X *x, const Y *y) {
     for_each_block(n_,
                    [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(x + i) + access.load(y + i)); });
+  }
+
+  template <class X, class Y>
+  void set_difference(const X *x, const Y *y) {
+    for_each_block(n_,
+                   [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(x + i) - access.load(y + i)); });
   }
 
   __attribute__((noinline)) void decode(typename Codec::Message message) {
@@ -182,6 +191,39 @@ void recode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
     if (job.residual) values.add(job.residual + tile.element);
     values.encode(out, tile.unit);
     if (job.residual && !job.look) values.lose(out, job.residual + tile.element);
+  });
+}
+
+// fl_encode_difference; the base is of type T.
+template <class T, class Codec>
+void encode_difference(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
+  const int64_t numel = job.spec->numel, units = (numel + codec.unit() - 1) / codec.unit();
+  for_each_tile(codec, kSumTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+    const int64_t offset = tile.message * numel + tile.element;
+    Values<float, Codec> values(codec, tile.size);
+    values.set_difference(static_cast<const float *>(job.x) + offset, static_cast<const T *>(job.y) + offset);
+    values.encode(codec.at(*job.out, tile.message, tile.unit), tile.message * units + tile.unit);
+  });
+}
+
+// Elements that neither of two codecs of power-of-two units parts.
+struct CommonUnit {
+  int elements;
+  int unit() const { return elements; }
+};
+
+// fl_recode_from: `sum` is that of job.source, whose units have so many elements.
+template <class Codec, class Sum>
+void recode_from(const Codec &codec, int source_unit, const Sum &sum, const Job &job, int64_t begin, int64_t end) {
+  const CommonUnit common{source_unit > codec.unit() ? source_unit : codec.unit()};
+  for_each_tile(common, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+    const int64_t unit = tile.element / codec.unit();
+    Values<float, Codec> values(codec, tile.size);
+    sum(job, tile.element, tile.size, values.data());
+    const auto out = codec.at(*job.out, 0, unit);
+    if (job.residual) values.add(job.residual + tile.element);
+    values.encode(out, unit);
+    if (job.residual) values.lose(out, job.residual + tile.element);
   });
 }
 

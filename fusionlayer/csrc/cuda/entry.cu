@@ -88,6 +88,19 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
   return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
 }
 
+int fl_recode_from(const fl_spec *source, const fl_messages *in, const fl_spec *spec, float *residual,
+                   const fl_messages *out, void *stream) {
+  if (const int bad = fl::check_recode_from(source, in, spec, residual, out)) return bad;
+  if (spec->numel == 0) return FL_OK;
+  return finish(fl::int_recode_from(*source, *in, *spec, residual, *out, as_stream(stream)));
+}
+
+int fl_encode_difference(const fl_spec *spec, const float *x, const void *base, const fl_messages *out, void *stream) {
+  if (const int bad = fl::check_encode_difference(spec, x, base, out)) return bad;
+  if (spec->numel == 0 || out->count == 0) return FL_OK;
+  return finish(fl::int_encode_difference(*spec, x, base, *out, as_stream(stream)));
+}
+
 int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream) {
   if (const int bad = fl::check_add_codes(spec, in, out)) return bad;
   if (spec->numel == 0 || in->count == 0) return FL_OK;

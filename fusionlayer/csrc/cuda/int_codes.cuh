@@ -99,6 +99,36 @@ FL_DEVICE void unpack_codes(const IntLayout &layout, const Packed &packed, const
   }
 }
 
+// Where the block of `at` lies in messages of another layout.
+FL_DEVICE Place place_in(const IntLayout &layout, const Place &at) {
+  const int64_t group = at.first >> layout.log2_group;
+  return {at.first, group, int(at.first >> 5) & (layout.blocks() - 1), group < layout.groups};
+}
+
+// As load_packed and unpack_codes, for a lane whose neighbours need not have the blocks that share its bytes.
+FL_DEVICE Packed load_alone(const IntLayout &layout, const IntMessages &in, int64_t message, const Place &at) {
+  if (layout.bits == 8 || !at.exists) return load_packed(layout, in, message, at);
+  Packed packed = {};
+  const int half = layout.blocks() / 2;
+  const uint8_t *group = in.codes + message * in.stride + (at.group << (layout.log2_group - 1));
+  const uint8_t *codes = group + (half ? (at.block & (half - 1)) * kBlock : 0);
+  packed.codes[0] = load_chunk(codes);
+  if (half) packed.codes[1] = load_chunk(codes + 16);
+  packed.scale = byte_offset(in.scales, message * in.stride)[at.group];
+  return packed;
+}
+
+FL_DEVICE void unpack_alone(const IntLayout &layout, const Packed &packed, const Place &at, uint32_t (&bytes)[kWords]) {
+  if (layout.bits == 8) return unpack_codes(layout, packed, at, bytes);
+  const int half = layout.blocks() / 2;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const uint32_t word = packed.codes[half ? i / 4 : 0].word[i % 4] ^ 0x88888888u;
+    const bool upper = half ? (at.block & half) != 0 : i >= 4;
+    bytes[i] = (upper ? word >> 4 : word) & 0x0f0f0f0fu;
+  }
+}
+
 FL_DEVICE float code_bias(int bits) { return bits == 8 ? 128.0f : 8.0f; }
 
 // v = decoded values of a lane's block, whose codes plus bias are `bytes`.

@@ -1,17 +1,23 @@
-// encode and recode of the `int` codec.
+// encode, encode_difference, recode and recode_from of the `int` codec.
 #include "int_group.cuh"
 #include "owned.cuh"
 
 namespace fl {
 namespace {
 
+// What is encoded: x; x and messages; messages of another layout; x, f32, less a base of dtype.
+enum class Input { kValues, kSum, kForeign, kDifference };
+
 struct EncodeArguments {
   IntLayout layout;
-  IntMessages in;  // recode: added to x
+  IntMessages in;           // added to x
+  IntLayout source;         // kForeign: of `in`
+  bool source_transformed;  // likewise
   IntMessages out;
   uint32_t dtype;
   const void *x;
   int64_t x_stride;  // bytes of the elements of a message
+  const void *base;  // kDifference
   float *residual;
   float qmax;
   bool stochastic;
@@ -51,7 +57,7 @@ FL_DEVICE void decode_own(const uint32_t (&bytes)[kWords], float scale, float (&
 
 // One message. A group larger than a tile is gone through twice, the second time without its last tile, which is still in
 // registers.
-template <bool kTransform, bool kSum, bool kResidual>
+template <bool kTransform, Input kInput, bool kResidual>
 FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
   const IntLayout &layout = a.layout;
   const int lane = lane_index(), tiles = layout.tiles();
@@ -69,10 +75,20 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
       const Place at = place_of(layout, span, tile, lane);
 
       float v[kBlock];
-      if (kSum) {
+      if (kInput == Input::kSum) {
         load_or_zero(a.dtype, a.x, layout.numel, at.first, lane, v);
         add_messages<kTransform>(layout, a.in, at, v);
         clear_padding(v, layout.numel - at.first);
+      } else if (kInput == Input::kForeign) {
+        load_or_zero(a.dtype, nullptr, layout.numel, at.first, lane, v);
+        add_foreign_messages(a.source, a.source_transformed, a.in, at, v);
+        clear_padding(v, layout.numel - at.first);
+      } else if (kInput == Input::kDifference) {
+        float base[kBlock];
+        load_block(FL_F32, byte_offset(a.x, start * 4), layout.numel, at.first, lane, v);
+        load_block(a.dtype, byte_offset(a.base, message * a.x_stride), layout.numel, at.first, lane, base);
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) v[i] -= base[i];
       } else {
         load_block(a.dtype, x, layout.numel, at.first, lane, v);
       }
@@ -102,19 +118,22 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
   }
 }
 
-template <bool kTransform, bool kSum, bool kResidual>
+template <bool kTransform, Input kInput, bool kResidual>
 __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments a) {
-  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) encode_message<kTransform, kSum, kResidual>(a, m);
+  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) encode_message<kTransform, kInput, kResidual>(a, m);
 }
 
 EncodeArguments arguments(const fl_spec &spec, const void *x, float *residual, const fl_messages &out) {
   return {
       int_layout(spec),
       {},
+      {},
+      false,
       int_messages(out),
       spec.dtype,
       x,
       spec.numel * element_size(spec.dtype),
+      nullptr,
       residual,
       float(int_qmax(int(spec.param[0]))),
       (spec.param[2] & FL_INT_STOCHASTIC) != 0,
@@ -123,10 +142,11 @@ EncodeArguments arguments(const fl_spec &spec, const void *x, float *residual, c
   };
 }
 
-template <bool kSum>
+template <Input kInput>
 cudaError_t launch(const EncodeArguments &a, bool hadamard, cudaStream_t stream) {
-  const auto kernel = hadamard ? (a.residual ? encode_kernel<true, kSum, true> : encode_kernel<true, kSum, false>)
-                               : (a.residual ? encode_kernel<false, kSum, true> : encode_kernel<false, kSum, false>);
+  auto kernel = hadamard ? encode_kernel<true, kInput, false> : encode_kernel<false, kInput, false>;
+  if constexpr (kInput != Input::kDifference)
+    if (a.residual) kernel = hadamard ? encode_kernel<true, kInput, true> : encode_kernel<false, kInput, true>;
   const Grid grid(a.layout.spans(), a.out.count);
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
@@ -137,14 +157,30 @@ cudaError_t launch(const EncodeArguments &a, bool hadamard, cudaStream_t stream)
 
 cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                        cudaStream_t stream) {
-  return launch<false>(arguments(spec, x, residual, out), spec.param[2] & FL_INT_HADAMARD, stream);
+  return launch<Input::kValues>(arguments(spec, x, residual, out), spec.param[2] & FL_INT_HADAMARD, stream);
 }
 
 cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                        const fl_messages &out, cudaStream_t stream) {
   EncodeArguments a = arguments(spec, x, residual, out);
   a.in = int_messages(in);
-  return launch<true>(a, spec.param[2] & FL_INT_HADAMARD, stream);
+  return launch<Input::kSum>(a, spec.param[2] & FL_INT_HADAMARD, stream);
+}
+
+cudaError_t int_recode_from(const fl_spec &source, const fl_messages &in, const fl_spec &spec, float *residual,
+                            const fl_messages &out, cudaStream_t stream) {
+  EncodeArguments a = arguments(spec, nullptr, residual, out);
+  a.in = int_messages(in);
+  a.source = int_layout(source);
+  a.source_transformed = (source.param[2] & FL_INT_HADAMARD) != 0;
+  return launch<Input::kForeign>(a, spec.param[2] & FL_INT_HADAMARD, stream);
+}
+
+cudaError_t int_encode_difference(const fl_spec &spec, const float *x, const void *base, const fl_messages &out,
+                                  cudaStream_t stream) {
+  EncodeArguments a = arguments(spec, x, nullptr, out);
+  a.base = base;
+  return launch<Input::kDifference>(a, spec.param[2] & FL_INT_HADAMARD, stream);
 }
 
 }  // namespace fl

@@ -35,4 +35,26 @@ FL_DEVICE void add_messages(const IntLayout &layout, const IntMessages &in, cons
   }
 }
 
+// The same of messages of another layout, one with the transform or without.
+FL_DEVICE void add_foreign_messages(const IntLayout &layout, bool transformed, const IntMessages &in, const Place &at,
+                                    float (&v)[kBlock]) {
+  const Place there = place_in(layout, at);
+  Packed next = {};
+  if (in.count > 0) next = load_alone(layout, in, 0, there);
+#pragma unroll 1
+  for (int64_t m = 0; m < in.count; ++m) {
+    const Packed packed = next;
+    if (m + 1 < in.count) next = load_alone(layout, in, m + 1, there);
+    uint32_t bytes[kWords];
+    unpack_alone(layout, packed, there, bytes);
+    float part[kBlock];
+    if (transformed)
+      dequantize<true>(bytes, code_bias(layout.bits), packed.scale, part);
+    else
+      dequantize<false>(bytes, code_bias(layout.bits), packed.scale, part);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] += part[i];
+  }
+}
+
 }  // namespace fl

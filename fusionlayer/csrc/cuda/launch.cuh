@@ -42,6 +42,11 @@ cudaError_t int_decode_sum(const fl_spec &spec, const fl_messages &in, void *out
 cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                        const fl_messages &out, cudaStream_t stream);
 
+cudaError_t int_recode_from(const fl_spec &source, const fl_messages &in, const fl_spec &spec, float *residual,
+                            const fl_messages &out, cudaStream_t stream);
+cudaError_t int_encode_difference(const fl_spec &spec, const float *x, const void *base, const fl_messages &out,
+                                  cudaStream_t stream);
+
 // Two launches to encode where all of a message shares a scale.
 cudaError_t block_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                          cudaStream_t stream);

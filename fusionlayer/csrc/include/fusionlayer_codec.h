@@ -141,6 +141,16 @@ FL_API int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, 
 FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
                      void *stream);
 
+/* out[0] = encode(decode(in[0]) + decode(in[1]) + ...) as fl_recode does without x, `in` being messages of `source`. FL_INT
+ * alone, of equal numel. */
+FL_API int fl_recode_from(const fl_spec *source, const fl_messages *in, const fl_spec *spec, float *residual,
+                          const fl_messages *out, void *stream);
+
+/* out[m] = encode(x - base) of elements m * numel .., x being f32 and base of spec->dtype; the difference is f32. FL_INT
+ * alone. */
+FL_API int fl_encode_difference(const fl_spec *spec, const float *x, const void *base, const fl_messages *out,
+                                void *stream);
+
 /* FL_THC alone: out (aligned to 16) = the sum of the integers of in->count messages' codes, which only the count and the
  * spec's block decide the form of: docs/wire_format.md. */
 FL_API int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream);

@@ -1,0 +1,182 @@
+"""Steps of a sharded GPT by what its weights and gradients travel as, beside torch's own FSDP2 over gloo.
+
+    python -m benchmarks.sharded --out benchmarks/results
+
+Two nodes of two ranks, a link of 100 Mbit/s between the nodes. All variants take turns within each round, each with a
+model of its own; ratios are of steps of the same round, shown is their median with its interval of 95 %. What left a
+node is read from its device, frames and their headers included, and stands beside what counting messages gives:
+in two levels both halves together send the model's message once, without them once for each rank of a node.
+
+"FSDP2, kept" does not drop weights after forward, so it gathers them once a step, as differences ("qwd") always do, at
+the same price in memory. "optimizer: ..." is ``fl.ShardedOptimizer``, without FSDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.arguments import count
+from benchmarks.lab import Network, launch, why_not
+from benchmarks.plots import COLOURS, STYLE, save
+from benchmarks.quiet import pressure, refuse_if_busy
+from benchmarks.report import Environment, table, write
+from benchmarks.training.summary import interval
+from examples.gpt import Config
+
+from .variants import BASELINE, VARIANTS, counted, parts_of
+from .worker import Job, as_json
+
+__all__ = ["columns", "main", "picture", "rows"]
+
+SECOND = "int4, flat"
+"""What ratios are taken to as well."""
+
+
+def rows(
+    measured: Mapping[str, Sequence[Mapping[str, float]]], config: Config, nodes: int, per_node: int
+) -> list[dict[str, Any]]:
+    """Return a row for each variant: speed-ups over ``BASELINE`` and ``SECOND``, and bytes beside those counted."""
+    parts, found = parts_of(config, nodes * per_node), []
+    for name, rounds in measured.items():
+        variant = VARIANTS[name]
+        row: dict[str, Any] = {
+            "variant": name,
+            "seconds": statistics.median(each["seconds"] for each in rounds),
+            "sent": statistics.median(each["sent"] for each in rounds),
+            "payload": statistics.median(each["payload"] for each in rounds),
+            "rounds": list(rounds),
+        }
+        if variant.weights is not None:
+            row["counted"], row["message"] = counted(variant, parts, nodes, per_node)
+        for other, key in ((BASELINE, "speedup"), (SECOND, "over_flat")):
+            if other in measured:
+                ratios = [b["seconds"] / a["seconds"] for a, b in zip(rounds, measured[other], strict=True)]
+                low, high = interval(ratios)
+                row[key] = {"median": statistics.median(ratios), "low": low, "high": high}
+        found.append(row)
+    return found
+
+
+def columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of a table for people."""
+
+    def ratio(key: str) -> str:
+        return "{median:.2f} [{low:.2f}..{high:.2f}]".format(**row[key]) if key in row else ""
+
+    known = "counted" in row
+    return {
+        "weights, gradients": row["variant"],
+        "step, ms": f"{1e3 * row['seconds']:.0f}",
+        "MB leave a node": f"{row['sent'] / 1e6:.2f}",
+        "MB counted": f"{row['counted'] / 1e6:.2f}" if known else "",
+        "of the message, counted": f"{row['counted'] / row['message']:.2f}" if known else "",
+        "on the device": f"{row['sent'] / row['message']:.2f}" if known else "",
+        "MB a rank sent": f"{row['payload'] / 1e6:.2f}" if known else "",
+        f"faster than {BASELINE}": ratio("speedup"),
+        f"than {SECOND}": ratio("over_flat"),
+        "loss": f"{row['rounds'][-1]['loss']:.3f}",
+    }
+
+
+def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return speed-ups and bytes as bars."""
+    figure = Figure(figsize=(9, 0.8 + 0.32 * len(found)))
+    left, right = figure.subplots(1, 2, sharey=True)
+    mine = list(found)[::-1]
+    names = [row["variant"] for row in mine]
+    colours = ["#999999" if VARIANTS[name].weights is None else COLOURS[0] for name in names]
+    middles = [row["speedup"]["median"] for row in mine]
+    errors = [
+        [row["speedup"]["median"] - row["speedup"]["low"] for row in mine],
+        [row["speedup"]["high"] - row["speedup"]["median"] for row in mine],
+    ]
+    left.barh(names, middles, 0.6, xerr=errors, color=colours, error_kw={"lw": 0.8})
+    left.axvline(1, color="black", linewidth=0.8)
+    left.set(xlabel=f"steps per second, {BASELINE} = 1")
+    right.barh(names, [row["sent"] / 1e6 for row in mine], 0.6, color=colours)
+    right.set(xlabel="MB that leave a node in a step")
+    right.set_xscale("log")
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sharded", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", default="100mbit", help="of each node's link (100mbit)")
+    parser.add_argument("--nodes", type=count(2), default=2, help="nodes (2)")
+    parser.add_argument("--ranks", type=count(), default=2, help="ranks of a node (2)")
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), help=f"{BASELINE} is always one (all)")
+    parser.add_argument("--rounds", type=count(), default=6, help="turns of each variant that count (6)")
+    shape = {"width": 384, "layers": 6, "heads": 6, "context": 128}
+    for name, value in shape.items():
+        parser.add_argument(f"--{name}", type=count(), default=value, help=f"of the model ({value})")
+    parser.add_argument("--batch", type=count(), default=2, help="pieces of text in a rank's step (2)")
+    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
+    parser.add_argument("--hardware", help="name of the machine in the file names")
+    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
+    options = parser.parse_args(arguments)
+    try:
+        network = Network(options.nodes, options.rate)
+        config = Config(**{name: getattr(options, name) for name in shape}, tied=False)
+    except ValueError as error:
+        parser.error(str(error))
+    if obstacle := why_not(network):
+        parser.error(f"needs network namespaces: {obstacle}")
+    refuse_if_busy(options.busy_ok, options.nodes * options.ranks)
+    names = list(dict.fromkeys([BASELINE, *(VARIANTS if options.variants is None else options.variants)]))
+    before = pressure()
+    measured = _measure(Job(names, options.rounds, asdict(config), options.batch), network, options.ranks)
+    if measured is None:
+        return 1
+    busy = {"before": before, "after": pressure()}
+    found = [{**row, "pressure": busy} for row in rows(measured, config, options.nodes, options.ranks)]
+    shown = [columns(row) for row in found]
+    size = options.nodes * options.ranks
+    elements = size * sum(part.shard for part in parts_of(config, size))
+    title = (
+        f"Sharded step: {options.nodes} nodes of {options.ranks} ranks, {network.rate} between nodes, GPT of "
+        f"{elements / 1e6:.1f} M weights, {options.rounds} rounds"
+    )
+    environment = Environment.here(torch.device("cpu"), options.hardware)
+    print(table(title, shown))
+    if options.out:
+        name = f"sharded-{options.nodes}x{options.ranks}"
+        path = write(options.out, name, title, environment, found, shown)
+        with rc_context(STYLE):  # type: ignore[arg-type]
+            save(picture(found), options.out / "plots" / name)
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _measure(job: Job, network: Network, per_node: int) -> dict[str, list[dict[str, float]]] | None:
+    """Return what the workers have measured; None if they failed, which they have said on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        worker = [sys.executable, "-m", "benchmarks.sharded.worker", as_json(job), str(result)]
+        print(f"{network}, {per_node} ranks each: {len(job.variants)} variants", file=sys.stderr, flush=True)
+        with launch(worker, network, workers=per_node, timeout=3600, stdout=sys.stderr.fileno()) as process:
+            if process.wait():
+                return None
+        measured: dict[str, list[dict[str, float]]] = json.loads(result.read_text())
+        return measured
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
