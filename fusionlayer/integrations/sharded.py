@@ -57,8 +57,8 @@ class Weights:
         if name == "qwz":
             return cls(codecs.get("int8", group_size=2048).bare, differences=False)
         codec = make_codec("raw" if name is None else name, {}).bare
-        if codec.ahead:
-            raise ConfigError(f"weights={codec}: sparse weights would be zeros; expected 'qwd' or a dense codec")
+        if codec.needs_feedback:
+            raise ConfigError(f"weights={codec}: sparse weights would be zeros, others far off; expected 'qwd' or a dense codec")
         return cls(codec, differences=False)
 
 
@@ -105,10 +105,10 @@ class ShardedOptimizer(Optimizer):
         self._fl_transport = context.transport(group)
         self._fl_weights = Weights.of(weights)
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare
-        if self._fl_gradients.ahead:
+        if self._fl_gradients.needs_feedback:
             raise ConfigError(
-                f"gradients={self._fl_gradients}: what a sparse codec leaves out is lost without error feedback, which "
-                "parts have not; use DistributedOptimizer"
+                f"gradients={self._fl_gradients}: what a sparse codec or one of low rank leaves out is lost without "
+                "error feedback, which parts have not; use DistributedOptimizer"
             )
         self._fl_step = 0
         super().__init__(params, {})
