@@ -17,8 +17,8 @@ from ..seeds import derive_seed
 __all__ = ["orthonormal", "product", "random_factor", "square_shape"]
 
 _F64_BITS = 53
-_VANISHED = 2.0**-40  # of a row's square; below it f32 has left nothing but rounding of the rows before
-_TILE = 1 << 15  # elements that stay in the second-level cache while their terms are added
+_VANISHED = 2.0**-30  # of a row's square: what is left of it would be known to few bits
+_TILE = 1 << 16  # elements that stay in the second-level cache while their terms are added
 
 
 def square_shape(numel: int) -> tuple[int, int]:
@@ -37,12 +37,9 @@ def orthonormal(factors: Tensor) -> Tensor:
     """Return f32 whose rows span what those of each of ``factors`` (k, rank, length) f32 do, each orthogonal to others.
 
     Rows have length 1, or 0 where one depends on those before it. A factor with a value that is not finite is NaN.
-    By Cholesky factors of the Gram matrices, twice: the second time corrects what the first lost to bad condition.
+    By the Cholesky factors of the Gram matrices, which are known so well that one elimination is enough.
     """
-    rows = factors.double()
-    for _ in range(2):
-        rows = _eliminated(_scaled(rows))
-    return rows.float()
+    return _eliminated(_scaled(factors.double())).float()
 
 
 def _scaled(rows: Tensor) -> Tensor:
@@ -54,15 +51,15 @@ def _scaled(rows: Tensor) -> Tensor:
 
 def _eliminated(rows: Tensor) -> Tensor:
     gram = _gram(rows)
-    squares = gram.diagonal(dim1=1, dim2=2).clone()
+    squares = gram.diagonal(dim1=1, dim2=2) * _VANISHED
     for i in range(rows.shape[1]):
         left = gram[:, i, i]
-        inverse = torch.where(left <= squares[:, i] * _VANISHED, 0.0, 1 / left.clamp_min(0).sqrt())
-        # A NaN is no less than anything and stays.
-        rows[:, i] *= inverse[:, None]
-        gram[:, i] *= inverse[:, None]
-        shares = gram[:, i, i + 1 :].clone()
-        rows[:, i + 1 :] -= shares[:, :, None] * rows[:, i : i + 1]
+        # A NaN is not below anything and stays.
+        inverse = torch.where(left <= squares[:, i], 0.0, 1 / left.sqrt())[:, None]
+        row, shares = rows[:, i], gram[:, i, i + 1 :]
+        row *= inverse
+        shares *= inverse
+        rows[:, i + 1 :] -= shares[:, :, None] * row[:, None]
         gram[:, i + 1 :, i + 1 :] -= shares[:, :, None] * shares[:, None]
     return rows
 

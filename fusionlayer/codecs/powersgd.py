@@ -36,7 +36,6 @@ class PowerSGD(TorchCodec, name="powersgd"):
         warm_start: a step begins with the last one's right factor, kept for each tensor; False draws a new one.
         factors: type in which factors travel, and what is not compressed; what "bf16" loses stays in the error feedback.
         warmup_steps: steps at the start of training in which all values travel as they are.
-        seed: of the first right factors.
         parts: the tensors of the flat one that is summed; None: it is a square.
     """
 
@@ -48,7 +47,6 @@ class PowerSGD(TorchCodec, name="powersgd"):
     warm_start: bool = True
     factors: Literal["f32", "bf16"] = "f32"
     warmup_steps: int = 0
-    seed: int = 0
     parts: tuple[Part, ...] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,8 +62,6 @@ class PowerSGD(TorchCodec, name="powersgd"):
             raise ConfigError(f"powersgd codec: factors={self.factors!r}; expected 'f32' or 'bf16'")
         if type(self.warmup_steps) is not int or self.warmup_steps < 0:
             raise ConfigError(f"powersgd codec: warmup_steps={self.warmup_steps!r}; expected at least 0")
-        if type(self.seed) is not int:
-            raise ConfigError(f"powersgd codec: seed={self.seed!r}; expected an integer")
 
     @property
     def collective(self) -> str | None:
@@ -98,7 +94,7 @@ class PowerSGD(TorchCodec, name="powersgd"):
         rank = planes[0].numel() // rows
         # In f64 sums differ between machines by far less than what rounding to f32 leaves.
         matrix = torch.nn.functional.pad(x.double(), (0, rows * columns - x.numel())).view(rows, columns)
-        start = random_factor(rank, columns, self.seed, seed, offset).to(x.device)
+        start = random_factor(rank, columns, seed, offset).to(x.device)
         left = orthonormal((start.double() @ matrix.T).float()[None])[0].to(planes[0].dtype)
         planes[0].copy_(left.view(-1))
         planes[1].copy_((left.double() @ matrix).view(-1))

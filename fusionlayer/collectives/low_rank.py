@@ -68,7 +68,7 @@ def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
     for span, values in work.others:
         x[span].copy_(values)
     if codec.warm_start:
-        _remember(work, codec, seed)
+        _remember(work, seed)
 
 
 def _as_square(x: Tensor, codec: PowerSGD, transport: Transport, seed: int, residual: Tensor | None) -> None:
@@ -166,7 +166,7 @@ def _start(part: Part, codec: PowerSGD, rank: int, columns: int, seed: int) -> T
     if kept is not None and kept.numel() == rank * columns:
         return kept.view(rank, columns)
     own = () if codec.warm_start else (seed,)  # of the name alone: it must not depend on how tensors are fused
-    return random_factor(rank, columns, codec.seed, *own, *part.name.encode())
+    return random_factor(rank, columns, *own, *part.name.encode())
 
 
 def _sum(flat: Tensor, codec: PowerSGD, transport: Transport, seed: int, residual: Tensor | None = None) -> None:
@@ -199,7 +199,7 @@ def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def _remember(work: _Work, codec: PowerSGD, seed: int) -> None:
+def _remember(work: _Work, seed: int) -> None:
     """Keep the right factors for the next step, unless an overflow has spoilt them.
 
     A row of zeros would stay one for ever: the matrix had a smaller rank, and the next one may not.
@@ -214,6 +214,6 @@ def _remember(work: _Work, codec: PowerSGD, seed: int) -> None:
         kept = each.right.clone()
         gone = [i for i, largest in enumerate(own) if largest == 0]
         if gone:
-            fresh = random_factor(*kept.shape, codec.seed, seed, *each.part.name.encode())
+            fresh = random_factor(*kept.shape, seed, *each.part.name.encode())
             kept[gone] = fresh[gone].to(kept.device)
         each.part.state.tensors[_KEPT] = kept.view(-1)
