@@ -17,6 +17,7 @@ from ..seeds import derive_seed
 __all__ = ["orthonormal", "product", "random_factor", "square_shape"]
 
 _F64_BITS = 53
+_ROUNDER = 1.5 * 2.0**52
 _VANISHED = 2.0**-30  # of a row's square: what is left of it would be known to few bits
 _TILE = 1 << 16  # elements that stay in the second-level cache while their terms are added
 
@@ -72,8 +73,9 @@ def _gram(rows: Tensor) -> Tensor:
     k, rank, length = rows.shape
     bits = (_F64_BITS - max(1, length - 1).bit_length()) // 2
     unit = 2.0**bits
-    high = (rows * unit).round()
-    low = ((rows * unit - high) * unit).round()
+    scaled = rows * unit
+    high = (scaled + _ROUNDER) - _ROUNDER  # to the nearest integer; torch's round is far slower
+    low = ((scaled - high) * unit + _ROUNDER) - _ROUNDER
     both = torch.cat([high, low], 1)
     sums = torch.bmm(both, both.mT)
     mixed = sums[:, :rank, rank:]
