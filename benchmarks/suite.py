@@ -46,7 +46,8 @@ TRAINING = (
         ),
     ),
 )
-SMOKE_TRAINING = ("--model", "gpt-small", "--hosts", "2", "--methods", "ddp-powersgd,int4,int4+overlap", "--rounds", "2")
+SMOKE_METHODS = "ddp-powersgd,int4,int4+overlap"
+SMOKE_TRAINING = ("--model", "gpt-small", "--hosts", "2", "--methods", SMOKE_METHODS, "--rounds", "2")
 
 
 def commands(smoke: bool, busy_ok: bool, out: Path) -> Iterator[tuple[str, ...]]:

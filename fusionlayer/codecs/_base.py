@@ -156,8 +156,8 @@ class Codec(ABC):
     def for_parts(self, parts: Sequence[Part]) -> Codec:
         """Return the codec for sums of flat tensors that are made of ``parts``; for most codecs themselves.
 
-        Whoever fuses tensors tells it, so that a codec can treat each by its shape and keep something of each by itself.
-        The parts are no options: codecs with different ones are equal, and their messages have the same layout.
+        Whoever fuses tensors tells it, so that a codec can treat each by its shape, and keep something of each. The
+        parts are no options: codecs with different ones are equal, and their messages have the same layout.
         """
         return self
 

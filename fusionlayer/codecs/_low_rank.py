@@ -1,8 +1,8 @@
 """Factors of matrices, computed so that every machine gets the same bits from the same factors.
 
 What ranks compute of sums that they all have must be equal, whatever library multiplies their matrices and in whatever
-order it adds. So factors are orthonormalised and multiplied here by operations on single elements, which IEEE 754 fixes,
-and by sums of integers that f64 holds exactly, whose order does not matter.
+order it adds. So factors are made orthonormal and multiplied here by operations on single elements, which IEEE 754
+fixes, and by sums of integers that f64 holds exactly, whose order does not matter.
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ class OneBit(TorchCodec, name="onebit"):
 
     def __post_init__(self) -> None:
         if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
-            raise ConfigError(
-                f"onebit codec: group_size={self.group_size!r}; expected a power of two from 32 to 4096"
-            )
+            raise ConfigError(f"onebit codec: group_size={self.group_size!r}; expected a power of two from 32 to 4096")
         if type(self.warmup_steps) is not int or self.warmup_steps < 0:
             raise ConfigError(f"onebit codec: warmup_steps={self.warmup_steps!r}; expected at least 0")
 

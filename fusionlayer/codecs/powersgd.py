@@ -26,15 +26,15 @@ class PowerSGD(TorchCodec, name="powersgd"):
     """The part of a matrix that one step of subspace iteration finds (Vogels et al., "PowerSGD", NeurIPS 2019).
 
     A gradient of shape (n, ...) is a matrix of n rows and as many columns as a row has elements. The collective
-    ``low_rank`` adds up its factors over ranks; they are linear in the gradient, so nothing is requantised. Vectors, and
-    matrices that would not become ``min_compression_rate`` times smaller, travel as they are. By itself, and for other
-    collectives, a message has the factors of its elements laid out as a square, from a random start.
+    ``low_rank`` adds up its factors over ranks; they are linear in the gradient, so nothing is requantised. Vectors,
+    and matrices that would not become ``min_compression_rate`` times smaller, travel as they are. By itself, and for
+    other collectives, a message has the factors of its elements laid out as a square, from a random start.
 
     Attributes:
         rank: of the products, r; at most the shorter side of a matrix.
         min_compression_rate: a matrix of n rows and m columns is compressed if (n + m) r times this is below n m.
         warm_start: a step begins with the last one's right factor, kept for each tensor; False draws a new one.
-        factors: type in which factors travel, and what is not compressed; what "bf16" loses stays in the error feedback.
+        factors: type in which factors travel, and what is not compressed; what "bf16" loses stays in the residual.
         warmup_steps: steps at the start of training in which all values travel as they are.
         parts: the tensors of the flat one that is summed; None: it is a square.
     """

@@ -58,7 +58,9 @@ class Weights:
             return cls(codecs.get("int8", group_size=2048).bare, differences=False)
         codec = make_codec("raw" if name is None else name, {}).bare
         if codec.needs_feedback:
-            raise ConfigError(f"weights={codec}: sparse weights would be zeros, others far off; expected 'qwd' or a dense codec")
+            raise ConfigError(
+                f"weights={codec}: sparse weights would be zeros, others far off; expected 'qwd' or a dense codec"
+            )
         return cls(codec, differences=False)
 
 

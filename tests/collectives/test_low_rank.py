@@ -141,7 +141,7 @@ def test_a_sum_of_that_rank_is_exact_at_once() -> None:
 
 
 def test_directions_that_were_not_there_are_found_when_they_come() -> None:
-    """After steps of zeros and of rank 1 all of a matrix of rank 3 is found; a start of zeros would never leave them."""
+    """After zeros and steps of rank 1 all of a matrix of rank 3 is found; a start of zeros would never leave them."""
 
     def body(transport: Transport) -> None:
         codec = codecs.get("powersgd", rank=3).bare.for_parts([Part("x", (50, 30))])

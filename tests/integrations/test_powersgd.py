@@ -96,7 +96,9 @@ def test_training_comes_where_uncompressed_training_does() -> None:
         losses = []
         for options in ({"codec": "raw"}, {"codec": "powersgd", "rank": 1}):
             model = make_model()
-            optimizer: Any = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.2), model.named_parameters(), **options)
+            optimizer: Any = fl.DistributedOptimizer(
+                SGD(model.parameters(), lr=0.2), model.named_parameters(), **options
+            )
             first = loss_of(model, 0, 0).item()
             for _ in range(60):
                 train(model, optimizer, rank, [0])
