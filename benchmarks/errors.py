@@ -60,7 +60,7 @@ CODECS: tuple[tuple[str, dict[str, object]], ...] = (
     ("tahquant", {}),
     ("tahquant6", {}),
     ("qsdp", {}),
-    ("qsdp4", {}),
+    ("qsdp", {"bits": 4}),
     ("onebit", {}),
     ("powersgd", {}),
     ("powersgd", {"rank": 32}),

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..wire import Plane
-from ._base import registry
 from ._torch import TorchCodec
 
 __all__ = ["QSDP"]
@@ -100,6 +99,3 @@ def _draws(seed: int, offset: int, groups: int, size: int) -> Tensor:
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         state ^= state >> np.uint64(31)
     return torch.from_numpy((state >> np.uint64(40)).astype(np.float32)) * 2.0**-24 - 0.5
-
-
-registry.add_preset("qsdp4", "qsdp", bits=4)

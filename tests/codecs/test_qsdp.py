@@ -29,7 +29,7 @@ def test_no_value_is_off_by_more_than_half_a_step(bits: int) -> None:
 
 def test_every_place_between_two_points_of_the_grid_is_hit_in_proportion() -> None:
     """The mean over shifts is the value, of a value anywhere in a step."""
-    codec = codecs.get("qsdp4", group_size=32)
+    codec = codecs.get("qsdp", bits=4, group_size=32)
     x = torch.linspace(-1, 1, 32)
     draws = 1500
     mean = torch.stack([codec.decompress(codec.compress(x, seed=seed), 32) for seed in range(draws)]).mean(0)
@@ -47,8 +47,8 @@ def test_draws_are_of_seed_and_place() -> None:
 
 def test_bits_for_each_element() -> None:
     n = 1 << 20
-    for name, bits in (("qsdp", 8), ("qsdp4", 4)):
-        form = codecs.get(name).bare.wire(n)
+    for bits in (8, 4):
+        form = codecs.get("qsdp", bits=bits).bare.wire(n)
         assert sum(section.plane.nbytes for section in form.sections) * 8 / n == bits + 64 / 1024
 
 
