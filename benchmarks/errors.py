@@ -59,6 +59,11 @@ CODECS: tuple[tuple[str, dict[str, object]], ...] = (
     ("thc", {"levels": "uniform"}),
     ("tahquant", {}),
     ("tahquant6", {}),
+    ("qsdp", {}),
+    ("qsdp", {"bits": 4}),
+    ("onebit", {}),
+    ("powersgd", {}),
+    ("powersgd", {"rank": 32}),
 )
 
 

@@ -34,7 +34,7 @@ TRAINING = (
         *("--model", "gpt", "--hosts", "2", "--workers", "2", "--rates", "100mbit", "--rounds", "5"),
         *(
             "--methods",
-            "ddp-tuned,powersgd,int8,int4,dgc,dgc+wfbp,dgc+safusion_naive,dgc+safusion,auto+fidelity=aggressive,"
+            "ddp-tuned,ddp-powersgd,powersgd,int8,int4,dgc,dgc+wfbp,dgc+safusion_naive,dgc+safusion,auto+fidelity=aggressive,"
             "int8+overlap,int4+overlap",
         ),
     ),
@@ -42,11 +42,12 @@ TRAINING = (
         *("--model", "resnet", "--hosts", "4", "--rates", "100mbit,1gbit", "--rounds", "6"),
         *(
             "--methods",
-            "ddp-tuned,ddp-fp16,ddp-bf16,powersgd,raw,bf16,int8,int4,topk,dgc,dgc+safusion,int8+overlap,int4+overlap",
+            "ddp-tuned,ddp-fp16,ddp-bf16,ddp-powersgd,powersgd,raw,bf16,int8,int4,topk,dgc,dgc+safusion,int8+overlap,int4+overlap",
         ),
     ),
 )
-SMOKE_TRAINING = ("--model", "gpt-small", "--hosts", "2", "--methods", "powersgd,int4,int4+overlap", "--rounds", "2")
+SMOKE_METHODS = "ddp-powersgd,int4,int4+overlap"
+SMOKE_TRAINING = ("--model", "gpt-small", "--hosts", "2", "--methods", SMOKE_METHODS, "--rounds", "2")
 
 
 def commands(smoke: bool, busy_ok: bool, out: Path) -> Iterator[tuple[str, ...]]:

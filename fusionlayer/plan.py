@@ -28,6 +28,7 @@ class TensorInfo:
         dtype: element type, as "float32".
         itemsize: bytes of an element.
         group: tensors with the same number travel in one bucket; None leaves it to the planner.
+        shape: of the gradient; None where it is not known, which counts as flat.
     """
 
     name: str
@@ -35,6 +36,7 @@ class TensorInfo:
     dtype: str
     itemsize: int
     group: int | None = None
+    shape: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:

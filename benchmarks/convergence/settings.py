@@ -53,7 +53,7 @@ class Settings:
         )
 
 
-PEERS = ("ddp", "powersgd")
+PEERS = ("ddp", "ddp-powersgd")
 """DDP as it is, and DDP with PowerSGD."""
 
 

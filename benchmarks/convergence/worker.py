@@ -71,7 +71,7 @@ def connect(method: str, network: nn.Module, settings: Settings) -> tuple[nn.Mod
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, betas=(momentum, 0.999))
     if method == "ddp":
         return DistributedDataParallel(network), optimizer
-    if method == "powersgd":
+    if method == "ddp-powersgd":
         # One bucket: with more of them the order of its collectives differs between ranks, and gloo aborts.
         model = DistributedDataParallel(network, bucket_cap_mb=1000)
         state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START)

@@ -1,6 +1,6 @@
 """Train with every method beside DDP on an emulated network: step times, ratios, bytes, CPU seconds, limits.
 
-    python -m benchmarks.training --rate 100mbit --hosts 2 --methods ddp,fp16,powersgd,int8,int4
+    python -m benchmarks.training --rate 100mbit --hosts 2 --methods ddp,fp16,ddp-powersgd,powersgd,int8,int4
     python -m benchmarks.training --rates 100mbit,1gbit --hosts 4 --model resnet --out benchmarks/results
 
 All methods train in one set of processes, each its own copy of the model, in turns whose order is shuffled in every

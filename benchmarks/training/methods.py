@@ -26,7 +26,7 @@ PEERS = {
     "ddp-tuned": "DDP with the bucket size, of a few, that was fastest in a trial before",
     "ddp-fp16": "DDP with torch's fp16_compress_hook",
     "ddp-bf16": "DDP with torch's bf16_compress_hook",
-    "powersgd": "DDP with torch's PowerSGD hook: rank 4, warm start, error feedback, one bucket",
+    "ddp-powersgd": "DDP with torch's PowerSGD hook: rank 4, warm start, error feedback, one bucket",
     "horovod": "horovod.torch.DistributedOptimizer",
     "horovod-fp16": "the same with Compression.fp16",
 }

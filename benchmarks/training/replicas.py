@@ -174,7 +174,7 @@ def make_replica(method: str, workload: Workload, plan: str | None = None) -> Re
         megabytes = _fastest_buckets(workload)
         wrapper = DistributedDataParallel(model, bucket_cap_mb=megabytes)
         return Trainee(workload, wrapper, optimizer, note=f"{method}: buckets of {megabytes} MB")
-    if method == "powersgd":
+    if method == "ddp-powersgd":
         return PowerSGD(workload, DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET), optimizer)
     if method.startswith("ddp"):
         wrapper = DistributedDataParallel(model)

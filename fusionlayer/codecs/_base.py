@@ -16,7 +16,7 @@ from .. import native
 from ..errors import ConfigError, WireError
 from ..registry import Registry
 from ..wire import ALIGN, DTYPE_CODES, Header, Plane, WireFormat, lay_out
-from ._state import TensorState
+from ._state import Part, TensorState
 
 if TYPE_CHECKING:
     from ..transport import Transport
@@ -46,6 +46,7 @@ class Codec(ABC):
         align: bytes to multiples of which planes and messages are filled up.
         ahead: by default each tensor is encoded by itself, ahead of fusion; the numbers of its seed are then the same
             on all ranks, since they decide what is sent.
+        needs_feedback: what it loses of a tensor is too much, or too one-sided, to train without error feedback.
         arrangement: in which order and relative to which means the elements of this one sum travel; None: as they are.
         header: each payload begins with a header that carries its checksum and is verified before decoding.
             Inside buckets whose plan all ranks have compared it is left out.
@@ -57,6 +58,7 @@ class Codec(ABC):
     local: ClassVar[bool] = True
     align: ClassVar[int] = ALIGN
     ahead: ClassVar[bool] = False
+    needs_feedback: ClassVar[bool] = False
 
     @property
     def arrangement(self) -> Arrangement | None:
@@ -149,6 +151,14 @@ class Codec(ABC):
 
     def at_step(self, step: int) -> Codec:
         """Return the codec of a step, a pure function of its options and the step; for most codecs themselves."""
+        return self
+
+    def for_parts(self, parts: Sequence[Part]) -> Codec:
+        """Return the codec for sums of flat tensors that are made of ``parts``; for most codecs themselves.
+
+        Whoever fuses tensors tells it, so that a codec can treat each by its shape, and keep something of each. The
+        parts are no options: codecs with different ones are equal, and their messages have the same layout.
+        """
         return self
 
     def agree(

@@ -65,6 +65,7 @@ class Sparsifier(Codec):
     local: ClassVar[bool] = False
     align: ClassVar[int] = 16
     ahead: ClassVar[bool] = True
+    needs_feedback: ClassVar[bool] = True
     _flags: ClassVar[int] = 0
 
     density: float = 0.01

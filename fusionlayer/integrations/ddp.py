@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,7 +148,8 @@ class CommHook:
         flat = bucket.buffer()
         index, number, layout = bucket.index(), self._sent, self._layout(bucket)
         step, codec = self._step, self._codec.at_step(self._step)
-        gradients = dict(zip(layout.names, bucket.gradients(), strict=True)) if self._ahead else {}
+        gradients = dict(zip(layout.names, bucket.gradients(), strict=True))
+        shapes = [tuple(gradient.shape) for gradient in gradients.values()]
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
         arrival = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         if not self._jobs:
@@ -161,14 +162,15 @@ class CommHook:
 
         def reduce() -> None:
             with self._on_stream(flat, arrival), located(number, index, layout, self._transport), torch.no_grad():
-                residual = self._residual(layout, flat)
+                residual = self._residual(layout, shapes, flat)
                 with self._timeline.span("ALLREDUCE", bucket=index, codec=str(codec)):
                     if self._ahead:
                         self._average_each(gradients, layout, index, codec, step)
                     else:
                         flat.mul_(1 / self._transport.size)
                         all_reduce = collectives.get(self._algorithm)
-                        all_reduce(flat, codec, self._transport, seed=derive_seed(number), residual=residual)
+                        fitted = codec.for_parts(self._memory.parts(layout, shapes))
+                        all_reduce(flat, fitted, self._transport, seed=derive_seed(number), residual=residual)
                 future.set_result(flat)
 
         try:
@@ -241,10 +243,10 @@ class CommHook:
         buffer.run(self._transport, derive_seed(step, index))
         buffer.take()
 
-    def _residual(self, layout: Bucket, flat: Tensor) -> Tensor | None:
+    def _residual(self, layout: Bucket, shapes: Sequence[tuple[int, ...]], flat: Tensor) -> Tensor | None:
         """Return the error feedback of a bucket that is encoded whole; a new layout is first compared over ranks."""
         if layout.slots not in self._residuals:
-            digest = hashlib.sha256(repr((layout, WIRE_VERSION)).encode()).digest()
+            digest = hashlib.sha256(repr((layout, shapes, WIRE_VERSION)).encode()).digest()
             self._transport.check_agreement("the layout of a DDP bucket (model, codec, options)", digest)
             names = set(layout.names)
             kept = {slots: r for slots, r in self._residuals.items() if names.isdisjoint(slot.name for slot in slots)}

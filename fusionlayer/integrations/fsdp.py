@@ -233,9 +233,9 @@ def _one_of(name: str, value: str | Codec | None, alias: str, other: str | Codec
 
 def _choice(name: str, value: str | Codec) -> Choice:
     choice = Choice.of(value, {})
-    if choice.codec.ahead:
+    if choice.codec.needs_feedback:
         raise ConfigError(
-            f"fsdp.compress got {name}={choice}, which leaves most elements out and needs error feedback; choose a "
-            "codec that sends all"
+            f"fsdp.compress got {name}={choice}, which leaves most elements out, or most of what they are, and needs "
+            "error feedback; choose a codec that does without"
         )
     return choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -89,13 +90,15 @@ def one_device(names: Mapping[Tensor, str]) -> torch.device:
 def describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> list[TensorInfo]:
     """Return what a planner needs to know of each parameter."""
     number = _number_groups(names, groups)
+    shapes = {name: tuple(local_part(parameter.detach()).shape) for parameter, name in names.items()}
     return [
         TensorInfo(
             name,
-            local_part(parameter.detach()).numel(),
+            math.prod(shapes[name]),
             str(parameter.dtype).removeprefix("torch."),
             parameter.itemsize,
             number.get(parameter),
+            shapes[name],
         )
         for parameter, name in names.items()
     ]

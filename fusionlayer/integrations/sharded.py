@@ -75,10 +75,10 @@ class ShardedOptimizer(Optimizer):
         self._fl_transport = context.transport(group)
         self._fl_weights = Weights.of(weights)
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare
-        if self._fl_gradients.ahead:
+        if self._fl_gradients.needs_feedback:
             raise ConfigError(
-                f"gradients={self._fl_gradients}: what a sparse codec leaves out is lost without error feedback, which "
-                "parts have not; use DistributedOptimizer"
+                f"gradients={self._fl_gradients}: what a sparse codec or one of low rank leaves out is lost without "
+                "error feedback, which parts have not; use DistributedOptimizer"
             )
         self._fl_step = 0
         super().__init__(params, {})

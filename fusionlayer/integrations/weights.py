@@ -46,8 +46,10 @@ class Weights:
         if name == "qwz":
             return cls(codecs.get("int8", group_size=2048).bare, differences=False)
         codec = make_codec("raw" if name is None else name, {}).bare
-        if codec.ahead:
-            raise ConfigError(f"weights={codec}: sparse weights would be zeros; expected 'qwd' or a dense codec")
+        if codec.needs_feedback:
+            raise ConfigError(
+                f"weights={codec}: sparse weights would be zeros, others far off; expected 'qwd' or a dense codec"
+            )
         return cls(codec, differences=False)
 
 

@@ -338,6 +338,8 @@ class Engine:
         feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
         feedback = feedback and not codec.lossless
         scaling, in_place = self._scaling, not self._overlap_forward
+        if not bucket.ahead:
+            codec = codec.for_parts(self.memory.parts(bucket, [self._shape(name) for name in bucket.names]))
         common = (bucket, codec, scaling.before, scaling.after, device, self._timeline, in_place)
         if not bucket.ahead:
             self.memory.attach(bucket.names, codec)
@@ -348,6 +350,10 @@ class Engine:
         }
         gather = collectives.get_gather(bucket.algorithm)
         return AheadBuffer(*common, index=index, gather=gather, states=states, rank=self.rank, size=self.size)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        tensor = self._tensors[name]
+        return (tensor.numel,) if tensor.shape is None else tensor.shape
 
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, TensorState
+from ..codecs import Codec, Part, TensorState
 from ..errors import ConfigError
 from ..plan import Bucket
 
@@ -61,6 +61,17 @@ class Memory:
                 view.copy_(state.residual)
             state.residual = view
         return flat
+
+    def parts(self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> tuple[Part, ...]:
+        """Return the tensors of a bucket, of ``shapes`` in its order, with what is kept of each.
+
+        Raises:
+            ConfigError: the residual that was loaded for a name is of a tensor of another size.
+        """
+        return tuple(
+            Part(slot.name, shape, slot.offset, self._known(slot.name, slot.numel))
+            for slot, shape in zip(bucket.slots, shapes, strict=True)
+        )
 
     def attach(self, names: Iterable[str], codec: Codec) -> None:
         """Keep what ``codec`` carries from sum to sum under ``names``, which it encodes together from now on.

@@ -241,6 +241,12 @@ def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> li
     return [*agreed, *codes, _work(codec.sum, n), *sums, _work(codec.decode, n)]
 
 
+def _low_rank(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
+    """All-reduces of left factors and of right ones, each half of a message; what a square of the elements has."""
+    half = _relay(cluster, _share(cluster) * codec.nbytes(n), 2 * (cluster.workers - 1), transports_own=True)
+    return [_work(codec.encode, n), *half, *half, _work(codec.decode, n)]
+
+
 def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Sums of codes within hosts, then between them, a piece for each rank; codes of the sums gathered likewise."""
     ranks, hosts = cluster.per_host, cluster.hosts
@@ -274,6 +280,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "zipped": _zipped,
     "switched": _zipped,  # at most
     "integer_sum": _integer_sum,
+    "low_rank": _low_rank,
     "two_level": _two_level,
 }
 """Collectives by name: what each does for a bucket of so many elements."""

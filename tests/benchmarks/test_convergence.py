@@ -56,7 +56,7 @@ class TestSummary:
 @pytest.mark.short
 def test_every_codec_that_is_one_by_itself_takes_part() -> None:
     assert set(fl.codecs.names()) - set(codec_presets()) == {"int"}
-    assert set(methods()) == {"ddp", "powersgd", *codec_presets()}
+    assert set(methods()) == {"ddp", "ddp-powersgd", *codec_presets()}
 
 
 @pytest.fixture
@@ -165,13 +165,13 @@ class TestRuns:
     def test_differ_by_the_method_alone(self) -> None:
         """With two workers the f32 sum is one addition: fusionlayer without compression must repeat DDP's bits."""
         settings = Settings(model="small", steps=13, every=12)
-        found = {method: command.run(method, 3, settings, method) for method in ("ddp", "raw", "int4", "powersgd")}
+        found = {method: command.run(method, 3, settings, method) for method in ("ddp", "raw", "int4", "ddp-powersgd")}
         ddp = found["ddp"]
         assert ddp is not None
         assert [step for step, _ in ddp] == [0, 12, 13]
         assert ddp[-1][1] < ddp[0][1]
         assert found["raw"] == ddp
-        for method in ("int4", "powersgd"):
+        for method in ("int4", "ddp-powersgd"):
             losses = found[method]
             assert losses is not None
             assert losses[0] == ddp[0]

@@ -58,7 +58,7 @@ def vnmse(x: Tensor, decoded: Tensor) -> float:
 
 def coarsest(codec: Codec) -> float:
     """Return the squared error, relative to the squared norm, that the codec may not exceed."""
-    return 1.0 if isinstance(codec, Sparsifier | OmniReduce) else 0.25
+    return 1.0 if codec.needs_feedback or isinstance(codec, OmniReduce) else 0.25
 
 
 def blank(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device, fill: int = 0) -> Tensor:

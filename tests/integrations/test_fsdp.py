@@ -352,7 +352,8 @@ def hold_lossy_gradients(rank: int, world: int) -> None:
         return full(parameter.grad for parameter in model.parameters())
 
     expected = torch.cat([grad.flatten() for grad in gradients(None)])
-    for codec, bound in (("raw", 1e-6), ("bf16", 0.01), ("int8", 0.02), ("int4", 0.2), ("taco", 0.05), ("thc", 0.5)):
+    bounds = {"raw": 1e-6, "bf16": 0.01, "int8": 0.02, "int4": 0.2, "taco": 0.05, "thc": 0.5, "qsdp": 0.02}
+    for codec, bound in bounds.items():
         found = torch.cat([grad.flatten() for grad in gradients(codec)])
         assert float((found - expected).norm()) <= bound * float(expected.norm()), codec
     # A factor other than the number of ranks: torch asks for a premultiplied sum, which gloo itself has not.
@@ -372,7 +373,7 @@ def test_gradients_come_close(world: int) -> None:
 
 def hold_lossy_weights(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    for codec, bound in (("int8", 0.02), ("int4", 0.2), ("bf16", 0.005)):
+    for codec, bound in (("int8", 0.02), ("int4", 0.2), ("bf16", 0.005), ("qsdp", 0.02)):
         model = sharded(mesh)
         fl.fsdp.compress(model, weights=codec)
         before = full(model.parameters())
@@ -453,6 +454,8 @@ def hold_refusals(rank: int, world: int) -> None:
         fl.fsdp.compress(model, weights="int88")
     with pytest.raises(ConfigError, match="gradients=topk.*which leaves most elements out"):
         fl.fsdp.compress(model, gradients="topk")
+    with pytest.raises(ConfigError, match="gradients=powersgd.*needs error feedback"):
+        fl.fsdp.compress(model, gradients="powersgd")
     with pytest.raises(ConfigError, match="weights=int8 and all_gather=bf16, which mean the same; give one"):
         fl.fsdp.compress(model, weights="int8", all_gather="bf16")
     with pytest.raises(ConfigError, match="gradients=int8 and reduce_scatter=None"):

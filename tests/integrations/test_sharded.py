@@ -278,6 +278,8 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         make([w], gradients="topk")
     with pytest.raises(fl.ConfigError, match="sparse weights.*'qwd'"):
         make([w], weights="topk")
+    with pytest.raises(fl.ConfigError, match="weights=onebit.*'qwd'"):
+        make([w], weights="onebit")
     with pytest.raises(fl.ConfigError, match="unknown codec 'qwdd'"):
         make([w], weights="qwdd")
     with pytest.raises(fl.ConfigError, match="weights=sdp4bit names gradients too, as tlq_hs, beside.*weights=qwd"):

@@ -93,7 +93,8 @@ class Channel:
             raise ConfigError(f"tensor parallelism with {self.codec} got algorithm={algorithm!r}; expected {expected}")
         if piece_bytes is not None and piece_bytes < 1:
             raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
-        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size, wanted=self.codec.collective)
+        wanted = self.codec.collective if self.codec.collective in _REDUCERS else None
+        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size, wanted=wanted)
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
         if self.size > 1:

@@ -1,0 +1,91 @@
+"""``onebit``: the signs of values, and the mean of their magnitudes for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..wire import Plane
+from ._base import Codec, registry
+from ._torch import TorchCodec
+
+__all__ = ["OneBit"]
+
+
+@dataclass(frozen=True)
+class OneBit(TorchCodec, name="onebit"):
+    """A bit for each value, its sign, and an f32 scale for each ``group_size`` values: the mean of their magnitudes.
+
+    What 1-bit SGD (Seide et al., 2014) and the compression stage of 1-bit Adam (Tang et al., ICML 2021) send. Of all
+    multiples of the signs that one is closest to the values. It needs error feedback, which in ``two_shot`` covers
+    workers and the owner of each sum alike. A group with a value that is not finite decodes to NaN.
+
+    Attributes:
+        group_size: values that share a scale; a power of two from 32 to 4096.
+        warmup_steps: steps at the start of training in which values travel as they are, until an optimizer such as Adam
+            knows the variance of gradients.
+    """
+
+    needs_feedback: ClassVar[bool] = True
+
+    group_size: int = 1024
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+            raise ConfigError(f"onebit codec: group_size={self.group_size!r}; expected a power of two from 32 to 4096")
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise ConfigError(f"onebit codec: warmup_steps={self.warmup_steps!r}; expected at least 0")
+
+    @property
+    def block(self) -> int:
+        """The group size."""
+        return self.group_size
+
+    def at_step(self, step: int) -> Codec:
+        return self if step >= self.warmup_steps else registry.get("raw", header=self.header)
+
+    def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
+        return [
+            Plane("scales", -(-numel // self.group_size), torch.float32),
+            Plane("signs", -(-numel // 8), torch.uint8),
+        ]
+
+    def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
+        scales, signs = planes
+        # In f64 the sum of a group differs with the order by far less than what rounding to f32 leaves.
+        full = x.numel() - x.numel() % self.group_size
+        scales[: full // self.group_size] = x[:full].view(-1, self.group_size).abs().mean(1, dtype=torch.float64)
+        if full < x.numel():
+            scales[-1] = x[full:].abs().mean(dtype=torch.float64)
+        scales[~scales.isfinite()] = torch.nan
+        signs.copy_(_pack(x.signbit()))  # of the bits: whether subnormal values count as zeros is the caller's affair
+
+    def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
+        scales, signs = planes
+        scales = torch.where(scales.isfinite(), scales, torch.nan)
+        bits = _unpack(signs, len(scales) * self.group_size).view(-1, self.group_size)
+        out.copy_(bits.float().mul_(-2).add_(1).mul_(scales[:, None]).view(-1)[: out.numel()])
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """Return (ceil(n / 8),) uint8: bit i of byte j, from the lowest, is element 8 j + i of ``bits`` (n,) bool."""
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+    octets = torch.nn.functional.pad(bits.byte(), (0, -bits.numel() % 8)).view(-1, 8)
+    return (octets << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, count: int) -> Tensor:
+    """Return (count,) uint8: the bits of ``packed``, 0 behind them."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=count, bitorder="little"))
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed[:, None] >> places & 1).view(-1)[:count]
+    return torch.nn.functional.pad(bits, (0, count - bits.numel()))

@@ -1,0 +1,110 @@
+"""``powersgd``: matrices as products of two thin factors, which are summed over ranks in place of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..wire import Plane
+from ._base import Codec, registry
+from ._low_rank import orthonormal, product, random_factor, square_shape
+from ._state import Part
+from ._torch import TorchCodec
+
+__all__ = ["PowerSGD"]
+
+_FACTORS = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class PowerSGD(TorchCodec, name="powersgd"):
+    """The part of a matrix that one step of subspace iteration finds (Vogels et al., "PowerSGD", NeurIPS 2019).
+
+    A gradient of shape (n, ...) is a matrix of n rows and as many columns as a row has elements. The collective
+    ``low_rank`` adds up its factors over ranks; they are linear in the gradient, so nothing is requantised. Vectors,
+    and matrices that would not become ``min_compression_rate`` times smaller, travel as they are. By itself, and for
+    other collectives, a message has the factors of its elements laid out as a square, from a random start.
+
+    Attributes:
+        rank: of the products, r; at most the shorter side of a matrix.
+        min_compression_rate: a matrix of n rows and m columns is compressed if (n + m) r times this is below n m.
+        warm_start: a step begins with the last one's right factor, kept for each tensor; False draws a new one.
+        factors: type in which factors travel, and what is not compressed; what "bf16" loses stays in the residual.
+        warmup_steps: steps at the start of training in which all values travel as they are.
+        parts: the tensors of the flat one that is summed; None: it is a square.
+    """
+
+    local: ClassVar[bool] = False
+    needs_feedback: ClassVar[bool] = True
+
+    rank: int = 4
+    min_compression_rate: float = 2.0
+    warm_start: bool = True
+    factors: Literal["f32", "bf16"] = "f32"
+    warmup_steps: int = 0
+    parts: tuple[Part, ...] | None = field(default=None, kw_only=True, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ConfigError(f"powersgd codec: rank={self.rank!r}; expected at least 1")
+        if isinstance(self.min_compression_rate, bool) or not isinstance(self.min_compression_rate, int | float):
+            raise ConfigError(f"powersgd codec: min_compression_rate={self.min_compression_rate!r}; expected a factor")
+        if not self.min_compression_rate > 0:
+            raise ConfigError(f"powersgd codec: min_compression_rate={self.min_compression_rate!r}; expected above 0")
+        if not isinstance(self.warm_start, bool):
+            raise ConfigError(f"powersgd codec: warm_start={self.warm_start!r}; expected True or False")
+        if self.factors not in _FACTORS:
+            raise ConfigError(f"powersgd codec: factors={self.factors!r}; expected 'f32' or 'bf16'")
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise ConfigError(f"powersgd codec: warmup_steps={self.warmup_steps!r}; expected at least 0")
+
+    @property
+    def collective(self) -> str | None:
+        """The one that sums factors."""
+        return "low_rank"
+
+    def at_step(self, step: int) -> Codec:
+        return self if step >= self.warmup_steps else registry.get("raw", header=self.header)
+
+    def for_parts(self, parts: Sequence[Part]) -> Codec:
+        return replace(self, parts=tuple(parts))
+
+    def rank_of(self, rows: int, columns: int) -> int:
+        """Return the rank by which a matrix travels; 0 if it goes as it is."""
+        rank = min(self.rank, rows, columns)
+        return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
+
+    def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
+        (rows, columns), kind = square_shape(numel), _FACTORS[self.factors]
+        rank = self.rank_of(rows, columns)
+        if not rank:
+            return [Plane("values", numel, kind)]
+        return [Plane("left", rank * rows, kind), Plane("right", rank * columns, kind)]
+
+    def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
+        if len(planes) == 1:
+            planes[0].copy_(x)
+            return
+        rows, columns = square_shape(x.numel())
+        rank = planes[0].numel() // rows
+        # In f64 sums differ between machines by far less than what rounding to f32 leaves.
+        matrix = torch.nn.functional.pad(x.double(), (0, rows * columns - x.numel())).view(rows, columns)
+        start = random_factor(rank, columns, seed, offset).to(x.device)
+        left = orthonormal((start.double() @ matrix.T).float()[None])[0].to(planes[0].dtype)
+        planes[0].copy_(left.view(-1))
+        planes[1].copy_((left.double() @ matrix).view(-1))
+
+    def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
+        if len(planes) == 1:
+            out.copy_(planes[0])
+            return
+        rows, columns = square_shape(out.numel())
+        left, right = (plane.float().view(-1, length) for plane, length in zip(planes, (rows, columns), strict=True))
+        matrix = torch.empty(rows, columns, device=out.device)
+        product(left, right, matrix)
+        out.copy_(matrix.view(-1)[: out.numel()])

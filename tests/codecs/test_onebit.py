@@ -1,0 +1,104 @@
+"""onebit: signs, and the mean of magnitudes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusionlayer as fl
+from fusionlayer import codecs, collectives
+from fusionlayer.codecs.onebit import _pack, _unpack
+from fusionlayer.errors import ConfigError
+from fusionlayer.transport import Transport, local
+from tests.integrations.training import make_model, train, weights
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+pytestmark = pytest.mark.short
+
+
+def test_a_known_answer() -> None:
+    codec = codecs.get("onebit", group_size=32).bare
+    x = torch.tensor([1.0, -2.0, 3.0, -0.5] * 8 + [-4.0, 2.0])
+    payload = codec.compress(x)
+    scales, signs = codec.wire(34).views(payload)
+    assert scales.tolist() == [1.625, 3.0] and signs.tolist() == [0b10101010] * 4 + [0b01]
+    assert codec.decompress(payload, 34).tolist() == [1.625, -1.625] * 16 + [-3.0, 3.0]
+
+
+def test_no_other_multiple_of_the_signs_is_closer() -> None:
+    x, codec = gradient(1024, 1), codecs.get("onebit")
+    found = codec.decompress(codec.compress(x), 1024)
+    error = (found - x).norm()
+    assert all((found * factor - x).norm() > error for factor in (0.99, 1.01))
+
+
+def test_bits_for_each_element() -> None:
+    n = 1 << 20
+    form = codecs.get("onebit").bare.wire(n)
+    assert sum(section.plane.nbytes for section in form.sections) * 8 / n == 1 + 32 / 1024
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 1000])
+def test_bits_are_packed_as_by_shifts(count: int) -> None:
+    bits = gradient(count, 2) < 0
+    packed = _pack(bits)
+    expected = [sum(int(bit) << i for i, bit in enumerate(bits[j : j + 8].tolist())) for j in range(0, count, 8)]
+    assert packed.tolist() == expected
+    assert _unpack(packed, count + 20).tolist() == [int(bit) for bit in bits] + [0] * 20
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_feedback_is_of_workers_and_of_the_owner_of_the_sum(world: int) -> None:
+    """1-bit Adam's two errors: after steps of one gradient the mean result is that gradient's sum."""
+    n, steps, codec = 2000, 60, codecs.get("onebit", group_size=256).bare
+    exact = torch.stack([gradient(n, rank) for rank in range(world)]).sum(0)
+
+    def body(transport: Transport) -> tuple[float, float]:
+        errors = []
+        for residual in (torch.zeros(n), None):
+            mean = torch.zeros(n)
+            for step in range(steps):
+                x = gradient(n, transport.rank)
+                collectives.get("two_shot")(x, codec, transport, seed=step, residual=residual)
+                mean += x / steps
+            errors.append(float((mean - exact).norm() / exact.norm()))
+        return errors[0], errors[1]
+
+    for kept, lost in over_threads(world, body):
+        assert kept < 0.2 and lost > 0.8
+
+
+def test_training_after_a_warm_up_of_values_as_they_are() -> None:
+    codec = codecs.get("onebit", warmup_steps=3)
+    assert [codec.at_step(step).name for step in (0, 2, 3)] == ["raw", "raw", "onebit"] and codec.at_step(3) is codec
+
+    def trained(rank: int, **options: object) -> list[Tensor]:
+        model: nn.Module = make_model()
+        wrapped = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = fl.DistributedOptimizer(wrapped, model.named_parameters(), algorithm="two_shot", **options)
+        found = []
+        for step in range(6):
+            train(model, optimizer, rank, [step])
+            found.append(weights(model))
+        optimizer.close()  # type: ignore[attr-defined]
+        return found
+
+    def rank_main(rank: int) -> None:
+        raw, compressed = trained(rank, codec="raw"), trained(rank, codec="onebit", warmup_steps=3)
+        same = [torch.equal(*pair) for pair in zip(raw, compressed, strict=True)]
+        assert same == [True, True, True, False, False, False]
+        theirs = compressed[-1].clone()
+        transport = local.current()
+        assert transport is not None
+        transport.broadcast(theirs, 0)
+        assert torch.equal(theirs, compressed[-1])
+
+    local.run(rank_main, 3)
+
+
+@pytest.mark.parametrize("options", [{"group_size": 100}, {"group_size": 8192}, {"warmup_steps": -1}])
+def test_wrong_options_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="onebit codec: .*expected"):
+        codecs.get("onebit", **options)

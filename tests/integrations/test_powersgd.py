@@ -1,0 +1,154 @@
+"""Training with gradients of low rank: resumed, fused in any way, and in many buckets over processes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import fusionlayer as fl
+from fusionlayer.transport import local
+from tests.harness import run_ranks
+from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
+from tests.integrations.training import fill, loss_of, make_model, train, weights
+
+POWERSGD: dict[str, Any] = {"codec": "powersgd", "rank": 2}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"warmup_steps": 2},
+    {"warm_start": False},
+    {"overlap": True, "planner": "wfbp"},
+    {"factors": "bf16"},
+]
+
+
+def make_pair(overlap: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+    model = make_model()
+    if overlap:
+        options["overlap_forward"] = model
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, fl.DistributedOptimizer(optimizer, model.named_parameters(), **POWERSGD | options)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str, Any]) -> None:
+    steps = 5
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(**way)
+        train(model, optimizer, rank, range(steps))
+        optimizer.synchronize()
+        uninterrupted = weights(model)
+        buckets = optimizer.fusion_plan.buckets
+        assert {bucket.algorithm for bucket in buckets} == {"low_rank"}
+        optimizer.close()
+        for stop in (1, 3):
+            model, optimizer = make_pair(**way)
+            train(model, optimizer, rank, range(stop))
+            saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            optimizer.close()
+            kept = saved["optimizer"]["fusionlayer"]["tensors"]
+            expected = way.get("warm_start", True) and stop > way.get("warmup_steps", 0)
+            assert set(kept) == ({"0.weight", "2.weight"} if expected else set())
+            model, optimizer = make_pair(**way)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            train(model, optimizer, rank, range(stop, steps))
+            optimizer.synchronize()
+            assert torch.equal(weights(model), uninterrupted), stop
+            optimizer.close()
+
+    local.run(rank_main, 2)
+
+
+@pytest.mark.short
+def test_results_do_not_depend_on_what_travels_together() -> None:
+    """One bucket, a bucket for each tensor, two lanes or one, or another plan from the third step on: the same bits."""
+
+    def rank_main(rank: int) -> None:
+        found = []
+        for planner in ("wfbp", "horovod"):
+            model, optimizer = make_pair(planner=planner)
+            train(model, optimizer, rank, range(4))
+            found.append(weights(model))
+            plan = optimizer.fusion_plan
+            assert len(plan.buckets) == (4 if planner == "wfbp" else 1)
+            optimizer.close()
+        model, optimizer = make_pair(planner="wfbp")
+        train(model, optimizer, rank, range(2))
+        optimizer._fl_engine.switch(plan)
+        train(model, optimizer, rank, range(2, 4))
+        optimizer.close()
+        assert torch.equal(*found) and torch.equal(weights(model), found[0])
+
+    local.run(rank_main, 3)
+
+
+@pytest.mark.short
+def test_training_comes_where_uncompressed_training_does() -> None:
+    def rank_main(rank: int) -> tuple[float, float, float]:
+        losses = []
+        for options in ({"codec": "raw"}, {"codec": "powersgd", "rank": 1}):
+            model = make_model()
+            optimizer: Any = fl.DistributedOptimizer(
+                SGD(model.parameters(), lr=0.2), model.named_parameters(), **options
+            )
+            first = loss_of(model, 0, 0).item()
+            for _ in range(60):
+                train(model, optimizer, rank, [0])
+            losses.append(loss_of(model, 0, 0).item())
+            optimizer.close()
+        return first, *losses
+
+    first, plain, compressed = local.run(rank_main, 2)[0]
+    assert plain < 0.5 * first and compressed < plain + 0.1 * (first - plain)
+
+
+def hold_many_buckets(rank: int, world: int) -> None:
+    """What aborts torch's own hook over gloo: a bucket for each tensor, several of them under way at once."""
+    fl.init()
+
+    def deep() -> nn.Sequential:
+        model = nn.Sequential(make_model()[0], *[nn.Linear(40, 40) for _ in range(10)], make_model()[2])
+        fill(model)
+        return model
+
+    def optimized(**options: Any) -> Tensor:
+        model = deep()
+        optimizer: Any = fl.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.05), model.named_parameters(), planner="wfbp", **options
+        )
+        train(model, optimizer, rank, range(8))
+        assert len(optimizer.fusion_plan.buckets) == 24
+        optimizer.close()
+        return weights(model)
+
+    def in_ddp(**options: Any) -> Tensor:
+        model = DistributedDataParallel(deep(), bucket_cap_mb=0.0005)
+        hook = fl.ddp.register(model, **options)
+        halves = []
+        for steps in (range(4), range(4, 8)):
+            train(model, SGD(model.parameters(), lr=0.05), rank, steps)
+            assert isinstance(hook, fl.integrations.ddp.CommHook)
+            halves.append(hook.state_dict())
+        assert halves[1]["sent"] - halves[0]["sent"] >= 4 * 12
+        hook.close()
+        return weights(model)
+
+    start, raw = weights(deep()), optimized(codec="raw")
+    for trained in (optimized, in_ddp):
+        found = trained(codec="powersgd", rank=2, min_compression_rate=1.0)
+        assert_same_on_all_ranks(found)
+        assert (found - raw).norm() < 0.5 * (raw - start).norm(), trained
+    fl.shutdown()
+
+
+@pytest.mark.medium
+def test_many_buckets_over_processes() -> None:
+    run_ranks(hold_many_buckets, 2, timeout=50)
