@@ -27,7 +27,7 @@ from .scheduler import planners
 from .scheduler.autotune import Autotune
 
 if TYPE_CHECKING:
-    from .integrations import fsdp, moe, pipeline, tensor_parallel
+    from .integrations import deepspeed, fsdp, moe, pipeline, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ __all__ = [
     "codecs",
     "collectives",
     "ddp",
+    "deepspeed",
     "fsdp",
     "init",
     "is_initialized",
@@ -81,6 +82,6 @@ def build_info() -> native.BuildInfo:
 
 def __getattr__(name: str) -> Any:
     # What they need of torch takes more than a second to import, and most jobs are without.
-    if name in ("fsdp", "moe", "pipeline", "tensor_parallel"):
+    if name in ("deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
