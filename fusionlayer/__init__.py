@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import codecs, collectives, native, transport
+from . import backend, codecs, collectives, native, transport
 from .context import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from .errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
 from .functional import (
@@ -49,6 +49,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "backend",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -73,6 +74,8 @@ __all__ = [
     "tensor_parallel",
     "transport",
 ]
+
+backend.register()
 
 
 def build_info() -> native.BuildInfo:
