@@ -37,7 +37,14 @@ def _factor(op: dist.ReduceOp, size: int) -> float:
     return 1.0
 
 
-def all_reduce(tensors: Sequence[Tensor], op: dist.ReduceOp, codec: Codec, algorithm: str | None, seed: int) -> Call:
+def all_reduce(
+    tensors: Sequence[Tensor],
+    op: dist.ReduceOp,
+    codec: Codec,
+    algorithm: str | None,
+    seed: int,
+    residual: Tensor | None = None,
+) -> Call:
     """Return what replaces each of ``tensors``, of one type, by its sum over ranks; they travel as one."""
 
     def call(transport: Transport) -> None:
@@ -47,7 +54,7 @@ def all_reduce(tensors: Sequence[Tensor], op: dist.ReduceOp, codec: Codec, algor
         early = factor != 1 and whole.dtype is torch.float16  # the sum itself may be out of range
         if early:
             whole.mul_(factor)
-        collectives.get(name)(whole, codec, transport, seed=derive_seed(seed, transport.sequence))
+        collectives.get(name)(whole, codec, transport, seed=derive_seed(seed, transport.sequence), residual=residual)
         if factor != 1 and not early:
             whole.mul_(factor)
         _spread(whole, tensors)

@@ -22,7 +22,7 @@ from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport.c10d import C10dTransport
 from ..wire import DTYPE_CODES
-from . import calls
+from . import calls, hints
 from .lane import DecodedWork, JoinedWork, Lane
 from .native import Native
 from .policy import Policy, Rule
@@ -134,6 +134,14 @@ class CompressingGroup(dist.ProcessGroup):
         sent = self._message_bytes + (0 if self._lane is None else self._lane.bytes_sent)
         return Traffic(Counter(self._calls), sent)
 
+    def agree(self, policy: Policy) -> None:
+        """Compare a policy over the ranks of the group; ``PlanMismatch`` if they have different ones."""
+        self._native.agree(policy.facts)
+
+    def take(self, policy: Policy) -> None:
+        """Have calls from now on travel by a policy that the ranks have agreed on."""
+        self.policy, self._rules = policy, None
+
     def split_group(
         self,
         ranks: Sequence[int],
@@ -179,7 +187,9 @@ class CompressingGroup(dist.ProcessGroup):
         choice = self._choose("all_reduce", xs) if len(xs) == 1 and calls.is_sum(op) else None
         if choice is None:
             return self._native.group.allreduce(tensors, *args, **kwargs)
-        return self._make("all_reduce", calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._seed), xs)
+        residual = hints.residual_of(xs[0])
+        call = calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._seed, residual)
+        return self._make("all_reduce", call, xs)
 
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Sum several tensors over ranks; compressed they travel as one."""
@@ -257,6 +267,14 @@ class CompressingGroup(dist.ProcessGroup):
             output, input, output_split_sizes, input_split_sizes, *args, **kwargs
         )
 
+    def broadcast(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
+        """Give all ranks the root's tensor.
+
+        It always passes. But where a Python class has no method of that name torch holds the GIL while it queues the
+        call, and a thread of gloo's that drops the last reference to a tensor wants it with the queue locked.
+        """
+        return self._native.group.broadcast(tensors, *args, **kwargs)
+
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Wait for all ranks, and for the calls that were made before."""
         if self._lane is not None:
@@ -332,6 +350,7 @@ class CompressingGroup(dist.ProcessGroup):
         choice = self._choose("reduce_scatter", [*ins]) if calls.is_sum(op) and out.dtype == ins[0].dtype else None
         if choice is None:
             return None
+        hints.clear_padding(ins)
         call = calls.reduce_scatter(out, ins, op, choice.codec, choice.algorithm, self._seed)
         return self._make("reduce_scatter", call, [out])
 
@@ -417,7 +436,7 @@ class CompressingGroup(dist.ProcessGroup):
 
     def _can(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether rules may be about such tensors at all."""
-        if self._size == 1 or not self.policy.rules or not tensors:
+        if self._size == 1 or not self.policy.rules or not tensors or hints.current().plain:
             return False
         x = tensors[0]
         return x.dtype in DTYPE_CODES and all(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["NONE", "Hint", "current", "hint"]
+from ..errors import UsageError
+
+__all__ = ["NONE", "Hint", "clear_padding", "current", "hint", "residual_of"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,27 @@ def current() -> Hint:
     """Return what holds for the calling thread."""
     found: Hint = getattr(_thread, "hint", NONE)
     return found
+
+
+def residual_of(x: Tensor) -> Tensor | None:
+    """Return the error feedback of an all-reduce of ``x``, if the calling thread has said one.
+
+    Raises:
+        UsageError: it is of another size.
+    """
+    residual = current().residual
+    if residual is not None and residual.numel() != x.numel():
+        raise UsageError(f"hint: a residual of {residual.numel()} elements for an all-reduce of {x.numel()}")
+    return residual
+
+
+def clear_padding(inputs: Sequence[Tensor]) -> None:
+    """Fill with zeros what the calling thread has said to be padding of ``inputs``, one behind the other."""
+    padding = current().padding
+    if padding and len(inputs) == 1 and inputs[0].is_contiguous():
+        flat = inputs[0].detach().view(-1)
+        for piece in padding:
+            flat[piece].zero_()
 
 
 @contextmanager

@@ -111,12 +111,16 @@ def _start(section: Section, **kwargs: Any) -> None:
             "DeepSpeed sends; let fusionlayer.deepspeed start it: remove the call of init_process_group or "
             "init_distributed, or put fusionlayer.deepspeed.init_distributed(config) in its place"
         )
-    backend.use(section.policy)
     if deepspeed.accelerator.get_accelerator().device_name() == "cpu":
         # DeepSpeed would compile it for half a minute; it sums activations of inference.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    runs = dist.is_initialized()
+    if not runs:
+        backend.use(section.policy)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=backend.NAME, **kwargs)
+    if runs:
+        backend.adopt(section.policy)
     transport = context.transport()
     transport.check_agreement(f'the section "{KEY}" of the DeepSpeed configuration', section.digest)
 
