@@ -141,6 +141,7 @@ class CompressingGroup(dist.ProcessGroup):
     def take(self, policy: Policy) -> None:
         """Have calls from now on travel by a policy that the ranks have agreed on."""
         self.policy, self._rules = policy, None
+        self._known.clear()
 
     def split_group(
         self,
