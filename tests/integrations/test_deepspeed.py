@@ -75,7 +75,7 @@ def compressed(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]
                 results["poisoned"] = _train(kind, {"gradients": INT8, "weights": INT8})
             results["zero++"] = _train(kind, {"zero_plus_plus": True})
         if kind == "moe":
-            results["router"] = _first_update(kind, {"gradients": "raw"}), _first_update(kind, {"gradients": INT4})
+            results["router"] = _averages(kind, {"gradients": "raw"}), _averages(kind, {"gradients": INT4})
         sections = {
             "raw": {"gradients": "raw"},
             "warm-up": {"gradients": INT8, "warmup_steps": STEPS},
@@ -189,11 +189,11 @@ def _error_of_mean_gradient(kind: str, section: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _first_update(kind: str, section: dict[str, Any]) -> dict[str, Any]:
+def _averages(kind: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Return the bits of averaged gradients by name."""
     engine = training.engine_of(fl.deepspeed.initialize, kind, section)
     engine.backward(engine(*next(training.batches(1))))
-    engine.step()
-    bits = {name: each.detach().numpy().tobytes() for name, each in engine.module.named_parameters()}
+    bits = {name: each.grad.numpy().tobytes() for name, each in engine.module.named_parameters()}
     exempt = engine.fusionlayer.exempt
     engine.destroy()
     return {"bits": bits, "exempt": exempt}
