@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import codecs, collectives, native, transport
+from . import backend, codecs, collectives, native, transport
 from .context import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from .errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
 from .functional import (
@@ -27,7 +27,7 @@ from .scheduler import planners
 from .scheduler.autotune import Autotune
 
 if TYPE_CHECKING:
-    from .integrations import fsdp, moe, pipeline, tensor_parallel
+    from .integrations import deepspeed, fsdp, moe, pipeline, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "backend",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -56,6 +57,7 @@ __all__ = [
     "codecs",
     "collectives",
     "ddp",
+    "deepspeed",
     "fsdp",
     "init",
     "is_initialized",
@@ -73,6 +75,8 @@ __all__ = [
     "transport",
 ]
 
+backend.register()
+
 
 def build_info() -> native.BuildInfo:
     """Return how this installation was built: version, instruction sets, compiler, CUDA architectures."""
@@ -81,6 +85,6 @@ def build_info() -> native.BuildInfo:
 
 def __getattr__(name: str) -> Any:
     # What they need of torch takes more than a second to import, and most jobs are without.
-    if name in ("fsdp", "moe", "pipeline", "tensor_parallel"):
+    if name in ("deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -73,6 +73,11 @@ class Config:
     lanes: int | None = _setting(
         "buckets of an optimizer that are under way at once; null: 2 on the CPU, 1 on a GPU", None
     )
+    backend: Mapping[str, Any] | None = _setting(
+        "`rules` and `min_bytes` of the process-group backend `fusionlayer`, see docs/backend.md; null compresses "
+        "nothing",
+        None,
+    )
     threads: int | None = _setting("threads of one codec call on the CPU; null: as many as torch uses, at most 8", None)
 
     def __post_init__(self) -> None:
@@ -96,6 +101,7 @@ class Config:
             "timeline": (str, type(None)),
             "ranks_per_node": (int, type(None)),
             "lanes": (int, type(None)),
+            "backend": (Mapping, type(None)),
             "threads": (int, type(None)),
         }
         for name, kind in kinds.items():

@@ -15,7 +15,7 @@ class Job:
     """One piece of work of a ``Worker``; ``wait`` returns when it is done."""
 
     def __init__(self, work: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
-        self._work = work
+        self._work: Callable[[], None] | None = work
         self._abandoned = abandoned
         self._done = threading.Event()
         self.error: BaseException | None = None
@@ -25,21 +25,29 @@ class Job:
         try:
             if failed is not None:
                 raise failed
+            assert self._work is not None
             self._work()
         except BaseException as error:
             self.error = error
             if self._abandoned is not None:
                 self._abandoned()
+        finally:
+            self._work = self._abandoned = None  # what they hold may be large, and the thread keeps its last job
 
     def finish(self) -> None:
         """Let those go on who wait for the job."""
         self._done.set()
 
-    def wait(self) -> None:
-        """Return when the job is done; raise what it raised."""
-        self._done.wait()
-        if self.error is not None:
+    @property
+    def is_done(self) -> bool:
+        """Whether the job has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return when the job is done, or after ``timeout`` seconds, and whether it is; raise what it raised."""
+        if self._done.wait(timeout) and self.error is not None:
             raise self.error
+        return self._done.is_set()
 
 
 class Worker:
@@ -71,6 +79,15 @@ class Worker:
         job = Job(work, abandoned)
         self._queue.put(job)
         return job
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling code runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def join(self) -> None:
+        """Return when the thread has ended, which ``close`` asks it to."""
+        self._thread.join()
 
     def close(self) -> None:
         """Let queued jobs end, then the thread. Twice is once."""

@@ -82,6 +82,40 @@ class C10dTransport(Transport):
     ) -> None:
         self._open(_meet_as(group), timeout, stall_warning, node_name() if node is None else node)
 
+    @classmethod
+    def among(
+        cls,
+        ranks: Sequence[int],
+        name: str,
+        timeout: float = 300.0,
+        *,
+        stall_warning: float = 60.0,
+        node: str | None = None,
+        nccl: bool = False,
+    ) -> C10dTransport:
+        """Return a transport over ranks of the default group, which any thread may make at any time.
+
+        Others are numbered as they are made, so the ranks must make those of the same processes in one order; this one
+        is told from all others by its name.
+
+        Args:
+            ranks: of the default group, in the order in which the transport numbers them; this process among them.
+            name: equal on all its ranks, and never used before among the processes of the default group.
+            timeout: as for the constructor.
+            stall_warning: as for the constructor.
+            node: as for the constructor.
+            nccl: whether CUDA tensors travel by NCCL.
+
+        Raises:
+            TransportError: not all ranks came in time.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        keeper = _keeper(ranks)
+        meeting = _Meeting(store, f"fusionlayer/{name}", ranks.index(dist.get_rank()), len(ranks), nccl, True, keeper)
+        made = cls.__new__(cls)
+        made._open(meeting, timeout, stall_warning, node_name() if node is None else node)
+        return made
+
     def _open(self, meeting: _Meeting, timeout: float, stall_warning: float, node: str) -> None:
         self.rank = meeting.rank
         self.size = meeting.size
@@ -188,7 +222,8 @@ class C10dTransport(Transport):
         if failure:
             raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
         self._watch = watch
-        store = dist.PrefixStore(meeting.name, meeting.store)
+        # A client of its own: one that waits would keep other threads from telling what their peers wait for.
+        store = dist.PrefixStore(meeting.name, meeting.store.clone())  # type: ignore[attr-defined]
         try:
             if meeting.gloo:
                 links["cpu"] = GlooLink(store, self.rank, self.size, self.timeout)
@@ -281,7 +316,6 @@ def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:
     nccl = (
         backends.get("cuda", "gloo") not in ("gloo", "mpi") and dist.is_nccl_available() and torch.cuda.is_available()
     )
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _Meeting(
         store,
         f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
@@ -289,5 +323,11 @@ def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:
         len(ranks),
         nccl=nccl,
         gloo="cpu" in backends or not nccl,
-        keeper=ranks.index(0) if 0 in ranks and not by_launcher else None,
+        keeper=_keeper(ranks),
     )
+
+
+def _keeper(ranks: Sequence[int]) -> int | None:
+    """Return the rank of a group whose process keeps the store by which all have met, if one of them does."""
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return ranks.index(0) if 0 in ranks and not by_launcher else None

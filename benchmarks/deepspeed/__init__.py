@@ -1,0 +1,1 @@
+"""DeepSpeed with its traffic compressed, beside DeepSpeed on gloo: steps on emulated networks, and losses."""

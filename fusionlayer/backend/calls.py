@@ -1,0 +1,197 @@
+"""Compressed collectives on what torch's process groups are given: tensors of any shape, and lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import collectives
+from ..codecs import Codec
+from ..collectives import all_to_all as exchange
+from ..collectives import halves
+from ..seeds import derive_seed
+from ..transport import Transport
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "is_sum", "reduce_scatter"]
+
+Call = Callable[[Transport], None]
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+
+
+def is_sum(op: dist.ReduceOp) -> bool:
+    """Return whether a reduction is a sum, possibly times a factor."""
+    return any(op == kind for kind in _SUMS)
+
+
+def _factor(op: dist.ReduceOp, size: int) -> float:
+    """Return what the sum over ``size`` ranks is multiplied by."""
+    if op == dist.ReduceOp.AVG:
+        return 1 / size
+    if op == dist.ReduceOp.PREMUL_SUM:
+        # torch 2.11 shows the factor only where it pickles it.
+        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # type: ignore[attr-defined]
+        return float(factor)
+    return 1.0
+
+
+def all_reduce(
+    tensors: Sequence[Tensor],
+    op: dist.ReduceOp,
+    codec: Codec,
+    algorithm: str | None,
+    seed: int,
+    residual: Tensor | None = None,
+) -> Call:
+    """Return what replaces each of ``tensors``, of one type, by its sum over ranks; they travel as one."""
+
+    def call(transport: Transport) -> None:
+        name = algorithm or collectives.choose(codec.lossless, transport.size, wanted=codec.collective)
+        whole = _flat(tensors)
+        factor = _factor(op, transport.size)
+        early = factor != 1 and whole.dtype is torch.float16  # the sum itself may be out of range
+        if early:
+            whole.mul_(factor)
+        collectives.get(name)(whole, codec, transport, seed=derive_seed(seed, transport.sequence), residual=residual)
+        if factor != 1 and not early:
+            whole.mul_(factor)
+        _spread(whole, tensors)
+
+    return call
+
+
+def reduce_scatter(
+    out: Tensor, inputs: Sequence[Tensor], op: dist.ReduceOp, codec: Codec, algorithm: str | None, seed: int
+) -> Call:
+    """Return what fills ``out`` with the sum over ranks of their input for this rank.
+
+    ``inputs`` are one tensor with a piece for every rank, or one tensor for each.
+    """
+
+    def call(transport: Transport) -> None:
+        factor = _factor(op, transport.size)
+        rows = _flat(inputs).view(transport.size, -1)
+        early = factor != 1 and rows.dtype is torch.float16
+        if early:
+            rows = rows * factor
+        total = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+        scatter = halves.ring_reduce_scatter if algorithm else halves.reduce_scatter
+        scatter(rows, total, codec, transport, seed=derive_seed(seed, transport.sequence))
+        if factor != 1 and not early:
+            total.mul_(factor)
+        _spread(total, [out])
+
+    return call
+
+
+def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: int) -> Call:
+    """Return what fills ``outs`` with all ranks' ``x``: one tensor for all of them, or one for each."""
+
+    def call(transport: Transport) -> None:
+        whole = len(outs) == 1 and outs[0].is_contiguous()
+        every = outs[0].view(-1) if whole else x.new_empty(transport.size * x.numel())
+        rows = every.view(transport.size, -1)
+        halves.all_gather(_flat([x]), rows, codec, transport, seed=derive_seed(seed, transport.sequence))
+        _spread(every, outs)
+
+    return call
+
+
+def all_to_all(
+    outs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    codec_for: Callable[[int], Codec | None],
+    zips: Sequence[Codec],
+    seed: int,
+) -> Call:
+    """Return what gives rank r ``inputs[r]``, and fills ``outs[r]`` with what rank r has for this one.
+
+    Each pair of ranks chooses by what both know, the number of bytes that one sends the other; what a rank has for
+    itself is copied. All messages of a known size travel in one exchange, and those of each of ``zips`` after it.
+
+    Args:
+        outs: a tensor for each rank.
+        inputs: a tensor for each rank.
+        codec_for: the codec of so many bytes; None: as they are.
+        zips: what of its results are messages of variable size, in one order on all ranks.
+        seed: of stochastic rounding.
+    """
+
+    def call(transport: Transport) -> None:
+        rank, size = transport.rank, transport.size
+        given = [_flat([x]) for x in inputs]
+        taken = [x.view(-1) if x.is_contiguous() else torch.empty_like(x).view(-1) for x in outs]
+        sends, recvs = ([_codec_of(x, codec_for, size) for x in side] for side in (given, taken))
+        outgoing = _messages("outgoing", given, sends, zips, transport)
+        incoming = _messages("incoming", taken, recvs, zips, transport)
+        own = derive_seed(seed, transport.sequence)
+        for to, (x, codec, message) in enumerate(zip(given, sends, outgoing, strict=True)):
+            if codec is not None and message.numel():
+                codec.encode(x, message, seed=derive_seed(own, rank, to))
+        transport.exchange(outgoing, incoming)
+        for x, codec, message in zip(taken, recvs, incoming, strict=True):
+            if codec is not None and message.numel():
+                codec.decode(message, x)
+        for zipping in zips:
+            _exchange_zipped(given, taken, sends, recvs, zipping, transport)
+        taken[rank].copy_(given[rank])
+        for x, part in zip(outs, taken, strict=True):
+            _spread(part, [x])
+
+    return call
+
+
+def _codec_of(x: Tensor, codec_for: Callable[[int], Codec | None], size: int) -> Codec | None:
+    return codec_for(x.numel() * x.element_size() * size) if x.numel() else None
+
+
+def _messages(
+    name: str, xs: Sequence[Tensor], chosen: Sequence[Codec | None], zips: Sequence[Codec], transport: Transport
+) -> list[Tensor]:
+    """Return the bytes of each tensor that travels as it is, room for the message of others, nothing for ``zips``."""
+    sizes = [
+        0 if codec is None or codec in zips or peer == transport.rank else codec.wire(x.numel(), x.dtype).capacity
+        for peer, (x, codec) in enumerate(zip(xs, chosen, strict=True))
+    ]
+    room = transport.scratch(name, sum(sizes), xs[0].device).split(sizes)
+    return [
+        x.view(torch.uint8) if codec is None and peer != transport.rank else space
+        for peer, (x, codec, space) in enumerate(zip(xs, chosen, room, strict=True))
+    ]
+
+
+def _exchange_zipped(
+    given: Sequence[Tensor],
+    taken: Sequence[Tensor],
+    sends: Sequence[Codec | None],
+    recvs: Sequence[Codec | None],
+    codec: Codec,
+    transport: Transport,
+) -> None:
+    """Exchange what is for ``codec``, a call of all ranks whether they have any of it or not."""
+
+    def mine(xs: Sequence[Tensor], chosen: Sequence[Codec | None]) -> list[Tensor]:
+        pairs = zip(xs, chosen, strict=True)
+        return [x if c == codec and peer != transport.rank else x[:0] for peer, (x, c) in enumerate(pairs)]
+
+    parts, pieces = mine(given, sends), mine(taken, recvs)
+    whole = torch.cat(pieces)
+    counts = ([x.numel() for x in side] for side in (parts, pieces))
+    exchange.all_to_all(torch.cat(parts), whole, *counts, codec, transport)
+    _spread(whole, pieces)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of ``tensors`` one behind the other, the same memory where that can be."""
+    if len(tensors) == 1:
+        return tensors[0].detach().contiguous().view(-1)
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
+
+
+def _spread(whole: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Give ``tensors`` the elements of ``whole`` in their order, but for one that has them already."""
+    for x, part in zip(tensors, whole.split([x.numel() for x in tensors]), strict=True):
+        if x.data_ptr() != part.data_ptr() or not x.is_contiguous():
+            x.detach().copy_(part.view(x.shape))

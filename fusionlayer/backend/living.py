@@ -1,0 +1,38 @@
+"""Another policy for groups that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import UsageError
+from .policy import Policy
+from .registration import use
+
+__all__ = ["adopt"]
+
+
+def adopt(policy: Policy | Mapping[str, Any] | str | Path | None) -> None:
+    """Give a policy to all groups of this process, and to those that it makes from now on; all ranks call it together.
+
+    Calls that were made before keep what they had.
+
+    Raises:
+        ConfigError: it cannot be used.
+        PlanMismatch: ranks have different ones.
+        UsageError: the default group is not of this backend.
+    """
+    from .group import CompressingGroup
+
+    world = dist.group.WORLD
+    if not isinstance(world, CompressingGroup):
+        raise UsageError("backend.adopt needs a default group of the backend 'fusionlayer'; start it first")
+    parsed = Policy.of(policy)
+    world.agree(parsed)
+    use(parsed)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if isinstance(group, CompressingGroup):
+            group.take(parsed)

@@ -1,0 +1,160 @@
+"""The groups of torch's own backends that a compressing group has inside."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import PlanMismatch
+
+__all__ = ["Native"]
+
+_NEW_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+class Native:
+    """gloo for CPU tensors, NCCL for CUDA tensors where it is there, as one process group of torch.
+
+    Args:
+        store: of this group alone.
+        rank: this process in the group.
+        size: number of processes.
+        ranks: their ranks in the default group.
+        timeout: that a call may wait.
+        nccl_options: of NCCL; None: torch's.
+
+    Attributes:
+        group: what calls that pass are made on.
+        serves: the backend of each type of device.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        nccl_options: Any = None,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._store = store
+        kinds = dist.ProcessGroup.BackendType
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
+        self._gloo._set_sequence_number_for_group()
+        backends = {"cpu": (kinds.GLOO, self._gloo)}
+        downward = backends
+        if torch.cuda.is_available():
+            backends["cuda"] = (kinds.GLOO, self._gloo)
+            if dist.is_nccl_available():
+                up, down = (
+                    _nccl(dist.PrefixStore(f"{way}/", store), rank, size, ranks, timeout, nccl_options)
+                    for way in ("nccl", "nccl down")
+                )
+                downward = {**backends, "cuda": (kinds.NCCL, down)}
+                backends["cuda"] = (kinds.NCCL, up)
+        self._backends = backends
+        self.serves = {device: kind.name.lower() for device, (kind, _) in backends.items()}
+        self.group = self._make(backends)
+        self._downward = self.group if downward is backends else self._make(downward)
+        self._met: set[int] = set()
+
+    def _make(self, backends: dict[str, tuple[Any, Any]]) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(self._store, self._rank, self._size)
+        self._register(group, backends)
+        return group
+
+    @staticmethod
+    def _register(group: dist.ProcessGroup, backends: dict[str, tuple[Any, Any]]) -> None:
+        group._set_default_backend(list(backends.values())[-1][0])
+        for device, (kind, backend) in backends.items():
+            group._register_backend(torch.device(device), kind, backend)
+
+    def register_with(self, group: dist.ProcessGroup) -> None:
+        """Let ``group`` leave to these backends what it does not override."""
+        self._register(group, self._backends)
+
+    def named(self, name: str) -> Callable[..., dist.Work]:
+        """Return a method of the group by the name that it has since torch 2.13."""
+        method: Callable[..., dist.Work] = getattr(self.group, name, None) or getattr(self.group, _NEW_NAMES[name])
+        return method
+
+    def between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
+        """Return the group by which a message travels from one rank to another.
+
+        NCCL runs what two ranks send each other in the order in which each has called it, unless torch tells it that
+        calls are one batch, which torch does for its own class alone. So messages to lower ranks have communicators of
+        their own: two ranks that both send first do not wait for each other.
+        """
+        if self._downward is self.group or device.type != "cuda" or source == to:
+            return self.group
+        peer = to if source == self._rank else source
+        if peer not in self._met:
+            # A communicator is made by its first message, for which both ranks have to come: in one order.
+            self._met.add(peer)
+            for group, sender in ((self.group, min(source, to)), (self._downward, max(source, to))):
+                note = torch.zeros(1, dtype=torch.uint8, device=device)
+                if sender == self._rank:
+                    group.send([note], peer, 0).wait()
+                else:
+                    group.recv([note], peer, 0).wait()
+        return self.group if source < to else self._downward
+
+    def agree(self, facts: str) -> None:
+        """Compare ``facts`` over ranks.
+
+        Raises:
+            PlanMismatch: on every rank, if any differ.
+        """
+        digest = hashlib.sha256(facts.encode()).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self._size)]
+        self._gloo.allgather([every], [mine]).wait()
+        differ = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]
+        if not differ:
+            return
+        if self._rank == 0:
+            self._store.set("policy", facts)
+        theirs = self._store.get("policy").decode()
+        raise PlanMismatch(
+            f"the policy of a process group differs over ranks: {differ} differ from rank 0. Rank 0 has\n{theirs}\n"
+            f"and this rank, {self._rank},\n{facts}\nGive every rank the same rules and the same version of fusionlayer",
+            ranks=differ,
+        )
+
+    def name(self, name: str) -> None:
+        """Give the group its name, which torch asks backends for."""
+        self.group._set_group_name(name)
+
+    def shut(self, *, abort: bool) -> None:
+        """End the connections: in order, or in the middle of what is under way."""
+        for group in {id(group): group for group in (self.group, self._downward)}.values():
+            if abort:
+                group.abort()
+            else:
+                group.shutdown()
+
+
+def _nccl(
+    store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta, options: Any
+) -> dist.ProcessGroupNCCL:
+    if options is None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    nccl._set_sequence_number_for_group()
+    return nccl

@@ -1,0 +1,237 @@
+"""Which calls of a process group travel compressed, and how: an ordered list of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from .. import codecs, collectives
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..registry import nearest
+from ..wire import DTYPE_CODES, WIRE_VERSION
+
+__all__ = ["OPS", "Policy", "Rule"]
+
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
+"""What rules are about; a receive follows the rule of the send that it belongs to."""
+
+_UNLESS_ASKED = ("all_gather",)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A codec for the calls that all of its conditions fit.
+
+    Attributes:
+        codec: registered name; "raw" leaves the calls to the native backend, bit for bit.
+        options: of that codec.
+        op: name or names of ``OPS``; None: all of them but all_gather, since what is gathered may be weights.
+        group: pattern, as of file names, of the group's description or name.
+        dtype: element type or types, of float32, bfloat16 and float16; None: any of them.
+        min_bytes: least size of the call; None: what the policy says.
+        max_bytes: largest size of the call; None: any.
+        algorithm: for all_reduce the name of a collective, for reduce_scatter "ring"; None: by codec and ranks.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    codec: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    op: str | Sequence[str] | None = None
+    group: str = "*"
+    dtype: str | Sequence[str] | None = None
+    min_bytes: int | None = None
+    max_bytes: int | None = None
+    algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_kinds(
+            "rule",
+            self,
+            codec=(str,),
+            options=(Mapping,),
+            op=(str, list, tuple, type(None)),
+            group=(str,),
+            dtype=(str, list, tuple, type(None)),
+            min_bytes=(int, type(None)),
+            max_bytes=(int, type(None)),
+            algorithm=(str, type(None)),
+        )
+        for op in _listed(self.op):
+            if op not in OPS:
+                raise ConfigError(f"rule: unknown op {op!r}; {nearest(str(op), list(OPS))}")
+        for dtype in _listed(self.dtype):
+            if dtype not in _DTYPES:
+                raise ConfigError(f"rule: unknown dtype {dtype!r}; {nearest(str(dtype), list(_DTYPES))}")
+        low, high = self.min_bytes or 0, self.max_bytes
+        if low < 0 or (high is not None and high < low):
+            raise ConfigError(f"rule: min_bytes={self.min_bytes}, max_bytes={high}; expected 0 <= min <= max")
+        self._check_codec()
+
+    def _check_codec(self) -> None:
+        codec = self.make_codec()
+        if codec.ahead:
+            raise ConfigError(
+                f"rule: codec {self.codec!r} leaves most elements out and needs error feedback, for which the group "
+                "would have to know the tensors; choose a codec that sends all, or wrap the optimizer"
+            )
+        if self.algorithm is None:
+            return
+        if self.passes:
+            raise ConfigError(f"rule: algorithm={self.algorithm!r} with codec 'raw', which leaves calls as they are")
+        ops = set(self.ops)
+        if ops == {"reduce_scatter"}:
+            if self.algorithm != "ring":
+                raise ConfigError(f"rule: algorithm={self.algorithm!r} for reduce_scatter; expected 'ring' or none")
+        elif ops != {"all_reduce"}:
+            raise ConfigError(
+                f"rule: algorithm={self.algorithm!r} for {', '.join(self.ops)}; give it in a rule with op: all_reduce "
+                "or op: reduce_scatter alone"
+            )
+        else:
+            collectives.get(self.algorithm)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names of ``OPS`` that the rule is for."""
+        return _listed(self.op) or tuple(op for op in OPS if op not in _UNLESS_ASKED)
+
+    @property
+    def passes(self) -> bool:
+        """Whether calls that fit are left to the native backend."""
+        return self.codec == "raw"
+
+    def make_codec(self) -> Codec:
+        """Return the codec, with its options."""
+        return codecs.get(self.codec, **self.options)
+
+    def concerns(self, op: str, dtype: torch.dtype) -> bool:
+        """Return whether calls of ``op`` with elements of ``dtype`` fit, if their sizes do."""
+        wanted = _listed(self.dtype)
+        return op in self.ops and dtype in DTYPE_CODES and (not wanted or str(dtype).removeprefix("torch.") in wanted)
+
+    def spans(self, nbytes: int, threshold: int) -> bool:
+        """Return whether a call of ``nbytes`` fits; ``threshold`` holds where the rule says nothing."""
+        least = threshold if self.min_bytes is None else self.min_bytes
+        return least <= nbytes and (self.max_bytes is None or nbytes <= self.max_bytes)
+
+    def is_for(self, *names: str) -> bool:
+        """Return whether the rule is for a group of one of these names."""
+        return any(fnmatchcase(name, self.group) for name in names)
+
+    def __str__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("codec", "options")}
+        shown = [f"{name} {value}" for name, value in given.items() if value not in (None, "*")]
+        return f"{self.make_codec()} for {', '.join(shown) or 'every call but all_gather'}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An ordered list of rules; the first that fits a call decides. A call that none fits passes through unchanged.
+
+    Whatever rules say, these pass: groups of one rank, other types than float32, bfloat16 and float16, reductions that
+    are neither sums nor averages, and all that is not of ``OPS``.
+
+    The size of a call is that of the whole: the tensor of all_reduce and send, the input of reduce_scatter, the output
+    of all_gather; of all_to_all, for each pair of ranks, what one sends the other times the number of ranks.
+
+    Attributes:
+        rules: in order.
+        min_bytes: smaller calls pass, where a rule has no ``min_bytes`` of its own.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    min_bytes: int = 16384
+
+    def __post_init__(self) -> None:
+        _check_kinds("policy", self, rules=(tuple,), min_bytes=(int,))
+        if self.min_bytes < 0:
+            raise ConfigError(f"policy: min_bytes={self.min_bytes}; expected a number of bytes, 0 for none")
+
+    @classmethod
+    def of(cls, source: Policy | Mapping[str, Any] | str | Path | None) -> Policy:
+        """Return the policy that ``source`` means: one, a mapping of its attributes, or a YAML file with them.
+
+        Rules are mappings of the attributes of ``Rule``. None means that all passes.
+
+        Raises:
+            ConfigError: the file cannot be read, an unknown key, or a value that cannot be used.
+        """
+        if source is None:
+            return cls()
+        if isinstance(source, Policy):
+            return source
+        if isinstance(source, Mapping):
+            return cls._parse(source)
+        if not isinstance(source, (str, Path)):
+            raise ConfigError(
+                f"policy: got a {type(source).__name__}; expected a fusionlayer.backend.Policy, a mapping with 'rules', "
+                "or the path of a YAML file"
+            )
+        try:
+            data = yaml.safe_load(Path(source).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"policy {source} cannot be read: {' '.join(str(error).split())}") from error
+        try:
+            return cls._parse(data)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+    @classmethod
+    def _parse(cls, data: object) -> Policy:
+        _check_keys("policy", data, cls)
+        assert isinstance(data, Mapping)
+        entries = data.get("rules", ())
+        if not isinstance(entries, (list, tuple)):
+            raise ConfigError(f"policy: rules={entries!r:.60}; expected a list of rules")
+        rules = [entry if isinstance(entry, Rule) else _rule(number, entry) for number, entry in enumerate(entries, 1)]
+        return cls(**{**data, "rules": tuple(rules)})
+
+    @property
+    def facts(self) -> str:
+        """All that must be equal on the ranks of a group, as text, one rule a line."""
+        rules = [f"{number}: {rule}" for number, rule in enumerate(self.rules, 1)]
+        return "\n".join([*rules, f"min_bytes {self.min_bytes}, wire version {WIRE_VERSION}"])
+
+
+def _rule(number: int, entry: object) -> Rule:
+    try:
+        _check_keys("rule", entry, Rule)
+        assert isinstance(entry, Mapping)
+        if "codec" not in entry:
+            raise ConfigError(f"rule: {dict(entry)!r:.80} lacks 'codec'")
+        return Rule(**entry)
+    except ConfigError as error:
+        raise ConfigError(f"policy, rule {number}: {str(error).removeprefix('rule: ')}") from None
+
+
+def _listed(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _check_keys(what: str, data: object, kind: type[Policy] | type[Rule]) -> None:
+    known = [f.name for f in fields(kind)]
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{what}: {data!r:.60}; expected keys and values, of: {', '.join(known)}")
+    for key in data:
+        if key not in known:
+            raise ConfigError(f"{what}: unknown key {key!r}; {nearest(str(key), known)}")
+
+
+def _check_kinds(what: str, given: object, **kinds: tuple[Any, ...]) -> None:
+    for name, kind in kinds.items():
+        value = getattr(given, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            names = " or ".join("null" if k is type(None) else k.__name__ for k in kind)
+            raise ConfigError(f"{what}: {name}={value!r:.60} has type {type(value).__name__}; expected {names}")

@@ -1,0 +1,164 @@
+"""DeepSpeed whose traffic is compressed by a section of its configuration; DeepSpeed itself is imported when used."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ... import backend, context
+from ...errors import ConfigError
+from .gradients import Gradients, clear_padding_of_weights
+from .section import KEY, Section, Traffic
+
+__all__ = ["Gradients", "Section", "Traffic", "init_distributed", "initialize", "install", "read"]
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Do what ``deepspeed.initialize`` does, with its arguments and its four results, as ``"fusionlayer"`` says.
+
+    The section is looked for in ``config``, a mapping or the path of an HJSON file, or the file that
+    ``args.deepspeed_config`` names. Without it, or with ``"enabled": false``, this is DeepSpeed alone. The backend is
+    started before DeepSpeed starts one. The engine's ``fusionlayer`` is a ``Gradients``.
+
+    Raises:
+        ConfigError: a key of the section is unknown or its value cannot be used, torch.distributed runs already with
+            another backend, or DeepSpeed is not installed.
+        PlanMismatch: ranks have different sections.
+    """
+    deepspeed = _deepspeed()
+    original = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
+    call = inspect.signature(original).bind(*args, **kwargs)
+    config, put = _configuration(call.arguments)
+    section = None if config is None else Section.of(config)
+    if config is None or section is None:
+        return tuple(original(*args, **kwargs))  # type: ignore[return-value]
+    put({key: value for key, value in config.items() if key != KEY})
+    if not section.enabled:
+        return tuple(original(*call.args, **call.kwargs))  # type: ignore[return-value]
+    _start(section)
+    engine, *rest = original(*call.args, **call.kwargs)
+    engine.fusionlayer = Gradients(engine, section)
+    if section.weights.compresses and engine.zero_optimization_stage() == 3:
+        clear_padding_of_weights(engine.optimizer)
+    return engine, *rest  # type: ignore[return-value]
+
+
+def init_distributed(config: Mapping[str, Any] | str | Path, **kwargs: Any) -> None:
+    """Start torch.distributed with the backend as the section of ``config`` says, before something else starts it.
+
+    For programs in which a framework calls ``deepspeed.initialize``, with ``install``; or which need process groups
+    before there is a model, as those with a ``PipelineModule`` do.
+
+    Args:
+        config: a mapping or the path of an HJSON file; without an enabled section DeepSpeed's own backend is started.
+        kwargs: of ``deepspeed.init_distributed``, such as ``timeout``.
+
+    Raises:
+        ConfigError, PlanMismatch: as ``initialize``.
+    """
+    section = Section.of(read(config))
+    if section is None or not section.enabled:
+        _deepspeed().init_distributed(**kwargs)
+    else:
+        _start(section, **kwargs)
+
+
+def install(config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+    """Put ``initialize`` in the place of ``deepspeed.initialize``, so that frameworks call it; twice is once.
+
+    Args:
+        config: also start the backend, as ``init_distributed``: frameworks start one before they initialize.
+        kwargs: of ``deepspeed.init_distributed``.
+    """
+    deepspeed = _deepspeed()
+    if not hasattr(deepspeed.initialize, "__wrapped__"):
+        deepspeed.initialize = functools.wraps(deepspeed.initialize)(initialize)
+    if config is not None:
+        init_distributed(config, **kwargs)
+
+
+def read(config: object) -> dict[str, Any]:
+    """Return a DeepSpeed configuration: the mapping itself, or what DeepSpeed reads for a path.
+
+    Raises:
+        ConfigError: there is no such file, or it is none.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, (str, Path)):
+        raise ConfigError(f"DeepSpeed configuration {config!r}; expected keys and values, or the path of a file")
+    _deepspeed()
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    try:
+        return dict(load_ds_config(str(config)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed configuration {config}: {' '.join(str(error).split())}") from error
+
+
+def _start(section: Section, **kwargs: Any) -> None:
+    """Start the backend with the section's policy, or see that it runs, and that all ranks have the same section."""
+    deepspeed = _deepspeed()
+    if dist.is_initialized() and backend.NAME not in dist.get_backend_config():
+        raise ConfigError(
+            f"torch.distributed runs already with the backend {dist.get_backend_config()!r}, which cannot compress what "
+            "DeepSpeed sends; let fusionlayer.deepspeed start it: remove the call of init_process_group or "
+            "init_distributed, or put fusionlayer.deepspeed.init_distributed(config) in its place"
+        )
+    if deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+        # DeepSpeed would compile it for half a minute; it sums activations of inference.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    runs = dist.is_initialized()
+    if not runs:
+        backend.use(section.policy)
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=backend.NAME, **kwargs)
+    if runs:
+        backend.adopt(section.policy)
+    transport = context.transport()
+    transport.check_agreement(f'the section "{KEY}" of the DeepSpeed configuration', section.digest)
+
+
+def _configuration(arguments: dict[str, Any]) -> tuple[dict[str, Any] | None, Callable[[dict[str, Any]], None]]:
+    """Return the configuration among the arguments of ``deepspeed.initialize``, and what puts another in its place."""
+    for name in ("config", "config_params"):
+        if arguments.get(name) is not None:
+            return read(arguments[name]), functools.partial(arguments.__setitem__, name)
+    args = arguments.get("args")
+    path = getattr(args, "deepspeed_config", None)
+    if path is None:
+        return None, lambda config: None
+
+    def put(config: dict[str, Any]) -> None:
+        # DeepSpeed takes a configuration from one place only.
+        arguments["config"] = config
+        arguments["args"] = _Without(args)
+
+    return read(path), put
+
+
+class _Without:
+    """Parsed arguments that name no file of a configuration."""
+
+    deepspeed_config = None
+
+    def __init__(self, args: object) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+
+def _deepspeed() -> Any:
+    try:
+        return importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise ConfigError(
+            f"fusionlayer.deepspeed needs DeepSpeed ({error}); install it: pip install 'fusionlayer[deepspeed]'"
+        ) from error

@@ -1,0 +1,273 @@
+"""What DeepSpeed's engine knows of the gradients that it sends, handed to the backend with each collective.
+
+The backend sees a flat tensor. The methods of an engine and its optimizer that make these tensors know whose gradients
+they hold; here they are replaced on the one engine, by functions that call them with a ``hint``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...backend import hints
+from ...errors import ConfigError
+from ...plan import Bucket, Slot
+from ...scheduler.memory import Memory
+from .section import Section
+from .spans import Part, Spans
+
+__all__ = ["Gradients", "clear_padding_of_weights", "padding_of"]
+
+_STAGE3 = "_DeepSpeedZeroOptimizer_Stage3"
+
+
+class Gradients:
+    """The hold that fusionlayer has on one engine's gradients: ``engine.fusionlayer``.
+
+    Attributes:
+        section: what the configuration says.
+    """
+
+    def __init__(self, engine: Any, section: Section) -> None:
+        self.section = section
+        self._engine = engine
+        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._exempt = {
+            name for name in self._names.values() if any(fnmatchcase(name, each) for each in section.exempt)
+        }
+        self._memory = Memory()
+        self._residuals: dict[tuple[tuple[Slot, ...], int], Tensor] = {}
+        self._spans = Spans()
+        if section.gradients.compresses:
+            self._attach()
+
+    @property
+    def exempt(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients travel as they are."""
+        return tuple(sorted(self._exempt))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's error feedback, by parameter name and range of elements."""
+        return dict(self._memory.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` of the same rank returned."""
+        self._memory.load_state_dict(state)
+
+    def _attach(self) -> None:
+        optimizer, stage = self._engine.optimizer, self._engine.zero_optimization_stage()
+        if stage == 0:
+            _replace(self._engine, "allreduce_no_retain", self._stage0)
+            _replace(self._engine, "allreduce_bucket", self._with_residual)
+        elif stage < 3:
+            _replace(optimizer, "average_tensor", self._average_tensor)
+            _replace(optimizer, "allreduce_and_scatter", self._stage2)
+            _replace(optimizer, "allreduce_bucket", self._with_residual)
+        else:
+            _replace(optimizer, f"{_STAGE3}__avg_scatter_grads", self._stage3)
+            _replace(optimizer, f"{_STAGE3}__avg_scatter_contiguous_grads", self._stage3_contiguous)
+
+    # ---- ZeRO 0 and pipelines: lists of gradients --------------------------------------------------------------------
+
+    def _stage0(self, original: Callable[..., None], bucket: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        self._spans = Spans()
+        optimizer = self._engine.optimizer
+        for parameter in self._engine.module.parameters():
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                self._spans.add(self._names[id(parameter)], parameter.grad)
+        if hasattr(optimizer, "fp32_groups_gradients"):  # of bf16 parameters, accumulated in one buffer for each group
+            for parameters, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    self._spans.add(self._names[id(parameter)], gradient)
+        cut = [piece for tensor in bucket for piece in self._cut(tensor)]
+        for exempt in (True, False):
+            pieces = [tensor for plain, tensor in cut if plain is exempt]
+            if pieces:
+                with self._plain(exempt):
+                    original(pieces, *args, **kwargs)
+
+    # ---- ZeRO 1 and 2: slices of a buffer of gradients ---------------------------------------------------------------
+
+    def _average_tensor(self, original: Callable[..., None], tensor: Tensor, dtype: torch.dtype) -> None:
+        optimizer = self._engine.optimizer
+        parameters = [optimizer.bit16_groups[group][index] for group, index, _ in optimizer.ipg_buckets[dtype].params]
+        self._spans = Spans()
+        self._spans.add_run(tensor, [(self._names[id(each)], each.numel()) for each in parameters])
+        if optimizer.reduce_scatter:
+            original(tensor, dtype)
+        else:
+            with self._whole(tensor):
+                original(tensor, dtype)
+
+    def _stage2(
+        self, original: Callable[..., None], bucket: Sequence[tuple[Any, ...]], *args: Any, **kwargs: Any
+    ) -> None:
+        # An element has the ranks it is for, the tensor, and perhaps where to, in which case it is of one parameter.
+        cut = [
+            (plain, (ranks, piece, *rest)) for ranks, tensor, *rest in bucket for plain, piece in self._cut(tensor)
+        ]
+        for exempt in (True, False):
+            pieces = [element for plain, element in cut if plain is exempt]
+            if pieces:
+                with self._plain(exempt):
+                    original(pieces, *args, **kwargs)
+
+    # ---- ZeRO 3: whole gradients, of which each rank gets a part -----------------------------------------------------
+
+    def _stage3(
+        self, original: Callable[..., list[Tensor]], parameters: Sequence[Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        results: dict[int, Tensor] = {}
+        for exempt in (True, False):
+            chosen = [each for each in parameters if (self._names[id(each)] in self._exempt) is exempt]
+            if not chosen:
+                continue
+            size = dist.get_world_size(self._engine.optimizer._get_param_partition_group(chosen[0]))
+            padding = padding_of([parameter.grad.numel() for parameter in chosen if parameter.grad is not None], size)
+            with self._plain(exempt, padding):
+                results.update(zip(map(id, chosen), original(chosen, dtype), strict=True))
+        return [results[id(parameter)] for parameter in parameters]
+
+    def _stage3_contiguous(
+        self, original: Callable[..., list[Tensor]], buffer: Tensor, dtype: torch.dtype
+    ) -> list[Tensor]:
+        parameters = self._engine.optimizer.ipg_buckets[dtype].params
+        with self._plain(any(self._names[id(each)] in self._exempt for each in parameters)):
+            return original(buffer, dtype)
+
+    # ---- all of them -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _plain(self, plain: bool, padding: tuple[slice, ...] = ()) -> Iterator[None]:
+        warm = self._engine.global_steps >= self.section.warmup_steps
+        with hints.hint(plain=plain or not warm, padding=padding):
+            yield
+
+    @contextmanager
+    def _whole(self, tensor: Tensor) -> Iterator[None]:
+        parts = list(self._spans.parts(tensor))
+        with self._plain(any(part.name in self._exempt for part in parts)), self._fed_back([tensor]):
+            yield
+
+    def _with_residual(
+        self, original: Callable[..., Tensor], bucket: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        with self._fed_back(bucket):
+            return original(bucket, *args, **kwargs)
+
+    @contextmanager
+    def _fed_back(self, bucket: Sequence[Tensor]) -> Iterator[None]:
+        """Let the sum of these tensors, one behind the other, have the error feedback of their elements."""
+        outer = hints.current()
+        if outer.plain or not self.section.error_feedback:
+            yield
+            return
+        with hints.hint(residual=self._residual(bucket), padding=outer.padding):
+            yield
+
+    def _residual(self, bucket: Sequence[Tensor]) -> Tensor | None:
+        slots: list[Slot] = []
+        total = 0
+        for tensor in bucket:
+            slots += [_slot(part, total) for part in self._spans.parts(tensor)]
+            total += tensor.numel()
+        if not slots:
+            return None
+        layout = (tuple(slots), total)
+        if layout not in self._residuals:
+            names = {slot.name for slot in slots}
+            gradients = self.section.gradients
+            form = Bucket(layout[0], total, "float32", gradients.codec, gradients.options)
+            flat = self._memory.flat(form, bucket[0].device)
+            kept = {
+                other: residual
+                for other, residual in self._residuals.items()
+                if names.isdisjoint(slot.name for slot in other[0])
+            }
+            self._residuals = {**kept, layout: flat}
+        return self._residuals[layout]
+
+    def _cut(self, tensor: Tensor) -> Iterator[tuple[bool, Tensor]]:
+        """Yield ``tensor`` in as few pieces as hold none but exempt gradients, or none of them, and which it is."""
+        runs = [
+            (exempt, next(parts).offset)
+            for exempt, parts in groupby(self._spans.parts(tensor), key=lambda part: part.name in self._exempt)
+        ]
+        if len(runs) < 2:
+            yield (runs[0][0] if runs else False), tensor
+            return
+        flat = tensor.view(-1)
+        starts = [0, *(offset for _, offset in runs[1:]), flat.numel()]
+        for (exempt, _), start, stop in zip(runs, starts, starts[1:], strict=False):
+            yield exempt, flat[start:stop]
+
+
+def padding_of(numels: Sequence[int], size: int) -> tuple[slice, ...]:
+    """Return which elements of ZeRO-3's buffer of gradients are padding, which DeepSpeed leaves as memory was.
+
+    The buffer has a row for each of ``size`` ranks, and in it a piece of each gradient, equally long in all rows.
+    """
+    if len(numels) == 1 and numels[0] % size == 0:
+        return ()
+    chunks = [math.ceil(numel / size) for numel in numels]
+    row = sum(chunks)
+    found = []
+    for rank in range(size):
+        place = rank * row
+        for numel, chunk in zip(numels, chunks, strict=True):
+            filled = min(max(numel - rank * chunk, 0), chunk)
+            if filled < chunk:
+                found.append(slice(place + filled, place + chunk))
+            place += chunk
+    return tuple(found)
+
+
+def clear_padding_of_weights(optimizer: Any) -> None:
+    """Fill with zeros what ZeRO-3 has allocated behind the last elements of partitioned weights, and left as it was.
+
+    What is there travels with the weights, in blocks with them; the optimizer's copies are filled likewise, and
+    gradients there are zeros, so it stays.
+    """
+    with torch.no_grad():
+        for group in optimizer.fp16_groups:
+            for parameter in group:
+                numel = parameter.partition_numel()
+                rank = dist.get_rank(optimizer._get_param_partition_group(parameter))
+                filled = min(max(parameter.ds_numel - rank * numel, 0), numel)
+                if filled == numel:
+                    continue
+                parameter.ds_tensor.view(-1)[filled:].zero_()
+                index, place, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                master = optimizer.fp32_partitioned_groups_flat[index]
+                if master.numel() >= place + numel:  # it is elsewhere where it was swapped out
+                    master[place + filled : place + numel].zero_()
+
+
+def _slot(part: Part, total: int) -> Slot:
+    return Slot(part.key, part.stop - part.start, total + part.offset)
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let ``owner.name(...)`` call ``function`` with the method that was there, and the arguments."""
+    original = getattr(owner, name, None)
+    if original is None:
+        import deepspeed
+
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} with a {type(owner).__name__} that has no method {name.lstrip('_')!r}; "
+            "fusionlayer knows DeepSpeed 0.19, and no offloading variants of ZeRO: use those, or set "
+            '"gradients": "raw" in the section "fusionlayer"'
+        )
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)

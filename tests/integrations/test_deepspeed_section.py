@@ -1,0 +1,122 @@
+"""The section of a DeepSpeed configuration: what it means, and what each mistake in it is answered with."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fusionlayer import ConfigError
+from fusionlayer.integrations.deepspeed.gradients import padding_of
+from fusionlayer.integrations.deepspeed.section import ROUTERS, Section, Traffic
+from fusionlayer.integrations.deepspeed.spans import Part, Spans
+
+pytestmark = pytest.mark.short
+
+
+def section(given: Any, stage: int = 2, **zero: Any) -> Section:
+    found = Section.of({"zero_optimization": {"stage": stage, **zero}, "fusionlayer": given})
+    assert found is not None
+    return found
+
+
+def test_what_is_left_out_or_auto() -> None:
+    assert Section.of({"zero_optimization": {"stage": 3}}) is None
+    plain = section({})
+    assert plain == section({"gradients": "auto", "weights": {"codec": "auto"}, "error_feedback": "auto"})
+    assert plain.gradients == Traffic("int8") and not plain.weights.compresses and not plain.activations.compresses
+    assert plain.error_feedback and plain.exempt == ROUTERS and plain.warmup_steps == 0
+    assert not section({}, stage=3).error_feedback, "each rank would keep all of a sharded model's gradients"
+    assert not section({"gradients": "raw"}).error_feedback
+    # Hugging Face fills in values that are "auto", and leaves those that it does not know.
+    assert Section.of({"zero_optimization": "auto", "fusionlayer": {}}) is not None
+
+
+def test_roles_become_rules_of_operations() -> None:
+    found = section(
+        {
+            "gradients": {"codec": "int4", "options": {"group_size": 64}, "algorithm": "ring", "min_bytes": 10},
+            "weights": "int8",
+            "activations": "bf16",
+        }
+    )
+    rules = {rule.op: rule for rule in found.policy.rules}
+    assert {op: rule.codec for op, rule in rules.items()} == {
+        **{"all_reduce": "int4", "reduce_scatter": "int4", "all_gather": "int8"},
+        **{"all_to_all": "bf16", "send": "bf16"},
+    }
+    assert rules["all_reduce"].algorithm == "ring" and rules["reduce_scatter"].algorithm is None
+    assert rules["all_reduce"].options == {"group_size": 64} and rules["all_reduce"].min_bytes == 10
+    assert found.digest != section({"gradients": "int4"}).digest
+
+
+def test_presets_are_defaults() -> None:
+    plus = section({"zero_plus_plus": True}, stage=3)
+    assert (plus.gradients.codec, plus.weights.codec) == ("int4", "int8")
+    assert section({"zero_plus_plus": True, "weights": "mxfp8"}, stage=3).weights.codec == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("given", "stage", "zero", "message"),
+    [
+        ("int8", 2, {}, "fusionlayer='int8' is a str; expected keys and values"),
+        ({"gradient": "int8"}, 2, {}, "unknown key 'gradient'; did you mean 'gradients'?"),
+        ({"gradients": {"codek": "int8"}}, 2, {}, "unknown key gradients.'codek'; did you mean 'codec'?"),
+        ({"gradients": "int5"}, 2, {}, "gradients: unknown codec 'int5'; did you mean"),
+        ({"gradients": 8}, 2, {}, "gradients=8 is a int; expected a codec's name"),
+        ({"gradients": {"codec": "int8", "options": {"grup_size": 8}}}, 2, {}, "cannot take the options"),
+        ({"gradients": {"algorithm": "rung"}}, 2, {}, "gradients.algorithm='rung'; did you mean 'ring'?"),
+        ({"weights": {"codec": "int8", "algorithm": "ring"}}, 2, {}, "weights.algorithm='ring'; only all-reduces"),
+        ({"gradients": {"min_bytes": -1}}, 2, {}, "min_bytes=-1; expected 0 or more"),
+        ({"gradients": {"min_bytes": "big"}}, 2, {}, "gradients.min_bytes='big' is a str; expected a whole number"),
+        ({"enabled": 1}, 2, {}, "enabled=1 is a int; expected true or false"),
+        ({"error_feedback": "yes"}, 2, {}, "error_feedback='yes' is a str; expected true or false, or \"auto\""),
+        ({"warmup_steps": -1}, 2, {}, "warmup_steps=-1; expected 0 or more"),
+        ({"exempt": "*router*"}, 2, {}, "exempt='*router*'; expected a list of patterns"),
+        ({"error_feedback": True}, 3, {}, "error_feedback=true with ZeRO stage 3"),
+        ({"weights": "int8"}, 0, {}, "only ZeRO 1 to 3 send weights"),
+        ({"zero_plus_plus": True, "one_bit": True}, 2, {}, "choose one"),
+        ({"gradients": "topk"}, 2, {}, "leaves most elements out"),
+        ({}, 2, {"use_multi_rank_bucket_allreduce": False}, "use_multi_rank_bucket_allreduce=false"),
+        ({}, 3, {"zero_quantized_gradients": True}, "zero_quantized_gradients is true; one of the two"),
+        ({}, 3, {"stage3_use_all_reduce_for_fetch_params": True}, "cannot be told from gradients"),
+    ],
+)
+def test_mistakes(given: Any, stage: int, zero: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        section(given, stage, **zero)
+    assert str(raised.value).startswith('section "fusionlayer"')
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_disabled_forbids_nothing() -> None:
+    assert not section({"enabled": False}, 3, zero_quantized_gradients=True).enabled
+
+
+def test_spans_of_gradients_in_a_buffer_and_alone() -> None:
+    spans = Spans()
+    buffer, alone = torch.zeros(100), torch.zeros(4, 5)
+    spans.add_run(buffer[10:60], [("a", 20), ("b", 30)])
+    spans.add("c", alone)
+    assert list(spans.parts(buffer[5:40])) == [Part("a", 0, 20, 5), Part("b", 0, 10, 25)]
+    assert list(spans.parts(buffer[35:])) == [Part("b", 5, 30, 0)]
+    assert list(spans.parts(alone)) == [Part("c", 0, 20, 0)]
+    assert list(spans.parts(torch.zeros(3))) == [] and list(spans.parts(buffer[60:])) == []
+    assert Part("b", 5, 30, 0).key == "b[5:30]"
+
+
+@pytest.mark.parametrize(("numels", "size"), [([7], 2), ([8], 2), ([1, 2, 3], 4), ([10, 4, 1], 3), ([5, 5], 5)])
+def test_padding_is_where_deepspeed_puts_it(numels: list[int], size: int) -> None:
+    """The rows that DeepSpeed makes are made here one element at a time: 0 where it fills up."""
+    expected = []
+    for rank in range(size):
+        for numel in numels:
+            chunk = -(-numel // size)
+            expected += [float(rank * chunk + i < numel) for i in range(chunk)]
+    row = torch.ones(len(expected))
+    for piece in padding_of(numels, size):
+        assert piece.stop > piece.start
+        row[piece] = 0
+    assert row.tolist() == expected
