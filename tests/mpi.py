@@ -22,6 +22,14 @@ def mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
+@cache
+def version() -> str:
+    """Return what ``mpirun --version`` says, nothing if there is none."""
+    if mpirun() is None:
+        return ""
+    return subprocess.run([mpirun() or "", "--version"], capture_output=True, text=True, check=False).stdout
+
+
 def start(ranks: int, program: list[str], *options: str, seconds: float = 55, **variables: str) -> str:
     """Return what ``program`` printed on all ranks; it must succeed on each."""
     done = attempt(ranks, program, *options, seconds=seconds, **variables)

@@ -9,7 +9,7 @@ the thread sleeps, for MPI itself would keep a core busy.
 from __future__ import annotations
 
 import atexit
-import logging
+import faulthandler
 import os
 import struct
 import threading
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MpiLink", "load_mpi", "wait_until"]
-
-_logger = logging.getLogger("fusionlayer")
 
 # Seconds of sleep between two looks: the first after a few looks without, then twice as long each time.
 _LOOKS_AT_ONCE = 20
@@ -101,7 +99,7 @@ class MpiLink(ExchangeLink):
         self.comm = comm
         self._mpi = load_mpi()
         self._name = name.encode()
-        self._tags = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB) + 1
+        self._tags: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB) + 1
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False
@@ -180,14 +178,7 @@ class MpiLink(ExchangeLink):
 
 def _finalize_in_time(mpi: Any) -> None:
     """End MPI, or this process if that takes too long: a process that does not answer would be waited for for ever."""
-
-    def give_up() -> None:
-        _logger.error("MPI does not end after a failed call; this process ends without it")
-        os._exit(1)
-
     if not mpi.Is_finalized():
-        timer = threading.Timer(_LAST_WAIT, give_up)
-        timer.daemon = True
-        timer.start()
+        faulthandler.dump_traceback_later(_LAST_WAIT, exit=True)  # mpi4py lets no other thread run while MPI ends
         mpi.Finalize()
-        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

@@ -20,7 +20,7 @@ from ._side_store import open_store
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiTransport", "of_world"]
 
 
 @dataclass
@@ -51,12 +51,12 @@ class _Meeting(Meeting):
 class MpiTransport(LinkedTransport):
     """This process's end of an MPI communicator; all its processes make it together.
 
-    Traffic is on communicators of its own, as bytes; sums are added here, in rank order and float32. CUDA tensors travel
-    through pinned host memory. ``send`` may wait for the matching ``recv``. A thread that waits sleeps.
+    Traffic is on communicators of its own, as bytes; sums are added here, in rank order and float32. CUDA tensors
+    travel through pinned host memory. ``send`` may wait for the matching ``recv``. A thread that waits sleeps.
 
     The processes watch each other through a TCP store that rank 0 keeps, at a port that the system chooses and an
-    address that MPI carries to the others. So late, stopped and erring ranks are named as by ``C10dTransport``. A process
-    that dies is named only if the launcher lets the others live (Open MPI: ``mpirun --enable-recovery``).
+    address that MPI carries to the others. So late, stopped and erring ranks are named as by ``C10dTransport``. A
+    process that dies is named only if the launcher lets the others live (Open MPI 4: ``mpirun --enable-recovery``).
 
     Args:
         comm: which processes; None is ``MPI.COMM_WORLD``.
@@ -104,6 +104,12 @@ class MpiTransport(LinkedTransport):
         # Two threads may duplicate two transports, each on the communicator of its own.
         self._meeting = replace(self._meeting, comm=comm)
         yield "cpu", MpiLink(comm, self._meeting.name, self.timeout)
+
+
+def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> MpiTransport:
+    """Return a transport over all processes of the job. ``ranks_per_node``: None for those of a host."""
+    node = None if ranks_per_node is None else f"node {load_mpi().COMM_WORLD.rank // ranks_per_node}"
+    return MpiTransport(None, timeout, stall_warning=stall_warning, node=node)
 
 
 def _world_ranks(mpi: Any, comm: MPI.Intracomm) -> tuple[int, ...]:
