@@ -70,7 +70,10 @@ class Config:
     timeout: float = _setting(
         "seconds that a collective waits for its peers; `FUSIONLAYER_TIMEOUT` overrides it", 300.0
     )
-    stall_warning: float = _setting("seconds of waiting after which late ranks are named in a warning", 60.0)
+    stall_warning: float = _setting(
+        "seconds of waiting after which late ranks are named in a warning; `FUSIONLAYER_STALL_WARNING` overrides it",
+        60.0,
+    )
     timeline: str | None = _setting(
         "file for a timeline in Chrome's trace format, `.<rank>` appended; `FUSIONLAYER_TIMELINE` overrides it", None
     )
@@ -130,12 +133,12 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
     path = environ.get("FUSIONLAYER_CONFIG")
     if path:
         values = _read(Path(path))
-    if environ.get("FUSIONLAYER_TIMEOUT"):
-        try:
-            values["timeout"] = float(environ["FUSIONLAYER_TIMEOUT"])
-        except ValueError:
-            given = environ["FUSIONLAYER_TIMEOUT"]
-            raise ConfigError(f"FUSIONLAYER_TIMEOUT={given!r}; expected a number of seconds") from None
+    for variable, key in (("FUSIONLAYER_TIMEOUT", "timeout"), ("FUSIONLAYER_STALL_WARNING", "stall_warning")):
+        if environ.get(variable):
+            try:
+                values[key] = float(environ[variable])
+            except ValueError:
+                raise ConfigError(f"{variable}={environ[variable]!r}; expected a number of seconds") from None
     if environ.get("FUSIONLAYER_TIMELINE"):
         values["timeline"] = environ["FUSIONLAYER_TIMELINE"]
     if environ.get("FUSIONLAYER_TRANSPORT"):
@@ -179,6 +182,7 @@ def describe() -> str:
             "|---|---|",
             "| `FUSIONLAYER_CONFIG` | file with the settings above |",
             "| `FUSIONLAYER_TIMEOUT` | seconds that a collective waits for its peers |",
+            "| `FUSIONLAYER_STALL_WARNING` | seconds until late ranks are named; `inf`: never |",
             "| `FUSIONLAYER_TIMELINE` | file for a timeline |",
             "| `FUSIONLAYER_TRANSPORT` | `c10d`, `mpi` or `horovod` |",
             "| `FUSIONLAYER_ISA` | instruction set of the CPU core: avx512, avx2, baseline, auto (default) |",

@@ -31,7 +31,7 @@ from . import environment
 from .spawn import run_on_ranks, without_launcher
 from .tables import plain_table
 
-__all__ = ["Finding", "add_parser", "diagnose"]
+__all__ = ["Finding", "add_parser", "diagnose", "report"]
 
 _PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "horovod", "deepspeed", "matplotlib", "rich")
 _NEEDED = ("numpy", "scipy", "PyYAML")
@@ -76,10 +76,15 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print what ``options`` ask for; return the exit status."""
+    return report(options.json)
+
+
+def report(as_json: bool) -> int:
     """Print the findings; return the exit status."""
     findings = diagnose()
     failed = [finding for finding in findings if finding.state == "FAIL"]
-    if options.json:
+    if as_json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         rows = [(finding.section, finding.name, finding.state, finding.detail) for finding in findings]

@@ -13,6 +13,7 @@ __all__ = ["FUSIONLAYER", "HOROVOD", "HOROVOD_UNUSED", "Variable", "report"]
 FUSIONLAYER = {
     "FUSIONLAYER_CONFIG": "file of settings",
     "FUSIONLAYER_TIMEOUT": "seconds that a collective waits for its peers",
+    "FUSIONLAYER_STALL_WARNING": "seconds until late ranks are named",
     "FUSIONLAYER_TIMELINE": "file for a timeline",
     "FUSIONLAYER_TRANSPORT": "what moves bytes between processes",
     "FUSIONLAYER_ISA": "instruction set of the CPU core",
@@ -30,7 +31,8 @@ HOROVOD = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "where processes of horovodrun meet",
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "where processes of horovodrun meet",
     "HOROVOD_FUSION_THRESHOLD": "bytes of a fused message of fusionlayer.torch",
-    "HOROVOD_CYCLE_TIME": "milliseconds that fusionlayer.torch collects small tensors",
+    "HOROVOD_CACHE_CAPACITY": "names that ranks of fusionlayer.torch remember of each other",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "seconds that fusionlayer.torch waits for peers",
     "HOROVOD_TIMELINE": "file for a timeline of fusionlayer.torch",
     "HOROVOD_STALL_CHECK_DISABLE": "no warning of stalls in fusionlayer.torch",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds until fusionlayer.torch warns of a stall",
@@ -42,7 +44,7 @@ HOROVOD = {
 
 # Why what a user of Horovod has set changes nothing.
 HOROVOD_UNUSED = {
-    "HOROVOD_CACHE_CAPACITY": "plans are agreed once, so there are no responses to cache",
+    "HOROVOD_CYCLE_TIME": "messages leave when they are complete, so there is no cycle to wait for",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
     "HOROVOD_HIERARCHICAL_ALLGATHER": "gathers between nodes go once by themselves",
     "HOROVOD_TORUS_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
@@ -62,7 +64,6 @@ HOROVOD_UNUSED = {
     "HOROVOD_BATCH_D2D_MEMCOPIES": "tensors are always copied in one call",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "results are always ordered by streams",
     "HOROVOD_GLOO_IFACE": "GLOO_SOCKET_IFNAME names the interface",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "FUSIONLAYER_TIMEOUT is the deadline",
     "HOROVOD_CROSS_RANK": "it follows from rank and local rank",
     "HOROVOD_CROSS_SIZE": "it follows from size and local size",
 }

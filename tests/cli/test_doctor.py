@@ -62,7 +62,7 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     monkeypatch.setenv("FUSIONLAYER_CONFIG", "/no/such/file")
     monkeypatch.setenv("FUSIONLAYER_TIMEOT", "3")
-    monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "3")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1000")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -75,7 +75,7 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
         ("environment", "settings"): ("FAIL", "FUSIONLAYER_CONFIG=/no/such/file"),
         ("environment", "launcher"): ("FAIL", "RANK is set and WORLD_SIZE is not"),
         ("environment", "FUSIONLAYER_TIMEOT"): ("note", "did you mean 'FUSIONLAYER_TIMEOUT'?"),
-        ("environment", "HOROVOD_CACHE_CAPACITY"): ("note", "means nothing here"),
+        ("environment", "HOROVOD_CYCLE_TIME"): ("note", "means nothing here"),
         ("environment", "HOROVOD_FUSION_THRESHOLD"): ("ok", "1000 (bytes of a fused message"),
     }
     for key, (state, words) in wanted.items():
