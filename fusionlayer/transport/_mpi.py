@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import os
 import struct
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, UsageError
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, Message
+from ._waiting import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiLink", "load_mpi", "wait_until"]
-
-# Seconds of sleep between two looks: the first after a few looks without, then twice as long each time.
-_LOOKS_AT_ONCE = 20
-_SHORTEST_SLEEP = 20e-6
-_LONGEST_SLEEP = 500e-6
+__all__ = ["MpiLink", "load_mpi"]
 
 # MPI counts elements in 32 bits.
 _PIECE_BYTES = 1 << 30
@@ -69,20 +63,6 @@ def load_mpi() -> Any:
             "or initialize MPI with MPI_THREAD_MULTIPLE"
         )
     return MPI
-
-
-def wait_until(done: Callable[[], bool], deadline: float, is_given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Return true when ``done()`` is, false when it is given up or the monotonic clock reaches ``deadline``."""
-    looks = 0
-    while not done():
-        if is_given_up() or time.monotonic() > deadline:
-            return False
-        looks += 1
-        if looks <= _LOOKS_AT_ONCE:
-            os.sched_yield()
-        else:
-            time.sleep(min(_SHORTEST_SLEEP * 2 ** min(looks - _LOOKS_AT_ONCE, 10), _LONGEST_SLEEP))
-    return True
 
 
 class MpiLink(ExchangeLink):

@@ -14,8 +14,9 @@ from torch import Tensor
 from ..errors import TransportError
 from ._link import Link
 from ._linked import LinkedTransport, Meeting
-from ._mpi import MpiLink, load_mpi, wait_until
+from ._mpi import MpiLink, load_mpi
 from ._side_store import open_store
+from ._waiting import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
