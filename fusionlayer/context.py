@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from . import config, launch, native
-from .errors import TransportError, UsageError
+from .errors import ConfigError, TransportError, UsageError
 from .transport import Transport, local
 from .transport.c10d import C10dTransport
 
@@ -36,7 +37,8 @@ def init(timeout: float | None = None) -> None:
     """Join the job that torchrun, mpirun or horovodrun has started this process in; call it first.
 
     A default process group of torch that exists already is used as it is; otherwise one is made, with gloo for CPU and
-    NCCL for CUDA tensors where both are there. Without a launcher the job is this process alone. Twice is once. Within
+    NCCL for CUDA tensors where both are there. With another ``transport`` in the settings no group is made or used, and
+    MPI or Horovod says who the processes are. Without a launcher the job is this process alone. Twice is once. Within
     ``transport.local.run`` there is nothing to do.
 
     Args:
@@ -57,7 +59,11 @@ def init(timeout: float | None = None) -> None:
             native.set_threads(settings.threads)
         place = launch.find_place()
         owns = False
-        if dist.is_available() and dist.is_initialized():
+        shared: dict[dist.ProcessGroup | None, Transport] = {}
+        if settings.transport != "c10d":
+            shared[None] = _open_by_library(settings)
+            place = _place_in(shared[None], place, settings.transport)
+        elif dist.is_available() and dist.is_initialized():
             here = place if place.size == dist.get_world_size() else launch.Place()
             place = launch.Place(
                 dist.get_rank(), dist.get_world_size(), here.local_rank, here.local_size, here.launcher
@@ -76,8 +82,34 @@ def init(timeout: float | None = None) -> None:
             except RuntimeError as error:
                 raise TransportError(f"rank {place.rank} cannot connect to the other ranks: {error}") from error
             owns = True
-        _job = _Job(place, settings, owns, {})
+        _job = _Job(place, settings, owns, shared)
         atexit.register(shutdown)
+
+
+def _open_by_library(settings: config.Config) -> Transport:
+    """Return a transport over the processes of MPI or Horovod, which is imported for it."""
+    module = importlib.import_module(f".transport.{settings.transport}", __package__)
+    opened: Transport = module.of_world(settings.timeout, settings.stall_warning, settings.ranks_per_node)
+    return opened
+
+
+def _place_in(transport: Transport, launched: launch.Place, library: str) -> launch.Place:
+    """Return this process's place as the library of the transport has it; the launcher knows more of the host."""
+    rank, size = transport.rank, transport.size
+    if launched.launcher != "single" and launched.size != size:
+        raise ConfigError(
+            f"transport {library!r} sees {size} processes, the variables of {launched.launcher} say {launched.size}; "
+            f"start with the launcher of the library that is imported here (`fusionlayer doctor` names both)"
+        )
+    if dist.is_available() and dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise ConfigError(
+            f"transport {library!r} makes this rank {rank} of {size}, torch.distributed rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}; give both the same ranks"
+        )
+    if launched.launcher != "single" and launched.rank == rank:
+        return launched
+    (mine,) = (ranks for ranks in transport.nodes if rank in ranks)
+    return launch.Place(rank, size, mine.index(rank), len(mine), library)
 
 
 def shutdown() -> None:

@@ -31,6 +31,7 @@ def test_file_then_environment(tmp_path: Path) -> None:
     settings = from_file(tmp_path, text, FUSIONLAYER_TIMELINE="/tmp/trace", FUSIONLAYER_TIMEOUT="9.5")
     assert settings == Config("int4", {"group_size": 64}, checksum=True, threads=2, timeout=9.5, timeline="/tmp/trace")
     assert from_file(tmp_path, text).timeout == 7
+    assert from_file(tmp_path, "transport: horovod", FUSIONLAYER_TRANSPORT="mpi").transport == "mpi"
 
 
 def test_an_empty_file_and_empty_variables_change_nothing(tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ WRONG = {
     "autotune_options": "[5]",
     "error_feedback": "1",
     "checksum": "'yes'",
+    "transport": "[mpi]",
     "timeout": "soon",
     "stall_warning": "true",
     "timeline": "7",
@@ -77,6 +79,7 @@ def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, name: str) -> None
     [
         ("threads: true", "threads=True"),
         ("threads: 0", "threads=0; expected at least 1"),
+        ("transport: mpii", "unknown transport 'mpii'; did you mean 'mpi'[?]"),
         ("timeout: 0", "timeout=0; expected seconds above 0"),
         ("stall_warning: -1", "stall_warning=-1; expected seconds above 0"),
         ("timeout: .nan", "timeout=nan; expected seconds above 0"),

@@ -60,6 +60,7 @@ def mpirun(
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PATH": f"{os.environ.get('PATH', os.defpath)}:{_SHELL.parent}",
+        "MPI4PY_LIBMPI": "libmpi.so.40",  # this Python may have another Open MPI beside it
         "LAB_HOSTS": " ".join(f"{host.address}={host.name}={host.path}" for host in hosts),
     }
     return [*hosts[0].enter, *named, *start], environment

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import FusionLayerError
-from . import explain, plan, profile, simulate, trace
+from . import bench, doctor, explain, plan, profile, simulate, trace
 
 __all__ = ["main"]
 
-_COMMANDS = (profile, plan, explain, simulate, trace)
+_COMMANDS = (profile, plan, explain, simulate, trace, bench, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,8 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         command.add_parser(commands)
     options = parser.parse_args(arguments)
+    options.arguments = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
-        options.run(options)
+        status: int = options.run(options) or 0
         sys.stdout.flush()
     except FusionLayerError as error:
         print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
@@ -31,4 +32,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 141
-    return 0
+    return status

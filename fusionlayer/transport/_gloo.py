@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._calls import nbytes
-from ._link import Link, LinkError, Message
-from ._sum import sum_in_rank_order
+from ._exchange_link import ExchangeLink
+from ._link import LinkError, Message
 
 __all__ = ["GlooLink"]
 
@@ -32,38 +32,28 @@ TAIL_BYTES = 4096
 SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
 
-# A sum is made by one exchange of everything below the first length, by two exchanges of a share each below the second
-# and by gloo from there on, whose ring keeps one stream on each link and wins 3 to 15 % on 4 hosts. gloo would round
-# 16-bit floats at every hop.
-WHOLE_BELOW_BYTES = 8 << 10
+# From there on a sum is made by gloo, whose ring keeps one stream on each link and wins 3 to 15 % on 4 hosts. It would
+# round 16-bit floats at every hop.
 RING_FROM_BYTES = 1 << 20
 RING_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
-_SECOND_STEP = 1 << 32
 _NEVER_SENT = 0x7FFFFFFF
 
 
-class GlooLink(Link):
+class GlooLink(ExchangeLink):
     """One rank's end of a gloo group of its own.
 
     Raises:
         RuntimeError: not all ranks came in time.
     """
 
-    device = torch.device("cpu")
-
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
+        super().__init__(rank, size, timeout)
         self._lock = threading.Lock()
         # torch's stubs know only a part of its methods.
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout)
         )
-
-    def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        self._exchange(outgoing, incoming, self._deadline())
 
     def _exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message], deadline: float) -> None:
         group = self._open_group()
@@ -101,37 +91,10 @@ class GlooLink(Link):
             raise LinkError(peer, str(error)) from None
 
     def all_reduce(self, x: Tensor, key: int) -> None:
-        deadline = self._deadline()
         if nbytes(x) >= RING_FROM_BYTES and x.dtype in RING_DTYPES:
-            self._ring_all_reduce(x, key, deadline)
-        elif nbytes(x) < WHOLE_BELOW_BYTES:
-            every = list(x.new_empty(self._size, x.numel()).unbind(0))
-            every[self._rank] = x
-            self._all_gather(x, every, key, deadline)
-            sum_in_rank_order(every, x)
+            self._ring_all_reduce(x, key, self._deadline())
         else:
-            shares = self._shares(x)
-            mine = shares[self._rank]
-            parts = list(mine.new_empty(self._size, mine.numel()).unbind(0))
-            self._swap(shares, parts, key, deadline)
-            parts[self._rank] = mine
-            sum_in_rank_order(parts, mine)
-            self._all_gather(mine, shares, key + _SECOND_STEP, deadline)
-
-    def broadcast(self, x: Tensor, root: int, key: int) -> None:
-        deadline = self._deadline()
-        nothing = x[:0]
-        whole = self._size == 2 or x.numel() < WHOLE_BELOW_BYTES
-        shares = [x] * self._size if whole else self._shares(x)
-        mine = shares[self._rank]
-        self._swap(
-            shares if self._rank == root else [nothing] * self._size,
-            [mine if rank == root else nothing for rank in range(self._size)],
-            key,
-            deadline,
-        )
-        if not whole:
-            self._all_gather(mine, shares, key + _SECOND_STEP, deadline)
+            super().all_reduce(x, key)
 
     def close(self) -> None:
         with self._lock:
@@ -165,26 +128,6 @@ class GlooLink(Link):
         except RuntimeError as error:
             self.close()
             raise LinkError(previous, str(error)) from None
-
-    def _swap(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], key: int, deadline: float) -> None:
-        """Send ``sends[j]`` to rank j, receive ``recvs[j]`` from it; the entries of this rank are left alone."""
-        around = [(self._rank + step) % self._size for step in range(1, self._size)]
-        self._exchange(
-            [Message(peer, sends[peer].view(torch.uint8), key) for peer in around if sends[peer].numel()],
-            [Message(peer, recvs[peer].view(torch.uint8), key) for peer in reversed(around) if recvs[peer].numel()],
-            deadline,
-        )
-
-    def _all_gather(self, mine: Tensor, every: Sequence[Tensor], key: int, deadline: float) -> None:
-        self._swap([mine] * self._size, every, key, deadline)
-
-    def _shares(self, x: Tensor) -> list[Tensor]:
-        """Return ``x`` (n,) cut in one piece per rank."""
-        bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
-        return [x[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout
 
     def _open_group(self) -> Any:
         group = self._group

@@ -1,0 +1,275 @@
+"""``fusionlayer doctor``: what is installed, what of it works on this machine, and what the environment asks for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import __version__, codecs, config, launch, native
+from ..codecs import Codec
+from ..errors import FusionLayerError
+from ..functional import Sum, all_reduce
+from ..scheduler.profiler import describe_machine
+from ..transport import local
+from ..transport._interfaces import ipv4_addresses
+from . import environment
+from .spawn import run_on_ranks, without_launcher
+from .tables import plain_table
+
+__all__ = ["Finding", "add_parser", "diagnose", "report"]
+
+_PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "horovod", "deepspeed", "matplotlib", "rich")
+_NEEDED = ("numpy", "scipy", "PyYAML")
+_PROBE = ["-c", "from fusionlayer.cli.probes import sum_over_ranks; sum_over_ranks()"]
+_PATIENCE = 120.0
+_ELEMENTS = 5000
+
+_EPILOG = """\
+States: ok; none (not installed, or not asked for: nothing depends on it); note (worth a look); FAIL (installed or asked
+for, and does not work). Exit status: 0, or 1 if anything has failed.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is known of one thing.
+
+    Attributes:
+        section: "versions", "core", "network", "codecs", "transports" or "environment".
+        name: of the thing.
+        state: "ok", "none", "note" or "FAIL".
+        detail: version, value, or what is wrong and what to do.
+    """
+
+    section: str
+    name: str
+    state: str
+    detail: str
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
+    parser = commands.add_parser(
+        "doctor",
+        help="tell what is installed and what of it works here",
+        description="Look at this installation, machine and environment; run every codec and transport for a moment.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what ``options`` ask for; return the exit status."""
+    return report(options.json)
+
+
+def report(as_json: bool) -> int:
+    """Print the findings; return the exit status."""
+    findings = diagnose()
+    failed = [finding for finding in findings if finding.state == "FAIL"]
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        rows = [(finding.section, finding.name, finding.state, finding.detail) for finding in findings]
+        print(plain_table(f"fusionlayer {__version__}", ("section", "name", "state", "detail"), rows), end="\n\n")
+        print("all that is installed works" if not failed else f"{len(failed)} failed: " + _names(failed))
+    return 1 if failed else 0
+
+
+def diagnose() -> list[Finding]:
+    """Return what there is to say of this installation, machine and environment."""
+    return [*_versions(), *_core(), *_network(), *_codecs(), *_transports(), *_environment()]
+
+
+def _names(findings: list[Finding]) -> str:
+    return ", ".join(f"{finding.section} {finding.name}" for finding in findings)
+
+
+def _tried(section: str, name: str, attempt: Callable[[], str]) -> Finding:
+    """Return what ``attempt`` says if it works, or its error."""
+    try:
+        return Finding(section, name, "ok", attempt())
+    except Exception as error:  # whatever it is, the other findings are wanted too
+        lines = str(error).splitlines() or [""]
+        return Finding(section, name, "FAIL", f"{type(error).__name__}: {lines[0]}")
+
+
+def _versions() -> Iterator[Finding]:
+    machine = describe_machine()
+    yield Finding("versions", "fusionlayer", "ok", f"{__version__} in {Path(__file__).parents[1]}")
+    yield Finding("versions", "python", "ok", f"{platform.python_version()}, {sys.executable}")
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("versions", "machine", "ok", f"{machine['hardware']}, {cores} cores, load {machine['load']}")
+    yield Finding("versions", "torch", "ok", str(torch.__version__))
+    for package in _PACKAGES:
+        try:
+            yield Finding("versions", package, "ok", importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("versions", package, "FAIL" if package in _NEEDED else "none", "not installed")
+
+
+def _core() -> Iterator[Finding]:
+    def cpu() -> str:
+        info = native.build_info(__version__)
+        return f"{info.isa} of {', '.join(info.isas)}; {info.compiler}"
+
+    yield _tried("core", "cpu", cpu)
+    if not native.library_path("cuda").exists():
+        yield Finding("core", "cuda", "none", "the CUDA library is not built (no nvcc at build time)")
+    else:
+        yield _tried(
+            "core", "cuda", lambda: ", ".join(f"{k} {v}" for k, v in native.build_info(__version__).cuda.items())
+        )
+    if not torch.cuda.is_available():
+        yield Finding("core", "gpu", "none", f"torch sees no CUDA device (torch's CUDA: {torch.version.cuda})")
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+
+        def gpu(device: torch.device = device) -> str:
+            _round_trip(codecs.get("int8"), device)
+            return torch.cuda.get_device_name(device)
+
+        yield _tried("core", f"gpu {index}", gpu)
+    nccl = dist.is_available() and dist.is_nccl_available()
+    yield Finding("core", "nccl", "ok" if nccl else "none", "in torch" if nccl else "torch was built without it")
+
+
+def _network() -> Iterator[Finding]:
+    addresses = ipv4_addresses()
+    for name, address in addresses.items():
+        speed = Path("/sys/class/net", name, "speed")
+        try:
+            rate = f", {int(speed.read_text())} Mbit/s"
+        except (OSError, ValueError):
+            rate = ""  # a virtual device has none
+        yield Finding("network", name, "ok", address + ("" if rate == ", -1 Mbit/s" else rate))
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        chosen = os.environ.get(variable)
+        prefixes = [part.lstrip("^=") for part in (chosen or "").split(",") if part]
+        if prefixes and not any(name.startswith(prefix) for name in addresses for prefix in prefixes):
+            yield Finding(
+                "network", variable, "FAIL", f"{chosen!r} is no interface with an address; there are {[*addresses]}"
+            )
+    for program in ("torchrun", "mpirun", "ssh"):
+        path = _program(program)
+        yield Finding("network", program, "ok" if path else "none", path or "not found")
+
+
+def _program(name: str) -> str | None:
+    """Return the path of a program: beside this Python, as its environment has it, or on PATH."""
+    beside = Path(sys.prefix, "bin", name)
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def _codecs() -> Iterator[Finding]:
+    for name in codecs.names():
+
+        def try_it(name: str = name) -> str:
+            codec = codecs.get(name)
+            bits, error = _round_trip(codec, torch.device("cpu"))
+            loss = "lossless" if codec.lossless else f"error {error:.2g} of a Gaussian's energy"
+            return f"{bits:.3g} bits an element, {loss}"
+
+        yield _tried("codecs", name, try_it)
+
+
+def _round_trip(codec: Codec, device: torch.device) -> tuple[float, float]:
+    """Return the bits of an element, and the share of the energy that is lost."""
+    x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(device)
+    payload = codec.compress(x, 1)
+    back = codec.decompress(payload, x.shape)
+    if codec.lossless and not torch.equal(back, x):
+        raise FusionLayerError("what was decoded is not what was encoded")
+    if not back.isfinite().all():
+        raise FusionLayerError("finite values were decoded as something else")
+    return 8 * payload.numel() / x.numel(), float((back - x).square().sum() / x.square().sum())
+
+
+def _transports() -> Iterator[Finding]:
+    yield _tried("transports", "local", _try_local)
+    yield _tried("transports", "c10d", _try_c10d)
+    mpirun = _program("mpirun")
+    if find_spec("mpi4py") is None or mpirun is None:
+        missing = "no mpi4py: pip install 'fusionlayer[mpi]'" if mpirun else "no mpirun: install Open MPI or MPICH"
+        yield Finding("transports", "mpi", "none", missing)
+    else:
+        yield _tried("transports", "mpi", lambda: _try_mpi(mpirun))
+    if find_spec("horovod") is None:
+        yield Finding("transports", "horovod", "none", "horovod is not installed")
+    else:
+        yield _tried("transports", "horovod", _try_horovod)
+
+
+def _try_local() -> str:
+    def reduce(rank: int) -> float:
+        return float(all_reduce(torch.full((_ELEMENTS,), rank + 1.0), "int8", op=Sum).mean())
+
+    first, second = local.run(reduce, 2)
+    if first != second or abs(first - 3) > 0.03:
+        raise FusionLayerError(f"the sum of 1 and 2 is {first} on one rank and {second} on the other")
+    return "2 threads"
+
+
+def _try_c10d() -> str:
+    with tempfile.TemporaryFile("w+") as out:
+        run_on_ranks(_PROBE, 2, _PATIENCE, {"FUSIONLAYER_TRANSPORT": "c10d"}, out)
+        out.seek(0)
+        return f"gloo, {out.read().strip()}"
+
+
+def _try_mpi(mpirun: str) -> str:
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()
+    root = {f"{mpi}_ALLOW_RUN_AS_ROOT{suffix}": "1" for mpi in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
+    oversubscribe = ["--oversubscribe"] if any("Open MPI" in line for line in version) else []
+    done = _finish([mpirun, "-n", "2", *oversubscribe, sys.executable, *_PROBE], "mpi", **root)
+    return f"{version[0] if version else mpirun}: {done}"
+
+
+def _try_horovod() -> str:
+    return _finish([sys.executable, "-m", "horovod.runner.launch", "-np", "2", sys.executable, *_PROBE], "horovod")
+
+
+def _finish(command: list[str], transport: str, **variables: str) -> str:
+    """Return the last line that a launcher's processes have printed."""
+    environ = {**without_launcher(), "FUSIONLAYER_TRANSPORT": transport, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    if done.returncode:
+        why = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()[-1:]
+        raise FusionLayerError(why[0] if why else f"{command[0]} ended with status {done.returncode}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _environment() -> Iterator[Finding]:
+    yield _tried("environment", "settings", _read_settings)
+    yield _tried("environment", "launcher", _read_place)
+    for variable in environment.report():
+        detail = f"{variable.value} ({variable.meaning})" if variable.meaning else variable.value
+        yield Finding("environment", variable.name, "ok" if variable.used else "note", detail)
+
+
+def _read_settings() -> str:
+    chosen, default = vars(config.load()), vars(config.Config())
+    differ = [f"{name}={value}" for name, value in chosen.items() if value != default[name]]
+    return ", ".join(differ) or "the defaults"
+
+
+def _read_place() -> str:
+    place = launch.find_place()
+    return f"{place.launcher}: rank {place.rank} of {place.size}, {place.local_rank} of {place.local_size} here"

@@ -1,0 +1,101 @@
+"""The environment variables that fusionlayer knows: its own, and Horovod's, with what becomes of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..registry import nearest
+
+__all__ = ["FUSIONLAYER", "HOROVOD", "HOROVOD_UNUSED", "Variable", "report"]
+
+FUSIONLAYER = {
+    "FUSIONLAYER_CONFIG": "file of settings",
+    "FUSIONLAYER_TIMEOUT": "seconds that a collective waits for its peers",
+    "FUSIONLAYER_STALL_WARNING": "seconds until late ranks are named",
+    "FUSIONLAYER_TIMELINE": "file for a timeline",
+    "FUSIONLAYER_TRANSPORT": "what moves bytes between processes",
+    "FUSIONLAYER_ISA": "instruction set of the CPU core",
+    "FUSIONLAYER_CUDA": "read when building",
+    "FUSIONLAYER_NVCC": "read when building",
+    "FUSIONLAYER_WERROR": "read when building",
+}
+
+HOROVOD = {
+    "HOROVOD_RANK": "this process's rank, as horovodrun sets it",
+    "HOROVOD_SIZE": "number of processes, as horovodrun sets it",
+    "HOROVOD_LOCAL_RANK": "rank on this host, as horovodrun sets it",
+    "HOROVOD_LOCAL_SIZE": "processes of this host, as horovodrun sets it",
+    "HOROVOD_HOSTNAME": "name of this host, as horovodrun sets it",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "where processes of horovodrun meet",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "where processes of horovodrun meet",
+    "HOROVOD_FUSION_THRESHOLD": "bytes of a fused message of fusionlayer.torch",
+    "HOROVOD_CACHE_CAPACITY": "names that ranks of fusionlayer.torch remember of each other",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "seconds that fusionlayer.torch waits for peers",
+    "HOROVOD_TIMELINE": "file for a timeline of fusionlayer.torch",
+    "HOROVOD_STALL_CHECK_DISABLE": "no warning of stalls in fusionlayer.torch",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds until fusionlayer.torch warns of a stall",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds until fusionlayer.torch ends for a stall",
+    "HOROVOD_AUTOTUNE": "search for the fusion of gradients while training runs",
+    "HOROVOD_AUTOTUNE_LOG": "file for what autotune has tried",
+    "HOROVOD_LOG_LEVEL": "level of the logger fusionlayer",
+}
+
+# Why what a user of Horovod has set changes nothing.
+HOROVOD_UNUSED = {
+    "HOROVOD_CYCLE_TIME": "messages leave when they are complete, so there is no cycle to wait for",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "gathers between nodes go once by themselves",
+    "HOROVOD_TORUS_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "autotune compares paired windows; settings: autotune_options",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "autotune compares paired windows; settings: autotune_options",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "autotune compares paired windows; settings: autotune_options",
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "autotune compares paired windows; settings: autotune_options",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "there are no cycles",
+    "HOROVOD_DISABLE_GROUP_FUSION": "plans say what is fused",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may always be made",
+    "HOROVOD_ELASTIC": "torchrun says whether a job is elastic",
+    "HOROVOD_THREAD_AFFINITY": "threads are not bound; use numactl or taskset",
+    "HOROVOD_LOG_HIDE_TIME": "the program that configures logging chooses the format",
+    "HOROVOD_CONTROLLER": "FUSIONLAYER_TRANSPORT chooses the transport",
+    "HOROVOD_CPU_OPERATIONS": "FUSIONLAYER_TRANSPORT chooses the transport",
+    "HOROVOD_NUM_NCCL_STREAMS": "each lane has one stream; setting: lanes",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "tensors are always copied in one call",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "results are always ordered by streams",
+    "HOROVOD_GLOO_IFACE": "GLOO_SOCKET_IFNAME names the interface",
+    "HOROVOD_CROSS_RANK": "it follows from rank and local rank",
+    "HOROVOD_CROSS_SIZE": "it follows from size and local size",
+}
+
+# Those of other programs that change what fusionlayer does.
+_OTHERS = (
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+)
+
+
+class Variable(NamedTuple):
+    """An environment variable that is set. ``used``: whether it changes anything; ``meaning``: what, or why not."""
+
+    name: str
+    value: str
+    used: bool
+    meaning: str
+
+
+def report(environ: Mapping[str, str] = os.environ) -> list[Variable]:
+    """Return the variables that are set and concern fusionlayer, sorted by name."""
+    found = []
+    for name, value in sorted(environ.items()):
+        known = FUSIONLAYER.get(name) or HOROVOD.get(name)
+        if known:
+            found.append(Variable(name, value, True, known))
+        elif name in HOROVOD_UNUSED:
+            found.append(Variable(name, value, False, f"means nothing here: {HOROVOD_UNUSED[name]}"))
+        elif name.startswith(("FUSIONLAYER_", "HOROVOD_")):
+            names = [*FUSIONLAYER] if name.startswith("FUSIONLAYER_") else [*HOROVOD, *HOROVOD_UNUSED]
+            found.append(Variable(name, value, False, f"unknown; {nearest(name, names)}"))
+        elif name in _OTHERS:
+            found.append(Variable(name, value, True, ""))
+    return found

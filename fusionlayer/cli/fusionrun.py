@@ -1,0 +1,312 @@
+"""``fusionrun``: starts a job as horovodrun does, by torchrun on each host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError, FusionLayerError
+from ..transport._interfaces import ipv4_addresses, reachable_names
+from . import doctor
+from .arguments import positive
+from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
+from .spawn import without_launcher
+
+__all__ = ["Agent", "main", "plan"]
+
+# Seconds that agents get to end their processes once the job has failed.
+_GRACE = 10.0
+_DEFAULT_RESTARTS = 3
+
+_EPILOG = """\
+    fusionrun -np 4 python train.py
+    fusionrun -np 8 -H node1:4,node2:4 --network-interface eth0 python train.py --epochs 3
+
+Other hosts are reached by ssh without a password, and need the same folder, Python and packages. The environment goes
+along. Flags of horovodrun that are not listed are refused, with the reason.
+"""
+
+# Flags of horovodrun that ask for what is not there, and what to do instead. True: the flag takes a value.
+_REFUSED: dict[str, tuple[bool, str]] = {
+    "--cycle-time-ms": (True, "messages leave when they are complete, so there is no cycle to wait for; leave it out"),
+    "--disable-cache": (False, "ranks agree on plans once, and names are remembered at no cost; leave it out"),
+    "--timeline-mark-cycles": (False, "there are no cycles to mark; leave it out"),
+    "--hierarchical-allreduce": (False, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
+    "--hierarchical-allgather": (False, "gathers go between nodes once by themselves; leave it out"),
+    "--torus-allreduce": (False, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
+    "--mpi": (False, "start with 'mpirun -n N python train.py'; FUSIONLAYER_TRANSPORT=mpi lets MPI move the bytes too"),
+    "--mpi-args": (True, "start with mpirun itself"),
+    "--tcp": (False, "start with mpirun itself"),
+    "--binding-args": (True, "start with mpirun itself, or bind processes by numactl or taskset"),
+    "--jsrun": (False, "start with jsrun itself; MASTER_ADDR and MASTER_PORT tell the processes where to meet"),
+    "--config-file": (True, "give flags here; settings go into the file that FUSIONLAYER_CONFIG names"),
+    "--host-discovery-script": (
+        True,
+        "torchrun is told of hosts by whoever starts an agent on them: give all hosts that may take part with -H and "
+        "--min-np, or start 'torchrun --rdzv-endpoint ...', which --verbose shows, on a new host",
+    ),
+    "--slots-per-host": (True, "say the slots of each host: -H node1:4,node2:4"),
+    "--blacklist-cooldown-range": (True, "hosts are not discovered, so none is excluded; leave it out"),
+}
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The torchrun of one host: its command, ready to start; ``host``: for messages."""
+
+    host: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, that of the process by default; return the exit status."""
+    try:
+        options = _parse(sys.argv[1:] if arguments is None else arguments)
+        if options.check_build:
+            return doctor.report(as_json=False)
+        agents = plan(options)
+        if options.verbose:
+            for agent in agents:
+                print(f"fusionrun: on {agent.host}: {shlex.join(agent.command)}", file=sys.stderr)
+        return _run(agents, least=_nodes_needed(options, len(agents)))
+    except FusionLayerError as error:
+        print(f"fusionrun: {error}", file=sys.stderr)
+        return 1
+
+
+def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> list[Agent]:
+    """Return what has to be started, host by host.
+
+    Raises:
+        ConfigError: the options contradict each other, or there are not enough slots.
+    """
+    settings = _settings(options)
+    elastic = options.min_np is not None or options.max_np is not None
+    hosts = _elastic_hosts(options) if elastic else assign(options.num_proc, _hosts(options))
+    several = len(hosts) > 1
+    address = _meeting_point(hosts, options.network_interface)
+    port = _free_port() if hosts[0].is_here else 20000 + secrets.randbelow(40000)
+    job = secrets.token_hex(4)
+    agents = []
+    for rank, host in enumerate(hosts):
+        where: list[str] = []
+        if elastic:
+            slots = hosts[0].slots
+            nodes = f"{-(-(options.min_np or options.num_proc) // slots)}:{len(hosts)}"
+            restarts = _DEFAULT_RESTARTS if options.reset_limit is None else options.reset_limit
+            where += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}"]
+            where += ["--rdzv-id", job, "--max-restarts", str(restarts)]
+            where += ["--rdzv-conf", f"join_timeout={options.start_timeout}"]
+        else:
+            where += ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
+            where += ["--master-addr", address, "--master-port", str(port)]
+            where += ["--rdzv-conf", f"timeout={options.start_timeout}"]
+        if options.output_filename:
+            where += ["--log-dir", options.output_filename, "--tee", "3"]
+        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(host.slots)]
+        command += ["--no-python", *options.command]
+        if host.is_here:
+            agents.append(Agent(host.name, command, {**without_launcher(environ), **settings}))
+        else:
+            ssh = remote_command(host, command, settings, options.ssh_port, options.ssh_identity_file, environ)
+            agents.append(Agent(host.name, ssh, dict(environ)))
+    if several and options.verbose:
+        print(f"fusionrun: {len(hosts)} hosts meet at {address}:{port}", file=sys.stderr)
+    return agents
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="fusionrun",
+        usage="fusionrun -np N [-H host:slots,...] [FLAG ...] program [argument ...]",
+        description="Start a training job on this host or several, by torchrun.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-np", "--num-proc", type=positive, metavar="N", help="processes of the job")
+    add("--check-build", action="store_true", help="tell what is installed and works, as `fusionlayer doctor`; ends")
+    add("--verbose", action="store_true", help="show what is started")
+    add("--output-filename", metavar="FOLDER", help="also write what each rank prints to files in this folder")
+    add("--start-timeout", type=positive, default=30, metavar="SECONDS", help="for all hosts to come (default 30)")
+    hosts = parser.add_argument_group("hosts").add_argument
+    hosts("-H", "--hosts", metavar="NAME:SLOTS,...", help="hosts, and how many processes each takes (default: this)")
+    hosts("-hostfile", "--hostfile", metavar="FILE", help="the same from a file with lines 'name slots=4'")
+    hosts("-p", "--ssh-port", type=positive, metavar="PORT", help="of the hosts' ssh servers")
+    hosts("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
+    hosts(
+        *("--network-interface", "--network-interfaces"),
+        metavar="NAME",
+        help="interface that traffic takes: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+    )
+    elastic = parser.add_argument_group("elastic jobs").add_argument
+    elastic("--min-np", type=positive, metavar="N", help="go on with so many processes (torchrun's --nnodes min:max)")
+    elastic("--max-np", type=positive, metavar="N", help="at most so many processes")
+    elastic("--reset-limit", type=int, metavar="N", help=f"restarts before the job fails (default {_DEFAULT_RESTARTS})")
+    tuning = parser.add_argument_group("settings, by environment variables that the job reads").add_argument
+    tuning("--fusion-threshold-mb", type=float, metavar="MB", help="HOROVOD_FUSION_THRESHOLD")
+    tuning("--cache-capacity", type=positive, metavar="N", help="HOROVOD_CACHE_CAPACITY")
+    tuning("--autotune", action="store_true", help="HOROVOD_AUTOTUNE")
+    tuning("--autotune-log-file", metavar="FILE", help="HOROVOD_AUTOTUNE_LOG")
+    tuning("--timeline-filename", metavar="FILE", help="FUSIONLAYER_TIMELINE")
+    tuning("--no-stall-check", action="store_true", help="HOROVOD_STALL_CHECK_DISABLE, FUSIONLAYER_STALL_WARNING=inf")
+    tuning(
+        "--stall-check-warning-time-seconds",
+        type=positive,
+        metavar="S",
+        help="HOROVOD_STALL_CHECK_TIME_SECONDS, FUSIONLAYER_STALL_WARNING",
+    )
+    tuning(
+        "--stall-check-shutdown-time-seconds",
+        type=positive,
+        metavar="S",
+        help="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, FUSIONLAYER_TIMEOUT",
+    )
+    tuning("--gloo-timeout-seconds", type=positive, metavar="S", help="FUSIONLAYER_TIMEOUT")
+    levels = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+    tuning("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help="HOROVOD_LOG_LEVEL")
+    add("--gloo", action="store_true", help=argparse.SUPPRESS)  # it is what happens anyway
+    for flag, (takes_value, _) in _REFUSED.items():
+        add(flag, dest=flag, action="store" if takes_value else "store_true", help=argparse.SUPPRESS)
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for flag, (_, instead) in _REFUSED.items():
+        if getattr(options, flag):
+            raise ConfigError(f"{flag} means nothing here: {instead}")
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.check_build:
+        if options.num_proc is None:
+            raise ConfigError("say how many processes: fusionrun -np N program")
+        if not options.command:
+            raise ConfigError("say what to run: fusionrun -np N python train.py")
+    return options
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables that flags stand for."""
+    threshold = options.fusion_threshold_mb
+    if threshold is not None and not threshold >= 0:
+        raise ConfigError(f"--fusion-threshold-mb {threshold}; expected megabytes of at least 0")
+    warning = "inf" if options.no_stall_check else options.stall_check_warning_time_seconds
+    deadline = options.gloo_timeout_seconds or options.stall_check_shutdown_time_seconds
+    settings = {
+        "HOROVOD_FUSION_THRESHOLD": None if threshold is None else int(threshold * (1 << 20)),
+        "HOROVOD_CACHE_CAPACITY": options.cache_capacity,
+        "HOROVOD_AUTOTUNE": "1" if options.autotune else None,
+        "HOROVOD_AUTOTUNE_LOG": options.autotune_log_file,
+        "FUSIONLAYER_TIMELINE": options.timeline_filename,
+        "HOROVOD_STALL_CHECK_DISABLE": "1" if options.no_stall_check else None,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": options.stall_check_warning_time_seconds,
+        "FUSIONLAYER_STALL_WARNING": warning,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": options.stall_check_shutdown_time_seconds,
+        "FUSIONLAYER_TIMEOUT": deadline,
+        "HOROVOD_LOG_LEVEL": options.log_level,
+        "GLOO_SOCKET_IFNAME": options.network_interface,
+        "NCCL_SOCKET_IFNAME": options.network_interface,
+    }
+    return {name: str(value) for name, value in settings.items() if value is not None}
+
+
+def _hosts(options: argparse.Namespace) -> list[Host]:
+    if options.hosts and options.hostfile:
+        raise ConfigError("-H and --hostfile both name hosts; give one of them")
+    if options.hosts:
+        return parse_hosts(options.hosts)
+    return read_hostfile(options.hostfile) if options.hostfile else [Host("localhost", options.num_proc)]
+
+
+def _elastic_hosts(options: argparse.Namespace) -> list[Host]:
+    """Return the hosts of an elastic job, whose agents all have equally many processes."""
+    least, most = options.min_np or options.num_proc, options.max_np or options.num_proc
+    if not least <= options.num_proc <= most:
+        raise ConfigError(f"--min-np {least}, -np {options.num_proc}, --max-np {most}; expected them in this order")
+    if not (options.hosts or options.hostfile):
+        # An agent of torchrun comes and goes as a whole: one for each process.
+        return [Host("localhost", 1)] * most
+    hosts = _hosts(options)
+    if len({host.slots for host in hosts}) > 1:
+        raise ConfigError(
+            "torchrun needs equally many slots on all hosts of an elastic job; given "
+            + ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        )
+    assign(options.num_proc, hosts)
+    return hosts[: max(1, most // hosts[0].slots)]
+
+
+def _nodes_needed(options: argparse.Namespace, agents: int) -> int:
+    """Return how many agents must end well for the job to have ended well."""
+    if options.min_np is None and options.max_np is None:
+        return agents
+    slots = 1 if not (options.hosts or options.hostfile) else _hosts(options)[0].slots
+    least: int = options.min_np or options.num_proc
+    return -(-least // slots)
+
+
+def _meeting_point(hosts: Sequence[Host], interface: str | None) -> str:
+    """Return the address of the first host, as all of them can use it."""
+    if not hosts[0].is_here:
+        return hosts[0].name.rpartition("@")[2]
+    if all(host.is_here for host in hosts):
+        return "127.0.0.1"
+    chosen = (interface or "").split(",")[0]
+    return ipv4_addresses().get(chosen) or reachable_names()[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(agents: Sequence[Agent], least: int) -> int:
+    """Start all agents; end them once fewer than ``least`` can end well. Return the exit status of the job."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for agent in agents:
+            try:
+                # An open pipe tells an agent on another host that this process lives.
+                started.append(subprocess.Popen(agent.command, env=agent.environment, stdin=subprocess.PIPE))
+            except OSError as error:
+                raise ConfigError(f"cannot run {agent.command[0]}: {error.strerror}") from error
+        while True:
+            states = [process.poll() for process in started]
+            failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
+            if len(agents) - len(failed) < least:
+                worst = failed[0]
+                state = states[worst]
+                print(f"fusionrun: the processes on {agents[worst].host} ended with status {state}", file=sys.stderr)
+                return state if state is not None and state > 0 else 1
+            if None not in states:
+                return 0
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _end(started)
+
+
+def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        if process.stdin:
+            process.stdin.close()
+    running = [process for process in started if process.poll() is None]
+    for process in running:
+        process.terminate()
+    end = time.monotonic() + _GRACE
+    for process in running:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

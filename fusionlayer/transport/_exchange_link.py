@@ -1,0 +1,90 @@
+"""A link whose one primitive is the exchange of bytes; sums and broadcasts are made of it."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._calls import nbytes
+from ._link import Link, Message
+from ._sum import sum_in_rank_order
+
+__all__ = ["ExchangeLink"]
+
+# A sum is made by one exchange of everything below this length, by two exchanges of a share each from there on.
+WHOLE_BELOW_BYTES = 8 << 10
+
+_SECOND_STEP = 1 << 32
+
+
+class ExchangeLink(Link):
+    """One rank's connections on the host, by a library that is asked for nothing but to move bytes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+
+    @abstractmethod
+    def _exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message], deadline: float) -> None:
+        """Do what ``exchange`` does, by ``deadline`` of the monotonic clock."""
+
+    def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        self._exchange(outgoing, incoming, self._deadline())
+
+    def all_reduce(self, x: Tensor, key: int) -> None:
+        deadline = self._deadline()
+        if nbytes(x) < WHOLE_BELOW_BYTES:
+            every = list(x.new_empty(self._size, x.numel()).unbind(0))
+            every[self._rank] = x
+            self._all_gather(x, every, key, deadline)
+            sum_in_rank_order(every, x)
+        else:
+            shares = self._shares(x)
+            mine = shares[self._rank]
+            parts = list(mine.new_empty(self._size, mine.numel()).unbind(0))
+            self._swap(shares, parts, key, deadline)
+            parts[self._rank] = mine
+            sum_in_rank_order(parts, mine)
+            self._all_gather(mine, shares, key + _SECOND_STEP, deadline)
+
+    def broadcast(self, x: Tensor, root: int, key: int) -> None:
+        deadline = self._deadline()
+        nothing = x[:0]
+        whole = self._size == 2 or x.numel() < WHOLE_BELOW_BYTES
+        shares = [x] * self._size if whole else self._shares(x)
+        mine = shares[self._rank]
+        self._swap(
+            shares if self._rank == root else [nothing] * self._size,
+            [mine if rank == root else nothing for rank in range(self._size)],
+            key,
+            deadline,
+        )
+        if not whole:
+            self._all_gather(mine, shares, key + _SECOND_STEP, deadline)
+
+    def _swap(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], key: int, deadline: float) -> None:
+        """Send ``sends[j]`` to rank j, receive ``recvs[j]`` from it; the entries of this rank are left alone."""
+        around = [(self._rank + step) % self._size for step in range(1, self._size)]
+        self._exchange(
+            [Message(peer, sends[peer].view(torch.uint8), key) for peer in around if sends[peer].numel()],
+            [Message(peer, recvs[peer].view(torch.uint8), key) for peer in reversed(around) if recvs[peer].numel()],
+            deadline,
+        )
+
+    def _all_gather(self, mine: Tensor, every: Sequence[Tensor], key: int, deadline: float) -> None:
+        self._swap([mine] * self._size, every, key, deadline)
+
+    def _shares(self, x: Tensor) -> list[Tensor]:
+        """Return ``x`` (n,) cut in one piece per rank."""
+        bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
+        return [x[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout

@@ -1,0 +1,33 @@
+"""The network interfaces of this host, and the addresses by which others may reach it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+__all__ = ["ipv4_addresses", "reachable_names"]
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def ipv4_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one, by the interface's name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def reachable_names() -> list[str]:
+    """Return what another host may reach this one by, the likeliest first; GLOO_SOCKET_IFNAME names an interface."""
+    addresses = ipv4_addresses()
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    first = [addresses[chosen]] if chosen in addresses else []
+    return list(dict.fromkeys([*first, socket.gethostname(), *addresses.values()]))

@@ -1,0 +1,28 @@
+"""Waiting for libraries that must be asked again and again, without keeping a core busy."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+__all__ = ["wait_until"]
+
+# Seconds of sleep between two looks: the first after a few looks without, then twice as long each time.
+_LOOKS_AT_ONCE = 20
+_SHORTEST_SLEEP = 20e-6
+_LONGEST_SLEEP = 500e-6
+
+
+def wait_until(done: Callable[[], bool], deadline: float, is_given_up: Callable[[], bool] = lambda: False) -> bool:
+    """Return true when ``done()`` is, false when it is given up or the monotonic clock reaches ``deadline``."""
+    looks = 0
+    while not done():
+        if is_given_up() or time.monotonic() > deadline:
+            return False
+        looks += 1
+        if looks <= _LOOKS_AT_ONCE:
+            os.sched_yield()
+        else:
+            time.sleep(min(_SHORTEST_SLEEP * 2 ** min(looks - _LOOKS_AT_ONCE, 10), _LONGEST_SLEEP))
+    return True

@@ -1,0 +1,83 @@
+"""Ranks that are processes of a running Horovod: for jobs that use it already, over what it has connected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import TransportError, UsageError
+from ._horovod import HorovodLink, import_horovod, load_horovod
+from ._link import Link
+from ._linked import LinkedTransport, Meeting
+from ._side_store import open_store
+from ._waiting import wait_until
+
+__all__ = ["HorovodTransport", "of_world"]
+
+_store: dist.Store | None = None
+_made = 0
+
+
+class HorovodTransport(LinkedTransport):
+    """This process's end of all processes of Horovod; all of them make it together, after ``horovod.torch.init()``.
+
+    Everything travels by Horovod's all-to-all of bytes, CUDA tensors through pinned host memory. Horovod has no message
+    from one rank to another alone: ``send`` and ``recv`` raise ``UsageError``. The processes watch each other through a
+    TCP store that rank 0 keeps.
+
+    Args:
+        timeout: seconds that a call, and the making of the transport, may wait for other ranks.
+        stall_warning: seconds of waiting after which a warning that names the late ranks is logged, once per call.
+        node: what ranks of this one's node have in common; None: a host and its network.
+
+    Raises:
+        ConfigError: Horovod is not installed for this torch.
+        UsageError: it is not initialized.
+        TransportError: not all ranks came in time, or rank 0 cannot be reached.
+    """
+
+    def __init__(self, timeout: float = 300.0, *, stall_warning: float = 60.0, node: str | None = None) -> None:
+        global _store, _made
+        hvd = load_horovod()
+        if _store is None and hvd.size() > 1:
+            _store = open_store(hvd.rank(), timeout, lambda notice: _broadcast(notice, timeout))
+        _made += 1
+        name = f"fusionlayer/horovod/{_made}"
+        self._open(Meeting(_store or dist.HashStore(), name, hvd.rank(), hvd.size(), 0), timeout, stall_warning, node)
+
+    def send(self, x: Tensor, to: int, tag: int = 0) -> None:
+        raise UsageError("Horovod has no message from one rank to another alone; use exchange, or transport 'c10d'")
+
+    def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
+        self.send(x, source, tag)
+
+    def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
+        yield "cpu", HorovodLink(self._meeting.name, self.timeout)
+
+
+def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> HorovodTransport:
+    """Return a transport over all processes of the job; Horovod is initialized if it is not.
+
+    Args:
+        timeout: as the transport's.
+        stall_warning: as the transport's.
+        ranks_per_node: None for those of a host.
+    """
+    hvd = import_horovod()
+    if not hvd.is_initialized():
+        hvd.init()
+    node = None if ranks_per_node is None else f"node {hvd.rank() // ranks_per_node}"
+    return HorovodTransport(timeout, stall_warning=stall_warning, node=node)
+
+
+def _broadcast(notice: Tensor, timeout: float) -> None:
+    hvd = load_horovod()
+    handle = hvd.broadcast_async_(notice, 0, name="fusionlayer/horovod/store")
+    if not wait_until(lambda: bool(hvd.poll(handle)), time.monotonic() + timeout):
+        raise TransportError(
+            f"rank {hvd.rank()}: not all {hvd.size()} ranks came within {timeout:g} s; make the transport on each"
+        )
+    hvd.synchronize(handle)

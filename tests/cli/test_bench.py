@@ -1,0 +1,114 @@
+"""``fusionlayer bench collectives``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionlayer import codecs, collectives
+from fusionlayer.cli import main
+from fusionlayer.cli.bench import as_bytes
+from fusionlayer.transport import local
+
+QUICK = ["--calls", "2", "--warmup", "1"]
+
+
+def measure(ranks: int, *arguments: str) -> list[int]:
+    """Run the command on so many ranks that are threads; return their exit statuses."""
+    return local.run(lambda rank: main(["bench", "collectives", *QUICK, *arguments]), ranks)
+
+
+@pytest.mark.short
+def test_rows_say_what_was_sent_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure(2, "--min", "4K", "--max", "64K", "--factor", "16", "--codecs", "raw,int8", "--format", "json") == [
+        0,
+        0,
+    ]
+    told = json.loads(capsys.readouterr().out)
+    assert {"hardware", "torch", "fusionlayer", "command"} <= set(told["environment"])
+    rows: list[dict[str, Any]] = told["rows"]
+    kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+    assert [(r["collective"], r["codec"], r["size"]) for r in rows] == [
+        (kind, codec, size) for kind in kinds for codec in ("raw", "int8") for size in (4096, 65536)
+    ]
+    for row in rows:
+        uncompressed = row["size"] * (1.0 if row["collective"] == "all_reduce" else 0.5)
+        assert row["min_s"] <= row["time_s"] <= row["max_s"]
+        for name, nbytes in (("algbw", row["size"]), ("busbw", row["sent_bytes"]), ("effbw", uncompressed)):
+            assert row[f"{name}_gb_s"] == pytest.approx(nbytes / row["time_s"] / 1e9), name
+        assert row["ratio"] == pytest.approx(uncompressed / row["sent_bytes"])
+        if row["size"] == 65536:
+            assert row["ratio"] == pytest.approx(1.0 if row["codec"] == "raw" else 3.87, rel=0.01), row
+
+
+@pytest.mark.short
+def test_algorithms_formats_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.csv"
+    arguments = ["--collectives", "all_reduce,reduce_scatter", "--codecs", "all", "--algorithms", "all"]
+    assert measure(3, *arguments, "--min", "3000", "--max", "3000", "--format", "csv", "--out", str(out)) == [0] * 3
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n"
+    assert "no all_reduce of topk by ring: " in printed.err
+    rows = list(csv.DictReader(io.StringIO(out.read_text())))
+    sums = {row["codec"] for row in rows if row["collective"] == "all_reduce"}
+    assert sums >= {"raw", "int4", "thc", "topk", "dynamiq", "zip"} and sums <= {*codecs.names()}
+    assert {row["algorithm"] for row in rows if row["collective"] == "all_reduce"} == {*collectives.names()}
+    assert {row["algorithm"] for row in rows if row["collective"] == "reduce_scatter"} == {"default", "ring"}
+    assert {(row["ranks"], row["size"]) for row in rows} == {("3", "3000")}
+    assert measure(2, "--collectives", "all_gather", "--codecs", "bf16", "--dtype", "bf16", "--max", "4K") == [0, 0]
+    title, _, head, _, row = capsys.readouterr().out.splitlines()
+    assert title == "2 ranks, bf16; bandwidths in GB/s"
+    assert " ".join(head.split()) == "collective codec algorithm size us min max algbw busbw effbw ratio"
+    assert row.split()[:4] == ["all_gather", "bf16", "default", "4096"]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "one rank has nobody to talk to: give -np 2"),
+        (["-np", "1"], "one rank has nobody to talk to"),
+        (["-np", "2", "--min", "2K", "--max", "1K"], "--min 2048 is above --max 1024 bytes"),
+        (["-np", "2", "--collectives", "all_sum"], "unknown collective 'all_sum'; known: all_reduce"),
+        (["-np", "2", "--codecs", "int9"], "unknown codec 'int9'; did you mean"),
+        (["-np", "2", "--algorithms", "rings"], "did you mean 'ring'?"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_ranks_start(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "collectives", *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.short
+def test_ranks_that_a_launcher_has_started_are_those_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "collectives", "-np", "2"]) == 1
+    assert "-np 2, but torchrun has started 3 ranks; leave -np out" in capsys.readouterr().err
+
+
+@pytest.mark.short
+def test_sizes() -> None:
+    given = ["1", "4096", "64K", "1.5m", "1G", "2KiB", "3MB"]
+    assert [as_bytes(text) for text in given] == [1, 4096, 65536, 3 << 19, 1 << 30, 2048, 3 << 20]
+    for wrong in ("", "0", "-1", "K", "4T", "1e3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected bytes"):
+            as_bytes(wrong)
+
+
+@pytest.mark.medium
+def test_ranks_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = ["--num-proc=2", "--codecs", "int4", "--max", "4K", "--format", "json", "--out", str(out)]
+    assert main(["bench", "collectives", *QUICK, *arguments]) == 0
+    assert {row["ranks"] for row in json.loads(out.read_text())["rows"]} == {2}

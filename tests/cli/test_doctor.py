@@ -1,0 +1,108 @@
+"""``fusionlayer doctor``, and the processes that commands start for themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+
+import pytest
+import torch
+
+from fusionlayer import codecs
+from fusionlayer.cli import doctor, environment, main
+from fusionlayer.cli.spawn import run_on_ranks, without_launcher
+from fusionlayer.codecs.cast import Raw
+from fusionlayer.errors import FusionLayerError
+from tests.mpi import ROOT, mpirun
+
+
+def run_json(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[tuple[str, str], tuple[str, str]]]:
+    """Return the exit status, and (state, detail) by (section, name)."""
+    status = main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] == (status == 0)
+    return status, {(f["section"], f["name"]): (f["state"], f["detail"]) for f in told["findings"]}
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_all_that_is_installed_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = run_json(capsys)
+    assert status == 0, [(key, told) for key, told in found.items() if told[0] == "FAIL"]
+    assert {name for section, name in found if section == "codecs"} == {*codecs.names()}
+    assert found["versions", "torch"] == ("ok", torch.__version__)
+    assert found["codecs", "int8"][1].startswith("8.81 bits an element, error ")
+    assert found["codecs", "raw"][1].endswith("lossless")
+    assert found["network", "lo"] == ("ok", "127.0.0.1")
+    assert found["transports", "local"] == ("ok", "2 threads")
+    assert found["transports", "c10d"] == ("ok", "gloo, 2 processes, C10dTransport")
+    if mpirun() and importlib.util.find_spec("mpi4py"):
+        assert found["transports", "mpi"][0] == "ok"
+        assert found["transports", "mpi"][1].endswith("2 processes, MpiTransport")
+    else:
+        assert found["transports", "mpi"][0] == "none"
+
+
+class Lossy(Raw):
+    """Says that it is lossless."""
+
+    def decompress(self, payload, shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
+        return super().decompress(payload, shape, dtype) + 1
+
+
+@pytest.mark.short
+def test_what_does_not_work_is_told_and_is_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_transports", lambda: [])
+    wrong = {"raw_but_wrong": Lossy(), "fine": codecs.get("int4")}
+    monkeypatch.setattr(doctor.codecs, "names", lambda: [*wrong])
+    monkeypatch.setattr(doctor.codecs, "get", wrong.__getitem__)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("FUSIONLAYER_CONFIG", "/no/such/file")
+    monkeypatch.setenv("FUSIONLAYER_TIMEOT", "3")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1000")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    status, found = run_json(capsys)
+    assert status == 1
+    wanted = {
+        ("codecs", "raw_but_wrong"): ("FAIL", "what was decoded is not what was encoded"),
+        ("codecs", "fine"): ("ok", "bits an element"),
+        ("network", "GLOO_SOCKET_IFNAME"): ("FAIL", "'nosuch0' is no interface"),
+        ("environment", "settings"): ("FAIL", "FUSIONLAYER_CONFIG=/no/such/file"),
+        ("environment", "launcher"): ("FAIL", "RANK is set and WORLD_SIZE is not"),
+        ("environment", "FUSIONLAYER_TIMEOT"): ("note", "did you mean 'FUSIONLAYER_TIMEOUT'?"),
+        ("environment", "HOROVOD_CYCLE_TIME"): ("note", "means nothing here"),
+        ("environment", "HOROVOD_FUSION_THRESHOLD"): ("ok", "1000 (bytes of a fused message"),
+    }
+    for key, (state, words) in wanted.items():
+        assert found[key][0] == state and words in found[key][1], (key, found[key])
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("4 failed: network GLOO_SOCKET_IFNAME, codecs raw_but_")
+
+
+@pytest.mark.short
+def test_every_variable_of_the_settings_is_known() -> None:
+    described = {name for name in (ROOT / "docs/config.md").read_text().split("`") if name.startswith("FUSIONLAYER_")}
+    assert described <= {*environment.FUSIONLAYER}
+    assert not {*environment.HOROVOD} & {*environment.HOROVOD_UNUSED}
+
+
+@pytest.mark.short
+def test_ranks_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    assert not {"RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID"} & {*without_launcher()}
+    show = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'X')))"
+    with tempfile.TemporaryFile("w+") as out:
+        run_on_ranks(["-c", show], 2, 20, {"X": "y"}, out)
+        out.seek(0)
+        assert out.read() == "0 2 0 2 y\n"
+    fail = "import os, sys, time; sys.exit('no luck') if os.environ['RANK'] == '1' else time.sleep(60)"
+    with pytest.raises(FusionLayerError, match="rank 1 ended with status 1: no luck"):
+        run_on_ranks(["-c", fail], 2, 20)
+    with pytest.raises(FusionLayerError, match="rank 0 did not end in time: it wrote nothing"):
+        run_on_ranks(["-c", "import time; time.sleep(60)"], 1, 0.5)

@@ -1,0 +1,115 @@
+"""What the ranks of tests/transport/test_mpi.py do: ``python -m mpi4py -m tests.transport.mpi_worker NAME``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import fusionlayer as fl
+from fusionlayer import context
+from fusionlayer.errors import TransportError
+from fusionlayer.transport.mpi import MpiTransport
+from tests.transport.conformance import CHECKS
+
+WORLD = MPI.COMM_WORLD
+
+
+def conform(transport: MpiTransport) -> None:
+    for check in CHECKS:
+        try:
+            check(transport)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__} on rank {transport.rank} of {transport.size}: {error}") from error
+    transport.close()
+
+
+def conformance() -> None:
+    """All sizes up to that of the world: the world itself, and its halves at the same time."""
+    torch.set_num_threads(1)
+    conform(MpiTransport(timeout=20))
+    for first in range((WORLD.size + 1) // 2):
+        part = WORLD.Split(WORLD.rank <= first)
+        conform(MpiTransport(part, timeout=20))
+        part.Free()
+    print(f"rank {WORLD.rank} conforms", flush=True)
+
+
+def job() -> None:
+    """A training job by ``fl.init``, without a process group of torch."""
+    fl.init()
+    assert not torch.distributed.is_initialized()
+    assert isinstance(context.transport(), MpiTransport) and context.transport().timeout == 40
+    torch.manual_seed(fl.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(300, 50), torch.nn.Linear(50, 2))
+    optimizer = fl.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), codec="int8", planner="wfbp"
+    )
+    fl.broadcast_parameters(model.state_dict())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+    assert fl.all_gather(model[0].weight.detach().flatten()[None], "raw").unique(dim=0).shape[0] == 1
+    optimizer.close()
+    place = f"{fl.rank()} {fl.size()} {fl.local_rank()} {fl.local_size()}"
+    fl.shutdown()
+    fl.init()
+    assert fl.all_reduce(torch.tensor([1.0]), op=fl.Sum).item() == fl.size()
+    fl.shutdown()
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "3"
+    with pytest.raises(fl.ConfigError, match="transport 'mpi' sees 2 processes, the variables of torchrun say 3"):
+        fl.init()
+    print(place, flush=True)
+
+
+def exchange(transport: MpiTransport, n: int) -> None:
+    sends = [torch.zeros(n, dtype=torch.uint8) for _ in range(transport.size)]
+    transport.exchange(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)])
+
+
+def failures() -> None:
+    """What goes wrong on three ranks, each on a transport of its own."""
+    transport = MpiTransport(timeout=20)
+    with pytest.raises(TransportError, match="rank . sends 10[01] bytes .*, which expects 10[01]") as caught:
+        exchange(transport, 101 if WORLD.rank == 2 else 100)
+    assert 2 in caught.value.ranks
+    with pytest.raises(TransportError, match="sends 10[01] bytes"):
+        transport.barrier()
+
+    WORLD.Barrier()
+    transport = MpiTransport(timeout=4)
+    transport.barrier()
+    if WORLD.rank == 1:
+        resume = subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        resume.wait()
+    used = time.thread_time()
+    with pytest.raises(TransportError, match="rank 1 is (stopped|late)") as caught:
+        while True:  # the others' messages of their last call have reached the rank that was stopped
+            transport.barrier()
+    assert caught.value.ranks == (1,)
+    share = (time.thread_time() - used) / 4
+    print(f"rank {WORLD.rank} knows; waiting took {share:.0%} of a core", flush=True)
+
+
+def killed() -> None:
+    transport = MpiTransport(timeout=20)
+    transport.barrier()
+    if WORLD.rank == 1:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(TransportError, match="rank 1 is gone") as caught:
+        while True:
+            exchange(transport, 1 << 20)
+    print(f"rank {WORLD.rank} blames {caught.value.ranks}", flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,59 @@
+"""The transport over real processes of MPI."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from fusionlayer.errors import ConfigError
+from fusionlayer.transport._mpi import load_mpi
+from tests.mpi import attempt, needs_mpi, start, version
+
+medium = pytest.mark.medium
+
+
+def worker(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mpi4py", "-m", "tests.transport.mpi_worker", name, *arguments]
+
+
+@medium
+@needs_mpi
+@pytest.mark.timeout(150)
+def test_conformance_of_every_size_up_to_five() -> None:
+    printed = start(5, worker("conformance"), seconds=140)
+    assert sorted(printed.splitlines()) == [f"rank {rank} conforms" for rank in range(5)]
+
+
+@medium
+@needs_mpi
+def test_a_job_without_a_process_group() -> None:
+    printed = start(2, worker("job"), FUSIONLAYER_TRANSPORT="mpi", FUSIONLAYER_TIMEOUT="40")
+    assert sorted(printed.splitlines()) == ["0 2 0 2", "1 2 1 2"]
+
+
+@medium
+@needs_mpi
+@pytest.mark.timeout(100)
+def test_ranks_that_differ_or_stop_are_named_and_waiting_is_no_work() -> None:
+    printed = start(3, worker("failures"), seconds=90)
+    found = sorted(re.findall(r"rank (\d) knows; waiting took (\d+)% of a core", printed))
+    assert [rank for rank, _ in found] == ["0", "1", "2"], printed
+    assert all(int(share) < 50 for _, share in found), printed
+
+
+@medium
+@needs_mpi
+@pytest.mark.timeout(100)
+@pytest.mark.skipif("Open MPI) 4" not in version(), reason="needs --enable-recovery of Open MPI 4")
+def test_a_killed_rank_is_named_where_the_launcher_lets_the_others_live() -> None:
+    ended = attempt(2, worker("killed"), "--enable-recovery", seconds=90)
+    assert "rank 0 blames (1,)" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.short
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ConfigError, match=r"needs mpi4py.*pip install 'fusionlayer\[mpi\]'"):
+        load_mpi()
