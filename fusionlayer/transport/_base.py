@@ -134,7 +134,8 @@ class Transport(ABC):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         kept = self.__dict__.setdefault("_workspaces", {})
         if name not in kept or kept[name].numel() < nbytes:
-            kept[name] = torch.empty(nbytes, dtype=torch.uint8)
+            with torch.inference_mode(False):  # what is made for an evaluation serves training after it
+                kept[name] = torch.empty(nbytes, dtype=torch.uint8)
         return cast(Tensor, kept[name][:nbytes])
 
     def check_agreement(self, what: str, digest: bytes) -> None:
