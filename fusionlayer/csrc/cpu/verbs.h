@@ -14,7 +14,7 @@
 
 namespace fl::FL_ISA {
 
-// Elements of a tile, unless a unit is larger. Long tiles save overhead; where several arrays share L1, short ones fit.
+// Elements of a tile, unless a unit is larger. Long tiles save overhead; where several f32 arrays share L1, short ones fit.
 constexpr int kTile = 2048;
 constexpr int kSumTile = 512;
 
@@ -216,7 +216,7 @@ struct CommonUnit {
 template <class Codec, class Sum>
 void recode_from(const Codec &codec, int source_unit, const Sum &sum, const Job &job, int64_t begin, int64_t end) {
   const CommonUnit common{source_unit > codec.unit() ? source_unit : codec.unit()};
-  for_each_tile(common, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(common, kTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t unit = tile.element / codec.unit();
     Values<float, Codec> values(codec, tile.size);
     sum(job, tile.element, tile.size, values.data());
