@@ -31,7 +31,7 @@ class QSDP(TorchCodec, name="qsdp"):
 
     Attributes:
         bits: 8 or 4.
-        group_size: elements that share step and shift; a power of two from 32 to 4096.
+        group_size: elements that share step and shift; a power of two from 32 to 1024, so that shifts are many.
     """
 
     bits: int = 8
@@ -40,8 +40,8 @@ class QSDP(TorchCodec, name="qsdp"):
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in (4, 8):
             raise ConfigError(f"qsdp codec: bits={self.bits!r}; expected 4 or 8")
-        if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
-            raise ConfigError(f"qsdp codec: group_size={self.group_size!r}; expected a power of two from 32 to 4096")
+        if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, 512, 1024):
+            raise ConfigError(f"qsdp codec: group_size={self.group_size!r}; expected a power of two from 32 to 1024")
 
     @property
     def unbiased(self) -> bool:

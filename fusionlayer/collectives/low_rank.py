@@ -34,10 +34,10 @@ def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
     3. The sum of each matrix is P Q^T, and Q is where the next step begins.
 
     A rank sends r (n + m) numbers for a matrix of n rows and m columns, as all-reduces do. ``residual`` keeps M - P Q^T
-    of its own M and Q: what ranks keep and the result add up to what they were given. A lossless codec, which
-    PowerSGD is in its warm-up, means that values are summed as they are.
+    of its own M and Q: what ranks keep and the result add up to what they were given. With ``raw``, which PowerSGD is
+    in its warm-up, values are summed as they are.
     """
-    if codec.lossless:
+    if codec.name == "raw":
         transport.all_reduce(x)
         return
     if not isinstance(codec, PowerSGD):
