@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class Choices:
         names: by which rules may mean the group.
         size: ranks of the group; one has nobody to send to.
         checksum: whether messages have headers with checksums.
-        devices: returns the types of devices that are compressed; asked when there is something to compress.
+        devices: types of those whose tensors are compressed.
     """
 
     def __init__(
@@ -43,14 +43,13 @@ class Choices:
         size: int,
         *,
         checksum: bool,
-        devices: Callable[[], frozenset[str]],
+        devices: frozenset[str],
     ) -> None:
         own = [rule for rule in policy.rules if size > 1 and rule.is_for(*names)]
         self._rules = [(rule, _choice(rule, checksum)) for rule in own]
         self._threshold = policy.min_bytes
         self._size = size
         self._devices = devices
-        self._compressed: frozenset[str] | None = None
         self._known: dict[tuple[str, torch.dtype, str, int], Choice | None] = {}
 
     def of(self, op: str, tensors: Sequence[Tensor]) -> Choice | None:
@@ -71,7 +70,7 @@ class Choices:
             The codec for each number of bytes that occurs and is compressed, and all codecs of variable size that might
             occur, in order.
         """
-        if not self._fit([*inputs, *outs]) or not self._is_compressed(inputs[0].device.type):
+        if not self._fit([*inputs, *outs]) or inputs[0].device.type not in self._devices:
             return None
         x = inputs[0]
         concerned = [choice for rule, choice in self._rules if choice and rule.concerns("all_to_all", x.dtype)]
@@ -93,11 +92,6 @@ class Choices:
             y.dtype == x.dtype and y.device == x.device and y.layout is torch.strided for y in tensors
         )
 
-    def _is_compressed(self, device: str) -> bool:
-        if self._compressed is None:
-            self._compressed = self._devices()
-        return device in self._compressed
-
     def _of_size(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> Choice | None:
         key = op, dtype, device, nbytes
         if key not in self._known:
@@ -109,7 +103,7 @@ class Choices:
     def _look_up(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> Choice | None:
         for rule, choice in self._rules if nbytes else ():
             if rule.concerns(op, dtype) and rule.spans(nbytes, self._threshold):
-                return choice if self._is_compressed(device) else None
+                return choice if device in self._devices else None
         return None
 
 

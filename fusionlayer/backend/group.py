@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -66,6 +66,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: that a call may wait.
         policy: the same on all ranks.
         nccl_options: of NCCL; None: torch's.
+        devices: types of devices for which the program has named this backend; None: torch knows.
 
     Raises:
         ConfigError: the settings cannot be used.
@@ -80,6 +81,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: timedelta,
         policy: Policy,
         nccl_options: Any = None,
+        devices: frozenset[str] | None = None,
     ) -> None:
         size = len(ranks)
         super().__init__(rank, size)
@@ -88,6 +90,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._ranks = tuple(ranks)
         self._store = store
         self._timeout = timeout
+        self._devices = devices
         self._settings = config.load()
         self._native = Native(store, rank, size, ranks, timeout, nccl_options)
         self._native.register_with(self)
@@ -143,6 +146,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             timeout or self._timeout,
             self.policy,
             arguments.nccl_options(opts),
+            self._compressing(),
         )
         part._set_group_name(name)
         part._set_group_desc(group_desc or name)
@@ -365,25 +369,22 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         if self._chosen is None:
             names = (self.group_desc, self.group_name)
             checksum = self._settings.checksum
-            devices = partial(_compressing, weakref.ref(self), self._native.serves)
-            self._chosen = Choices(self.policy, names, self._size, checksum=checksum, devices=devices)
+            self._chosen = Choices(self.policy, names, self._size, checksum=checksum, devices=self._compressing())
         return self._chosen
 
-
-def _compressing(group: weakref.ref[dist.ProcessGroup], serves: Mapping[str, str]) -> frozenset[str]:
-    """Return the types of devices for which the program has named this backend."""
-    try:
-        given = dist.get_backend_config(group())
-    except ValueError:  # a part of another group, which nobody has named a backend for
-        return frozenset(serves)
-    named = dict(entry.split(":") for entry in given.split(","))
-    for device, backend in named.items():
-        if device in serves and backend not in (NAME, serves[device]):
-            raise ConfigError(
-                f"the process group was made with backend {given!r}; beside {NAME}, {device} tensors can only travel "
-                f"by {serves[device]}: name {serves[device]!r} or {NAME!r}"
-            )
-    return frozenset(device for device, backend in named.items() if backend == NAME)
+    def _compressing(self) -> frozenset[str]:
+        """Return the types of devices for which the program has named this backend, once the group is made."""
+        if self._devices is None:
+            serves, given = self._native.serves, dist.get_backend_config(self)
+            named = dict(entry.split(":") for entry in given.split(","))
+            for device, backend in named.items():
+                if device in serves and backend not in (NAME, serves[device]):
+                    raise ConfigError(
+                        f"the process group was made with backend {given!r}; beside {NAME}, {device} tensors can only "
+                        f"travel by {serves[device]}: name {serves[device]!r} or {NAME!r}"
+                    )
+            self._devices = frozenset(device for device, backend in named.items() if backend == NAME)
+        return self._devices
 
 
 def _connect(ranks: Sequence[int], name: str, timeout: timedelta, settings: config.Config, nccl: bool) -> Transport:

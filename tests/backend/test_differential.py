@@ -45,12 +45,13 @@ def compare(rank: int, world: int) -> tuple[Counter[str], int, int]:
             for a, b in zip(found, expected, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b), f"case {number}, {what}: {a} for {b}"
         errors += bool(error)
-    assert not backend.traffic(trios[-1][1]).calls, "something that should pass was compressed"
-    traffic = backend.traffic(trios[-1][2])
-    return traffic.calls, traffic.bytes_sent, errors
+    here = [trio for trio in trios if trio[0] is not dist.GroupMember.NON_GROUP_MEMBER]
+    assert not any(backend.traffic(passing).calls for _, passing, _ in here), "something that should pass did not"
+    calls = sum((backend.traffic(lossless).calls for _, _, lossless in here), Counter[str]())
+    return calls, backend.traffic(trios[-1][2]).bytes_sent, errors
 
 
 @pytest.mark.timeout(120)
 def test_500_calls_are_those_of_gloo() -> None:
     for calls, sent, errors in run_ranks(compare, 3, timeout=110):
-        assert sent and errors > 10 and all(calls[op] >= 10 for op in (*backend.OPS, "recv")), (calls, errors)
+        assert sent and errors > 10 and all(calls[op] >= 8 for op in (*backend.OPS, "recv")), (calls, errors)
