@@ -73,10 +73,8 @@ def fsdp(group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def tensor_parallel(group: dist.ProcessGroup) -> list[Tensor]:
-    blocks, mesh = (
-        model(),
-        DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,)),
-    )  # torch caches by mesh
+    # torch remembers how tensors travel by mesh, and takes meshes of the same ranks and names for the same.
+    blocks, mesh = model(), DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in blocks:
         parallelize_module(block, mesh, plan)
