@@ -66,7 +66,7 @@ def reduce_scatter(
         early = _overflows(rows, codec)
         if early:
             rows = scale(rows.clone(), op, transport.size)
-        total = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+        total = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
         scatter = halves.ring_reduce_scatter if algorithm else halves.reduce_scatter
         scatter(rows, total, codec, transport, seed=derive_seed(seed, transport.sequence))
         if not early:
@@ -112,7 +112,7 @@ def all_to_all(
     def call(transport: Transport) -> None:
         rank = transport.rank
         given = [_flat([x]) for x in inputs]
-        taken = [x.view(-1) if x.is_contiguous() else torch.empty_like(x).view(-1) for x in outs]
+        taken = [x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for x in outs]
         sends, recvs = ([codecs.get(x.numel() * x.element_size()) for x in side] for side in (given, taken))
         outgoing = _messages("outgoing", given, sends, zips, transport)
         incoming = _messages("incoming", taken, recvs, zips, transport)

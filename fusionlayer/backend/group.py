@@ -288,8 +288,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._messages.receive(tensors[0], choice.codec, receive)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._messages.begin_batch()
         self._native.group._start_coalescing(device)
+        self._messages.begin_batch()
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         return self._messages.end_batch(self._native.group._end_coalescing(device))

@@ -81,7 +81,7 @@ def _room(codec: Codec, x: Tensor) -> Tensor:
 
 
 def _decode(codec: Codec, message: Tensor, out: Tensor) -> None:
-    flat = out.view(-1) if out.is_contiguous() else torch.empty_like(out).view(-1)
+    flat = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
     codec.decode(message, flat)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))

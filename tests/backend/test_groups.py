@@ -65,12 +65,8 @@ def inherit(rank: int, world: int, folder: str) -> None:
     assert before is not None and before.rules[0].codec == "int8"
     assert codec_of(dist.new_group()) == "passes"
     mesh = dist.init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    backend.use({"min_bytes": 0, "rules": [{"codec": "int8", "group": "mesh_tp"}]})
-    assert codec_of(mesh["tp"].get_group()) == "passes"
-    mesh = dist.init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    assert mesh["tp"].get_group().group_desc == "mesh_tp"
-    assert codec_of(mesh["tp"].get_group()) == "compressed"
-    backend.use(None)
+    assert mesh["dp"].get_group().group_desc == "mesh_dp" and mesh["tp"].get_group() is dist.group.WORLD
+    assert isinstance(mesh["dp"].get_group(), CompressingGroup)
 
     part = dist.new_group(pg_options=INT8).split_group(list(range(world))[::-1], group_name="turned", group_desc="part")
     assert isinstance(part, CompressingGroup) and part.rank() == world - 1 - rank and part.size() == world
@@ -269,9 +265,9 @@ def remake(rank: int, world: int, rounds: int) -> list[tuple[int, int, int]]:
     return counts
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_groups_of_two_threads_come_and_go_without_leaving_anything() -> None:
-    for counts in run_ranks(remake, 2, 300, timeout=190, backend="fusionlayer", store="tcp"):
+    for counts in run_ranks(remake, 2, 500, timeout=290, backend="fusionlayer", store="tcp"):
         threads, files, memory = zip(*counts, strict=True)
         assert max(threads) == min(threads) and max(files) - min(files) <= 4, counts
         assert memory[-1] - memory[1] < 20_000, counts
