@@ -313,9 +313,13 @@ def main() -> None:
     os.chdir(Path(__file__).resolve().parent)
     demo = ["rich"]
     bench = ["matplotlib", "mpi4py", "scikit-learn"]
+    deepspeed = ["deepspeed>=0.19.8,<0.20"]
+    horovod = ["horovod"]
     dev = [
         *demo,
         *bench,
+        *deepspeed,
+        "accelerate",
         "clang-format==22.1.8",
         "hypothesis",
         "import-linter",
@@ -325,6 +329,7 @@ def main() -> None:
         "ruff",
         "scipy-stubs",
         "setuptools>=70.1",
+        "transformers",
         "types-PyYAML",
     ]
     setup(
@@ -336,7 +341,7 @@ def main() -> None:
         license="Apache-2.0",
         python_requires=">=3.10",
         install_requires=["numpy", "PyYAML", "scipy", "torch>=2.11"],
-        extras_require={"demo": demo, "bench": bench, "dev": dev},
+        extras_require={"demo": demo, "bench": bench, "deepspeed": deepspeed, "horovod": horovod, "dev": dev},
         entry_points={"console_scripts": ["fusionlayer = fusionlayer.cli:main"]},
         packages=find_packages(include=["fusionlayer", "fusionlayer.*"]),
         package_data={"fusionlayer": ["py.typed"]},

@@ -63,9 +63,7 @@ def clear_padding(inputs: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def hint(
-    plain: bool = False, residual: Tensor | None = None, padding: tuple[slice, ...] = ()
-) -> Iterator[None]:
+def hint(plain: bool = False, residual: Tensor | None = None, padding: tuple[slice, ...] = ()) -> Iterator[None]:
     """Let collectives that this thread calls within the block know what ``Hint`` describes; the innermost counts."""
     before = current()
     _thread.hint = Hint(plain, residual, padding)
