@@ -314,10 +314,14 @@ def main() -> None:
     demo = ["rich"]
     bench = ["matplotlib", "mpi4py", "scikit-learn"]
     mpi = ["mpi4py>=4"]
+    deepspeed = ["deepspeed>=0.19.8,<0.20"]
+    horovod = ["horovod"]
     dev = [
         *demo,
         *bench,
         *mpi,
+        *deepspeed,
+        "accelerate",
         "clang-format==22.1.8",
         "hypothesis",
         "import-linter",
@@ -329,6 +333,7 @@ def main() -> None:
         "ruff",
         "scipy-stubs",
         "setuptools>=70.1",
+        "transformers",
         "types-PyYAML",
     ]
     setup(
@@ -340,7 +345,14 @@ def main() -> None:
         license="Apache-2.0",
         python_requires=">=3.10",
         install_requires=["numpy", "PyYAML", "scipy", "torch>=2.11"],
-        extras_require={"demo": demo, "bench": bench, "mpi": mpi, "dev": dev},
+        extras_require={
+            "demo": demo,
+            "bench": bench,
+            "mpi": mpi,
+            "deepspeed": deepspeed,
+            "horovod": horovod,
+            "dev": dev,
+        },
         entry_points={
             "console_scripts": ["fusionlayer = fusionlayer.cli:main", "fusionrun = fusionlayer.cli.fusionrun:main"]
         },

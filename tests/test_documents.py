@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,6 +161,28 @@ def hold_fsdp(rank: int, world: int, folder: str) -> None:
     exec(checkpoints, names)
     names["model"](names["batches"][0][0])
     assert names["compression"].replica_bytes > 0
+
+
+@pytest.mark.medium
+def test_the_python_and_the_rules_about_the_backend_run() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(hold_backend, 2, port, backend=None)
+
+
+def hold_backend(rank: int, world: int, port: int) -> None:
+    text = (ROOT / "docs" / "backend.md").read_text()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    names: dict[str, Any] = {}
+    for code in blocks(text, "python"):
+        exec(code, names)
+    assert fl.backend.traffic().calls == {"all_reduce": 1} and fl.backend.traffic(names["data"]).bytes_sent > 100_000
+    assert not fl.backend.traffic(names["other"]).calls
+    (rules,) = blocks(text, "yaml")
+    assert len(fl.backend.Policy.of(yaml.safe_load(rules)).rules) == 5
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.medium

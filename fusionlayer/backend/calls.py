@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,36 +11,34 @@ from torch import Tensor
 
 from .. import collectives
 from ..codecs import Codec
-from ..collectives import all_to_all as exchange
-from ..collectives import halves
+from ..collectives import halves, zipped
 from ..seeds import derive_seed
 from ..transport import Transport
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "is_sum", "reduce_scatter"]
+__all__ = ["Call", "all_gather", "all_reduce", "all_to_all", "is_sum", "reduce_scatter", "scale"]
 
 Call = Callable[[Transport], None]
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 
-def is_sum(op: dist.ReduceOp) -> bool:
+def is_sum(op: Any) -> bool:
     """Return whether a reduction is a sum, possibly times a factor."""
     return any(op == kind for kind in _SUMS)
 
 
-def _factor(op: dist.ReduceOp, size: int) -> float:
-    """Return what the sum over ``size`` ranks is multiplied by."""
+def scale(x: Tensor, op: Any, size: int) -> Tensor:
+    """Make of ``x``, the sum over ``size`` ranks or what is summed, what such a reduction makes of it; return it."""
     if op == dist.ReduceOp.AVG:
-        return 1 / size
-    if op == dist.ReduceOp.PREMUL_SUM:
+        x.div_(size)
+    elif op == dist.ReduceOp.PREMUL_SUM:
         # torch 2.11 shows the factor only where it pickles it.
-        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # type: ignore[attr-defined]
-        return float(factor)
-    return 1.0
+        x.mul_(op.factor if hasattr(op, "factor") else op.__getstate__()[1])
+    return x
 
 
 def all_reduce(
     tensors: Sequence[Tensor],
-    op: dist.ReduceOp,
+    op: Any,
     codec: Codec,
     algorithm: str | None,
     seed: int,
@@ -50,20 +49,19 @@ def all_reduce(
     def call(transport: Transport) -> None:
         name = algorithm or collectives.choose(codec.lossless, transport.size, wanted=codec.collective)
         whole = _flat(tensors)
-        factor = _factor(op, transport.size)
-        early = factor != 1 and whole.dtype is torch.float16  # the sum itself may be out of range
+        early = _overflows(whole, codec)
         if early:
-            whole.mul_(factor)
+            scale(whole, op, transport.size)
         collectives.get(name)(whole, codec, transport, seed=derive_seed(seed, transport.sequence), residual=residual)
-        if factor != 1 and not early:
-            whole.mul_(factor)
+        if not early:
+            scale(whole, op, transport.size)
         _spread(whole, tensors)
 
     return call
 
 
 def reduce_scatter(
-    out: Tensor, inputs: Sequence[Tensor], op: dist.ReduceOp, codec: Codec, algorithm: str | None, seed: int
+    out: Tensor, inputs: Sequence[Tensor], op: Any, codec: Codec, algorithm: str | None, seed: int
 ) -> Call:
     """Return what fills ``out`` with the sum over ranks of their input for this rank.
 
@@ -71,16 +69,15 @@ def reduce_scatter(
     """
 
     def call(transport: Transport) -> None:
-        factor = _factor(op, transport.size)
         rows = _flat(inputs).view(transport.size, -1)
-        early = factor != 1 and rows.dtype is torch.float16
+        early = _overflows(rows, codec)
         if early:
-            rows = rows * factor
-        total = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+            rows = scale(rows.clone(), op, transport.size)
+        total = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
         scatter = halves.ring_reduce_scatter if algorithm else halves.reduce_scatter
         scatter(rows, total, codec, transport, seed=derive_seed(seed, transport.sequence))
-        if factor != 1 and not early:
-            total.mul_(factor)
+        if not early:
+            scale(total, op, transport.size)
         _spread(total, [out])
 
     return call
@@ -102,7 +99,7 @@ def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: int) -> Ca
 def all_to_all(
     outs: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    codec_for: Callable[[int], Codec | None],
+    codecs: Mapping[int, Codec],
     zips: Sequence[Codec],
     seed: int,
 ) -> Call:
@@ -114,16 +111,16 @@ def all_to_all(
     Args:
         outs: a tensor for each rank.
         inputs: a tensor for each rank.
-        codec_for: the codec of so many bytes; None: as they are.
-        zips: what of its results are messages of variable size, in one order on all ranks.
+        codecs: that of so many bytes; others travel as they are.
+        zips: those of all ranks whose messages are of variable size, in one order.
         seed: of stochastic rounding.
     """
 
     def call(transport: Transport) -> None:
-        rank, size = transport.rank, transport.size
+        rank = transport.rank
         given = [_flat([x]) for x in inputs]
-        taken = [x.view(-1) if x.is_contiguous() else torch.empty_like(x).view(-1) for x in outs]
-        sends, recvs = ([_codec_of(x, codec_for, size) for x in side] for side in (given, taken))
+        taken = [x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for x in outs]
+        sends, recvs = ([codecs.get(x.numel() * x.element_size()) for x in side] for side in (given, taken))
         outgoing = _messages("outgoing", given, sends, zips, transport)
         incoming = _messages("incoming", taken, recvs, zips, transport)
         own = derive_seed(seed, transport.sequence)
@@ -141,10 +138,6 @@ def all_to_all(
             _spread(part, [x])
 
     return call
-
-
-def _codec_of(x: Tensor, codec_for: Callable[[int], Codec | None], size: int) -> Codec | None:
-    return codec_for(x.numel() * x.element_size() * size) if x.numel() else None
 
 
 def _messages(
@@ -178,9 +171,14 @@ def _exchange_zipped(
 
     parts, pieces = mine(given, sends), mine(taken, recvs)
     whole = torch.cat(pieces)
-    counts = ([x.numel() for x in side] for side in (parts, pieces))
-    exchange.all_to_all(torch.cat(parts), whole, *counts, codec, transport)
+    sent, received = ([x.numel() for x in side] for side in (parts, pieces))
+    zipped.all_to_all(torch.cat(parts), whole, sent, received, codec, transport)
     _spread(whole, pieces)
+
+
+def _overflows(x: Tensor, codec: Codec) -> bool:
+    """Return whether a sum of such values may be out of range though their mean is not, and is no exact sum anyway."""
+    return x.dtype is torch.float16 and not codec.lossless
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

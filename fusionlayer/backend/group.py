@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -16,25 +16,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import config
-from ..codecs import Codec
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport.c10d import C10dTransport
-from ..wire import DTYPE_CODES
-from . import calls, hints
-from .lane import DecodedWork, JoinedWork, Lane
+from . import arguments, calls, hints
+from .choices import Choices
+from .lane import Lane
+from .messages import Messages
 from .native import Native
-from .policy import Policy, Rule
+from .policy import Policy
+from .work import JoinedWork
 
-__all__ = ["NAME", "CompressingGroup", "Traffic", "nccl_options"]
+__all__ = ["NAME", "CompressingGroup", "Traffic"]
 
 NAME = "fusionlayer"
 
-_MOST_SIZES = 4096
-
 _made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
 _made_lock = threading.Lock()
+
+# torch's stubs give some methods narrower types than torch calls them with.
+_ProcessGroup: Any = dist.ProcessGroup
 
 
 @dataclass
@@ -50,15 +52,7 @@ class Traffic:
     bytes_sent: int = 0
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What a rule makes of a call."""
-
-    codec: Codec
-    algorithm: str | None
-
-
-class CompressingGroup(dist.ProcessGroup):
+class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group that leaves calls to gloo and NCCL, and makes those compressed that its policy says.
 
     Compressed collectives run one after the other on a thread and connections of the group's own, in the order of the
@@ -72,6 +66,7 @@ class CompressingGroup(dist.ProcessGroup):
         timeout: that a call may wait.
         policy: the same on all ranks.
         nccl_options: of NCCL; None: torch's.
+        devices: types of devices for which the program has named this backend; None: torch knows.
 
     Raises:
         ConfigError: the settings cannot be used.
@@ -86,6 +81,7 @@ class CompressingGroup(dist.ProcessGroup):
         timeout: timedelta,
         policy: Policy,
         nccl_options: Any = None,
+        devices: frozenset[str] | None = None,
     ) -> None:
         size = len(ranks)
         super().__init__(rank, size)
@@ -94,21 +90,17 @@ class CompressingGroup(dist.ProcessGroup):
         self._ranks = tuple(ranks)
         self._store = store
         self._timeout = timeout
+        self._devices = devices
         self._settings = config.load()
         self._native = Native(store, rank, size, ranks, timeout, nccl_options)
         self._native.register_with(self)
         self._native.agree(policy.facts)
-        self._rules: list[tuple[Rule, _Choice | None]] | None = None
-        self._known: dict[tuple[str, torch.dtype, str, int], _Choice | None] = {}
-        self._devices: frozenset[str] | None = None
+        self._chosen: Choices | None = None
         self._calls: Counter[str] = Counter()
         self._seed = derive_seed(self._ranks[0])
+        self._messages = Messages(derive_seed(self._seed, rank))
         self._lane: Lane | None = None
         self._lane_lock = threading.Lock()
-        self._messages = 0
-        self._message_bytes = 0
-        self._leaving: dict[int, Tensor] = {}
-        self._coalesced: list[dist.Work | Callable[[], None]] | None = None
 
     # ---- what torch asks a group ------------------------------------------------------------------------------------
 
@@ -122,17 +114,17 @@ class CompressingGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
-        self._rules = None
+        self._chosen = None
 
     def _set_group_desc(self, desc: str) -> None:
         super()._set_group_desc(desc)
-        self._rules = None
+        self._chosen = None
 
     @property
     def traffic(self) -> Traffic:
         """What has travelled compressed so far."""
-        sent = self._message_bytes + (0 if self._lane is None else self._lane.bytes_sent)
-        return Traffic(Counter(self._calls), sent)
+        lane = self._lane
+        return Traffic(Counter(self._calls), self._messages.bytes_sent + (0 if lane is None else lane.bytes_sent))
 
     def agree(self, policy: Policy) -> None:
         """Compare a policy over the ranks of the group; ``PlanMismatch`` if they have different ones."""
@@ -140,8 +132,7 @@ class CompressingGroup(dist.ProcessGroup):
 
     def take(self, policy: Policy) -> None:
         """Have calls from now on travel by a policy that the ranks have agreed on."""
-        self.policy, self._rules = policy, None
-        self._known.clear()
+        self.policy, self._chosen = policy, None
 
     def split_group(
         self,
@@ -162,7 +153,8 @@ class CompressingGroup(dist.ProcessGroup):
             [self._ranks[rank] for rank in ranks],
             timeout or self._timeout,
             self.policy,
-            nccl_options(opts),
+            arguments.nccl_options(opts),
+            self._compressing(),
         )
         part._set_group_name(name)
         part._set_group_desc(group_desc or name)
@@ -184,40 +176,33 @@ class CompressingGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Sum a tensor over ranks."""
-        xs, op = _listed(tensors), _reduce_op(args, kwargs)
-        choice = self._choose("all_reduce", xs) if len(xs) == 1 and calls.is_sum(op) else None
-        if choice is None:
-            return self._native.group.allreduce(tensors, *args, **kwargs)
-        residual = hints.residual_of(xs[0])
-        call = calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._seed, residual)
-        return self._make("all_reduce", call, xs)
+        xs = arguments.tensors(tensors)
+        work = self._sum(xs, arguments.reduction(args, kwargs)) if len(xs) == 1 else None
+        return work or self._native.group.allreduce(tensors, *args, **kwargs)
 
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Sum several tensors over ranks; compressed they travel as one."""
-        xs, op = _listed(tensors), _reduce_op(args, kwargs)
-        choice = self._choose("all_reduce", xs) if calls.is_sum(op) else None
-        if choice is None:
-            return self._native.group.allreduce_coalesced(tensors, *args, **kwargs)
-        return self._make("all_reduce", calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._seed), xs)
+        work = self._sum(arguments.tensors(tensors), arguments.reduction(args, kwargs))
+        return work or self._native.group.allreduce_coalesced(tensors, *args, **kwargs)
 
     def reduce_scatter(self, output: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Give this rank the sum over ranks of their tensors for it."""
-        outs, ins = _listed(output), _listed(inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs)
-        even = len(outs) == 1 and all(x.numel() == outs[0].numel() for x in ins) and len(ins) == self._size
-        work = self._scatter(outs[0], ins, _reduce_op(args, kwargs)) if even else None
+        outs, ins = arguments.tensors(output), arguments.tensors(inputs)
+        even = len(outs) == 1 and len(ins) == self._size and all(x.numel() == outs[0].numel() for x in ins)
+        work = self._scatter(outs[0], ins, arguments.reduction(args, kwargs)) if even else None
         return work or self._native.group.reduce_scatter(output, inputs, *args, **kwargs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         """Give this rank the sum over ranks of their pieces for it."""
         even = input.numel() == output.numel() * self._size
-        work = self._scatter(output, [input], _reduce_op(args, kwargs)) if even else None
+        work = self._scatter(output, [input], arguments.reduction(args, kwargs)) if even else None
         return work or self._native.named("reduce_scatter_single")(output, input, *args, **kwargs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
         """Do ``reduce_scatter_single`` several times; what is not compressed is one call of the native backend."""
-        op = _reduce_op(args, kwargs)
+        op = arguments.reduction(args, kwargs)
 
         def one(out: Tensor, x: Tensor) -> dist.Work | None:
             return self._scatter(out, [x], op) if x.numel() == out.numel() * self._size else None
@@ -226,7 +211,7 @@ class CompressingGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Give every rank all ranks' tensors."""
-        outs, ins = _listed(outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs), _listed(inputs)
+        outs, ins = arguments.tensors(outputs), arguments.tensors(inputs)
         even = len(ins) == 1 and len(outs) == self._size and all(x.numel() == ins[0].numel() for x in outs)
         work = self._gather(outs, ins[0]) if even else None
         return work or self._native.group.allgather(outputs, inputs, *args, **kwargs)
@@ -247,9 +232,10 @@ class CompressingGroup(dist.ProcessGroup):
 
         return self._several("all_gather_single_coalesced", one, outputs, inputs, *args, **kwargs)
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
         """Give each rank this one's tensor for it."""
-        work = self._exchange(outputs, inputs) if len(outputs) == len(inputs) == self._size else None
+        even = len(outputs) == len(inputs) == self._size
+        work = self._exchange(outputs, inputs) if even else None
         return work or self._native.group.alltoall(outputs, inputs, *args, **kwargs)
 
     def all_to_all_single(
@@ -262,13 +248,14 @@ class CompressingGroup(dist.ProcessGroup):
         **kwargs: Any,
     ) -> dist.Work:
         """Give each rank this one's rows for it."""
-        outs, ins = _rows(output, output_split_sizes, self._size), _rows(input, input_split_sizes, self._size)
+        outs = arguments.rows(output, output_split_sizes, self._size)
+        ins = arguments.rows(input, input_split_sizes, self._size)
         work = self._exchange(outs, ins) if outs is not None and ins is not None else None
         return work or self._native.named("all_to_all_single")(
             output, input, output_split_sizes, input_split_sizes, *args, **kwargs
         )
 
-    def broadcast(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
+    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Give all ranks the root's tensor.
 
         It always passes. But where a Python class has no method of that name torch holds the GIL while it queues the
@@ -291,99 +278,71 @@ class CompressingGroup(dist.ProcessGroup):
 
     # ---- from rank to rank ------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Send a tensor to a rank of the group."""
-        choice = self._choose("send", tensors) if len(tensors) == 1 else None
         native = self._native.between(tensors[0].device, self._rank, dstRank)
+        choice = self._choices.of("send", tensors) if len(tensors) == 1 else None
         if choice is None:
             return native.send(tensors, dstRank, tag)
-        x = tensors[0].detach().contiguous().view(-1)
-        message = _room(choice.codec, x)
-        self._messages += 1
-        number = self._messages
-        choice.codec.encode(x, message, seed=derive_seed(self._seed, self._rank, number))
         self._calls["send"] += 1
-        self._message_bytes += message.numel()
-        self._leaving[number] = message  # native backends rely on the caller to keep what leaves
-        return self._finally(native.send([message], dstRank, tag), partial(self._leaving.pop, number, None), tensors)
+        return self._messages.send(tensors[0], choice.codec, lambda xs: native.send(xs, dstRank, tag))
 
-    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Receive a tensor from a rank of the group."""
         native = self._native.between(tensors[0].device, srcRank, self._rank)
         return self._receive(tensors, lambda xs: native.recv(xs, srcRank, tag))
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         """Receive a tensor from whoever sends one."""
         return self._receive(tensors, lambda xs: self._native.group.recv_anysource(xs, tag))
 
-    def _receive(self, tensors: Sequence[Tensor], receive: Callable[[Sequence[Tensor]], dist.Work]) -> dist.Work:
-        choice = self._choose("send", tensors) if len(tensors) == 1 else None
+    def _receive(self, tensors: list[Tensor], receive: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
+        choice = self._choices.of("send", tensors) if len(tensors) == 1 else None
         if choice is None:
             return receive(tensors)
-        out, message = tensors[0].detach(), _room(choice.codec, tensors[0])
         self._calls["recv"] += 1
-        return self._finally(receive([message]), partial(_decode, choice.codec, message, out), tensors)
-
-    def _finally(self, work: dist.Work, then: Callable[[], Any], tensors: Sequence[Tensor]) -> dist.Work:
-        """Return a work that also does ``then``; among calls that are coalesced it is done after the last."""
-        if self._coalesced is not None:
-            self._coalesced.append(then)
-            return work
-        return DecodedWork(work, then, tensors)
+        return self._messages.receive(tensors[0], choice.codec, receive)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
         self._native.group._start_coalescing(device)
+        self._messages.begin_batch()
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        work = self._native.group._end_coalescing(device)
-        coalesced, self._coalesced = self._coalesced or [], None
-        works = [each for each in coalesced if isinstance(each, dist.Work)]
-        rest = [each for each in coalesced if not isinstance(each, dist.Work)]
-        if rest:
-            work = DecodedWork(work, lambda: [each() for each in rest] and None, [])
-        return JoinedWork([work, *works], []) if works else work
+        return self._messages.end_batch(self._native.group._end_coalescing(device))
 
-    # ---- by policy --------------------------------------------------------------------------------------------------
+    # ---- what rules make of them ------------------------------------------------------------------------------------
 
-    def _scatter(self, out: Tensor, ins: Sequence[Tensor], op: dist.ReduceOp) -> dist.Work | None:
+    def _sum(self, xs: list[Tensor], op: Any) -> dist.Work | None:
+        """Return a compressed all-reduce of several tensors as one, None if it passes."""
+        choice = self._choices.of("all_reduce", xs) if calls.is_sum(op) else None
+        if choice is None:
+            return None
+        residual = hints.residual_of(xs)
+        call = calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._seed, residual)
+        return self._make("all_reduce", call, xs)
+
+    def _scatter(self, out: Tensor, ins: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed reduce-scatter, None if it passes."""
-        choice = self._choose("reduce_scatter", [*ins]) if calls.is_sum(op) and out.dtype == ins[0].dtype else None
+        choice = self._choices.of("reduce_scatter", ins) if calls.is_sum(op) and out.dtype == ins[0].dtype else None
         if choice is None:
             return None
         hints.clear_padding(ins)
         call = calls.reduce_scatter(out, ins, op, choice.codec, choice.algorithm, self._seed)
         return self._make("reduce_scatter", call, [out])
 
-    def _gather(self, outs: Sequence[Tensor], x: Tensor) -> dist.Work | None:
+    def _gather(self, outs: list[Tensor], x: Tensor) -> dist.Work | None:
         """Return a compressed all-gather, None if it passes."""
-        choice = self._choose("all_gather", outs) if outs[0].dtype == x.dtype else None
+        choice = self._choices.of("all_gather", outs) if outs[0].dtype == x.dtype else None
         if choice is None:
             return None
         return self._make("all_gather", calls.all_gather(outs, x, choice.codec, self._seed), outs)
 
-    def _exchange(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> dist.Work | None:
-        """Return an all-to-all of which parts are compressed, None if all of it passes.
-
-        That cannot depend on sizes, which differ over ranks.
-        """
-        x = ins[0]
-        if not self._can(ins) or outs[0].dtype != x.dtype:
+    def _exchange(self, outs: list[Tensor], ins: list[Tensor]) -> dist.Work | None:
+        """Return an all-to-all of which parts are compressed, None if all of it passes."""
+        chosen = self._choices.of_pairs(ins, outs)
+        if chosen is None:
             return None
-        chosen = [choice for rule, choice in self._own_rules() if rule.concerns("all_to_all", x.dtype)]
-        codecs = [choice.codec for choice in chosen if choice is not None]
-        if not codecs or x.device.type not in self._compressing():
-            return None
-        zips = list(dict.fromkeys(codec for codec in codecs if codec.zips))
-
-        def codec_for(nbytes: int) -> Codec | None:
-            choice = self._look_up("all_to_all", x.dtype, x.device.type, nbytes)
-            return None if choice is None else choice.codec
-
-        by_size = {
-            nbytes: codec_for(nbytes) for nbytes in {y.numel() * y.element_size() * self._size for y in [*ins, *outs]}
-        }
-        return self._make("all_to_all", calls.all_to_all(outs, ins, by_size.__getitem__, zips, self._seed), outs)
+        return self._make("all_to_all", calls.all_to_all(outs, ins, *chosen, self._seed), outs)
 
     def _several(
         self,
@@ -394,12 +353,13 @@ class CompressingGroup(dist.ProcessGroup):
         *args: Any,
         **kwargs: Any,
     ) -> dist.Work:
-        works = [one(out, x) for out, x in zip(outputs, inputs, strict=True)]
-        passing = [pair for pair, work in zip(zip(outputs, inputs, strict=True), works, strict=True) if work is None]
+        """Do ``one`` with each pair; those that pass are one call of the native method ``name``."""
+        pairs = list(zip(outputs, inputs, strict=True))
+        works = [one(*pair) for pair in pairs]
         made = [work for work in works if work is not None]
+        passing = [pair for pair, work in zip(pairs, works, strict=True) if work is None]
         if passing or not made:
-            outs, ins = [out for out, _ in passing], [x for _, x in passing]
-            rest = self._native.named(name)(outs, ins, *args, **kwargs)
+            rest = self._native.named(name)([out for out, _ in passing], [x for _, x in passing], *args, **kwargs)
             return JoinedWork([rest, *made], outputs) if made else rest
         return JoinedWork(made, outputs)
 
@@ -409,8 +369,7 @@ class CompressingGroup(dist.ProcessGroup):
         numel = sum(x.numel() for x in results)
         what = f"{op} into {numel} x {str(results[0].dtype).removeprefix('torch.')}"
         work = self._open_lane().submit(what, call, results)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+        self._messages.join_batch(work)
         return work
 
     def _open_lane(self) -> Lane:
@@ -418,67 +377,30 @@ class CompressingGroup(dist.ProcessGroup):
             if self._lane is None:
                 name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
                 connect = partial(_connect, self._ranks, name, self._timeout, self._settings, nccl)
-                self._lane = Lane(self.group_desc or name, connect)
+                described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
+                self._lane = Lane(self.group_desc if described else name, connect)
                 weakref.finalize(self, self._lane.close, wait=False).atexit = False
             return self._lane
 
-    def _choose(self, op: str, tensors: Sequence[Tensor]) -> _Choice | None:
-        """Return how a call of which ``tensors`` are the whole travels, None if it passes."""
-        if not self._can(tensors):
-            return None
-        x = tensors[0]
-        nbytes = sum(y.numel() for y in tensors) * x.element_size()
-        key = op, x.dtype, x.device.type, nbytes
-        if key not in self._known:
-            if len(self._known) >= _MOST_SIZES:
-                self._known.clear()
-            self._known[key] = self._look_up(*key)
-        return self._known[key]
-
-    def _can(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether rules may be about such tensors at all."""
-        if self._size == 1 or not self.policy.rules or not tensors or hints.current().plain:
-            return False
-        x = tensors[0]
-        return x.dtype in DTYPE_CODES and all(
-            y.dtype == x.dtype and y.device == x.device and y.layout is torch.strided for y in tensors
-        )
-
-    def _look_up(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> _Choice | None:
-        if not nbytes or device not in self._compressing():
-            return None
-        for rule, choice in self._own_rules():
-            if rule.concerns(op, dtype) and rule.spans(nbytes, self.policy.min_bytes):
-                return choice
-        return None
-
-    def _own_rules(self) -> list[tuple[Rule, _Choice | None]]:
-        """Return the rules that are for this group, which gets its name after it is made."""
-        if self._rules is None:
-            self._known.clear()
-            own = (rule for rule in self.policy.rules if rule.is_for(self.group_desc, self.group_name))
-            self._rules = [(rule, self._choice(rule)) for rule in own]
-        return self._rules
-
-    def _choice(self, rule: Rule) -> _Choice | None:
-        if rule.passes:
-            return None
-        codec = rule.make_codec()
-        return _Choice(codec.checked if self._settings.checksum else codec.bare, rule.algorithm)
+    @property
+    def _choices(self) -> Choices:
+        """What the policy makes of this group, which gets its name after it is made."""
+        if self._chosen is None:
+            names = (self.group_desc, self.group_name)
+            checksum = self._settings.checksum
+            self._chosen = Choices(self.policy, names, self._size, checksum=checksum, devices=self._compressing())
+        return self._chosen
 
     def _compressing(self) -> frozenset[str]:
-        """Return the types of devices for which the program has named this backend."""
+        """Return the types of devices for which the program has named this backend, once the group is made."""
         if self._devices is None:
-            try:
-                given = dist.get_backend_config(self)
-            except ValueError:  # a part of another group, which nobody has named a backend for
-                return frozenset(self._native.serves)
+            serves, given = self._native.serves, dist.get_backend_config(self)
             named = dict(entry.split(":") for entry in given.split(","))
             for device, backend in named.items():
-                if device in self._native.serves and backend not in (NAME, self._native.serves[device]):
+                if device in serves and backend not in (NAME, serves[device]):
                     raise ConfigError(
                         f"the process group was made with backend {given!r}; beside {NAME}, {device} tensors can only "
-                        f"travel by {self._native.serves[device]}: name {self._native.serves[device]!r} or {NAME!r}"
+                        f"travel by {serves[device]}: name {serves[device]!r} or {NAME!r}"
                     )
             self._devices = frozenset(device for device, backend in named.items() if backend == NAME)
         return self._devices
@@ -500,40 +422,3 @@ def _connect(ranks: Sequence[int], name: str, timeout: timedelta, settings: conf
         node=None if each is None else f"node {dist.get_rank() // each}",
         nccl=nccl,
     )
-
-
-def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _reduce_op(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the reduction that a caller asks for, in options or as such."""
-    asked = args[0] if args else kwargs.get("opts", kwargs.get("op"))
-    return dist.ReduceOp.SUM if asked is None else getattr(asked, "reduceOp", asked)
-
-
-def _rows(x: Tensor, splits: Sequence[int], size: int) -> list[Tensor] | None:
-    """Return each rank's rows of ``x``; None if the splits do not fit, which the native backend has an error for."""
-    count = x.shape[0] if x.dim() else 0
-    if not x.dim() or (not splits and count % size):
-        return None
-    splits = list(splits) or [count // size] * size
-    if len(splits) != size or sum(splits) != count or min(splits) < 0:
-        return None
-    return list(x.split(splits))
-
-
-def _room(codec: Codec, x: Tensor) -> Tensor:
-    return torch.empty(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device=x.device)
-
-
-def _decode(codec: Codec, message: Tensor, out: Tensor) -> None:
-    flat = out.view(-1) if out.is_contiguous() else torch.empty_like(out).view(-1)
-    codec.decode(message, flat)
-    if not out.is_contiguous():
-        out.copy_(flat.view(out.shape))
-
-
-def nccl_options(options: Any) -> Any:
-    """Return options that are of NCCL, else None."""
-    return options if dist.is_nccl_available() and isinstance(options, dist.ProcessGroupNCCL.Options) else None

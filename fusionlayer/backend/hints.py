@@ -40,15 +40,16 @@ def current() -> Hint:
     return found
 
 
-def residual_of(x: Tensor) -> Tensor | None:
-    """Return the error feedback of an all-reduce of ``x``, if the calling thread has said one.
+def residual_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the error feedback of an all-reduce of ``tensors`` as one, if the calling thread has said one.
 
     Raises:
         UsageError: it is of another size.
     """
     residual = current().residual
-    if residual is not None and residual.numel() != x.numel():
-        raise UsageError(f"hint: a residual of {residual.numel()} elements for an all-reduce of {x.numel()}")
+    numel = sum(x.numel() for x in tensors)
+    if residual is not None and residual.numel() != numel:
+        raise UsageError(f"hint: a residual of {residual.numel()} elements for an all-reduce of {numel}")
     return residual
 
 
@@ -62,9 +63,7 @@ def clear_padding(inputs: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def hint(
-    plain: bool = False, residual: Tensor | None = None, padding: tuple[slice, ...] = ()
-) -> Iterator[None]:
+def hint(plain: bool = False, residual: Tensor | None = None, padding: tuple[slice, ...] = ()) -> Iterator[None]:
     """Let collectives that this thread calls within the block know what ``Hint`` describes; the innermost counts."""
     before = current()
     _thread.hint = Hint(plain, residual, padding)

@@ -52,9 +52,9 @@ class Native:
         self._size = size
         self._store = store
         kinds = dist.ProcessGroup.BackendType
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         self._gloo._set_sequence_number_for_group()
-        backends = {"cpu": (kinds.GLOO, self._gloo)}
+        backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, self._gloo)}
         downward = backends
         if torch.cuda.is_available():
             backends["cuda"] = (kinds.GLOO, self._gloo)
@@ -130,13 +130,9 @@ class Native:
         theirs = self._store.get("policy").decode()
         raise PlanMismatch(
             f"the policy of a process group differs over ranks: {differ} differ from rank 0. Rank 0 has\n{theirs}\n"
-            f"and this rank, {self._rank},\n{facts}\nGive every rank the same rules and the same version of fusionlayer",
+            f"and this rank, {self._rank},\n{facts}\nGive all ranks the same rules and the same version of fusionlayer",
             ranks=differ,
         )
-
-    def name(self, name: str) -> None:
-        """Give the group its name, which torch asks backends for."""
-        self.group._set_group_name(name)
 
     def shut(self, *, abort: bool) -> None:
         """End the connections: in order, or in the middle of what is under way."""

@@ -174,7 +174,7 @@ class Policy:
             return cls._parse(source)
         if not isinstance(source, (str, Path)):
             raise ConfigError(
-                f"policy: got a {type(source).__name__}; expected a fusionlayer.backend.Policy, a mapping with 'rules', "
+                f"policy: got a {type(source).__name__}; expected a fusionlayer.backend.Policy, a mapping, "
                 "or the path of a YAML file"
             )
         try:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .. import config
 from ..errors import UsageError
+from . import arguments
 from .policy import Policy
 
 __all__ = ["register", "traffic", "use"]
@@ -63,10 +64,10 @@ def traffic(group: dist.ProcessGroup | None = None) -> Any:
 
 def _create(options: Any, given: Any) -> dist.ProcessGroup:
     """Make a group; torch calls it with where the processes meet, and with what the program gave as ``pg_options``."""
-    from .group import CompressingGroup, nccl_options
+    from .group import CompressingGroup
 
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    native = nccl_options(given)
+    native = arguments.nccl_options(given)
     policy = _settled(None if native is not None else given)
     return CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
 

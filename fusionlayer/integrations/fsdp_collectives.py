@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import codecs, context
+from ..backend.calls import is_sum, scale
 from ..codecs import Codec
 from ..collectives import halves, zipped
 from ..collectives.switching import switcher_of
@@ -232,10 +233,6 @@ def _as_bf16(x: Tensor) -> Tensor | None:
 
 def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> None:
     """Make of the sum over ``size`` ranks what ``op`` makes of the summands."""
-    if op == dist.ReduceOp.AVG:
-        total.div_(size)
-    elif op == dist.ReduceOp.PREMUL_SUM:
-        # torch 2.11 shows the factor only where it pickles it.
-        total.mul_(op.factor if hasattr(op, "factor") else op.__getstate__()[1])  # type: ignore[attr-defined]
-    elif op != dist.ReduceOp.SUM:
+    if not is_sum(op):
         raise ConfigError(f"FSDP asks for a reduction by {op}, which is unknown here; expected SUM, AVG or PREMUL_SUM")
+    scale(total, op, size)

@@ -43,11 +43,15 @@ class Job:
         """Whether the job has ended, well or not."""
         return self._done.is_set()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return when the job is done, or after ``timeout`` seconds, and whether it is; raise what it raised."""
-        if self._done.wait(timeout) and self.error is not None:
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether the job is done, well or not, so many seconds from now at the latest."""
+        return self._done.wait(seconds)
+
+    def wait(self) -> None:
+        """Return when the job is done; raise what it raised."""
+        self._done.wait()
+        if self.error is not None:
             raise self.error
-        return self._done.is_set()
 
 
 class Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,6 +155,12 @@ def _ways_to_configure(rank: int, folder: Path) -> list[Any]:
     engines.append(deepspeed.initialize(config=str(path), **common)[0])
     deepspeed.initialize = before
     engines.append(fl.deepspeed.initialize(config=training.settings("zero0", {"enabled": False}), **common)[0])
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+    first, checkpoint, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"model": model}
+    exec(first, names)
+    exec(checkpoint, names)
+    engines.append(names["engine"])
     return [getattr(engine, "fusionlayer", None) and engine.fusionlayer.section.gradients.codec for engine in engines]
 
 
@@ -262,7 +269,7 @@ def test_gradients_of_routers_are_exempt(found: Found) -> None:
 
 
 def test_where_a_section_may_come_from(found: Found) -> None:
-    assert [mine["ways"] for mine in found] == [["int4", "int4", None, "int4", None]] * 2
+    assert [mine["ways"] for mine in found] == [["int4", "int4", None, "int4", None, "int8"]] * 2
 
 
 def test_mistakes_that_show_when_processes_meet(plain: Found, found: Found) -> None:

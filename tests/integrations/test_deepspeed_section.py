@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fusionlayer import ConfigError
+from fusionlayer import ConfigError, codecs
 from fusionlayer.integrations.deepspeed.gradients import padding_of
 from fusionlayer.integrations.deepspeed.section import ROUTERS, Section, Traffic
 from fusionlayer.integrations.deepspeed.spans import Part, Spans
@@ -56,6 +59,23 @@ def test_presets_are_defaults() -> None:
     plus = section({"zero_plus_plus": True}, stage=3)
     assert (plus.gradients.codec, plus.weights.codec) == ("int4", "int8")
     assert section({"zero_plus_plus": True, "weights": "mxfp8"}, stage=3).weights.codec == "mxfp8"
+
+
+def test_one_bit_takes_its_codec_by_name() -> None:
+    if "onebit" not in codecs.names():
+        with pytest.raises(ConfigError, match="unknown codec 'onebit'"):
+            section({"one_bit": True})
+        return
+    signs = section({"one_bit": True})
+    assert signs.gradients.codec == "onebit" and signs.error_feedback and signs.warmup_steps == 100
+
+
+def test_the_sections_of_the_page_are_sections() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+    (block,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert section(json.loads(block)).gradients.options == {"group_size": 64}
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert set(rows) == {*(f.name for f in fields(Section)), "zero_plus_plus", "one_bit"}
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     config, put = _configuration(call.arguments)
     section = None if config is None else Section.of(config)
     if config is None or section is None:
-        return tuple(original(*args, **kwargs))  # type: ignore[return-value]
+        return tuple(original(*args, **kwargs))
     put({key: value for key, value in config.items() if key != KEY})
     if not section.enabled:
-        return tuple(original(*call.args, **call.kwargs))  # type: ignore[return-value]
+        return tuple(original(*call.args, **call.kwargs))
     _start(section)
     engine, *rest = original(*call.args, **call.kwargs)
     engine.fusionlayer = Gradients(engine, section)
     if section.weights.compresses and engine.zero_optimization_stage() == 3:
         clear_padding_of_weights(engine.optimizer)
-    return engine, *rest  # type: ignore[return-value]
+    return engine, *rest
 
 
 def init_distributed(config: Mapping[str, Any] | str | Path, **kwargs: Any) -> None:
@@ -107,8 +107,8 @@ def _start(section: Section, **kwargs: Any) -> None:
     deepspeed = _deepspeed()
     if dist.is_initialized() and backend.NAME not in dist.get_backend_config():
         raise ConfigError(
-            f"torch.distributed runs already with the backend {dist.get_backend_config()!r}, which cannot compress what "
-            "DeepSpeed sends; let fusionlayer.deepspeed start it: remove the call of init_process_group or "
+            f"torch.distributed runs already with the backend {dist.get_backend_config()!r}, which cannot compress "
+            "what DeepSpeed sends; let fusionlayer.deepspeed start it: remove the call of init_process_group or "
             "init_distributed, or put fusionlayer.deepspeed.init_distributed(config) in its place"
         )
     if deepspeed.accelerator.get_accelerator().device_name() == "cpu":

@@ -111,9 +111,7 @@ class Gradients:
         self, original: Callable[..., None], bucket: Sequence[tuple[Any, ...]], *args: Any, **kwargs: Any
     ) -> None:
         # An element has the ranks it is for, the tensor, and perhaps where to, in which case it is of one parameter.
-        cut = [
-            (plain, (ranks, piece, *rest)) for ranks, tensor, *rest in bucket for plain, piece in self._cut(tensor)
-        ]
+        cut = [(plain, (ranks, piece, *rest)) for ranks, tensor, *rest in bucket for plain, piece in self._cut(tensor)]
         for exempt in (True, False):
             pieces = [element for plain, element in cut if plain is exempt]
             if pieces:

@@ -1,0 +1,42 @@
+"""What the methods of a process group are called with, which has several forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["nccl_options", "reduction", "rows", "tensors"]
+
+
+def tensors(given: Tensor | Sequence[Any]) -> list[Tensor]:
+    """Return one tensor, several, or the single list of several, as a list."""
+    if isinstance(given, Tensor):
+        return [given]
+    each = list(given)
+    return list(each[0]) if len(each) == 1 and not isinstance(each[0], Tensor) else each
+
+
+def reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the reduction that a caller asks for, in options or as such."""
+    asked = args[0] if args else kwargs.get("opts", kwargs.get("op"))
+    return dist.ReduceOp.SUM if asked is None else getattr(asked, "reduceOp", asked)
+
+
+def rows(x: Tensor, splits: Iterable[int], size: int) -> list[Tensor] | None:
+    """Return each rank's rows of ``x``; None if the splits do not fit, which the native backend has an error for."""
+    if not x.dim():
+        return None
+    count, parts = x.shape[0], list(splits)
+    if not parts and count % size == 0:
+        parts = [count // size] * size
+    if len(parts) != size or sum(parts) != count or min(parts) < 0:
+        return None
+    return list(x.split(parts))
+
+
+def nccl_options(given: Any) -> Any:
+    """Return options if they are of NCCL, else None."""
+    return given if dist.is_nccl_available() and isinstance(given, dist.ProcessGroupNCCL.Options) else None

@@ -1,0 +1,115 @@
+"""What a policy makes of the calls of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec
+from ..wire import DTYPE_CODES
+from . import hints
+from .policy import Policy, Rule
+
+__all__ = ["Choice", "Choices"]
+
+_MOST_SIZES = 4096
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A codec, and the collective that a rule wants for it, if it does."""
+
+    codec: Codec
+    algorithm: str | None
+
+
+class Choices:
+    """Finds the rule of a call; equal calls give the same on all ranks of a group.
+
+    Args:
+        policy: of the group.
+        names: by which rules may mean the group.
+        size: ranks of the group; one has nobody to send to.
+        checksum: whether messages have headers with checksums.
+        devices: types of those whose tensors are compressed.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        names: Sequence[str],
+        size: int,
+        *,
+        checksum: bool,
+        devices: frozenset[str],
+    ) -> None:
+        own = [rule for rule in policy.rules if size > 1 and rule.is_for(*names)]
+        self._rules = [(rule, _choice(rule, checksum)) for rule in own]
+        self._threshold = policy.min_bytes
+        self._size = size
+        self._devices = devices
+        self._known: dict[tuple[str, torch.dtype, str, int], Choice | None] = {}
+
+    def of(self, op: str, tensors: Sequence[Tensor]) -> Choice | None:
+        """Return how a call of which ``tensors`` are the whole travels; None if it passes."""
+        if not self._fit(tensors):
+            return None
+        x = tensors[0]
+        return self._of_size(op, x.dtype, x.device.type, sum(y.numel() for y in tensors) * x.element_size())
+
+    def of_pairs(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[dict[int, Codec], list[Codec]] | None:
+        """Return how an all_to_all travels; None if all of it passes, which sizes have no say in: they differ by rank.
+
+        Args:
+            inputs: for each rank what it is sent.
+            outs: for each rank where what it sends goes.
+
+        Returns:
+            The codec for each number of bytes that occurs and is compressed, and all codecs of variable size that might
+            occur, in order.
+        """
+        if not self._fit([*inputs, *outs]) or inputs[0].device.type not in self._devices:
+            return None
+        x = inputs[0]
+        concerned = [choice for rule, choice in self._rules if choice and rule.concerns("all_to_all", x.dtype)]
+        if not concerned:
+            return None
+        found: dict[int, Codec] = {}
+        for nbytes in {y.numel() * y.element_size() for y in (*inputs, *outs)}:
+            choice = self._of_size("all_to_all", x.dtype, x.device.type, nbytes * self._size)
+            if choice is not None:
+                found[nbytes] = choice.codec
+        return found, list(dict.fromkeys(choice.codec for choice in concerned if choice.codec.zips))
+
+    def _fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether rules may be about such tensors at all."""
+        if not self._rules or not tensors or hints.current().plain:
+            return False
+        x = tensors[0]
+        return x.dtype in DTYPE_CODES and all(
+            y.dtype == x.dtype and y.device == x.device and y.layout is torch.strided for y in tensors
+        )
+
+    def _of_size(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> Choice | None:
+        key = op, dtype, device, nbytes
+        if key not in self._known:
+            if len(self._known) >= _MOST_SIZES:
+                self._known.clear()
+            self._known[key] = self._look_up(*key)
+        return self._known[key]
+
+    def _look_up(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> Choice | None:
+        for rule, choice in self._rules if nbytes else ():
+            if rule.concerns(op, dtype) and rule.spans(nbytes, self._threshold):
+                return choice if device in self._devices else None
+        return None
+
+
+def _choice(rule: Rule, checksum: bool) -> Choice | None:
+    if rule.passes:
+        return None
+    codec = rule.make_codec()
+    return Choice(codec.checked if checksum else codec.bare, rule.algorithm)

@@ -1,0 +1,87 @@
+"""Sends and receives whose payload is the message of a codec, carried by a native backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..codecs import Codec
+from ..seeds import derive_seed
+from .work import DecodedWork, JoinedWork
+
+__all__ = ["Messages"]
+
+Native = Callable[[list[Tensor]], dist.Work]
+
+
+class Messages:
+    """What one rank of a group sends to and receives from single ranks.
+
+    Args:
+        seed: of stochastic rounding, of this rank alone.
+
+    Attributes:
+        bytes_sent: of messages.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.bytes_sent = 0
+        self._seed = seed
+        self._count = 0
+        self._leaving: dict[int, Tensor] = {}
+        self._batch: list[dist.Work | Callable[[], Any]] | None = None
+
+    def send(self, x: Tensor, codec: Codec, send: Native) -> dist.Work:
+        """Encode ``x`` now and have ``send`` called with the message."""
+        message = _room(codec, x)
+        self._count += 1
+        number = self._count
+        codec.encode(x.detach().contiguous().view(-1), message, seed=derive_seed(self._seed, number))
+        self.bytes_sent += message.numel()
+        self._leaving[number] = message  # native backends leave it to the caller to keep what is on its way
+        return self._then(send([message]), partial(self._leaving.pop, number, None), x)
+
+    def receive(self, out: Tensor, codec: Codec, receive: Native) -> dist.Work:
+        """Have ``receive`` called with room for a message, which is decoded into ``out`` when it is waited for."""
+        message = _room(codec, out)
+        return self._then(receive([message]), partial(_decode, codec, message, out.detach()), out)
+
+    def begin_batch(self) -> None:
+        """From here on to ``end_batch`` native works mean nothing by themselves."""
+        self._batch = []
+
+    def join_batch(self, work: dist.Work) -> None:
+        """Have the batch, if there is one, wait for ``work`` too."""
+        if self._batch is not None:
+            self._batch.append(work)
+
+    def end_batch(self, work: dist.Work) -> dist.Work:
+        """Return what ``work``, that of the whole batch, is for the caller."""
+        batch, self._batch = self._batch or [], None
+        works = [each for each in batch if isinstance(each, dist.Work)]
+        rest = [each for each in batch if not isinstance(each, dist.Work)]
+        if rest:
+            work = DecodedWork(work, lambda: [each() for each in rest], ())
+        return JoinedWork([work, *works], ()) if works else work
+
+    def _then(self, work: dist.Work, then: Callable[[], Any], x: Tensor) -> dist.Work:
+        if self._batch is not None:
+            self._batch.append(then)
+            return work
+        return DecodedWork(work, then, [x])
+
+
+def _room(codec: Codec, x: Tensor) -> Tensor:
+    return torch.empty(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device=x.device)
+
+
+def _decode(codec: Codec, message: Tensor, out: Tensor) -> None:
+    flat = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
+    codec.decode(message, flat)
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))

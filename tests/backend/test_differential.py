@@ -1,0 +1,57 @@
+"""The backend beside plain gloo: the same calls, results and errors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusionlayer import backend
+from tests.harness import run_ranks
+
+from .differential import outcome
+
+pytestmark = pytest.mark.medium
+
+CASES = 500
+PASS = backend.Policy()
+LOSSLESS = backend.Policy((backend.Rule("zip", op=backend.OPS, min_bytes=0),))
+
+
+def compare(rank: int, world: int) -> tuple[Counter[str], int, int]:
+    warnings.simplefilter("ignore", FutureWarning)
+    trios = []
+    subsets = [ranks for n in range(1, world + 1) for ranks in itertools.combinations(range(world), n)]
+    for ranks in subsets:
+        plain = dist.new_group(ranks, timedelta(seconds=40), "gloo")
+        ours = [dist.new_group(ranks, timedelta(seconds=40), "fusionlayer", policy) for policy in (PASS, LOSSLESS)]
+        trios.append((plain, *ours))
+    draw = random.Random(9)
+    errors = 0
+    for number in range(CASES):
+        plain, *ours = draw.choice([*trios, trios[-1], trios[-1]])
+        if plain is dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        what, expected, error = outcome(number, plain)
+        for group in ours:
+            _, found, told = outcome(number, group)
+            assert told == error, f"case {number}, {what}: {told!r} for {error!r}"
+            for a, b in zip(found, expected, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), f"case {number}, {what}: {a} for {b}"
+        errors += bool(error)
+    here = [trio for trio in trios if trio[0] is not dist.GroupMember.NON_GROUP_MEMBER]
+    assert not any(backend.traffic(passing).calls for _, passing, _ in here), "something that should pass did not"
+    calls = sum((backend.traffic(lossless).calls for _, _, lossless in here), Counter[str]())
+    return calls, backend.traffic(trios[-1][2]).bytes_sent, errors
+
+
+@pytest.mark.timeout(120)
+def test_500_calls_are_those_of_gloo() -> None:
+    for calls, sent, errors in run_ranks(compare, 3, timeout=110):
+        assert sent and errors > 10 and all(calls[op] >= 8 for op in (*backend.OPS, "recv")), (calls, errors)

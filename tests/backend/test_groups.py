@@ -1,0 +1,273 @@
+"""Groups of the backend: how they are made, what they refuse, how they end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusionlayer import backend
+from fusionlayer.backend.group import CompressingGroup
+from fusionlayer.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
+from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.synthetic import gradient
+
+pytestmark = pytest.mark.medium
+
+INT8 = {"min_bytes": 0, "rules": [{"codec": "int8"}]}
+FEW = timedelta(seconds=20)
+
+
+def numbers(rank: int, numel: int = 2000) -> Tensor:
+    return gradient(numel, rank)
+
+
+def total(world: int, numel: int = 2000) -> Tensor:
+    return torch.stack([numbers(r, numel) for r in range(world)]).sum(0)
+
+
+def near(x: Tensor, y: Tensor) -> bool:
+    return not torch.equal(x, y) and float((x - y).norm() / y.norm()) < 0.02
+
+
+def inherit(rank: int, world: int, folder: str) -> None:
+    def codec_of(group: Any) -> str:
+        x = numbers(rank)
+        dist.all_reduce(x, group=group)
+        return "compressed" if near(x, total(world)) else "passes" if torch.equal(x, total(world)) else "wrong"
+
+    assert dist.get_backend() == "fusionlayer" and isinstance(dist.group.WORLD, CompressingGroup)
+    assert dist.group.WORLD.name() == "fusionlayer" and "cpu" in {d.type for d in dist.group.WORLD._device_types}
+    assert codec_of(None) == "passes"
+    assert codec_of(dist.new_group(pg_options=INT8)) == "compressed"
+    assert codec_of(dist.new_group(None, FEW, "fusionlayer", backend.Policy.of(INT8))) == "compressed"
+    path = Path(folder) / f"policy.{rank}.yaml"
+    path.write_text("min_bytes: 0\nrules: [{codec: int8, group: mine*}]\n")
+    assert codec_of(dist.new_group(pg_options=path)) == "passes"
+    assert codec_of(dist.new_group(pg_options=path, group_desc="mine, too")) == "compressed"
+    assert backend.use(INT8) is None
+    assert codec_of(None) == "passes", "groups that exist keep their policy"
+    assert codec_of(dist.new_group()) == "compressed"
+    assert codec_of(dist.new_group(pg_options={})) == "passes"
+    assert codec_of(dist.new_group(backend="gloo")) == "passes"
+    before = backend.use(None)
+    assert before is not None and before.rules[0].codec == "int8"
+    assert codec_of(dist.new_group()) == "passes"
+    mesh = dist.init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    assert mesh["dp"].get_group().group_desc == "mesh_dp" and mesh["tp"].get_group() is dist.group.WORLD
+    assert isinstance(mesh["dp"].get_group(), CompressingGroup)
+
+    part = dist.new_group(pg_options=INT8).split_group(list(range(world))[::-1], group_name="turned", group_desc="part")
+    assert isinstance(part, CompressingGroup) and part.rank() == world - 1 - rank and part.size() == world
+    assert (part.group_name, part.group_desc) == ("turned", "part")
+    x = numbers(rank)
+    part.allreduce([x]).wait()
+    assert near(x, total(world))
+    assert (part.split_group([0], group_name="alone") is None) == (part.rank() != 0)
+    part.shutdown()
+
+    qualified = dist.new_group(backend="cpu:fusionlayer,cuda:nccl", pg_options=INT8)
+    assert codec_of(qualified) == "compressed"
+    assert codec_of(dist.new_group(backend="cpu:gloo,cuda:fusionlayer", pg_options=INT8)) == "passes"
+    with pytest.raises(ConfigError, match="beside fusionlayer, cpu tensors can only travel by gloo: name 'gloo' or"):
+        codec_of(dist.new_group(backend="cuda:fusionlayer,cpu:mpi", pg_options=INT8))
+
+    with pytest.raises(ConfigError, match=r"policy, rule 1: unknown op 'allreduce'"):
+        dist.new_group(pg_options={"rules": [{"codec": "int8", "op": "allreduce"}]})
+    with pytest.raises(ConfigError, match="policy: got a int; expected"):
+        dist.new_group(pg_options=3)
+    with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0. Rank 0 has\n(.|\n)*bits=8") as caught:
+        dist.new_group(pg_options={"rules": [{"codec": "int8" if rank == 0 else "int4"}]})
+    assert caught.value.ranks == (1,) and (rank == 0 or "bits=4" in str(caught.value))
+    with pytest.raises(UsageError, match="counted in groups of the backend 'fusionlayer'"):
+        backend.traffic(dist.new_group(backend="gloo"))
+
+
+def test_where_a_policy_comes_from_and_errors(tmp_path: Path) -> None:
+    run_ranks(inherit, 2, str(tmp_path), backend="fusionlayer", timeout=50)
+
+
+def configured(rank: int, world: int, folder: str) -> None:
+    path = Path(folder) / f"settings.{rank}.yaml"
+    os.environ["FUSIONLAYER_CONFIG"] = str(path)
+    path.write_text("checksum: true\nbackend: {min_bytes: 0, rules: [{codec: int8}]}\n")
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("cpu:fusionlayer", store=store, rank=rank, world_size=world, timeout=FEW)
+    x = numbers(rank)
+    dist.all_reduce(x)
+    assert near(x, total(world))
+    group = dist.new_group()
+    x = numbers(rank)
+    dist.all_reduce(x, group=group)
+    assert near(x, total(world)) and backend.traffic(group).calls == {"all_reduce": 1}
+    dist.destroy_process_group()
+    path.write_text("backend: {rules: [{codec: int8, opp: send}]}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'opp'; did you mean 'op'"):
+        dist.init_process_group("fusionlayer", store=store, rank=rank, world_size=world, timeout=FEW)
+    path.write_text("backend: int8\n")
+    with pytest.raises(ConfigError, match="config: backend='int8' has type str"):
+        dist.init_process_group("fusionlayer", store=store, rank=rank, world_size=world, timeout=FEW)
+
+
+def test_the_policy_of_the_settings(tmp_path: Path) -> None:
+    run_ranks(configured, 2, str(tmp_path), backend=None)
+
+
+def works(rank: int, world: int) -> None:
+    group = dist.new_group(pg_options={"min_bytes": 0, "rules": [{"codec": "int8", "op": list(backend.OPS)}]})
+    expected = total(world)
+
+    x = numbers(rank)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert work.wait(timedelta(seconds=10)) and work.is_completed() and work.is_success() and work.exception() is None
+    assert work.result()[0] is x and work.get_future().wait()[0] is x and near(x, expected)
+    work.synchronize()
+
+    # What is chained to futures may call the group again, and wait for that.
+    x, y = numbers(rank), numbers(rank)
+
+    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        dist.all_reduce(y, group=group)
+        return future.value()[0] + y
+
+    chained = dist.all_reduce(x, group=group, async_op=True).get_future().then(again)
+    assert near(chained.wait(), 2 * expected) and not chained.value().is_inference()
+
+    with torch.inference_mode():
+        x = numbers(rank)
+        dist.all_reduce(x, dist.ReduceOp.AVG, group)
+    assert near(x, expected / world)
+
+    x = numbers(rank).view(40, 50).t()
+    dist.all_reduce(x, group=group)
+    assert near(x, expected.view(40, 50).t())
+
+    half = numbers(rank).half() * 1e4 / numbers(rank).abs().max() * 6
+    biggest = half.clone()
+    dist.all_reduce(biggest, dist.ReduceOp.AVG, group)
+    assert biggest.isfinite().all(), "the sum of what can be averaged need not be in range"
+
+    # The names before torch 2.13, by which older versions call.
+    base: Any = group
+    out, part = torch.empty(world * 2000), torch.empty(2000 // world)
+    base._allgather_base(out, numbers(rank)).wait()
+    base._reduce_scatter_base(part, numbers(rank)).wait()
+    assert near(out, torch.cat([numbers(r) for r in range(world)])) and near(part, expected.view(world, -1)[rank])
+    base.alltoall_base(out := torch.empty(2000), numbers(rank), [], []).wait()
+    assert near(out, torch.cat([numbers(r).view(world, -1)[rank] for r in range(world)]))
+    outs, parts = [torch.empty(world * 2000) for _ in range(2)], [torch.empty(2000 // world) for _ in range(2)]
+    base.allgather_into_tensor_coalesced(outs, [numbers(rank)] * 2).wait()
+    base.reduce_scatter_tensor_coalesced(parts, [numbers(rank)] * 2, dist.ReduceScatterOptions()).wait()
+    assert near(outs[1], torch.cat([numbers(r) for r in range(world)])) and near(
+        parts[1], expected.view(world, -1)[rank]
+    )
+    x = numbers(rank)
+    base.allreduce(x, dist.ReduceOp.SUM).wait()
+    assert near(x, expected)
+
+    # Calls that pass and calls that do not, of one group, in one order on all ranks.
+    works, results = [], []
+    for number in range(20):
+        x = numbers(rank) if number % 3 else numbers(rank).double()
+        works.append(dist.all_reduce(x, group=group, async_op=True))
+        results.append(x)
+    dist.barrier(group)
+    for work, x in zip(works, results, strict=True):
+        work.wait()
+        assert near(x, expected) if x.dtype is torch.float32 else torch.equal(x.float(), expected)
+    calls = backend.traffic(group).calls
+    assert calls == {"all_reduce": 6 + 1 + 13, "all_gather": 3, "reduce_scatter": 3, "all_to_all": 1}, calls
+
+    dist.destroy_process_group(group)
+    with pytest.raises(FusionLayerError, match="was destroyed: it can send nothing any more"):
+        group.allreduce([numbers(rank)])
+
+
+def test_works_and_futures() -> None:
+    run_ranks(works, 2, backend="fusionlayer", timeout=50)
+
+
+def lose_a_rank(rank: int, world: int) -> None:
+    group = dist.new_group(None, timedelta(seconds=8), pg_options=INT8, group_desc="doomed")
+    x = numbers(rank)
+    dist.all_reduce(x, group=group)
+    if rank == 1:
+        checkpoint("dies")
+    work = dist.all_reduce(x, group=group, async_op=True)
+    with pytest.raises(
+        TransportError, match="all_reduce into 2000 x float32, process group 'doomed': .*rank 1"
+    ) as caught:
+        work.wait()
+    assert caught.value.ranks == (1,)
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), TransportError)
+    with pytest.raises(RuntimeError, match="process group 'doomed'"):
+        work.get_future().wait()
+    with pytest.raises(TransportError, match="rank 1"):
+        dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    os._exit(0)
+
+
+def test_a_lost_rank_is_named() -> None:
+    first, second = outcomes_of(lose_a_rank, 2, signals={(1, "dies"): signal.SIGKILL}, backend="fusionlayer")
+    assert (first.kind, first.exit_code) == ("died", 0), first.trace
+    assert second.kind == "died"
+
+
+def counted() -> tuple[int, int, int]:
+    """Return how many threads and files this process has, and its memory in KiB."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    memory = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), int(memory.split()[1])
+
+
+def remake(rank: int, world: int, rounds: int) -> list[tuple[int, int, int]]:
+    """Use two groups from two threads, destroy and make them anew; return what was counted after each round of 50."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    counts = []
+    for number in range(rounds):
+        groups = [dist.new_group(None, FEW, pg_options=INT8) for _ in range(2)]
+        ends: list[str] = []
+
+        def use(group: dist.ProcessGroup, numel: int, ends: list[str] = ends) -> None:
+            works = []
+            for _ in range(2):
+                x = torch.ones(numel)
+                works.append((dist.all_reduce(x, group=group, async_op=True), x))
+            for work, x in works:
+                work.wait()
+                ends.append("right" if (x - world).abs().max() < 0.05 else f"wrong: {x}")
+
+        threads = [threading.Thread(target=use, args=(g, n)) for g, n in zip(groups, (300, 4000), strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ends == ["right"] * 4, ends
+        for group in groups:
+            dist.destroy_process_group(group)
+        del group, groups, threads, thread, use
+        if number % 50 == 49:
+            time.sleep(0.05)
+            counts.append(counted())
+    return counts
+
+
+@pytest.mark.timeout(300)
+def test_groups_of_two_threads_come_and_go_without_leaving_anything() -> None:
+    for counts in run_ranks(remake, 2, 500, timeout=290, backend="fusionlayer", store="tcp"):
+        threads, files, memory = zip(*counts, strict=True)
+        assert max(threads) == min(threads) and max(files) - min(files) <= 4, counts
+        assert memory[-1] - memory[1] < 20_000, counts

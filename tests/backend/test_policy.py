@@ -1,0 +1,129 @@
+"""Rules: what they fit, and the error for each way to get them wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer.backend import OPS, Policy, Rule
+from fusionlayer.backend.choices import Choices
+from fusionlayer.errors import ConfigError
+
+pytestmark = pytest.mark.short
+
+
+def chosen(policy: Policy, op: str, x: Tensor, *, names: tuple[str, ...] = ("default_pg", "0"), size: int = 2) -> str:
+    choices = Choices(policy, names, size, checksum=False, devices=frozenset({"cpu"}))
+    choice = choices.of(op, [x])
+    assert choices.of(op, [x]) is choice
+    return "passes" if choice is None else f"{choice.codec.name} {choice.algorithm}"
+
+
+def of(*rules: dict[str, Any], **rest: Any) -> Policy:
+    return Policy.of({"rules": list(rules), **rest})
+
+
+BIG = torch.zeros(10_000)
+
+
+def test_without_rules_all_passes() -> None:
+    for policy in (Policy(), Policy.of(None), Policy.of({}), of({"codec": "raw"})):
+        assert {chosen(policy, op, BIG) for op in OPS} == {"passes"}
+
+
+def test_the_first_rule_that_fits_decides() -> None:
+    policy = of(
+        {"codec": "raw", "group": "exper*"},
+        {"codec": "bf16", "op": "all_reduce", "max_bytes": 1000, "min_bytes": 0},
+        {"codec": "int8", "op": ["all_reduce", "send"], "dtype": "float32", "group": "mesh_dp"},
+        {"codec": "int4", "op": "all_reduce", "algorithm": "ring"},
+        {"codec": "taco", "min_bytes": 50_000},
+    )
+    assert chosen(policy, "all_reduce", BIG, names=("mesh_dp", "3")) == "int None"
+    assert chosen(policy, "all_reduce", BIG) == "int ring"
+    assert chosen(policy, "all_reduce", BIG, names=("experts", "4")) == "passes"
+    assert chosen(policy, "all_reduce", BIG[:250]) == "bf16 None"
+    assert chosen(policy, "all_reduce", BIG[:251]) == "passes", "below the policy's threshold"
+    assert chosen(policy, "all_reduce", BIG.bfloat16(), names=("mesh_dp", "3")) == "int ring"
+    assert chosen(policy, "send", BIG) == "passes"
+    assert chosen(policy, "send", torch.zeros(12_500)) == "taco None"
+    assert chosen(policy, "all_gather", torch.zeros(12_500)) == "passes", "nobody asked"
+    assert chosen(of({"codec": "int8", "op": "all_gather"}), "all_gather", BIG) == "int None"
+    assert chosen(of({"codec": "int8", "group": "0"}), "send", BIG) == "int None", "groups have names, too"
+
+
+def test_what_is_never_touched() -> None:
+    policy = of({"codec": "int8", "op": list(OPS), "min_bytes": 0})
+    for op in OPS:
+        assert chosen(policy, op, BIG) == "int None"
+        assert chosen(policy, op, BIG, size=1) == "passes"
+        assert chosen(policy, op, BIG[:0]) == "passes"
+        for dtype in (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64):
+            assert chosen(policy, op, BIG.to(dtype)) == "passes"
+        assert chosen(policy, op, BIG.to_sparse()) == "passes"
+        assert chosen(policy, op, BIG.to("meta")) == "passes"
+    assert chosen(of({"codec": "int8"}), "all_reduce", BIG[:4095]) == "passes"
+    assert chosen(of({"codec": "int8"}), "all_reduce", BIG[:4096]) == "int None"
+    assert chosen(of({"codec": "int8"}, min_bytes=4 * 4097), "all_reduce", BIG[:4096]) == "passes"
+
+
+@pytest.mark.parametrize(
+    "source, told",
+    [
+        ({"rule": []}, r"policy: unknown key 'rule'; did you mean 'rules'\? known: rules, min_bytes"),
+        ({"rules": {}}, "policy: rules={}; expected a list of rules"),
+        ({"rules": [3]}, "policy, rule 1: 3; expected keys and values, of: codec, "),
+        ({"min_bytes": "many"}, "policy: min_bytes='many' has type str; expected int"),
+        ({"min_bytes": -1}, "policy: min_bytes=-1; expected a number of bytes"),
+        ({"rules": [{"codec": "int8"}, {"op": "send"}]}, "policy, rule 2: {'op': 'send'} lacks 'codec'"),
+        ({"rules": [{"codec": "int9"}]}, r"policy, rule 1: unknown codec 'int9'; did you mean 'int'\?"),
+        ({"rules": [{"codec": 8}]}, "policy, rule 1: codec=8 has type int; expected str"),
+        ({"rules": [{"codec": "int8", "options": {"bit": 4}}]}, "policy, rule 1: .*cannot take the options .*'bit'"),
+        ({"rules": [{"codec": "int8", "options": 4}]}, "policy, rule 1: options=4 has type int; expected Mapping"),
+        ({"rules": [{"codec": "int8", "opp": "send"}]}, r"policy, rule 1: unknown key 'opp'; did you mean 'op'\?"),
+        ({"rules": [{"codec": "int8", "op": "allreduce"}]}, r"unknown op 'allreduce'; did you mean 'all_reduce'\?"),
+        ({"rules": [{"codec": "int8", "op": 1}]}, "op=1 has type int; expected str or list or tuple or null"),
+        ({"rules": [{"codec": "int8", "dtype": "float64"}]}, "unknown dtype 'float64'; did you mean .* known: float32"),
+        ({"rules": [{"codec": "int8", "min_bytes": True}]}, "min_bytes=True has type bool; expected int or null"),
+        ({"rules": [{"codec": "int8", "min_bytes": 9, "max_bytes": 8}]}, "min_bytes=9, max_bytes=8; expected 0 <="),
+        ({"rules": [{"codec": "topk"}]}, "codec 'topk' leaves most elements out and needs error feedback"),
+        ({"rules": [{"codec": "raw", "algorithm": "ring"}]}, "algorithm='ring' with codec 'raw'"),
+        ({"rules": [{"codec": "int8", "algorithm": "ring"}]}, "give it in a rule with op: all_reduce or op: reduce_sc"),
+        ({"rules": [{"codec": "int8", "op": "all_reduce", "algorithm": "rang"}]}, r"did you mean 'ring'\?"),
+        ({"rules": [{"codec": "int8", "op": "reduce_scatter", "algorithm": "two_shot"}]}, "expected 'ring' or none"),
+        (["int8"], r"policy: got a list; expected a fusionlayer.backend.Policy, a mapping, or the path"),
+    ],
+)
+def test_errors_name_what_is_wrong(source: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Policy.of(source)
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("min_bytes: 100\nrules:\n- {codec: int8, op: all_reduce}\n- {codec: taco, group: mesh_tp}\n")
+    read = Policy.of(path)
+    assert read == Policy((Rule("int8", op="all_reduce"), Rule("taco", group="mesh_tp")), 100) == Policy.of(str(path))
+    assert Policy.of(read) is read
+    path.write_text("rules: [{codec: int8, gruop: x}]")
+    with pytest.raises(ConfigError, match=r"policy.yaml: policy, rule 1: unknown key 'gruop'; did you mean 'group'\?"):
+        Policy.of(path)
+    path.write_text("rules: [")
+    with pytest.raises(ConfigError, match="policy.yaml cannot be read: "):
+        Policy.of(path)
+    with pytest.raises(ConfigError, match="nowhere.yaml cannot be read: .*No such file"):
+        Policy.of(tmp_path / "nowhere.yaml")
+
+
+def test_facts_tell_all_policies_apart() -> None:
+    rules = [{"codec": "int8"}, {"codec": "int4"}, {"codec": "int8", "options": {"group_size": 64}}]
+    rules += [{"codec": "int8", **more} for more in ({"op": "send"}, {"group": "a"}, {"dtype": "float32"})]
+    rules += [{"codec": "int8", **more} for more in ({"min_bytes": 5}, {"max_bytes": 5})]
+    rules += [{"codec": "int8", "op": "all_reduce", "algorithm": name} for name in ("ring", "butterfly")]
+    facts = [of(rule).facts for rule in rules] + [of(min_bytes=5).facts, of().facts, of(*rules).facts]
+    assert len(set(facts)) == len(facts)
+    assert of(*rules).facts == of(*rules).facts

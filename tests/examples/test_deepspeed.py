@@ -1,0 +1,55 @@
+"""The example of DeepSpeed, under both launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .places import EXAMPLES
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(200)]
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=190, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    output = run(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(EXAMPLES / "train_deepspeed.py"), "--steps", "3", "--json", str(result)),
+    )
+    assert re.findall(r"^step (\d)/3 ", output, re.MULTILINE) == ["1", "2", "3"]
+    found = json.loads(result.read_text())
+    assert (found["zero_stage"], found["workers"], found["steps"]) == (2, 2, 3)
+    assert 3 < found["validation_loss"] < 6
+    assert found["bytes_per_step"] > found["parameters"] / 2, "gradients alone take more"
+
+
+def test_the_launcher_of_deepspeed(tmp_path: Path) -> None:
+    config = json.loads((EXAMPLES / "ds_config.json").read_text())
+    config["zero_optimization"]["stage"] = 3
+    config["fusionlayer"] = {"zero_plus_plus": True}
+    path, result = tmp_path / "config.json", tmp_path / "result.json"
+    path.write_text(json.dumps(config))
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(port))
+    small = ("--steps", "2", "--width", "64", "--layers", "2", "--json", str(result))
+    run(sys.executable, *launcher, str(EXAMPLES / "train_deepspeed.py"), "--deepspeed_config", str(path), *small)
+    found = json.loads(result.read_text())
+    assert (found["zero_stage"], found["workers"], found["steps"]) == (3, 2, 2)
+    assert 3 < found["validation_loss"] < 6
