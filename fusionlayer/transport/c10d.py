@@ -23,7 +23,7 @@ __all__ = ["C10dTransport"]
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Meeting(Meeting):
     """A meeting of processes of torch.distributed.
 
@@ -95,11 +95,11 @@ def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:
     )
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _Meeting(
-        store,
-        f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
-        rank,
-        len(ranks),
+        store=store,
+        name=f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
+        rank=rank,
+        size=len(ranks),
+        keeper=ranks.index(0) if 0 in ranks and not by_launcher else None,
         nccl=nccl,
         gloo="cpu" in backends or not nccl,
-        keeper=ranks.index(0) if 0 in ranks and not by_launcher else None,
     )

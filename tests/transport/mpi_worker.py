@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 import fusionlayer as fl
 from fusionlayer import context
-from fusionlayer.errors import TransportError
+from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.transport.mpi import MpiTransport
-from tests.transport.conformance import CHECKS
+from tests.transport.conformance import CHECKS, all_gather_and_all_to_all
 
 WORLD = MPI.COMM_WORLD
 
@@ -31,10 +31,29 @@ def conform(transport: MpiTransport) -> None:
     transport.close()
 
 
+def some_of_the_ranks() -> None:
+    world = MpiTransport(timeout=20)
+    ranks = [WORLD.size - 1, 0]
+    if WORLD.rank in ranks:
+        part = world.subset(ranks)
+        assert (part.rank, part.size) == (ranks.index(WORLD.rank), 2)
+        all_gather_and_all_to_all(part)
+        twin = part.duplicate()
+        part.close()
+        all_gather_and_all_to_all(twin)
+        twin.close()
+    else:
+        with pytest.raises(ConfigError, match="subset .* on rank"):
+            world.subset(ranks)
+    world.barrier()
+    world.close()
+
+
 def conformance() -> None:
     """All sizes up to that of the world: the world itself, and its halves at the same time."""
     torch.set_num_threads(1)
     conform(MpiTransport(timeout=20))
+    some_of_the_ranks()
     for first in range((WORLD.size + 1) // 2):
         part = WORLD.Split(WORLD.rank <= first)
         conform(MpiTransport(part, timeout=20))
