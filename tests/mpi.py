@@ -30,7 +30,7 @@ def version() -> str:
     return subprocess.run([mpirun() or "", "--version"], capture_output=True, text=True, check=False).stdout
 
 
-def start(ranks: int, program: list[str], *options: str, seconds: float = 55, **variables: str) -> str:
+def start(ranks: int, program: list[str], *options: str, seconds: float = 220, **variables: str) -> str:
     """Return what ``program`` printed on all ranks; it must succeed on each."""
     done = attempt(ranks, program, *options, seconds=seconds, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def start(ranks: int, program: list[str], *options: str, seconds: float = 55, **
 
 
 def attempt(
-    ranks: int, program: list[str], *options: str, seconds: float = 55, **variables: str
+    ranks: int, program: list[str], *options: str, seconds: float = 220, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Return how a program ended that was started on so many ranks."""
     environment = {

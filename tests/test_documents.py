@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
+from fusionlayer.cli import doctor, fusionrun, main
 from fusionlayer.codecs._base import registry
 from fusionlayer.config import describe
 from tests.codecs.conformance import CHECKS
@@ -239,3 +240,26 @@ def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.short
+def test_the_commands_of_the_page_on_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "diagnose", lambda: [])  # tests/cli/test_doctor.py runs it
+    Path("hosts").write_text("node1 slots=4\nnode2 slots=4\n")
+    commands = [line for block in blocks((ROOT / "docs/operations.md").read_text(), "") for line in block.splitlines()]
+    for words in map(shlex.split, commands):
+        if words[0] == "fusionrun":
+            options = fusionrun._parse(words[1:])
+            assert options.check_build or fusionrun.plan(options)
+        elif words[1] == "bench":
+            assert words[3:5] == ["-np", "2"]
+            arguments = [*words[1:3], *words[5:], "--calls", "1", "--warmup", "1"]
+            assert fl.transport.local.run(lambda rank, arguments=arguments: main(arguments), 2) == [0, 0]
+        elif words[1] == "doctor":
+            assert main(words[1:]) == 0
+        else:
+            assert words[:2] == ["FUSIONLAYER_TRANSPORT=mpi", "mpirun"]  # tests/transport/test_mpi.py starts such a job
+    assert len(commands) == 10 and "all_to_all" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..errors import PlanMismatch
+from ..errors import ConfigError, PlanMismatch
 
 __all__ = ["Transport"]
 
@@ -99,6 +99,14 @@ class Transport(ABC):
         every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
         self.exchange(shares, [part.view(torch.uint8) for part in every])
         self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
+
+    def _check_member(self, ranks: Sequence[int]) -> None:
+        """Refuse what ``subset`` cannot be made of."""
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks or not all(0 <= r < self.size for r in ranks):
+            raise ConfigError(
+                f"subset {list(ranks)} on rank {self.rank} of {self.size}; give different ranks from 0 to "
+                f"{self.size - 1}, and call it only on those"
+            )
 
     def _node_key(self) -> bytes:
         """Return 8 bytes that are equal on ranks of one node, and on no others; by default all are of one."""

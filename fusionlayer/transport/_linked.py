@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +27,10 @@ from .heartbeat import Watch
 __all__ = ["LinkedTransport", "Meeting"]
 
 Self = TypeVar("Self", bound="LinkedTransport")
+AnyMeeting = TypeVar("AnyMeeting", bound="Meeting")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Meeting:
     """Where processes find each other, and as what; equal on all of them but for ``rank``.
 
@@ -45,6 +47,11 @@ class Meeting:
     rank: int
     size: int
     keeper: int | None
+
+    def narrowed(self: AnyMeeting, ranks: tuple[int, ...], name: str) -> AnyMeeting:
+        """Return the meeting, under another name, of some of the processes, this one among them."""
+        keeper = ranks.index(self.keeper) if self.keeper in ranks else None
+        return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), keeper=keeper)
 
 
 class LinkedTransport(Transport):
@@ -71,6 +78,7 @@ class LinkedTransport(Transport):
         self._stall_warning = stall_warning
         self._node = node_name() if node is None else node
         self._duplicates = 0
+        self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | None = None
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
@@ -143,10 +151,23 @@ class LinkedTransport(Transport):
 
     def duplicate(self: Self) -> Self:
         self._duplicates += 1
-        twin = type(self).__new__(type(self))
-        meeting = replace(self._meeting, name=f"{self._meeting.name}/{self._duplicates}")
-        twin._open(meeting, self.timeout, self._stall_warning, self._node)
-        return twin
+        return self._another(replace(self._meeting, name=f"{self._meeting.name}/{self._duplicates}"))
+
+    def subset(self: Self, ranks: Sequence[int]) -> Self:
+        """Return a transport over some of the ranks, this one among them, ranked in the order given.
+
+        Those ranks call it together, with the same ``ranks``; the others have no part in it.
+        """
+        self._check_member(ranks)
+        chosen = tuple(ranks)
+        self._subsets[chosen] += 1
+        part = f"{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
+        return self._another(self._meeting.narrowed(chosen, f"{self._meeting.name}/{part}"))
+
+    def _another(self: Self, meeting: Meeting) -> Self:
+        made = type(self).__new__(type(self))
+        made._open(meeting, self.timeout, self._stall_warning, self._node)
+        return made
 
     def close(self) -> None:
         if self._failure is None:

@@ -23,7 +23,7 @@ __all__ = ["C10dTransport"]
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Meeting(Meeting):
     """A meeting of processes of torch.distributed.
 
@@ -93,10 +93,10 @@ class C10dTransport(LinkedTransport):
             TransportError: not all ranks came in time.
         """
         meeting = _Meeting(
-            dist.distributed_c10d._get_default_store(),
-            f"fusionlayer/{name}",
-            ranks.index(dist.get_rank()),
-            len(ranks),
+            store=dist.distributed_c10d._get_default_store(),
+            name=f"fusionlayer/{name}",
+            rank=ranks.index(dist.get_rank()),
+            size=len(ranks),
             keeper=_keeper(ranks),
             nccl=nccl,
             gloo=True,
@@ -134,13 +134,13 @@ def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:
         backends.get("cuda", "gloo") not in ("gloo", "mpi") and dist.is_nccl_available() and torch.cuda.is_available()
     )
     return _Meeting(
-        store,
-        f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
-        rank,
-        len(ranks),
+        store=store,
+        name=f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
+        rank=rank,
+        size=len(ranks),
+        keeper=_keeper(ranks),
         nccl=nccl,
         gloo="cpu" in backends or not nccl,
-        keeper=_keeper(ranks),
     )
 
 

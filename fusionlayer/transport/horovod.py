@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -46,13 +46,19 @@ class HorovodTransport(LinkedTransport):
             _store = open_store(hvd.rank(), timeout, lambda notice: _broadcast(notice, timeout))
         _made += 1
         name = f"fusionlayer/horovod/{_made}"
-        self._open(Meeting(_store or dist.HashStore(), name, hvd.rank(), hvd.size(), 0), timeout, stall_warning, node)
+        store = _store or dist.HashStore()
+        meeting = Meeting(store=store, name=name, rank=hvd.rank(), size=hvd.size(), keeper=0)
+        self._open(meeting, timeout, stall_warning, node)
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         raise UsageError("Horovod has no message from one rank to another alone; use exchange, or transport 'c10d'")
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
         self.send(x, source, tag)
+
+    def subset(self, ranks: Sequence[int]) -> HorovodTransport:
+        """Raise ``UsageError``: the all-to-all of Horovod is one of all its processes."""
+        raise UsageError("Horovod's transport is one of all processes; use transport 'c10d' for some of them")
 
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
         yield "cpu", HorovodLink(self._meeting.name, self.timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -42,11 +43,20 @@ class _World:
 _worlds: dict[tuple[int, ...], _World] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Meeting(Meeting):
-    """A meeting of processes of MPI. ``comm``: the communicator of which the transport's own is made."""
+    """A meeting of processes of MPI.
+
+    Attributes:
+        comm: the communicator of which the transport's own is made.
+        members: which of its ranks make it; None for all.
+    """
 
     comm: MPI.Intracomm | None
+    members: tuple[int, ...] | None = None
+
+    def narrowed(self: _Meeting, ranks: tuple[int, ...], name: str) -> _Meeting:
+        return replace(super().narrowed(ranks, name), members=ranks)
 
 
 class MpiTransport(LinkedTransport):
@@ -84,7 +94,8 @@ class MpiTransport(LinkedTransport):
         comm = mpi.COMM_WORLD if comm is None else comm
         assert comm is not None
         if comm.size == 1:
-            self._open(_Meeting(dist.HashStore(), "", 0, 1, None, None), timeout, stall_warning, node)
+            alone = _Meeting(store=dist.HashStore(), name="", rank=0, size=1, keeper=None, comm=None)
+            self._open(alone, timeout, stall_warning, node)
             return
         ranks = _world_ranks(mpi, comm)
         world = _worlds.get(ranks)
@@ -95,15 +106,27 @@ class MpiTransport(LinkedTransport):
         world.made += 1
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         meeting = _Meeting(
-            world.store, f"fusionlayer/mpi/{digest}/{world.made}", comm.rank, comm.size, keeper=0, comm=world.comm
+            store=world.store,
+            name=f"fusionlayer/mpi/{digest}/{world.made}",
+            rank=comm.rank,
+            size=comm.size,
+            keeper=0,
+            comm=world.comm,
         )
         self._open(meeting, timeout, stall_warning, node)
 
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
-        assert self._meeting.comm is not None
-        comm = _duplicate(self._meeting.comm, self.timeout)
+        comm, members = self._meeting.comm, self._meeting.members
+        assert comm is not None
+        if members is None:
+            comm = _duplicate(comm, self.timeout)
+        else:
+            # It cannot be given up, but all its ranks have come by now: they have met in the store.
+            comm = comm.Create_group(
+                comm.Get_group().Incl(members), zlib.crc32(self._meeting.name.encode()) % (1 << 15)
+            )
         # Two threads may duplicate two transports, each on the communicator of its own.
-        self._meeting = replace(self._meeting, comm=comm)
+        self._meeting = replace(self._meeting, comm=comm, members=None)
         yield "cpu", MpiLink(comm, self._meeting.name, self.timeout)
 
 

@@ -6,7 +6,6 @@ import atexit
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import fusionlayer as fl
 from fusionlayer.launch import Place, find_place, make_store
 from fusionlayer.transport import local
 from tests.harness import run_ranks
+from tests.mpi import mpirun, needs_mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -222,13 +222,13 @@ def test_torchrun_with_configuration_and_timeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+@needs_mpirun
 def test_mpirun_of_a_shell_that_starts_python(tmp_path: Path) -> None:
     """So the processes have no common parent."""
     script = write(tmp_path, TRAIN + AGAIN)
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    root = {f"{mpi}_ALLOW_RUN_AS_ROOT{suffix}": "1" for mpi in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
     program = ["sh", "-c", f"{sys.executable} {script}; exit $?"]
-    printed = finish(["mpirun", "-n", "2", "--oversubscribe", *program], **root, TMPDIR=str(tmp_path))
+    printed = finish([mpirun() or "", "-n", "2", "--oversubscribe", *program], **root, TMPDIR=str(tmp_path))
     assert sorted(printed.splitlines()) == ["0 2 0 2 True", "1 2 1 2 True"]
     assert not list(tmp_path.glob("fusionlayer-*")), "the file by which they met was left behind"
 
