@@ -1,0 +1,1 @@
+"""The face that Horovod's users know: ``import fusionlayer.torch as hvd``."""
