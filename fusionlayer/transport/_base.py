@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..errors import PlanMismatch
+from ..errors import ConfigError, PlanMismatch
 
 __all__ = ["Transport"]
 
@@ -74,6 +74,13 @@ class Transport(ABC):
         """Return a transport over the same ranks whose traffic never meets this one's. All ranks call it together."""
 
     @abstractmethod
+    def subset(self, ranks: Sequence[int]) -> Transport:
+        """Return a transport over some of the ranks, this one among them, ranked in the order given.
+
+        Those ranks call it together, with the same ``ranks``; the others have no part in it.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Give the group up; pending and later calls raise. Never waits for other ranks. Twice is once."""
 
@@ -99,6 +106,14 @@ class Transport(ABC):
         every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
         self.exchange(shares, [part.view(torch.uint8) for part in every])
         self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
+
+    def _check_member(self, ranks: Sequence[int]) -> None:
+        """Refuse what ``subset`` cannot be made of."""
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks or not all(0 <= r < self.size for r in ranks):
+            raise ConfigError(
+                f"subset {list(ranks)} on rank {self.rank} of {self.size}; give different ranks from 0 to "
+                f"{self.size - 1}, and call it only on those"
+            )
 
     def _node_key(self) -> bytes:
         """Return 8 bytes that are equal on ranks of one node, and on no others; by default all are of one."""

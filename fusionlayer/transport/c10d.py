@@ -90,6 +90,7 @@ class C10dTransport(Transport):
         self._stall_warning = stall_warning
         self._node = node
         self._duplicates = 0
+        self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | None = None
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
@@ -158,6 +159,23 @@ class C10dTransport(Transport):
         meeting = replace(self._meeting, name=f"{self._meeting.name}/{self._duplicates}")
         twin._open(meeting, self.timeout, self._stall_warning, self._node)
         return twin
+
+    def subset(self, ranks: Sequence[int]) -> C10dTransport:
+        self._check_member(ranks)
+        chosen = tuple(ranks)
+        self._subsets[chosen] += 1
+        name = f"{self._meeting.name}/{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
+        keeper = self._meeting.keeper
+        part = C10dTransport.__new__(C10dTransport)
+        meeting = replace(
+            self._meeting,
+            name=name,
+            rank=chosen.index(self.rank),
+            size=len(chosen),
+            keeper=chosen.index(keeper) if keeper in chosen else None,
+        )
+        part._open(meeting, self.timeout, self._stall_warning, self._node)
+        return part
 
     def close(self) -> None:
         if self._failure is None:
