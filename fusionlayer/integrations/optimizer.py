@@ -470,9 +470,7 @@ class _Distributed(Optimizer):
         old = self._fl_engine
         self._fl_detach()
         engine, timeline = self._fl_connect()
-        self._attach(
-            engine, timeline, self._fl_names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of
-        )
+        self._attach(engine, timeline, self._fl_names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
         if engine is None or old is None:
             return
         engine.step = old.step

@@ -29,7 +29,7 @@ def all_reduce(x: Tensor, transport: Transport) -> None:
 
         (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,
 
-    which is a + b where they are orthogonal and their mean where they are equal. Ranks are paired, then the pairs' sums,
+    which is a + b where they are orthogonal and their mean where they are equal. Ranks are paired, then pairs' sums,
     and so on. In every round the partners split the vector that they have: each combines a half, and the scalar
     products are summed over the ranks that have a part of the same two vectors, so that all rounds together send as
     many bytes as an all-reduce (Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021,

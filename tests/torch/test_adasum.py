@@ -22,9 +22,7 @@ def pairwise(values: list[Tensor]) -> Tensor:
         sums = []
         for a, b in zip(level[::2], level[1::2], strict=True):
             both, of_a, of_b = a @ b, a @ a, b @ b
-            sums.append(
-                (1 - both / (2 * of_a) if of_a else 1.0) * a + (1 - both / (2 * of_b) if of_b else 1.0) * b
-            )
+            sums.append((1 - both / (2 * of_a) if of_a else 1.0) * a + (1 - both / (2 * of_b) if of_b else 1.0) * b)
         level = sums
     return level[0]
 

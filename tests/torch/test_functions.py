@@ -12,19 +12,14 @@ from torch import Tensor, nn
 
 from fusionlayer.torch import basics, functions
 from fusionlayer.torch.sync_batch_norm import SyncBatchNorm
-from tests.harness import run_ranks
+from fusionlayer.transport import local
 from tests.integrations.training import fill, make_model, train, weights
 from tests.synthetic import gradient
 
-
-@pytest.mark.medium
-def test_functions_and_batch_normalization() -> None:
-    everything = run_ranks(rank_main, 3, timeout=50)
-    for checks in everything:
-        assert checks == everything[0] and len(checks) == 9
+pytestmark = pytest.mark.short
 
 
-def rank_main(rank: int, world: int) -> list[str]:
+def rank_main(rank: int, world: int = 3) -> list[str]:
     basics.init()
     checks = [
         check_parameters,
@@ -41,6 +36,10 @@ def rank_main(rank: int, world: int) -> list[str]:
         check(rank, world)
     basics.shutdown()
     return [check.__name__ for check in checks]
+
+
+def test_functions_and_batch_normalization() -> None:
+    assert all(len(checks) == 9 for checks in local.run(rank_main, 3))
 
 
 # ---- what one rank has, for all -------------------------------------------------------------------------------------

@@ -149,11 +149,16 @@ class SamplerStateHandler(StateHandler):
 class OptimizerStateHandler(StateHandler):
     """Keeps an optimizer; of a distributed one error feedback and plan, too."""
 
+    plan: bytes | None = None
+    waiting: dict[str, Any] | None = None
+    """Error feedback in a job of one rank, which sends nothing: kept, as the plan is, for a larger one."""
+
     def save(self) -> None:
         """Save state, error feedback and plan."""
         super().save()
         plan = getattr(self.value, "fusion_plan", None)
-        self.plan: bytes | None = plan.to_bytes() if plan is not None else None
+        if plan is not None:
+            self.plan = plan.to_bytes()
 
     def sync(self) -> None:
         """Give every rank rank 0's state; error feedback stays each rank's."""
@@ -169,7 +174,7 @@ class OptimizerStateHandler(StateHandler):
     def export(self) -> tuple[Any, Any]:
         """Return the optimizer's state with its plan, and the error feedback."""
         saved = dict(self.saved)
-        own = saved.pop("fusionlayer", None)
+        own = saved.pop("fusionlayer", self.waiting)
         shared = {"state": saved, "step": None if own is None else own["step"], "plan": self.plan}
         return shared, own
 
@@ -177,8 +182,11 @@ class OptimizerStateHandler(StateHandler):
         """Take in state, plan and the error feedback of the ranks that this one stands for."""
         self.saved = dict(shared["state"])
         if shared["step"] is not None:
-            here = {"rank": rank(), "size": size(), "step": shared["step"]}
-            self.saved["fusionlayer"] = {**here, **merge_feedback(own)}
+            feedback = {"rank": rank(), "size": size(), "step": shared["step"], **merge_feedback(own)}
+            if size() > 1:
+                self.saved["fusionlayer"] = feedback
+            else:
+                self.waiting = feedback
         self.plan = shared["plan"]
         self.restore()
         adopt_plan = getattr(self.value, "adopt_plan", None)
