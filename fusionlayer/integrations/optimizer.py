@@ -317,6 +317,15 @@ class _Distributed(Optimizer):
                 engine.submit(name, self._fl_gradient(parameter))
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce gradients after so many backward passes from now on; between steps, on all ranks."""
+        if passes < 1:
+            raise ConfigError(f"backward_passes_per_step={passes}; expected at least 1")
+        if self._fl_engine is not None and self._fl_engine.pending:
+            raise UsageError("set_backward_passes_per_step() while gradients are being reduced; call it after step()")
+        self._fl_passes = passes
+        self._fl_passes_left = dict.fromkeys(self._fl_names, passes)
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within it ``step`` takes the gradients as they are: ``synchronize`` has been called."""

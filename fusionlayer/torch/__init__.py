@@ -61,12 +61,14 @@ from .mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
+from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
