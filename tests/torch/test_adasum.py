@@ -1,14 +1,18 @@
-"""Adasum beside the formula, pair by pair."""
+"""Adasum beside the formula, pair by pair, and the optimizer that adds up steps by it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import fusionlayer as fl
+import fusionlayer.torch as hvd
 from fusionlayer.torch import adasum
-from fusionlayer.transport import Transport
+from fusionlayer.transport import Transport, local
+from tests.integrations.training import make_model, train, weights
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -93,3 +97,65 @@ def test_what_has_no_adaptive_sum_is_refused() -> None:
 
     over_threads(3, three)
     over_threads(2, integers)
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_adds_up_steps() -> None:
+    """Two ranks with Adam and a scheduler, beside the same in one process."""
+
+    def rank_main(rank: int) -> Tensor:
+        hvd.init()
+        model = make_model()
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(adam, model.named_parameters(), op=hvd.Adasum)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        assert optimizer is adam and isinstance(optimizer, torch.optim.Adam)
+        for step in range(4):
+            train(model, optimizer, rank, [step])
+            schedule.step()
+        return weights(model)
+
+    models = [make_model(), make_model()]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+    for step in range(4):
+        starts = [parameter.detach().clone() for parameter in models[0].parameters()]
+        for rank in range(2):
+            train(models[rank], optimizers[rank], rank, [step])
+            schedules[rank].step()
+        with torch.no_grad():
+            for start, a, b in zip(starts, models[0].parameters(), models[1].parameters(), strict=True):
+                changes = [(p - start).reshape(-1) for p in (a, b)]
+                start += pairwise(changes).view(start.shape).to(start.dtype)
+                a.copy_(start)
+                b.copy_(start)
+    results = local.run(rank_main, 2)
+    assert torch.equal(*results)
+    assert torch.allclose(results[0], weights(models[0]), rtol=1e-5, atol=1e-7)
+
+
+def test_optimizer_says_what_it_cannot() -> None:
+    def rank_main(rank: int) -> None:
+        hvd.init()
+        model = make_model()
+
+        def wrap(**options: Any) -> Any:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            return hvd.DistributedOptimizer(sgd, model.named_parameters(), op=hvd.Adasum, **options)
+
+        for options in ({"gradient_predivide_factor": 2.0}, {"planner": "wfbp"}, {"compression": hvd.Compression.int8}):
+            with pytest.raises(fl.ConfigError, match="op=Adasum with"):
+                wrap(**options)
+        optimizer = wrap(compression=hvd.Compression.fp16)
+        optimizer.synchronize()
+        with pytest.raises(AssertionError, match="reduces steps, not gradients"), optimizer.skip_synchronize():
+            pass
+        model[0].weight.requires_grad_(rank == 0)  # the other rank's step does not move it
+        before = model[0].weight.detach().clone()
+        train(model, optimizer, rank, [0])
+        assert not torch.equal(model[0].weight, before)
+        hvd.shutdown()
+
+    local.run(rank_main, 2)

@@ -406,14 +406,16 @@ def test_storage(tmp_path: Path) -> None:
 
 @pytest.mark.short
 def test_memory_of_agents_that_are_gone_is_freed() -> None:
-    with subprocess.Popen(["sleep", "0"]) as gone:
-        gone.wait()
-    left = Path(f"/dev/shm/fusionlayer-elastic-{os.getuid()}-{gone.pid}-123")
+    gone = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)  # it stays in /proc until it is waited for
+    started = Path(f"/proc/{gone.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    left = Path(f"/dev/shm/fusionlayer-elastic-{os.getuid()}-{gone.pid}-{started}")
     left.mkdir()
     (left / "1.shared").write_text("")
     storage = Storage.of_agent(0, {"TORCHELASTIC_RUN_ID": "none"})
     assert storage is not None and not left.exists()
     storage.forget()
+    gone.wait()
 
 
 def on_ranks(world: int) -> Callable[[Callable[[int], Any]], None]:

@@ -144,9 +144,9 @@ def _agent(job: str) -> int:
 
 
 def _started(process: int) -> str:
-    """Return when a process was started, as /proc gives it, or "" if there is none."""
+    """Return when a process was started, as /proc gives it, or "" if there is none, or only its exit status."""
     stat = _stat(process)
-    return stat[19] if stat else ""
+    return stat[19] if stat and stat[0] not in "ZX" else ""
 
 
 def _stat(process: int) -> list[str]:
