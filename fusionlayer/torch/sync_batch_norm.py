@@ -51,7 +51,9 @@ class SyncBatchNorm(_BatchNorm):
         if size() == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
         self._check_input_dim(input)
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
+        output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps
+        )
         if self.training and self.track_running_stats:
             self._follow(mean, variance, int(count))
         result: Tensor = output

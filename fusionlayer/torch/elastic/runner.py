@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from ... import launch
 from ...errors import TransportError
@@ -99,7 +99,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         finally:
             state.keeper = None
 
-    return wrapper
+    return cast(Callable[Concatenate[S, P], T], wrapper)
 
 
 @dataclass(frozen=True)
