@@ -133,7 +133,7 @@ class Coordinator:
             responses = self._matcher.next_responses()
             if responses is None:
                 return
-            self._underway += 0 in responses
+            self._underway += 0 in responses and responses[0].code == "execute"
             for rank, response in responses.items():
                 self._send(rank, response)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 
@@ -175,7 +175,9 @@ def _broadcast(parts: Sequence[Part], transport: Transport, ranks: Sequence[int]
         transport.broadcast(flat, place)
         with span("MEMCPY_OUT_FUSION_BUFFER"):
             # Pieces of several types begin anywhere, and elements only at multiples of their size.
-            for (x, out), piece in zip(pairs, flat.split([x.numel() * x.element_size() for x, _ in pairs]), strict=True):
+            for (x, out), piece in zip(
+                pairs, flat.split([x.numel() * x.element_size() for x, _ in pairs]), strict=True
+            ):
                 out.copy_(piece.clone().view(x.dtype).view(x.shape))
     for part in parts:
         if part.operation is not None:
@@ -221,7 +223,6 @@ def _reduce_rows(x: Tensor, signature: Signature, transport: Transport) -> Tenso
 
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
-
 
 
 _KINDS = {

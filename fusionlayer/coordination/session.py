@@ -140,9 +140,7 @@ class Session:
             shapes = tuple(shape[1:] for shape in shapes)
         device = tensors[0].device.type if tensors else "cpu"
         dtypes = tuple(DTYPES[x.dtype] for x in tensors)
-        signature = Signature(
-            kind, process_set, dtypes, shapes, device, op, prescale, postscale, root, ranks
-        )
+        signature = Signature(kind, process_set, dtypes, shapes, device, op, prescale, postscale, root, ranks)
         ready = torch.cuda.current_stream(tensors[0].device).record_event() if device == "cuda" else None
         with self._lock:
             if self._ended is not None:

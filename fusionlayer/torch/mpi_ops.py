@@ -152,7 +152,7 @@ def allreduce_async(
 ) -> int:
     """Begin ``allreduce``; return the handle for ``poll`` and ``synchronize``. Leave ``tensor`` alone until then."""
     chosen = choose_op(op, average)
-    return _reduce([tensor], None, name, chosen, prescale_factor, postscale_factor, process_set, deliver=_first)
+    return _reduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, deliver=_first)
 
 
 def allreduce_async_(
@@ -167,7 +167,14 @@ def allreduce_async_(
     """Begin ``allreduce_``; return the handle for ``poll`` and ``synchronize``."""
     chosen = choose_op(op, average)
     return _reduce(
-        [tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set, deliver=lambda _: tensor
+        [tensor],
+        name,
+        chosen,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        in_place=True,
+        deliver=lambda _: tensor,
     )
 
 
@@ -217,7 +224,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin ``grouped_allreduce``; return the one handle of the group."""
     chosen = choose_op(op, average)
-    return _reduce(tensors, None, name, chosen, prescale_factor, postscale_factor, process_set)
+    return _reduce(tensors, name, chosen, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async_(
@@ -233,7 +240,14 @@ def grouped_allreduce_async_(
     chosen = choose_op(op, average)
     given = list(tensors)
     return _reduce(
-        given, given, name, chosen, prescale_factor, postscale_factor, process_set, deliver=lambda _: given
+        given,
+        name,
+        chosen,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        in_place=True,
+        deliver=lambda _: given,
     )
 
 
@@ -266,7 +280,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, *how: Any) -> Any:
         ctx.how = how
-        return synchronize(_reduce([tensor], None, name, *how, deliver=_first))
+        return synchronize(_reduce([tensor], name, *how, deliver=_first))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -277,7 +291,7 @@ class _GroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, *how_and_tensors: Any) -> Any:
         ctx.how, tensors = how_and_tensors[:5], how_and_tensors[5:]
-        return tuple(synchronize(_reduce(tensors, None, name, *ctx.how)))
+        return tuple(synchronize(_reduce(tensors, name, *ctx.how)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -286,13 +300,14 @@ class _GroupedAllreduce(torch.autograd.Function):
 
 def _reduce(
     tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor] | None,
     name: str | None,
     op: ReduceOp,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
     codec: Codec | None = None,
+    *,
+    in_place: bool = False,
     deliver: Callable[[Any], Any] | None = None,
 ) -> int:
     text, reduce = op.name, None
@@ -303,7 +318,7 @@ def _reduce(
     return _submit(
         "allreduce",
         tensors,
-        outputs,
+        in_place=in_place,
         name=name,
         process_set=process_set,
         op=text,
@@ -329,7 +344,9 @@ def _adasum(process_set: ProcessSet, codec: Codec | None) -> Reduce:
 def _by_codec(op: ReduceOp, codec: Codec) -> tuple[str, Reduce]:
     """Return how a sum or average is made of messages of a codec, and the text that says so."""
     if op not in (Average, Sum):
-        raise ConfigError(f"op={op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression")
+        raise ConfigError(
+            f"op={op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression"
+        )
     return f"{op.name} by {codec}", partial(_reduce_by, codec, average=op is Average)
 
 
@@ -446,14 +463,14 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin ``broadcast``; return the handle for ``poll`` and ``synchronize``."""
-    return _broadcast(tensor, None, root_rank, name, process_set, _first)
+    return _broadcast(tensor, root_rank, name, process_set, deliver=_first)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin ``broadcast_``; return the handle for ``poll`` and ``synchronize``."""
-    return _broadcast(tensor, [tensor], root_rank, name, process_set, lambda _: tensor)
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True, deliver=lambda _: tensor)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -471,17 +488,24 @@ class _Broadcast(torch.autograd.Function):
 
 def _broadcast(
     tensor: Tensor,
-    outputs: Sequence[Tensor] | None,
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
+    *,
+    in_place: bool = False,
     deliver: Callable[[Any], Any],
 ) -> int:
     members = session().process_sets.get(number_of(process_set))
     if members is not None and root_rank not in members.ranks:
         raise ConfigError(f"root_rank={root_rank}; expected a rank of the job that takes part: {list(members.ranks)}")
     return _submit(
-        "broadcast", [tensor], outputs, name=name, process_set=process_set, root=root_rank, deliver=deliver
+        "broadcast",
+        [tensor],
+        in_place=in_place,
+        name=name,
+        process_set=process_set,
+        root=root_rank,
+        deliver=deliver,
     )
 
 
@@ -712,20 +736,18 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def _submit(
     kind: str,
     tensors: Sequence[Tensor] = (),
-    outputs: Sequence[Tensor] | None = None,
     *,
+    in_place: bool = False,
     process_set: ProcessSet = global_process_set,
     **how: Any,
 ) -> int:
     given = [_checked(kind, tensor) for tensor in tensors]
     if len({tensor.device for tensor in given}) > 1:
         raise ConfigError(f"{kind} of tensors on several devices; give one group for each device")
-    if outputs is not None:
-        outputs = given if outputs is tensors else [x.detach() for x in outputs]
     if kind in _OF_TENSORS and not given:
         raise ConfigError(f"{kind} of no tensors; give at least one")
     try:
-        return session().submit(kind, given, outputs, process_set=number_of(process_set), **how)
+        return session().submit(kind, given, given if in_place else None, process_set=number_of(process_set), **how)
     except ConfigError:
         raise
     except FusionLayerError as error:
@@ -740,7 +762,7 @@ def _checked(kind: str, tensor: Tensor) -> Tensor:
         what = f"{tensor.layout} tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ConfigError(f"{kind} of a {what}; expected a dense tensor of one of: {types}")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _first(results: Sequence[Tensor]) -> Tensor:
