@@ -39,21 +39,25 @@ class Job:
         # Not an agent's: agents are killed here, and the rendezvous must go on.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, standalone: bool = False) -> None:
+        """Start an agent: of a job of one or two nodes with a worker each, or of one of its own with two workers."""
         environ = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TEST_AGENT": name,
             "HOROVOD_ELASTIC_TIMEOUT": "4",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if standalone else "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
+        nodes = [
+            *("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"),
+            *("--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--local-addr", "127.0.0.1", "--rdzv-conf"),
+            "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+        ]
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--rdzv-id", "test"),
-            *("--rdzv-conf", "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"),
-            *("--local-addr", "127.0.0.1", "--max-restarts", "3"),
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"),
+            *(["--standalone", "--nproc-per-node", "2"] if standalone else nodes),
             *("-m", "tests.torch.elastic_worker", str(self.folder)),
         ]
         with (self.folder / f"{name}.out").open("wb") as out:
@@ -136,17 +140,11 @@ def test_worker_killed_then_host_lost_then_another_added(tmp_path: Path) -> None
             assert run.agents[name].wait(60) == 0, run.told()
         lines = run.lines()
 
-    steps: dict[int, list[dict[str, Any]]] = {}
+    steps = {line["step"]: [] for line in lines}
     for line in lines:
         if line["kind"] == "step":
-            steps.setdefault(line["step"], []).append(line)
-    pids = dict.fromkeys(line["pid"] for line in lines)
-    starts = [[line for line in lines if line["pid"] == pid] for pid in pids]
-    generations: dict[int, list[list[dict[str, Any]]]] = {}
-    for start in starts:
-        assert start[0]["kind"] == "begin"
-        generations.setdefault(start[0]["step"], []).append(start)
-    first, second, alone, grown = (generations[step] for step in sorted(generations))
+            steps[line["step"]].append(line)
+    first, second, alone, grown = generations(lines)
     assert [{line[0]["agent"] for line in each} for each in (first, second, alone, grown)] == [
         {"a", "b"},
         {"a", "b"},
@@ -186,6 +184,36 @@ def test_worker_killed_then_host_lost_then_another_added(tmp_path: Path) -> None
 
 def at(lines: list[dict[str, Any]], step: int) -> dict[str, Any]:
     return next(line for line in lines if line["step"] == step and line["kind"] == "step")
+
+
+def generations(lines: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]:
+    """Return the lines of each worker, by the step at which it began."""
+    found: dict[int, list[list[dict[str, Any]]]] = {}
+    for pid in dict.fromkeys(line["pid"] for line in lines):
+        worker = [line for line in lines if line["pid"] == pid]
+        assert worker[0]["kind"] == "begin"
+        found.setdefault(worker[0]["step"], []).append(worker)
+    return [found[step] for step in sorted(found)]
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(170)
+def test_worker_of_one_agent_killed(tmp_path: Path) -> None:
+    """The agent's store has what the processes before have left there; every rank finds its own part again."""
+    with job(tmp_path) as run:
+        run.start("a", standalone=True)
+        last = run.await_steps(2, 0)
+        kill(run.worker("a"))
+        run.await_steps(2, last)
+        (tmp_path / "finish").touch()
+        assert run.agents["a"].wait(60) == 0, run.told()
+        before, after = generations(run.lines())
+    for begun, taken, *_ in after:
+        (committed,) = (at(worker, begun["step"]) for worker in before if worker[0]["rank"] == begun["rank"])
+        for key in ("weights", "momenta", "feedback", "epoch", "size"):
+            assert begun[key] == committed[key]
+        assert taken["sent"] == committed["sent"]
+    assert len(after) == 2 and len({worker[0]["feedback"] for worker in after}) == 2
 
 
 # ---- its parts ------------------------------------------------------------------------------------------------------

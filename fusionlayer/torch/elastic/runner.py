@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ... import launch
 from ...errors import TransportError
 from .. import mpi_ops as ops
 from ..basics import HorovodInternalError, init, rank, shutdown
+from ..environment import elastic_timeout
 from ..functions import allgather_object, broadcast_object
 from .signals import Notice
 from .state import HostsUpdatedInterrupt, State
@@ -32,9 +32,6 @@ _RESTART = 75
 
 _PATIENCE = 10.0
 """Seconds that a worker waits for its own agent's notice when another agent's workers have got theirs."""
-
-_RETURN = 30.0
-"""Seconds that ranks wait for each other after a failure, by default."""
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -55,8 +52,6 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     restarted: commits are kept in the memory of the host, where the restarted workers find them. Where all ranks are
     still there, and without an agent, it is ``shutdown`` and ``init`` in the same processes. Without an agent a rank
     that does not come back within the job's timeout ends the others with ``TransportError``.
-
-    HOROVOD_ELASTIC_TIMEOUT: seconds that ranks under an agent wait for each other before they ask for a restart.
     """
 
     @functools.wraps(func)
@@ -92,7 +87,6 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                         _leave(notice)
                 if storage is not None:
                     _await_all(notice)
-                found = 0
                 shutdown()
                 init()
                 state.on_reset()
@@ -168,7 +162,7 @@ def _await_all(notice: Notice) -> None:
     if place.size == 1:
         return
     try:
-        launch.make_store(place, float(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _RETURN)))
+        launch.make_store(place, elastic_timeout())
     except TransportError as error:
         _log.warning("rank %d asks for a restart: %s", place.rank, error)
         raise SystemExit(_RESTART) from error
