@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import types
 from pathlib import Path
@@ -52,15 +53,20 @@ def test_nothing_of_horovods_is_missing() -> None:
     }
     assert public | {"elastic"} <= set(hvd.__all__)
     for name in public:
-        parameters = getattr(getattr(theirs, name), "__code__", None)
-        ours = getattr(getattr(hvd, name), "__code__", None)
-        if parameters is not None and ours is not None:
-            count = parameters.co_argcount
-            assert ours.co_varnames[:count] == parameters.co_varnames[:count], name
+        value = getattr(theirs, name)
+        expected = list(inspect.signature(value).parameters.values()) if inspect.isroutine(value) else []
+        if expected and "kwargs" not in [p.name for p in expected]:
+            given = list(inspect.signature(getattr(hvd, name)).parameters.values())[: len(expected)]
+            assert [p.name for p in given] == [p.name for p in expected], name
+            for mine, original in zip(given, expected, strict=True):
+                plain = isinstance(original.default, (int, float, str, type(None)))
+                assert not plain or mine.default == original.default, (name, mine)
 
 
 def test_variables_are_those_that_are_read() -> None:
-    assert [[names(name)[0], meaning] for name, meaning in rows("Environment")] == [[*pair] for pair in VARIABLES.items()]
+    assert [[names(name)[0], meaning] for name, meaning in rows("Environment")] == [
+        [*pair] for pair in VARIABLES.items()
+    ]
 
 
 def test_the_python_of_the_page_trains_and_goes_on_after_a_failure() -> None:
