@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..transport.star import Center
 from .matching import Matcher, Stall
-from .requests import READY, Reader, Request, Response, write_response
+from .requests import READY, Reader, Request, Response, read_farewell, write_response
 
 __all__ = ["Coordinator", "Patience"]
 
@@ -99,20 +99,25 @@ class Coordinator:
         assert self._center is not None
         waits = [seconds / 4 for seconds in (self._patience.warning, self._patience.limit) if seconds]
         pause = min([5.0, *waits])
-        while not self._closing and self._open:
-            for rank, messages in self._center.received(pause):
+        try:
+            while not self._closing and self._open:
+                for rank, messages in self._center.received(pause):
+                    with self._lock:
+                        self._hear(rank, messages)
                 with self._lock:
-                    self._hear(rank, messages)
-            with self._lock:
-                self._look_for_stalls()
+                    self._look_for_stalls()
+        except Exception as error:
+            self.end(f"rank 0: its coordinator failed: {type(error).__name__}: {error}")
+            raise
 
     def _hear(self, rank: int, messages: list[bytes] | None) -> None:
         if messages is None:
             self._lose(rank, f"rank {rank} is lost: its connection was closed; its own error, or its exit, says why")
             return
         for message in messages:
-            if message[:1] == b"!":
-                self._lose(rank, message[1:].decode())
+            why = read_farewell(message)
+            if why is not None:
+                self._lose(rank, why)
                 return
             self._matcher.take(rank, self._readers[rank].read(message))
         self._send(rank, READY)

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
 from ..transport import Transport
 from .operation import Operation, Reduce
 from .reductions import average_, combine, neutral, reduce_flat, scale_
@@ -30,7 +31,8 @@ class Part:
 
     def __init__(self, operation: Operation | None, item: Item) -> None:
         signature = item.signature if operation is None else operation.signature
-        assert signature is not None
+        if signature is None:
+            raise UsageError("an operation that this rank has given up was to run; the session has ended")
         self.operation = operation
         self.signature: Signature = signature
         self.numbers = item.numbers

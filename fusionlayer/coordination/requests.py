@@ -20,7 +20,9 @@ __all__ = [
     "Response",
     "Signature",
     "Writer",
+    "read_farewell",
     "read_response",
+    "write_farewell",
     "write_response",
 ]
 
@@ -33,6 +35,8 @@ Key = tuple[int, str, "str | int"]
 """Process set, kind and name, or the number of an operation that was given none."""
 
 _LENGTH = struct.Struct("<I")
+# No message of requests has so many numbers.
+_FAREWELL = _LENGTH.pack(0xFFFFFFFF)
 
 
 class Signature(NamedTuple):
@@ -203,6 +207,16 @@ class Reader:
                 )
             )
         return requests
+
+
+def write_farewell(why: str) -> bytes:
+    """Return the message of a rank that will ask for nothing more."""
+    return _FAREWELL + why.encode()
+
+
+def read_farewell(message: bytes) -> str | None:
+    """Return why a rank will ask for nothing more; None if the message has requests."""
+    return message[len(_FAREWELL) :].decode() if message.startswith(_FAREWELL) else None
 
 
 def write_response(response: Response) -> bytes:

@@ -22,7 +22,7 @@ from .coordinator import Coordinator, Patience
 from .execution import Part, execute
 from .matching import describe
 from .operation import Operation, Reduce
-from .requests import ALL_RANKS, Item, Key, Request, Response, Signature, Writer, read_response
+from .requests import ALL_RANKS, Item, Key, Request, Response, Signature, Writer, read_response, write_farewell
 
 __all__ = ["DTYPES", "ProcessSetMembers", "Session"]
 
@@ -223,7 +223,7 @@ class Session:
             self._coordinator.close(why)
             self._responses.put(None)
         if self._connection is not None:
-            self._connection.send(b"!" + why.encode())
+            self._connection.send(write_farewell(why))
             self._connection.close()
         # An operation under way ends by itself; other ranks need this one's part in it.
         self._thread.join(self._transport.timeout)
@@ -285,11 +285,10 @@ class Session:
         return read_response(message)
 
     def _run(self, response: Response) -> None:
-        operations_of_items = zip(self._take(response.items), response.items, strict=True)
-        parts = [Part(operation, item) for operation, item in operations_of_items]
-        operations = [part.operation for part in parts if part.operation is not None]
+        taken = self._take(response.items)
+        operations = [operation for operation in taken if operation is not None]
         try:
-            self._execute(parts)
+            self._execute([Part(operation, item) for operation, item in zip(taken, response.items, strict=True)])
         except Exception as error:
             self._break(error, operations)
         else:
@@ -390,7 +389,7 @@ class Session:
         if self._coordinator is not None:
             self._coordinator.end(why)
         elif self._connection is not None:
-            self._connection.send(b"!" + why.encode())
+            self._connection.send(write_farewell(why))
         self._transport.close()
         self._end(error if isinstance(error, FusionLayerError) else TransportError(why))
 
