@@ -71,6 +71,11 @@ class Signature(NamedTuple):
         """Whether elements are reduced one by one, or not at all, so that tensors may share a message."""
         return self.op in PLAIN_OPS
 
+    @property
+    def is_for_all(self) -> bool:
+        """Whether all ranks move tensors."""
+        return self.process_set == ALL_RANKS and bool(self.dtypes)
+
     def nbytes(self, numbers: Sequence[int] = ()) -> int:
         """Return the bytes of the tensors; ``numbers``: their first dimensions, where shapes are without."""
         rows = numbers if self.kind == "allgather" else [1] * len(self.shapes)
@@ -188,7 +193,8 @@ class Reader:
 
     def read(self, message: bytes) -> list[Request]:
         """Return the requests of a message."""
-        numbers, fresh = _unpack(message)
+        packed, fresh = _unpack(message)
+        numbers = packed.tolist()
         forget, count = numbers[:2]
         if forget:
             self._known.clear()
