@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..transport.star import Center
 from .matching import Matcher, Stall
-from .requests import READY, Reader, Request, Response, write_response
+from .requests import READY, Reader, Request, Response, read_farewell, write_response
 
 __all__ = ["Coordinator", "Patience"]
 
@@ -58,6 +59,7 @@ class Coordinator:
         self._deliver = deliver
         self._readers = {rank: Reader() for rank in range(1, size)}
         self._open = set(range(1, size))
+        self._own: deque[Request] = deque()
         self._lock = threading.Lock()
         self._underway = 0
         self._ended: str | None = None
@@ -68,11 +70,17 @@ class Coordinator:
             self._thread = threading.Thread(target=self._listen, name="fusionlayer coordinator", daemon=True)
             self._thread.start()
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Take what rank 0 asks for."""
-        with self._lock:
-            self._matcher.take(0, requests)
-            self._answer()
+    def submit(self, request: Request) -> None:
+        """Take what rank 0 asks for; if no other rank has asked for anything, only note it until one does."""
+        self._own.append(request)
+        if self._matcher.has_pending or self._center is None or not request.signature.is_for_all:
+            with self._lock:
+                self._take_own()
+                self._answer()
+
+    def _take_own(self) -> None:
+        while self._own:
+            self._matcher.take(0, (self._own.popleft(),))
 
     def note_done(self) -> None:
         """Rank 0 has executed a response."""
@@ -83,6 +91,7 @@ class Coordinator:
     def end(self, why: str) -> None:
         """Let everything fail on every rank, now and later."""
         with self._lock:
+            self._take_own()
             self._end(why)
 
     def close(self, why: str) -> None:
@@ -99,22 +108,29 @@ class Coordinator:
         assert self._center is not None
         waits = [seconds / 4 for seconds in (self._patience.warning, self._patience.limit) if seconds]
         pause = min([5.0, *waits])
-        while not self._closing and self._open:
-            for rank, messages in self._center.received(pause):
+        try:
+            while not self._closing and self._open:
+                for rank, messages in self._center.received(pause):
+                    with self._lock:
+                        self._hear(rank, messages)
                 with self._lock:
-                    self._hear(rank, messages)
-            with self._lock:
-                self._look_for_stalls()
+                    self._look_for_stalls()
+        except Exception as error:
+            self.end(f"rank 0: its coordinator failed: {type(error).__name__}: {error}")
+            raise
 
     def _hear(self, rank: int, messages: list[bytes] | None) -> None:
         if messages is None:
             self._lose(rank, f"rank {rank} is lost: its connection was closed; its own error, or its exit, says why")
             return
         for message in messages:
-            if message[:1] == b"!":
-                self._lose(rank, message[1:].decode())
+            why = read_farewell(message)
+            if why is not None:
+                self._lose(rank, why)
                 return
             self._matcher.take(rank, self._readers[rank].read(message))
+        # After the other rank's requests: rank 0 either sees those, or its own are seen here.
+        self._take_own()
         self._send(rank, READY)
         self._answer()
 
@@ -122,6 +138,7 @@ class Coordinator:
         if rank in self._open:
             self._open.discard(rank)
             self._matcher.leave(rank, why)
+            self._take_own()
             self._answer()
 
     def _answer(self) -> None:
@@ -155,6 +172,8 @@ class Coordinator:
 
     def _look_for_stalls(self) -> None:
         warning, limit = self._patience.warning, self._patience.limit
+        self._take_own()
+        self._answer()
         now = time.monotonic()
         if limit is not None and (stalls := self._matcher.stalls(limit, now)):
             self._end(f"waited longer than {limit:g} s: {_tell(stalls)}")

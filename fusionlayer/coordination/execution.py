@@ -9,7 +9,10 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
 
+from ..errors import UsageError
 from ..transport import Transport
 from .operation import Operation, Reduce
 from .reductions import average_, combine, neutral, reduce_flat, scale_
@@ -30,7 +33,8 @@ class Part:
 
     def __init__(self, operation: Operation | None, item: Item) -> None:
         signature = item.signature if operation is None else operation.signature
-        assert signature is not None
+        if signature is None:
+            raise UsageError("an operation that this rank has given up was to run; the session has ended")
         self.operation = operation
         self.signature: Signature = signature
         self.numbers = item.numbers
@@ -46,6 +50,11 @@ class Part:
             torch.full((*lead, *shape), neutral(signature.op or "Sum", dtype), dtype=dtype, device=signature.device)
             for shape, dtype in zip(signature.shapes, dtypes, strict=True)
         ]
+
+    @property
+    def wants_new_tensors(self) -> bool:
+        """Whether results go into tensors that are still to be made."""
+        return self.operation is not None and self.operation.outputs is None
 
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return where results of the inputs' shapes go."""
@@ -72,47 +81,69 @@ def execute(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], s
 def _allreduce(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     signature = parts[0].signature
     reduce = parts[0].operation.reduce if parts[0].operation else None
-    by_dtype: defaultdict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    by_dtype: defaultdict[torch.dtype, list[tuple[Tensor, Tensor | None]]] = defaultdict(list)
+    places: list[tuple[Part, list[tuple[torch.dtype, int]]]] = []
     for part in parts:
         inputs = part.inputs()
-        for x, out in zip(inputs, part.outputs(inputs), strict=True):
+        outs: Sequence[Tensor | None] = [None] * len(inputs)
+        if not part.wants_new_tensors:
+            outs = part.outputs(inputs)
+        where = []
+        for x, out in zip(inputs, outs, strict=True):
+            where.append((x.dtype, len(by_dtype[x.dtype])))
             by_dtype[x.dtype].append((x, out))
-    # The order of dtypes must not depend on where a rank's dictionary began.
+        places.append((part, where))
+    results: dict[torch.dtype, Sequence[Tensor]] = {}
+    # In an order that does not depend on which operation came first on this rank.
     for dtype in sorted(by_dtype, key=str):
         pairs = by_dtype[dtype]
         if reduce is None and len(pairs) > 1:
-            _reduce_fused(pairs, signature, transport, span)
+            results[dtype] = _reduce_fused(pairs, signature, transport, span)
         else:
-            for x, out in pairs:
-                _reduce_one(x, out, signature, reduce, transport)
-    for part in parts:
+            results[dtype] = [_reduce_one(x, out, signature, reduce, transport) for x, out in pairs]
+    for part, where in places:
         if part.operation is not None:
-            part.operation.result = part.operation.outputs
+            part.operation.result = [results[dtype][i] for dtype, i in where]
 
 
-def _reduce_one(x: Tensor, out: Tensor, signature: Signature, reduce: Reduce | None, transport: Transport) -> None:
-    if out.is_contiguous():
-        flat = out.view(-1)
+def _reduce_one(
+    x: Tensor, out: Tensor | None, signature: Signature, reduce: Reduce | None, transport: Transport
+) -> Tensor:
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = transport.size
+    average = signature.op == "Average" and reduce is None
+    if average and out.is_contiguous() and x.dtype.is_floating_point and size & (size - 1) == 0:
+        # Dividing by a power of two before the sum gives the same bits as after it, with one pass over memory less.
+        torch.mul(x, signature.prescale / size, out=out)
+        transport.all_reduce(out.view(-1))
+        scale_(out, signature.postscale)
+    elif out.is_contiguous():
         if out is not x:
             out.copy_(x)
+        _reduce(out.view(-1), signature, reduce, transport)
     else:
         flat = x.contiguous().view(-1)
         flat = flat.clone() if flat.data_ptr() == x.data_ptr() else flat
-    _reduce(flat, signature, reduce, transport)
-    if not out.is_contiguous():
+        _reduce(flat, signature, reduce, transport)
         out.copy_(flat.view(out.shape))
+    return out
 
 
 def _reduce_fused(
-    pairs: Sequence[tuple[Tensor, Tensor]], signature: Signature, transport: Transport, span: Span
-) -> None:
+    pairs: Sequence[tuple[Tensor, Tensor | None]], signature: Signature, transport: Transport, span: Span
+) -> list[Tensor]:
+    inputs = [x for x, _ in pairs]
     with span("MEMCPY_IN_FUSION_BUFFER"):
-        flat = torch.cat([x.reshape(-1) for x, _ in pairs])
+        flat = flatten(inputs)
     _reduce(flat, signature, None, transport)
     with span("MEMCPY_OUT_FUSION_BUFFER"):
-        pieces = flat.split([out.numel() for _, out in pairs])
-        outs = [out for _, out in pairs]
-        torch._foreach_copy_(outs, [piece.view(out.shape) for piece, out in zip(pieces, outs, strict=True)])
+        pieces = unflatten(flat, inputs)
+        if all(out is None for _, out in pairs):
+            return [piece.clone() for piece in pieces]
+        outs = [torch.empty_like(piece) if out is None else out for piece, (_, out) in zip(pieces, pairs, strict=True)]
+        torch._foreach_copy_(outs, list(pieces))
+    return outs
 
 
 def _reduce(flat: Tensor, signature: Signature, reduce: Reduce | None, transport: Transport) -> None:

@@ -77,8 +77,8 @@ class Matcher:
 
     @property
     def has_pending(self) -> bool:
-        """Whether any rank waits for an operation or for others to join."""
-        return bool(self._waiting or self._joined)
+        """Whether a rank waits for an operation, has joined, or has left."""
+        return bool(self._waiting or self._joined or self._left)
 
     def take(self, rank: int, requests: Iterable[Request]) -> None:
         """Note what a rank asks for."""
@@ -151,7 +151,9 @@ class Matcher:
             self._later.setdefault(key, deque()).append((rank, request))
             return
         waiting.requests[rank] = request
-        self._settle(waiting)
+        members = self._sets.get(key[0])
+        if members is None or len(waiting.requests) == len(members) or self._joined or self._left:
+            self._settle(waiting)
 
     def _missing(self, waiting: _Waiting) -> tuple[int, ...]:
         ranks = self._sets.get(waiting.key[0], ())
@@ -182,7 +184,7 @@ class Matcher:
             assert signature.ranks is not None
             result, self._next_set = self._next_set, self._next_set + 1
             self._sets[result] = signature.ranks
-        nbytes = max(signature.nbytes(request.numbers) for request in requests.values())
+        nbytes = max(signature.nbytes(n) for n in {request.numbers for request in requests.values()})
         self._ready.append(_Ready(signature, requests, nbytes, result))
         self._feed(waiting.key)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ Reduce = Callable[[Tensor, Transport], None]
 """Replaces a flat tensor by its reduction over ranks; runs on the communication thread."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """What one rank gives to an operation and gets from it.
 
@@ -36,6 +35,7 @@ class Operation:
         deliver: turns results into what the caller gets.
         result: of the operation, a list of tensors for most.
         error: or why there is none.
+        done: whether there is one or the other.
     """
 
     handle: int
@@ -50,12 +50,12 @@ class Operation:
     result: Any = None
     error: Exception | None = None
     submitted: int = field(default_factory=time.perf_counter_ns)
-    done: threading.Event = field(default_factory=threading.Event)
+    done: bool = False
     ready: torch.cuda.Event | None = None
     finished: torch.cuda.Event | None = None
 
     def finish(self, error: Exception | None = None) -> None:
-        """Let the caller go on; the operation holds on to nothing that it was given."""
+        """Note the end; the operation holds on to nothing that it was given."""
         self.error = error
         self.tensors = ()
-        self.done.set()
+        self.done = True

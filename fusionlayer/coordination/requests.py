@@ -20,7 +20,9 @@ __all__ = [
     "Response",
     "Signature",
     "Writer",
+    "read_farewell",
     "read_response",
+    "write_farewell",
     "write_response",
 ]
 
@@ -33,6 +35,8 @@ Key = tuple[int, str, "str | int"]
 """Process set, kind and name, or the number of an operation that was given none."""
 
 _LENGTH = struct.Struct("<I")
+# No message of requests has so many numbers.
+_FAREWELL = _LENGTH.pack(0xFFFFFFFF)
 
 
 class Signature(NamedTuple):
@@ -66,6 +70,11 @@ class Signature(NamedTuple):
     def is_plain(self) -> bool:
         """Whether elements are reduced one by one, or not at all, so that tensors may share a message."""
         return self.op in PLAIN_OPS
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether all ranks move tensors."""
+        return self.process_set == ALL_RANKS and bool(self.dtypes)
 
     def nbytes(self, numbers: Sequence[int] = ()) -> int:
         """Return the bytes of the tensors; ``numbers``: their first dimensions, where shapes are without."""
@@ -184,7 +193,8 @@ class Reader:
 
     def read(self, message: bytes) -> list[Request]:
         """Return the requests of a message."""
-        numbers, fresh = _unpack(message)
+        packed, fresh = _unpack(message)
+        numbers = packed.tolist()
         forget, count = numbers[:2]
         if forget:
             self._known.clear()
@@ -203,6 +213,16 @@ class Reader:
                 )
             )
         return requests
+
+
+def write_farewell(why: str) -> bytes:
+    """Return the message of a rank that will ask for nothing more."""
+    return _FAREWELL + why.encode()
+
+
+def read_farewell(message: bytes) -> str | None:
+    """Return why a rank will ask for nothing more; None if the message has requests."""
+    return message[len(_FAREWELL) :].decode() if message.startswith(_FAREWELL) else None
 
 
 def write_response(response: Response) -> bytes:

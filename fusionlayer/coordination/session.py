@@ -22,7 +22,7 @@ from .coordinator import Coordinator, Patience
 from .execution import Part, execute
 from .matching import describe
 from .operation import Operation, Reduce
-from .requests import ALL_RANKS, Item, Key, Request, Response, Signature, Writer, read_response
+from .requests import ALL_RANKS, Item, Key, Request, Response, Signature, Writer, read_response, write_farewell
 
 __all__ = ["DTYPES", "ProcessSetMembers", "Session"]
 
@@ -62,7 +62,7 @@ class Session:
         transport: Transport,
         *,
         fusion_bytes: int = 8 << 20,
-        patience: Patience = Patience(),
+        patience: Patience | None = None,
         cache_capacity: int = 4096,
         timeline: Timeline | None = None,
     ) -> None:
@@ -71,6 +71,7 @@ class Session:
         self._transport = transport.duplicate()
         self.process_sets = {ALL_RANKS: ProcessSetMembers(tuple(range(self.size)), self._transport)}
         self._lock = threading.Lock()
+        self._done = threading.Condition()
         self._operations: dict[int, Operation] = {}
         self._running: dict[int, Operation] = {}
         self._asked: set[Key] = set()
@@ -89,7 +90,7 @@ class Session:
             self._connection = end
         else:
             center = end if isinstance(end, Center) else None
-            self._coordinator = Coordinator(self.size, center, fusion_bytes, patience, self._responses.put)
+            self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._responses.put)
         self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
         self._thread.start()
 
@@ -178,7 +179,7 @@ class Session:
         operation = self._operations.get(handle)
         if operation is None:
             raise ConfigError(f"handle {handle!r} belongs to no operation whose result is still to be fetched")
-        return operation.done.is_set() and (operation.finished is None or operation.finished.query())
+        return operation.done and (operation.finished is None or operation.finished.query())
 
     def wait(self, handle: int) -> Any:
         """Wait for an operation and return its result: once; None afterwards, and for what is no handle.
@@ -190,9 +191,11 @@ class Session:
         operation = self._operations.get(handle)
         if operation is None:
             return None
-        operation.done.wait()
-        with self._lock:
-            self._operations.pop(handle, None)
+        if not operation.done:
+            with self._done:
+                while not operation.done:
+                    self._done.wait()
+        self._operations.pop(handle, None)
         if operation.error is not None:
             raise _again(operation.error)
         if operation.finished is not None:
@@ -223,7 +226,7 @@ class Session:
             self._coordinator.close(why)
             self._responses.put(None)
         if self._connection is not None:
-            self._connection.send(b"!" + why.encode())
+            self._connection.send(write_farewell(why))
             self._connection.close()
         # An operation under way ends by itself; other ranks need this one's part in it.
         self._thread.join(self._transport.timeout)
@@ -246,7 +249,7 @@ class Session:
     def _send(self, request: Request) -> None:
         """Have a request brought to the coordinator: at once, or with others when it has answered the last ones."""
         if self._coordinator is not None:
-            self._coordinator.submit([request])
+            self._coordinator.submit(request)
             return
         self._unsent.append(request)
         if not self._unanswered:
@@ -270,8 +273,7 @@ class Session:
                 self._end(TransportError(response.text))
             elif response.code in ("fail", "lost"):
                 error = PlanMismatch if response.code == "fail" else TransportError
-                for operation in self._take(response.items):
-                    self._finish(operation, error(f"rank {self.rank}: {response.text}"))
+                self._finish(self._take(response.items), error(f"rank {self.rank}: {response.text}"))
             else:
                 self._run(response)
 
@@ -285,16 +287,14 @@ class Session:
         return read_response(message)
 
     def _run(self, response: Response) -> None:
-        operations_of_items = zip(self._take(response.items), response.items, strict=True)
-        parts = [Part(operation, item) for operation, item in operations_of_items]
-        operations = [part.operation for part in parts if part.operation is not None]
+        taken = self._take(response.items)
+        operations = [operation for operation in taken if operation is not None]
         try:
-            self._execute(parts)
+            self._execute([Part(operation, item) for operation, item in zip(taken, response.items, strict=True)])
         except Exception as error:
             self._break(error, operations)
         else:
-            for operation in operations:
-                self._finish(operation)
+            self._finish(operations)
         finally:
             if self._coordinator is not None:
                 self._coordinator.note_done()
@@ -375,22 +375,22 @@ class Session:
         with self._lock:
             return [None if item.handle is None else self._running.pop(item.handle, None) for item in items]
 
-    def _finish(self, operation: Operation | None, error: Exception | None = None) -> None:
-        if operation is None:
-            return
-        with self._lock:
-            self._asked.discard(operation.key)
-        operation.finish(error)
+    def _finish(self, operations: Sequence[Operation | None], error: Exception | None = None) -> None:
+        with self._done:
+            for operation in operations:
+                if operation is not None:
+                    self._asked.discard(operation.key)
+                    operation.finish(error)
+            self._done.notify_all()
 
     def _break(self, error: Exception, operations: Sequence[Operation]) -> None:
         """Something went wrong in the middle of a message: the ranks are out of step from here."""
         why = f"rank {self.rank}: {operations[0].label if operations else 'a joined rank'}: {error}"
-        for operation in operations:
-            self._finish(operation, error)
+        self._finish(operations, error)
         if self._coordinator is not None:
             self._coordinator.end(why)
         elif self._connection is not None:
-            self._connection.send(b"!" + why.encode())
+            self._connection.send(write_farewell(why))
         self._transport.close()
         self._end(error if isinstance(error, FusionLayerError) else TransportError(why))
 
@@ -404,8 +404,7 @@ class Session:
         with self._lock:
             running = list(self._running.values())
             self._running.clear()
-        for operation in running:
-            self._finish(operation, error)
+        self._finish(running, error)
 
 
 def _again(error: Exception) -> Exception:

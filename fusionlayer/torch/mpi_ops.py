@@ -120,6 +120,11 @@ def allreduce(
     """
     chosen = choose_op(op, average)
     codec = codec_of(compression)
+    if not (tensor.requires_grad and torch.is_grad_enabled()) and compression is Compression.none:
+        handle = _reduce(
+            [tensor], name, chosen, prescale_factor, postscale_factor, process_set, codec, deliver=_first
+        )
+        return synchronize(handle)  # type: ignore[no-any-return]
     small, ctx = compression.compress(tensor)
     reduced = _Allreduce.apply(small, name, chosen, prescale_factor, postscale_factor, process_set, codec)
     out: Tensor = compression.decompress(reduced, ctx)
