@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fusionlayer as fl
-from fusionlayer.torch import basics, elastic
-from fusionlayer.torch.functions import allgather_object, broadcast_object
+import fusionlayer.torch as hvd
 from tests.integrations.training import CLASSES, FEATURES, make_model, weights
 from tests.synthetic import gradient
 
@@ -26,24 +24,24 @@ SAMPLES = 60
 def main(folder: Path) -> None:
     """Train until the file "finish" is there, then to the end of the epoch."""
     torch.set_num_threads(1)
-    basics.init()
+    hvd.init()
     log = (folder / f"{time.time():.3f}-{os.getpid()}.jsonl").open("w")
     model = make_model()
-    optimizer: Any = fl.DistributedOptimizer(
+    optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model.named_parameters(),
-        codec="int4",
+        compression=hvd.Compression.int4,
         error_feedback=True,
     )
-    sampler = elastic.ElasticSampler(range(SAMPLES), seed=3)
-    state: Any = elastic.TorchState(model, optimizer, sampler=sampler, step=0, epoch=0, seen=[], finish=False)
+    sampler = hvd.elastic.ElasticSampler(range(SAMPLES), seed=3)
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, step=0, epoch=0, seen=[], finish=False)
 
     def note(kind: str, **more: Any) -> None:
         feedback = optimizer.state_dict().get("fusionlayer", {}).get("residuals", {})
         facts = {
             "kind": kind,
-            "rank": basics.rank(),
-            "size": basics.size(),
+            "rank": hvd.rank(),
+            "size": hvd.size(),
             "agent": os.environ.get("TEST_AGENT"),
             "pid": os.getpid(),
             "step": state.step,
@@ -56,7 +54,7 @@ def main(folder: Path) -> None:
         log.write(json.dumps({**facts, **more}) + "\n")
         log.flush()
 
-    @elastic.run
+    @hvd.elastic.run
     def train(state: Any) -> None:
         note("begin", seen=len(state.seen))
         while not state.finish:
@@ -66,7 +64,7 @@ def main(folder: Path) -> None:
                 y = torch.stack([gradient(CLASSES, 900 + i) for i in indices])
                 ((model(x) - y) ** 2).mean().backward()
                 optimizer.step()
-                state.seen = state.seen + [i for each in allgather_object(indices, name="indices") for i in each]
+                state.seen = state.seen + [i for each in hvd.allgather_object(indices, name="indices") for i in each]
                 sampler.record_batch(batch, len(indices))
                 state.step += 1
                 state.save()
@@ -76,15 +74,15 @@ def main(folder: Path) -> None:
             note("epoch", covered=sorted(set(state.seen)) == list(range(SAMPLES)), twice=len(state.seen) - SAMPLES)
             state.epoch += 1
             state.seen = []
-            state.finish = broadcast_object((folder / "finish").exists(), name="finish")
+            state.finish = hvd.broadcast_object((folder / "finish").exists(), name="finish")
             sampler.set_epoch(state.epoch)
         note("end")
 
     train(state)
-    basics.shutdown()
+    hvd.shutdown()
 
 
-def batches(sampler: elastic.ElasticSampler, size: int) -> Iterator[tuple[int, list[int]]]:
+def batches(sampler: hvd.elastic.ElasticSampler, size: int) -> Iterator[tuple[int, list[int]]]:
     """Return the indices of one epoch's rest in batches."""
     indices = list(sampler)
     for number, start in enumerate(range(0, len(indices), size)):
