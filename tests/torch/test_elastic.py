@@ -314,7 +314,7 @@ def test_torch_state() -> None:
         before = weights(model)
         with torch.no_grad():
             model[0].weight.zero_()
-        state.numbers = [5]
+        state.numbers.append(5)
         state.restore()
         assert torch.equal(weights(model), before) and state.numbers == [rank]
         state.other = torch.nn.Linear(1, 1)

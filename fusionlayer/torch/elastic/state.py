@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -153,12 +154,13 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved_state = kwargs
-        self._set_attributes()
+        self._saved_state = copy.deepcopy(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
 
     def save(self) -> None:
-        """Save the attributes."""
-        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+        """Save copies of the attributes."""
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
         """Go back to the attributes that were saved last."""
@@ -181,4 +183,4 @@ class ObjectState(State):
 
     def _set_attributes(self) -> None:
         for name, value in self._saved_state.items():
-            setattr(self, name, value)
+            setattr(self, name, copy.deepcopy(value))

@@ -101,12 +101,12 @@ class StateHandler:
 
     def save(self) -> None:
         """Save the object's state."""
-        self.saved = copy.deepcopy(self.value.state_dict())
+        self.saved = copy_to_host(self.value.state_dict())
 
     def restore(self) -> None:
         """Bring the object back to what was saved last."""
         # Optimizers keep the tensors that they are given.
-        self.value.load_state_dict(copy.deepcopy(self.saved))
+        self.value.load_state_dict(copy_to_host(self.saved))
 
     def sync(self) -> None:
         """Give every rank the object's state on rank 0."""
@@ -192,6 +192,19 @@ class OptimizerStateHandler(StateHandler):
         adopt_plan = getattr(self.value, "adopt_plan", None)
         if adopt_plan is not None and self.plan is not None:
             adopt_plan(FusionPlan.from_bytes(self.plan))
+
+
+def copy_to_host(value: Any) -> Any:
+    """Return a copy that shares nothing with ``value``, with all of its tensors in the memory of the host."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of its type, with what else it has: a model's state has its version
+        copied.update((key, copy_to_host(inner)) for key, inner in value.items())
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(copy_to_host(inner) for inner in value)
+    return copy.deepcopy(value)
 
 
 def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
