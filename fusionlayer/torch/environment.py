@@ -12,7 +12,7 @@ from .. import config
 from ..coordination import Patience
 from ..errors import ConfigError
 
-__all__ = ["VARIABLES", "Settings", "read"]
+__all__ = ["VARIABLES", "Settings", "elastic_timeout", "read"]
 
 VARIABLES: Mapping[str, str] = {
     "HOROVOD_FUSION_THRESHOLD": "bytes of small tensors that travel as one message; 8 MiB without it",
@@ -24,6 +24,7 @@ VARIABLES: Mapping[str, str] = {
     "HOROVOD_AUTOTUNE": "1: as `autotune: true`",
     "HOROVOD_AUTOTUNE_LOG": "file for what autotune tries",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "as `timeout`",
+    "HOROVOD_ELASTIC_TIMEOUT": "seconds that ranks wait for each other after a failure until they ask for a restart; 30",
     "HOROVOD_LOG_LEVEL": "trace, debug, info, warning, error or fatal, of the logger `fusionlayer`",
 }
 """Those that mean something, for tables; FUSIONLAYER_CONFIG and other variables of ours win over them."""
@@ -90,6 +91,11 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", 4096)),
         patience=Patience(None if silent else job.stall_warning, limit if limit > 0 and not silent else None),
     )
+
+
+def elastic_timeout(environ: Mapping[str, str] = os.environ) -> float:
+    """Return how many seconds ranks wait for each other after a failure, before they ask their agent for a restart."""
+    return _number(environ, "HOROVOD_ELASTIC_TIMEOUT", 30)
 
 
 def _is_set(environ: Mapping[str, str], name: str) -> bool:

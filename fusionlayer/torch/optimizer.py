@@ -13,6 +13,7 @@ from ..codecs import Codec
 from ..errors import ConfigError
 from ..integrations import optimizer as _optimizer
 from ..transport import Transport, local
+from .adasum_optimizer import adasum_optimizer
 from .basics import session, size
 from .compression import BF16Compressor, Compression, FP16Compressor, NoneCompressor, codec_of
 from .mpi_ops import Adasum, Average, ReduceOp, Sum, choose_op
@@ -44,7 +45,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         named_parameters: ``model.named_parameters()``.
         compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a codec: ``.int8``, ``.topk(0.01)``.
         backward_passes_per_step: gradients are accumulated over so many backward passes before they are reduced.
-        op: ``Average`` or ``Sum``.
+        op: ``Average``, ``Sum`` or ``Adasum``; with that the ranks' steps are reduced, not their gradients.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
         num_groups: deprecated name for an integer ``groups``.
         groups: number of buckets, or lists of the tensors that belong together.
@@ -56,8 +57,17 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         ConfigError: what the arguments cannot be, with what they can.
     """
     chosen = choose_op(op)
-    if chosen not in (Average, Sum) and not (chosen is Adasum and size() == 1):
-        raise ConfigError(f"op={chosen.name}; expected hvd.Average or hvd.Sum, or call hvd.allreduce on gradients")
+    if chosen not in (Average, Sum, Adasum):
+        raise ConfigError(
+            f"op={chosen.name}; expected hvd.Average, hvd.Sum or hvd.Adasum, or call hvd.allreduce on gradients"
+        )
+    if chosen is Adasum and size() > 1:
+        if process_set is not global_process_set or gradient_predivide_factor != 1.0 or options:
+            raise ConfigError(
+                f"op=Adasum with process_set={process_set}, gradient_predivide_factor={gradient_predivide_factor}, "
+                f"{options}; it pairs all ranks, and reduces steps, not gradients: leave these out"
+            )
+        return adasum_optimizer(optimizer, named_parameters, compression)
     if groups is not None and not isinstance(groups, int):
         groups = list(groups)
     transport: Transport | None = None
