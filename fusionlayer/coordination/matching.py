@@ -1,4 +1,4 @@
-"""Which operations all ranks want, in what order they run and which travel together. Knows no threads and no sockets."""
+"""Which operations all ranks want, in what order they run and which travel together; without threads and sockets."""
 
 from __future__ import annotations
 

@@ -139,8 +139,9 @@ class Response(NamedTuple):
     """What one rank has to do next.
 
     Attributes:
-        code: "execute" the items as one message; "take" their results, which are here; "fail" them for the reason given, as ranks differ, or because a rank
-            is "lost"; "end" everything for it; "ready" for the rank's next requests.
+        code: "execute" the items as one message; "take" their results, which are here; "fail" them for the reason
+            given, as ranks differ, or because a rank is "lost"; "end" everything for it; "ready" for the rank's next
+            requests.
         items: operations.
         text: reason.
         data: results, one behind the other.

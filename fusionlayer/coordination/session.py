@@ -1,4 +1,4 @@
-"""This rank's end: operations that are asked for by name, in any order, run in an order that is the same on all ranks."""
+"""This rank's end: operations asked for by name, in any order, run in an order that is the same on all ranks."""
 
 from __future__ import annotations
 

@@ -232,8 +232,8 @@ def _call(address: dict[str, str], rank: int, *, near: bool, timeout: float) -> 
                 why = error
         time.sleep(0.1)
     raise TransportError(
-        f"rank {rank} cannot reach rank 0 at port {address['port']} of any of {hosts}: {why}; name the network interface "
-        "in GLOO_SOCKET_IFNAME on every rank, or open ports between the hosts",
+        f"rank {rank} cannot reach rank 0 at port {address['port']} of any of {hosts}: {why}; name the network "
+        "interface in GLOO_SOCKET_IFNAME on every rank, or open ports between the hosts",
         [0],
     )
 
