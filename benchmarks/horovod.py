@@ -2,9 +2,9 @@
 
     python -m benchmarks.horovod --out benchmarks/results
 
-Each side has processes of its own, which run the same code with ``hvd`` bound to one module or the other. In every round
-each side takes a turn in every case, in an order that is shuffled anew; Horovod's processes, whose thread never rests,
-are stopped outside their turns. Without Horovod its rows are left out.
+Each side has processes of its own, which run the same code with ``hvd`` bound to one module or the other. In every
+round each side takes a turn in every case, in an order that is shuffled anew; Horovod's processes, whose thread never
+rests, are stopped outside their turns. Without Horovod its rows are left out.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class Coordinator:
         self._readers = {rank: Reader() for rank in range(1, size)}
         self._open = set(range(1, size))
         self._own: deque[Request] = deque()
+        self._woken = False
         self._lock = threading.Lock()
         self._underway = 0
         self._ended: str | None = None
@@ -71,14 +72,23 @@ class Coordinator:
             self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Take what rank 0 asks for; if no other rank has asked for anything, only note it until one does."""
+        """Note what rank 0 asks for; the coordinator's thread takes it up with what else has come by then."""
         self._own.append(request)
-        if self._matcher.has_pending or self._center is None or not request.signature.is_for_all:
+        if self._center is None or self._thread is None:
+            self.advance()
+        elif not self._woken and (self._matcher.has_pending or not request.signature.is_for_all):
+            self._woken = True
+            self._center.wake()
+
+    def advance(self) -> None:
+        """Take up what rank 0 has asked for, on the calling thread."""
+        if self._own:
             with self._lock:
                 self._take_own()
                 self._answer()
 
     def _take_own(self) -> None:
+        self._woken = False
         while self._own:
             self._matcher.take(0, (self._own.popleft(),))
 
@@ -86,6 +96,7 @@ class Coordinator:
         """Rank 0 has executed a response."""
         with self._lock:
             self._underway -= 1
+            self._take_own()
             self._answer()
 
     def end(self, why: str) -> None:
@@ -114,6 +125,8 @@ class Coordinator:
                     with self._lock:
                         self._hear(rank, messages)
                 with self._lock:
+                    self._take_own()
+                    self._answer()
                     self._look_for_stalls()
         except Exception as error:
             self.end(f"rank 0: its coordinator failed: {type(error).__name__}: {error}")
@@ -142,7 +155,7 @@ class Coordinator:
             self._answer()
 
     def _answer(self) -> None:
-        """Tell ranks what is ready, as long as rank 0 has little before it."""
+        """Tell ranks what is ready; what rank 0 must execute only as long as it has little before it."""
         if self._ended is not None:
             self._refuse()
             return
@@ -172,8 +185,6 @@ class Coordinator:
 
     def _look_for_stalls(self) -> None:
         warning, limit = self._patience.warning, self._patience.limit
-        self._take_own()
-        self._answer()
         now = time.monotonic()
         if limit is not None and (stalls := self._matcher.stalls(limit, now)):
             self._end(f"waited longer than {limit:g} s: {_tell(stalls)}")

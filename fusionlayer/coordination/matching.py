@@ -1,4 +1,4 @@
-"""Which operations all ranks want, in what order they run and which travel together. Knows no threads and no sockets."""
+"""Which operations all ranks want, in what order they run and which travel together; without threads and sockets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from .central import compute
 from .requests import ALL_RANKS, Item, Key, Request, Response, Signature
 
 __all__ = ["Matcher", "Stall"]
@@ -29,12 +30,18 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Ready:
-    """An operation that every rank has asked for; one that has joined may be without request."""
+    """An operation that every rank has asked for; one that has joined may be without request.
+
+    Attributes:
+        result: of an operation without tensors.
+        is_here: the requests have brought the tensors.
+    """
 
     signature: Signature
     requests: dict[int, Request]
     nbytes: int
     result: int | None = None
+    is_here: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,14 @@ class Matcher:
         ranks = self._sets.get(first.process_set, ())
         if first.kind == "remove_process_set":
             del self._sets[first.root or ALL_RANKS]
-        return {rank: Response("execute", tuple(_item(ready, rank, ranks) for ready in group)) for rank in ranks}
+        code, data = "execute", b""
+        if group[0].is_here:
+            code, data = "take", compute(first, [ready.requests for ready in group], ranks)
+        return {
+            rank: Response(code, tuple(_item(ready, rank, ranks) for ready in group), data=data)
+            for rank in ranks
+            if code == "execute" or rank in group[0].requests
+        }
 
     def _take_group(self) -> list[_Ready]:
         """Take the first operation that is ready, and what may travel with it of those behind."""
@@ -130,11 +144,11 @@ class Matcher:
         group, total = [first], first.nbytes
         if first.signature.kind not in _FUSABLE or not first.signature.is_plain or total > self._fusion_bytes:
             return group
-        key = _fusion_key(first.signature)
+        key = _fusion_key(first)
         passed: deque[_Ready] = deque()
         while self._ready:
             other = self._ready.popleft()
-            if _fusion_key(other.signature) == key and total + other.nbytes <= self._fusion_bytes:
+            if _fusion_key(other) == key and total + other.nbytes <= self._fusion_bytes:
                 group.append(other)
                 total += other.nbytes
             else:
@@ -185,7 +199,8 @@ class Matcher:
             result, self._next_set = self._next_set, self._next_set + 1
             self._sets[result] = signature.ranks
         nbytes = max(signature.nbytes(n) for n in {request.numbers for request in requests.values()})
-        self._ready.append(_Ready(signature, requests, nbytes, result))
+        here = all(request.data is not None for request in requests.values())
+        self._ready.append(_Ready(signature, requests, nbytes, result, here))
         self._feed(waiting.key)
 
     def _conflict(self, waiting: _Waiting) -> str | None:
@@ -246,8 +261,12 @@ def describe(key: Key) -> str:
     return f"{kind} {name!r}{within}" if isinstance(name, str) else f"{kind} without name, number {name}{within}"
 
 
-def _fusion_key(signature: Signature) -> tuple[object, ...]:
+def _fusion_key(ready: _Ready) -> tuple[object, ...]:
+    signature = ready.signature
+    # Tensors that are here are reduced as one, by those ranks that have them.
+    together = (signature.dtypes[:1], sorted(ready.requests)) if ready.is_here else None
     return (
+        together,
         signature.kind,
         signature.process_set,
         signature.device,

@@ -34,9 +34,9 @@ PLAIN_OPS = (None, "Average", "Sum", "Min", "Max", "Product")
 Key = tuple[int, str, "str | int"]
 """Process set, kind and name, or the number of an operation that was given none."""
 
-_LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
 # No message of requests has so many numbers.
-_FAREWELL = _LENGTH.pack(0xFFFFFFFF)
+_FAREWELL = _LENGTHS.pack(0xFFFFFFFF, 0)
 
 
 class Signature(NamedTuple):
@@ -106,12 +106,14 @@ class Request(NamedTuple):
         name: of the operation; a number if the user gave none.
         signature: what all ranks must agree on.
         numbers: what may differ over ranks: first dimensions, or rows for each rank.
+        data: the tensors' bytes, where they are so few that they travel with the request; None: they do not.
     """
 
     handle: int
     name: str | int
     signature: Signature
     numbers: tuple[int, ...] = ()
+    data: bytes | None = None
 
     @property
     def key(self) -> Key:
@@ -137,18 +139,21 @@ class Response(NamedTuple):
     """What one rank has to do next.
 
     Attributes:
-        code: "execute" the items as one message; "fail" them for the reason given, as ranks differ, or because a rank
-            is "lost"; "end" everything for it; "ready" for the rank's next requests.
+        code: "execute" the items as one message; "take" their results, which are here; "fail" them for the reason
+            given, as ranks differ, or because a rank is "lost"; "end" everything for it; "ready" for the rank's next
+            requests.
         items: operations.
         text: reason.
+        data: results, one behind the other.
     """
 
     code: str
     items: tuple[Item, ...] = ()
     text: str = ""
+    data: bytes = b""
 
 
-_CODES = ("ready", "execute", "fail", "lost", "end")
+_CODES = ("ready", "execute", "take", "fail", "lost", "end")
 READY = Response("ready")
 
 
@@ -169,13 +174,18 @@ class Writer:
         if forget:
             self._known.clear()
         fresh: list[Any] = []
+        payload: list[bytes] = []
         numbers = array("q", (forget, len(requests)))
         for request in requests:
             name = request.name if isinstance(request.name, int) else self._number(request.name, fresh)
             signature = self._number(request.signature, fresh)
             unnamed = isinstance(request.name, int)
-            numbers.extend((request.handle, unnamed, name, signature, len(request.numbers), *request.numbers))
-        return _pack(numbers, fresh)
+            data = request.data
+            length = -1 if data is None else len(data)
+            if data:
+                payload.append(data)
+            numbers.extend((request.handle, unnamed, name, signature, length, len(request.numbers), *request.numbers))
+        return _pack(numbers, fresh, payload)
 
     def _number(self, thing: str | Signature, fresh: list[Any]) -> int:
         number = self._known.get(thing)
@@ -193,23 +203,26 @@ class Reader:
 
     def read(self, message: bytes) -> list[Request]:
         """Return the requests of a message."""
-        packed, fresh = _unpack(message)
+        packed, fresh, payload = _unpack(message)
         numbers = packed.tolist()
         forget, count = numbers[:2]
         if forget:
             self._known.clear()
         self._known += [_signature(thing) if isinstance(thing, list) else thing for thing in fresh or ()]
         requests = []
-        at = 2
+        at, begin = 2, 0
         for _ in range(count):
-            handle, unnamed, name, signature, length = numbers[at : at + 5]
-            at += 5 + length
+            handle, unnamed, name, signature, size, length = numbers[at : at + 6]
+            at += 6 + length
+            data = None if size < 0 else payload[begin : begin + size]
+            begin += max(size, 0)
             requests.append(
                 Request(
                     handle,
                     name if unnamed else self._known[name],
                     self._known[signature],
                     tuple(numbers[at - length : at]),
+                    data,
                 )
             )
         return requests
@@ -234,12 +247,13 @@ def write_response(response: Response) -> bytes:
         numbers.extend((given, item.handle if item.handle is not None else 0, len(item.numbers), *item.numbers))
         if item.signature is not None:
             signatures.append(item.signature)
-    return _pack(numbers, [response.text, *signatures] if signatures or response.text else None)
+    texts = [response.text, *signatures] if signatures or response.text else None
+    return _pack(numbers, texts, [response.data])
 
 
 def read_response(message: bytes) -> Response:
     """Return the response of a message."""
-    numbers, texts = _unpack(message)
+    numbers, texts, data = _unpack(message)
     text, *signatures = texts or [""]
     items = []
     at = 2
@@ -248,20 +262,20 @@ def read_response(message: bytes) -> Response:
         at += 3 + length
         signature = None if given else _signature(signatures.pop(0))
         items.append(Item(handle if given else None, tuple(numbers[at - length : at]), signature))
-    return Response(_CODES[numbers[0]], tuple(items), text)
+    return Response(_CODES[numbers[0]], tuple(items), text, data)
 
 
-def _pack(numbers: array[int], texts: list[Any] | None) -> bytes:
+def _pack(numbers: array[int], texts: list[Any] | None, data: Sequence[bytes]) -> bytes:
     text = json.dumps(texts).encode() if texts else b""
-    return b"".join((_LENGTH.pack(len(numbers)), numbers.tobytes(), text))
+    return b"".join((_LENGTHS.pack(len(numbers), len(text)), numbers.tobytes(), text, *data))
 
 
-def _unpack(message: bytes) -> tuple[array[int], list[Any] | None]:
-    (count,) = _LENGTH.unpack_from(message)
+def _unpack(message: bytes) -> tuple[array[int], list[Any] | None, bytes]:
+    count, length = _LENGTHS.unpack_from(message)
     numbers = array("q")
-    end = _LENGTH.size + count * numbers.itemsize
-    numbers.frombytes(message[_LENGTH.size : end])
-    return numbers, json.loads(message[end:]) if len(message) > end else None
+    middle = _LENGTHS.size + count * numbers.itemsize
+    numbers.frombytes(message[_LENGTHS.size : middle])
+    return numbers, json.loads(message[middle : middle + length]) if length else None, message[middle + length :]
 
 
 def _signature(fields: Sequence[Any]) -> Signature:

@@ -1,4 +1,4 @@
-"""This rank's end: operations that are asked for by name, in any order, run in an order that is the same on all ranks."""
+"""This rank's end: operations asked for by name, in any order, run in an order that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError
 from ..timeline import Timeline
 from ..transport import Transport
 from ..transport.star import Center, Connection, connect
+from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
 from .execution import Part, execute
 from .matching import describe
@@ -26,8 +27,9 @@ from .requests import ALL_RANKS, Item, Key, Request, Response, Signature, Writer
 
 __all__ = ["DTYPES", "ProcessSetMembers", "Session"]
 
-# Requests of one message: so many always fit in what a connection buffers, so that nobody waits for a reader.
-_REQUESTS_AT_ONCE = 2000
+# Of one message: so much always fits in what a connection buffers, so that nobody waits for a reader.
+_REQUESTS_AT_ONCE = 1000
+_BYTES_AT_ONCE = 96 << 10
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Session:
             self._connection = end
         else:
             center = end if isinstance(end, Center) else None
-            self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._responses.put)
+            self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._deliver)
         self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
         self._thread.start()
 
@@ -143,6 +145,7 @@ class Session:
         dtypes = tuple(DTYPES[x.dtype] for x in tensors)
         signature = Signature(kind, process_set, dtypes, shapes, device, op, prescale, postscale, root, ranks)
         ready = torch.cuda.current_stream(tensors[0].device).record_event() if device == "cuda" else None
+        data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
         with self._lock:
             if self._ended is not None:
                 raise _again(self._ended)
@@ -167,7 +170,7 @@ class Session:
             )
             self._operations[operation.handle] = self._running[operation.handle] = operation
             self._asked.add(key)
-            self._send(Request(operation.handle, label, signature, numbers))
+            self._send(Request(operation.handle, label, signature, numbers, data))
         return operation.handle
 
     def poll(self, handle: int) -> bool:
@@ -191,6 +194,8 @@ class Session:
         operation = self._operations.get(handle)
         if operation is None:
             return None
+        if not operation.done and self._coordinator is not None:
+            self._coordinator.advance()
         if not operation.done:
             with self._done:
                 while not operation.done:
@@ -257,7 +262,11 @@ class Session:
 
     def _send_unsent(self) -> None:
         assert self._connection is not None
-        requests, self._unsent = self._unsent[:_REQUESTS_AT_ONCE], self._unsent[_REQUESTS_AT_ONCE:]
+        count = total = 0
+        while count < min(len(self._unsent), _REQUESTS_AT_ONCE) and total < _BYTES_AT_ONCE:
+            total += len(self._unsent[count].data or b"")
+            count += 1
+        requests, self._unsent = self._unsent[:count], self._unsent[count:]
         self._unanswered = bool(requests)
         if requests:
             self._connection.send(self._writer.write(requests))
@@ -269,6 +278,8 @@ class Session:
             if response.code == "ready":
                 with self._lock:
                     self._send_unsent()
+            elif response.code == "take":
+                self._take_results(response)
             elif response.code == "end":
                 self._end(TransportError(response.text))
             elif response.code in ("fail", "lost"):
@@ -276,6 +287,30 @@ class Session:
                 self._finish(self._take(response.items), error(f"rank {self.rank}: {response.text}"))
             else:
                 self._run(response)
+
+    def _deliver(self, response: Response) -> None:
+        """Take a response of rank 0's coordinator, on its thread; results need not wait for what is executed."""
+        if response.code == "take":
+            self._take_results(response)
+        else:
+            self._responses.put(response)
+
+    def _take_results(self, response: Response) -> None:
+        operations = self._take(response.items)
+        error: Exception | None = None
+        try:
+            with torch.no_grad():
+                hand_out(operations, response.items, response.data)
+        except Exception as raised:  # such as an output that cannot be written: this rank's own matter
+            error = raised
+        if self.timeline.enabled:
+            now = time.perf_counter_ns()
+            for operation in operations:
+                if operation is not None:
+                    kind = operation.signature.kind.upper()
+                    self.timeline.record(f"NEGOTIATE_{kind}", operation.submitted, now, row=operation.label)
+                    self.timeline.record(kind, now, time.perf_counter_ns(), row=operation.label)
+        self._finish(operations, error)
 
     def _next_response(self) -> Response | None:
         if self._connection is None:
@@ -372,8 +407,7 @@ class Session:
 
     def _take(self, items: Sequence[Item]) -> list[Operation | None]:
         """Return the operations that a response is about."""
-        with self._lock:
-            return [None if item.handle is None else self._running.pop(item.handle, None) for item in items]
+        return [None if item.handle is None else self._running.pop(item.handle, None) for item in items]
 
     def _finish(self, operations: Sequence[Operation | None], error: Exception | None = None) -> None:
         with self._done:

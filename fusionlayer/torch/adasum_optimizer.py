@@ -79,5 +79,5 @@ class _Adasum(Optimizer):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Refused: ``step`` has to reduce."""
-        raise UsageError("skip_synchronize() with op=Adasum, which reduces steps, not gradients; call step() without it")
+        raise UsageError("skip_synchronize() with op=Adasum, which reduces steps, not gradients; call step() alone")
         yield

@@ -255,7 +255,7 @@ def ccl_built() -> bool:
 
 def cuda_built() -> bool:
     """Return whether CUDA tensors can be sent."""
-    return torch.backends.cuda.is_built()
+    return bool(torch.backends.cuda.is_built())
 
 
 def rocm_built() -> bool:

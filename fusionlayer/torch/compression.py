@@ -53,7 +53,7 @@ class _Cast(Compressor):
     _dtype: ClassVar[torch.dtype]
 
     @classmethod
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return floats in 16 bits, other tensors as they are."""
         return (tensor.to(cls._dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 

@@ -24,7 +24,7 @@ VARIABLES: Mapping[str, str] = {
     "HOROVOD_AUTOTUNE": "1: as `autotune: true`",
     "HOROVOD_AUTOTUNE_LOG": "file for what autotune tries",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "as `timeout`",
-    "HOROVOD_ELASTIC_TIMEOUT": "seconds that ranks wait for each other after a failure until they ask for a restart; 30",
+    "HOROVOD_ELASTIC_TIMEOUT": "seconds that ranks wait for each other after a failure before asking for a restart; 30",
     "HOROVOD_LOG_LEVEL": "trace, debug, info, warning, error or fatal, of the logger `fusionlayer`",
 }
 """Those that mean something, for tables; FUSIONLAYER_CONFIG and other variables of ours win over them."""

@@ -89,7 +89,7 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
         raise ConfigError(f"op={op!r}; expected hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
 
 
-# ---- allreduce --------------------------------------------------------------------------------------------------------
+# ---- allreduce -------------------------------------------------------------------------------------------------------
 
 
 def allreduce(
@@ -121,12 +121,10 @@ def allreduce(
     chosen = choose_op(op, average)
     codec = codec_of(compression)
     if not (tensor.requires_grad and torch.is_grad_enabled()) and compression is Compression.none:
-        handle = _reduce(
-            [tensor], name, chosen, prescale_factor, postscale_factor, process_set, codec, deliver=_first
-        )
+        handle = _reduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, codec, deliver=_first)
         return synchronize(handle)  # type: ignore[no-any-return]
     small, ctx = compression.compress(tensor)
-    reduced = _Allreduce.apply(small, name, chosen, prescale_factor, postscale_factor, process_set, codec)
+    reduced = _apply(_Allreduce, small, name, chosen, prescale_factor, postscale_factor, process_set, codec)
     out: Tensor = compression.decompress(reduced, ctx)
     return out
 
@@ -197,8 +195,15 @@ def grouped_allreduce(
     chosen = choose_op(op, average)
     codec = codec_of(compression)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _GroupedAllreduce.apply(
-        name, chosen, prescale_factor, postscale_factor, process_set, codec, *(small for small, _ in pairs)
+    reduced = _apply(
+        _GroupedAllreduce,
+        name,
+        chosen,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        codec,
+        *(small for small, _ in pairs),
     )
     return [compression.decompress(x, ctx) for x, (_, ctx) in zip(reduced, pairs, strict=True)]
 
@@ -289,7 +294,7 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Allreduce.apply(gradient, None, *ctx.how), *[None] * 6
+        return _apply(_Allreduce, gradient, None, *ctx.how), *[None] * 6
 
 
 class _GroupedAllreduce(torch.autograd.Function):
@@ -300,7 +305,7 @@ class _GroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return *[None] * 6, *_GroupedAllreduce.apply(None, *ctx.how, *gradients)
+        return *[None] * 6, *_apply(_GroupedAllreduce, None, *ctx.how, *gradients)
 
 
 def _reduce(
@@ -367,7 +372,7 @@ def _reduce_by(codec: Codec, x: Tensor, transport: Transport, *, average: bool) 
         torch.div(x, transport.size, rounding_mode="trunc", out=x)
 
 
-# ---- allgather --------------------------------------------------------------------------------------------------------
+# ---- allgather -------------------------------------------------------------------------------------------------------
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -381,8 +386,9 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Raises:
         HorovodInternalError: as ``allreduce``.
     """
-    (out,) = _Allgather.apply(name, process_set, tensor)
-    return out  # type: ignore[no-any-return]
+    out: Tensor
+    (out,) = _apply(_Allgather, name, process_set, tensor)
+    return out
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -394,7 +400,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Return what ``allgather`` makes of each of several tensors, which travel together."""
-    return list(_Allgather.apply(name, process_set, *tensors))
+    return list(_apply(_Allgather, name, process_set, *tensors))
 
 
 def grouped_allgather_async(
@@ -434,7 +440,7 @@ def _gather(
     return _submit("allgather", rows, name=name, process_set=process_set, deliver=deliver)
 
 
-# ---- broadcast --------------------------------------------------------------------------------------------------------
+# ---- broadcast -------------------------------------------------------------------------------------------------------
 
 
 def broadcast(
@@ -452,7 +458,7 @@ def broadcast(
         ConfigError: the root is not one of those ranks.
         HorovodInternalError: as ``allreduce``.
     """
-    out: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    out: Tensor = _apply(_Broadcast, tensor, root_rank, name, process_set)
     return out
 
 
@@ -514,7 +520,7 @@ def _broadcast(
     )
 
 
-# ---- alltoall ---------------------------------------------------------------------------------------------------------
+# ---- alltoall --------------------------------------------------------------------------------------------------------
 
 
 def alltoall(
@@ -538,7 +544,7 @@ def alltoall(
         ConfigError: the splits do not add up to n.
         HorovodInternalError: as ``allreduce``.
     """
-    out, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    out, received = _apply(_Alltoall, tensor, splits, name, process_set)
     return out if splits is None else (out, received)
 
 
@@ -582,7 +588,7 @@ class _Alltoall(torch.autograd.Function):
         return back, None, None, None
 
 
-# ---- reducescatter ----------------------------------------------------------------------------------------------------
+# ---- reducescatter ---------------------------------------------------------------------------------------------------
 
 
 def reducescatter(
@@ -637,8 +643,8 @@ def grouped_reducescatter(
     if codec_of(compression) is not None:
         raise ConfigError(f"reducescatter with {compression}; use hvd.Compression.none, .fp16 or .bf16")
     pairs = [compression.compress(tensor) for tensor in tensors]
-    scattered = _Reducescatter.apply(
-        name, op, process_set, prescale_factor, postscale_factor, *(small for small, _ in pairs)
+    scattered = _apply(
+        _Reducescatter, name, op, process_set, prescale_factor, postscale_factor, *(small for small, _ in pairs)
     )
     return [compression.decompress(x, ctx) for x, (_, ctx) in zip(scattered, pairs, strict=True)]
 
@@ -695,7 +701,7 @@ def _scatter(
     )
 
 
-# ---- all of them ------------------------------------------------------------------------------------------------------
+# ---- all of them -----------------------------------------------------------------------------------------------------
 
 
 def poll(handle: int) -> bool:
@@ -723,8 +729,8 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data, and wait until all ranks have said so; return the last one that has.
 
     Until then it takes part in the others' operations: with zeros in sums and averages (which are still divided by the
-    number of all ranks), with what changes nothing in other reductions, with no rows in allgathers, and as a receiver of
-    broadcasts. Operations that need more of it fail on every rank.
+    number of all ranks), with what changes nothing in other reductions, with no rows in allgathers, and as a receiver
+    of broadcasts. Operations that need more of it fail on every rank.
 
     Args:
         device: without effect; tensors are made where the others have theirs.
@@ -768,6 +774,10 @@ def _checked(kind: str, tensor: Tensor) -> Tensor:
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ConfigError(f"{kind} of a {what}; expected a dense tensor of one of: {types}")
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def _first(results: Sequence[Tensor]) -> Tensor:

@@ -117,7 +117,7 @@ def number_of(process_set: Any) -> int:
     Raises:
         ConfigError: it has not been added, or was removed.
     """
-    number = getattr(process_set, "process_set_id", None)
+    number: int | None = getattr(process_set, "process_set_id", None)
     if not isinstance(process_set, ProcessSet) or number is None:
         raise ConfigError(f"process_set={process_set}; give it to add_process_set() or init() first")
     return number

@@ -37,7 +37,6 @@ class Connection:
     def __init__(self, end: socket.socket) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
@@ -75,6 +74,9 @@ class Connection:
     def _fill(self) -> bool:
         try:
             data = self.socket.recv(1 << 16)
+            # A sender may wait for room; that there is some must not be told 40 ms later, with the next answer.
+            if hasattr(socket, "TCP_QUICKACK"):
+                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         except OSError:
             return False
         self._read += data
@@ -154,10 +156,35 @@ def connect(transport: Transport) -> Center | Connection:
 
 
 def _listener() -> socket.socket:
+    listener = None
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    listener = listener or socket.create_server(("", 0), backlog=1024)
+    _enlarge(listener)
+    return listener
+
+
+def _enlarge(end: socket.socket) -> None:
+    """Give a socket room for more than two segments of a loopback device; ends that are accepted inherit it."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+
+
+def _reach(host: str, port: int) -> socket.socket:
+    """Return a connection, with room that was asked for before it was made, as only then it counts."""
+    why: OSError | None = None
+    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        end = socket.socket(family, kind, protocol)
+        try:
+            _enlarge(end)
+            end.settimeout(_PATIENCE)
+            end.connect(place)
+            return end
+        except OSError as error:
+            end.close()
+            why = error
+    raise why or OSError(f"{host} has no address")
 
 
 def _answer(listener: socket.socket, token: bytes, size: int, timeout: float) -> dict[int, Connection]:
@@ -196,7 +223,7 @@ def _call(address: dict[str, str], rank: int, *, near: bool, timeout: float) -> 
     while why is None or time.monotonic() < deadline:
         for host in hosts:
             try:
-                end = socket.create_connection((host, int(address["port"])), _PATIENCE)
+                end = _reach(host, int(address["port"]))
                 end.sendall(hello)
                 if end.recv(1) == b"!":
                     return end
@@ -205,8 +232,8 @@ def _call(address: dict[str, str], rank: int, *, near: bool, timeout: float) -> 
                 why = error
         time.sleep(0.1)
     raise TransportError(
-        f"rank {rank} cannot reach rank 0 at port {address['port']} of any of {hosts}: {why}; name the network interface "
-        "in GLOO_SOCKET_IFNAME on every rank, or open ports between the hosts",
+        f"rank {rank} cannot reach rank 0 at port {address['port']} of any of {hosts}: {why}; name the network "
+        "interface in GLOO_SOCKET_IFNAME on every rank, or open ports between the hosts",
         [0],
     )
 
