@@ -175,7 +175,8 @@ class Coordinator:
 
     def _end(self, why: str) -> None:
         if self._ended is None:
-            self._ended = why
+            first = self._matcher.first_loss
+            self._ended = f"{first}; then {why}" if first else why
             self._refuse()
 
     def _refuse(self) -> None:

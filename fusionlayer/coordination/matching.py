@@ -87,6 +87,11 @@ class Matcher:
         """Whether a rank waits for an operation, has joined, or has left."""
         return bool(self._waiting or self._joined or self._left)
 
+    @property
+    def first_loss(self) -> str:
+        """Why the first rank that has left did so; empty if none has."""
+        return next(iter(self._left.values()), "")
+
     def take(self, rank: int, requests: Iterable[Request]) -> None:
         """Note what a rank asks for."""
         for request in requests:

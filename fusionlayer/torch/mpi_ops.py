@@ -120,6 +120,7 @@ def allreduce(
     """
     chosen = choose_op(op, average)
     codec = codec_of(compression)
+    _checked("allreduce", tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()) and compression is Compression.none:
         handle = _reduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, codec, deliver=_first)
         return synchronize(handle)  # type: ignore[no-any-return]
@@ -777,7 +778,7 @@ def _checked(kind: str, tensor: Tensor) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return function.apply(*arguments)
 
 
 def _first(results: Sequence[Tensor]) -> Tensor:
