@@ -33,7 +33,7 @@ _before_shutdown: list[Callable[[], None]] = []
 _lock = threading.RLock()
 
 
-def init(timeout: float | None = None) -> None:
+def init(timeout: float | None = None, *, settings: config.Config | None = None) -> None:
     """Join the job that torchrun, mpirun or horovodrun has started this process in; call it first.
 
     A default process group of torch that exists already is used as it is; otherwise one is made, with gloo for CPU and
@@ -43,6 +43,7 @@ def init(timeout: float | None = None) -> None:
 
     Args:
         timeout: seconds that a collective waits for its peers; overrides the configuration.
+        settings: in place of those that file and environment give.
 
     Raises:
         ConfigError: environment or configuration cannot be used.
@@ -52,7 +53,7 @@ def init(timeout: float | None = None) -> None:
     with _lock:
         if _job is not None or local.current() is not None:
             return
-        settings = config.load()
+        settings = settings or config.load()
         if timeout is not None:
             settings = config.Config(**{**vars(settings), "timeout": timeout})
         if settings.threads is not None:
@@ -169,6 +170,11 @@ def local_size() -> int:
     """Return the number of processes of this host."""
     here = local.current()
     return here.size if here else _current().place.local_size
+
+
+def launcher() -> str:
+    """Return who has said which process this is: "torchrun", "mpirun", ..., or "single" if nobody has."""
+    return "single" if local.current() else _current().place.launcher
 
 
 def settings() -> config.Config:

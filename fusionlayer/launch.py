@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 import tempfile
 import time
@@ -97,7 +98,7 @@ def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mappin
     return Place(rank, size, local_rank, local_size, launcher)
 
 
-_store: TCPStore | None = None
+_store: Store | None = None
 _joined = 0
 
 
@@ -134,11 +135,12 @@ def _is_set(store: Store, key: str) -> bool:
         return False
 
 
-def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> TCPStore:
+def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         port = _port(environ, "MASTER_PORT")
-        return _tcp_store(environ["MASTER_ADDR"], port, place, timeout, serve=place.rank == 0 and not agent)
+        store = _tcp_store(environ["MASTER_ADDR"], port, place, timeout, serve=place.rank == 0 and not agent)
+        return PrefixStore(_greet(store, place, timeout), store) if agent else store
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
         board: _Board = _HorovodBoard(environ, timeout)
         host = environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
@@ -156,6 +158,40 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> TCPSto
         return store
     host, port_text = board.read().rsplit(":", 1)
     return _tcp_store(host, int(port_text), place, timeout, serve=False)
+
+
+def _greet(store: Store, place: Place, timeout: float) -> str:
+    """Return a name for the keys of these processes. An agent's store still has those of processes it has restarted.
+
+    Rank 0 makes the name, and tells it to whoever is waiting for an answer: each rank asks with a token of its own,
+    so that an answer to a process that is gone misleads nobody.
+    """
+    token = f"fusionlayer/{secrets.token_hex(8)}"
+    end = time.monotonic() + timeout
+    if place.rank > 0:
+        store.set(f"fusionlayer/hello/{place.rank}", token)
+        try:
+            store.wait([token], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise TransportError(f"rank 0 did not come within {timeout:g} s; was it started?", [0]) from error
+        name = store.get(token).decode()
+        store.set(f"{name}/met/{place.rank}", "")
+        return name
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, place.size))
+    while missing and time.monotonic() < end:
+        for rank in sorted(missing):
+            hello = f"fusionlayer/hello/{rank}"
+            if store.check([hello]) and (asked := store.get(hello)) != answered.get(rank):
+                answered[rank] = asked
+                store.set(asked.decode(), token)
+            if store.check([f"{token}/met/{rank}"]):
+                missing.remove(rank)
+        time.sleep(0.01)
+    if missing:
+        late = sorted(missing)
+        raise TransportError(f"ranks {late} did not come within {timeout:g} s; were they started?", late)
+    return token
 
 
 def _port(environ: Mapping[str, str], name: str) -> int:

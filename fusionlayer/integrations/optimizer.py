@@ -126,12 +126,27 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     _refuse_twice(names)
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
-    engine = None
-    timeline = Timeline(None, 0)
-    transport = context.transport(group)
-    if transport.size > 1:
-        if isinstance(optimizer, LBFGS):
-            raise ConfigError("LBFGS decides by its rank's own loss, so ranks would part; use another optimizer")
+    if isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
+        raise ConfigError("LBFGS decides by its rank's own loss, so ranks would part; use another optimizer")
+    wishes = Wishes(
+        codec=codec,
+        codec_options=codec_options,
+        algorithm=algorithm,
+        ahead=ahead,
+        planner=planner,
+        plan=plan,
+        profile=profile,
+        policy=policy,
+        fidelity=fidelity,
+        replan=replan,
+        error_feedback=error_feedback,
+        autotune=autotune,
+    )
+
+    def connect() -> tuple[Engine | None, Timeline]:
+        transport = context.transport(group)
+        if transport.size == 1:
+            return None, Timeline(None, 0)
         before, after = 1.0, 1.0
         if op is Average:
             # Dividing first keeps half-precision sums in range; only a factor of the user's asks for anything else.
@@ -139,20 +154,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
         device = one_device(names)
         timeline = Timeline(context.settings().timeline, transport.rank)
-        wishes = Wishes(
-            codec=codec,
-            codec_options=codec_options,
-            algorithm=algorithm,
-            ahead=ahead,
-            planner=planner,
-            plan=plan,
-            profile=profile,
-            policy=policy,
-            fidelity=fidelity,
-            replan=replan,
-            error_feedback=error_feedback,
-            autotune=autotune,
-        )
         engine = make_engine(
             wishes,
             describe(names, groups),
@@ -162,11 +163,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
         )
+        return engine, timeline
+
+    engine, timeline = connect()
     base = type(optimizer)
     # A scheduler that was made before has put a wrapper here, which would go past the class's new step().
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Distributed)
+    optimizer._fl_connect = connect
     optimizer._attach(engine, timeline, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer
 
@@ -175,6 +180,7 @@ class _Distributed(Optimizer):
     """What the wrapped optimizer's class gains; it stands before that class in the order of resolution."""
 
     _fl_engine: Engine | None
+    _fl_connect: Callable[[], tuple[Engine | None, Timeline]]
 
     def _attach(
         self,
@@ -197,6 +203,7 @@ class _Distributed(Optimizer):
         self._fl_step_synchronizes = True
         self._fl_release: Callable[[], object] = _nothing
         self._fl_overlap: ForwardOverlap | None = None
+        self._fl_forward_of = overlap_forward
         self._fl_timeline = timeline
         self._fl_phases: StepPhases | None = None
         if engine is not None:
@@ -309,6 +316,15 @@ class _Distributed(Optimizer):
             if name not in submitted:
                 engine.submit(name, self._fl_gradient(parameter))
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce gradients after so many backward passes from now on; between steps, on all ranks."""
+        if passes < 1:
+            raise ConfigError(f"backward_passes_per_step={passes}; expected at least 1")
+        if self._fl_engine is not None and self._fl_engine.pending:
+            raise UsageError("set_backward_passes_per_step() while gradients are being reduced; call it after step()")
+        self._fl_passes = passes
+        self._fl_passes_left = dict.fromkeys(self._fl_names, passes)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -443,10 +459,46 @@ class _Distributed(Optimizer):
     def close(self) -> None:
         """End the background thread; gradients are no longer reduced. For programs that go on after training."""
         self._fl_flush()
+        self._fl_detach()
+
+    def _fl_detach(self) -> None:
         with _live_lock:
             _live.discard(self)
         self._fl_release()
         self._fl_engine = self._fl_overlap = None
+
+    def reconnect(self) -> None:
+        """Reduce gradients over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
+
+        What was under way is given up. The step is kept; error feedback, where rank and size are the same; and the
+        plan, where the size is and nothing makes another one while training runs.
+
+        Raises:
+            TransportError: a peer was lost, stopped or late.
+        """
+        old = self._fl_engine
+        self._fl_detach()
+        engine, timeline = self._fl_connect()
+        self._attach(engine, timeline, self._fl_names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
+        if engine is None or old is None:
+            return
+        engine.step = old.step
+        if (engine.rank, engine.size) == (old.rank, old.size):
+            engine.memory.load_state_dict(old.memory.state_dict())
+        if old.plan is not None:
+            self.adopt_plan(old.plan)
+
+    def adopt_plan(self, plan: FusionPlan) -> None:
+        """Fuse gradients by ``plan`` from the next step on, if it is for as many ranks; all ranks call it together.
+
+        Nothing changes in a job of one rank, or where a planner or an autotuner brings plans while training runs.
+
+        Raises:
+            ConfigError: the plan is not for these parameters, or names what there is not.
+        """
+        engine = self._fl_engine
+        if engine is not None and engine.steering is None and plan.world_size == engine.size:
+            engine.switch(plan)
 
     def _fl_flush(self) -> None:
         if self._fl_overlap is not None and self._fl_stepped:

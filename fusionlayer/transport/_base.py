@@ -74,6 +74,13 @@ class Transport(ABC):
         """Return a transport over the same ranks whose traffic never meets this one's. All ranks call it together."""
 
     @abstractmethod
+    def subset(self, ranks: Sequence[int]) -> Transport:
+        """Return a transport over some of the ranks, this one among them, ranked in the order given.
+
+        Those ranks call it together, with the same ``ranks``; the others have no part in it.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Give the group up; pending and later calls raise. Never waits for other ranks. Twice is once."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -97,6 +97,7 @@ class LocalTransport(Transport):
         self.timeout = group.timeout
         self._group = group
         self._duplicates = 0
+        self._subsets: Counter[tuple[int, ...]] = Counter()
         self._meetings = 0
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
@@ -153,11 +154,17 @@ class LocalTransport(Transport):
         self._duplicates += 1
         return LocalTransport(self._group.duplicate(self, self._duplicates), self.rank)
 
+    def subset(self, ranks: Sequence[int]) -> LocalTransport:
+        self._check_member(ranks)
+        chosen = tuple(ranks)
+        self._subsets[chosen] += 1
+        return LocalTransport(self._group.subset(self, chosen, self._subsets[chosen]), chosen.index(self.rank))
+
     def close(self) -> None:
         self._group.leave(self.rank)
 
     def _node_key(self) -> bytes:
-        return (self.rank // self._group.ranks_per_node).to_bytes(8, "little")
+        return self._group.node_of(self.rank).to_bytes(8, "little")
 
     def _begin(self, call: Call, offer: Any) -> list[Any]:
         """Return what every rank offers in this call, once all are in it and their calls fit."""
@@ -215,17 +222,29 @@ class _Hub:
 class _Group:
     """What the ranks of one group share: the meetings under way, the letters not yet fetched, and the way it ended."""
 
-    def __init__(self, hub: _Hub, size: int, timeout: float, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self,
+        hub: _Hub,
+        size: int,
+        timeout: float,
+        ranks_per_node: int | None = None,
+        members: tuple[int, ...] | None = None,
+    ) -> None:
         self.hub = hub
         self.size = size
+        self._members = members or tuple(range(size))
         self.timeout = timeout
         self.ranks_per_node = ranks_per_node or size
         self.letters: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
         self._meetings: dict[int, dict[int, Any]] = {}
         self._fetched: defaultdict[int, int] = defaultdict(int)
         self._duplicates: dict[int, _Group] = {}
+        self._subsets: dict[tuple[tuple[int, ...], int], _Group] = {}
         self._failure: tuple[str, list[int]] | None = None
         self._left: set[int] = set()
+
+    def node_of(self, rank: int) -> int:
+        return self._members[rank] // self.ranks_per_node
 
     def meet(self, who: LocalTransport, number: int, offer: Any) -> list[Any]:
         """Return the offers of all ranks to the meeting of this number, in rank order."""
@@ -251,7 +270,15 @@ class _Group:
     def duplicate(self, who: LocalTransport, number: int) -> _Group:
         with self.hub.changed:
             self.check_open(who)
-            return self._duplicates.setdefault(number, _Group(self.hub, self.size, self.timeout, self.ranks_per_node))
+            twin = _Group(self.hub, self.size, self.timeout, self.ranks_per_node, self._members)
+            return self._duplicates.setdefault(number, twin)
+
+    def subset(self, who: LocalTransport, ranks: tuple[int, ...], number: int) -> _Group:
+        with self.hub.changed:
+            self.check_open(who)
+            members = tuple(self._members[rank] for rank in ranks)
+            part = _Group(self.hub, len(ranks), self.timeout, self.ranks_per_node, members)
+            return self._subsets.setdefault((ranks, number), part)
 
     def leave(self, rank: int) -> None:
         with self.hub.changed:
@@ -263,7 +290,7 @@ class _Group:
         failure = self._failure or self.hub.failure
         if failure:
             raise TransportError(f"rank {who.rank}: {failure[0]}", failure[1], sequence=who.sequence)
-        if who.rank in self._left | self.hub.left:
+        if who.rank in self._gone():
             raise TransportError(f"rank {who.rank}: this transport is closed; make a new one", sequence=who.sequence)
 
     def fail_call(self, who: LocalTransport, why: str, ranks: Sequence[int]) -> TransportError:
@@ -274,12 +301,16 @@ class _Group:
             self.hub.changed.notify_all()
         return TransportError(f"rank {who.rank}: collective {who.sequence}: {why}", ranks, sequence=who.sequence)
 
+    def _gone(self) -> set[int]:
+        """Return the ranks of this group that have closed it, or have left the run."""
+        return self._left | {rank for rank, member in enumerate(self._members) if member in self.hub.left}
+
     def _wait(self, who: LocalTransport, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
         def over() -> bool:
             return done() or bool(self._failure or self.hub.failure or gone() or who.rank in self._left)
 
         def gone() -> set[int]:
-            return missing() & (self._left | self.hub.left)
+            return missing() & self._gone()
 
         in_time = self.hub.changed.wait_for(over, self.timeout)
         if done():

@@ -209,6 +209,9 @@ class Damaging(Transport):
     def duplicate(self) -> Transport:
         return Damaging(self._inner.duplicate(), self._at)
 
+    def subset(self, ranks: Sequence[int]) -> Transport:
+        return Damaging(self._inner.subset(ranks), self._at)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -11,14 +11,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import fusionlayer as fl
+from fusionlayer import launch
+from fusionlayer.errors import TransportError
 from fusionlayer.launch import Place, find_place, make_store
 from fusionlayer.transport import local
 from tests.harness import run_ranks
@@ -357,3 +361,34 @@ def test_use_before_init_is_refused() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(AssertionError, match=r"call fusionlayer.init\(\) first"):
         fl.size()
+
+
+# ---- a store that outlives the processes ----------------------------------------------------------------------------
+
+
+@pytest.mark.short
+def test_ranks_that_were_restarted_do_not_meet_those_before_them() -> None:
+    """The store of torchrun's agent has the keys of earlier processes, some of which were never answered."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("fusionlayer/hello/2", "fusionlayer/of a process that is gone")
+
+    def greet(rank: int, world: int, timeout: float = 20) -> str:
+        store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        return launch._greet(store, Place(rank, world), timeout)
+
+    names = []
+    with ThreadPoolExecutor(3) as pool:
+        for world in (3, 3, 2):
+            first = pool.submit(greet, 0, world)
+            if not names:  # rank 0 has answered the process that is gone before the others come
+                server.wait(["fusionlayer/of a process that is gone"])
+            others = [pool.submit(greet, rank, world) for rank in range(1, world)]
+            found = {each.result() for each in (first, *others)}
+            assert len(found) == 1
+            names += found
+    assert len(set(names)) == 3
+    with pytest.raises(TransportError, match=r"ranks \[1, 2\] did not come within 0.2 s") as missing:
+        greet(0, 3, 0.2)
+    assert missing.value.ranks == (1, 2)
+    with pytest.raises(TransportError, match="rank 0 did not come within 0.2 s"):
+        greet(1, 2, 0.2)

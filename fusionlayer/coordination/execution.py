@@ -1,0 +1,265 @@
+"""Moves the tensors of operations that all ranks have agreed to run as one message."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
+
+from ..errors import UsageError
+from ..transport import Transport
+from .operation import Operation, Reduce
+from .reductions import average_, combine, neutral, reduce_flat, scale_
+from .requests import Item, Signature
+
+__all__ = ["Part", "execute"]
+
+Span = Callable[[str], AbstractContextManager[None]]
+
+
+class Part:
+    """One operation of a message, as this rank sees it.
+
+    Args:
+        operation: of this rank; None if it has joined and takes part without tensors of its own.
+        item: what the coordinator has said.
+    """
+
+    def __init__(self, operation: Operation | None, item: Item) -> None:
+        signature = item.signature if operation is None else operation.signature
+        if signature is None:
+            raise UsageError("an operation that this rank has given up was to run; the session has ended")
+        self.operation = operation
+        self.signature: Signature = signature
+        self.numbers = item.numbers
+
+    def inputs(self, *, rows: int | None = None) -> list[Tensor]:
+        """Return this rank's tensors, which without an operation are neutral ones (``rows``: of each)."""
+        if self.operation is not None:
+            return list(self.operation.tensors)
+        signature = self.signature
+        lead = () if rows is None else (rows,)
+        dtypes = [getattr(torch, name) for name in signature.dtypes]
+        return [
+            torch.full((*lead, *shape), neutral(signature.op or "Sum", dtype), dtype=dtype, device=signature.device)
+            for shape, dtype in zip(signature.shapes, dtypes, strict=True)
+        ]
+
+    @property
+    def wants_new_tensors(self) -> bool:
+        """Whether results go into tensors that are still to be made."""
+        return self.operation is not None and self.operation.outputs is None
+
+    def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return where results of the inputs' shapes go."""
+        operation = self.operation
+        if operation is None:
+            return list(inputs)
+        if operation.outputs is None:
+            operation.outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        return list(operation.outputs)
+
+
+def execute(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+    """Run operations of one kind over the ranks of their process set and leave results with them.
+
+    Args:
+        parts: at least one; all with the same kind, op, scales and root.
+        transport: over those ranks.
+        ranks: of the job, in the order of the transport.
+        span: records what is done.
+    """
+    _KINDS[parts[0].signature.kind](parts, transport, ranks, span)
+
+
+def _allreduce(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+    signature = parts[0].signature
+    reduce = parts[0].operation.reduce if parts[0].operation else None
+    by_dtype: defaultdict[torch.dtype, list[tuple[Tensor, Tensor | None]]] = defaultdict(list)
+    places: list[tuple[Part, list[tuple[torch.dtype, int]]]] = []
+    for part in parts:
+        inputs = part.inputs()
+        outs: Sequence[Tensor | None] = [None] * len(inputs)
+        if not part.wants_new_tensors:
+            outs = part.outputs(inputs)
+        where = []
+        for x, out in zip(inputs, outs, strict=True):
+            where.append((x.dtype, len(by_dtype[x.dtype])))
+            by_dtype[x.dtype].append((x, out))
+        places.append((part, where))
+    results: dict[torch.dtype, Sequence[Tensor]] = {}
+    # In an order that does not depend on which operation came first on this rank.
+    for dtype in sorted(by_dtype, key=str):
+        pairs = by_dtype[dtype]
+        if reduce is None and len(pairs) > 1:
+            results[dtype] = _reduce_fused(pairs, signature, transport, span)
+        else:
+            results[dtype] = [_reduce_one(x, out, signature, reduce, transport) for x, out in pairs]
+    for part, where in places:
+        if part.operation is not None:
+            part.operation.result = [results[dtype][i] for dtype, i in where]
+
+
+def _reduce_one(
+    x: Tensor, out: Tensor | None, signature: Signature, reduce: Reduce | None, transport: Transport
+) -> Tensor:
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = transport.size
+    average = signature.op == "Average" and reduce is None
+    if average and out.is_contiguous() and x.dtype.is_floating_point and size & (size - 1) == 0:
+        # Dividing by a power of two before the sum gives the same bits as after it, with one pass over memory less.
+        torch.mul(x, signature.prescale / size, out=out)
+        transport.all_reduce(out.view(-1))
+        scale_(out, signature.postscale)
+    elif out.is_contiguous():
+        if out is not x:
+            out.copy_(x)
+        _reduce(out.view(-1), signature, reduce, transport)
+    else:
+        flat = x.contiguous().view(-1)
+        flat = flat.clone() if flat.data_ptr() == x.data_ptr() else flat
+        _reduce(flat, signature, reduce, transport)
+        out.copy_(flat.view(out.shape))
+    return out
+
+
+def _reduce_fused(
+    pairs: Sequence[tuple[Tensor, Tensor | None]], signature: Signature, transport: Transport, span: Span
+) -> list[Tensor]:
+    inputs = [x for x, _ in pairs]
+    with span("MEMCPY_IN_FUSION_BUFFER"):
+        flat = flatten(inputs)
+    _reduce(flat, signature, None, transport)
+    with span("MEMCPY_OUT_FUSION_BUFFER"):
+        pieces = unflatten(flat, inputs)
+        if all(out is None for _, out in pairs):
+            return [piece.clone() for piece in pieces]
+        outs = [torch.empty_like(piece) if out is None else out for piece, (_, out) in zip(pieces, pairs, strict=True)]
+        torch._foreach_copy_(outs, list(pieces))
+    return outs
+
+
+def _reduce(flat: Tensor, signature: Signature, reduce: Reduce | None, transport: Transport) -> None:
+    scale_(flat, signature.prescale)
+    if reduce is not None:
+        reduce(flat, transport)
+    else:
+        reduce_flat(flat, signature.op or "Sum", transport)
+    scale_(flat, signature.postscale)
+
+
+def _allgather(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+    tensors: list[Tensor] = []
+    lengths: list[list[int]] = []
+    for part in parts:
+        inputs = part.inputs(rows=0)
+        count = len(inputs)
+        tensors += [x.contiguous() for x in inputs]
+        lengths += [[part.numbers[r * count + i] for r in range(transport.size)] for i in range(count)]
+    rows = [x.shape[1:].numel() * x.element_size() for x in tensors]
+    if len(tensors) == 1:
+        outs = [tensors[0].new_empty(sum(lengths[0]), *tensors[0].shape[1:])]
+        mine = _bytes(tensors[0])
+        transport.exchange([mine] * transport.size, [_bytes(piece) for piece in outs[0].split(lengths[0])])
+    else:
+        with span("MEMCPY_IN_FUSION_BUFFER"):
+            mine = torch.cat([_bytes(x) for x in tensors])
+        sizes = [[each[r] * row for each, row in zip(lengths, rows, strict=True)] for r in range(transport.size)]
+        every = [mine.new_empty(sum(of_rank)) for of_rank in sizes]
+        transport.exchange([mine] * transport.size, every)
+        with span("MEMCPY_OUT_FUSION_BUFFER"):
+            pieces = [message.split(of_rank) for message, of_rank in zip(every, sizes, strict=True)]
+            outs = [
+                torch.cat([of_rank[i] for of_rank in pieces]).view(x.dtype).view(sum(lengths[i]), *x.shape[1:])
+                for i, x in enumerate(tensors)
+            ]
+    results = iter(outs)
+    for part in parts:
+        if part.operation is not None:
+            part.operation.result = [next(results) for _ in part.operation.tensors]
+
+
+def _broadcast(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+    root = parts[0].signature.root
+    assert root is not None
+    place = ranks.index(root)
+    pairs = []
+    for part in parts:
+        inputs = part.inputs()
+        pairs += list(zip(inputs, part.outputs(inputs), strict=True))
+    if len(pairs) == 1:
+        x, out = pairs[0]
+        dense = x.contiguous() if transport.rank == place or not out.is_contiguous() else out
+        transport.broadcast(dense, place)
+        if dense is not out:
+            out.copy_(dense)
+    else:
+        with span("MEMCPY_IN_FUSION_BUFFER"):
+            flat = torch.cat([_bytes(x.contiguous()) for x, _ in pairs])
+        transport.broadcast(flat, place)
+        with span("MEMCPY_OUT_FUSION_BUFFER"):
+            # Pieces of several types begin anywhere, and elements only at multiples of their size.
+            for (x, out), piece in zip(
+                pairs, flat.split([x.numel() * x.element_size() for x, _ in pairs]), strict=True
+            ):
+                out.copy_(piece.clone().view(x.dtype).view(x.shape))
+    for part in parts:
+        if part.operation is not None:
+            part.operation.result = part.operation.outputs
+
+
+def _alltoall(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+    for part in parts:
+        operation = part.operation
+        assert operation is not None
+        x = operation.tensors[0].contiguous()
+        received = list(part.numbers)
+        out = x.new_empty(sum(received), *x.shape[1:])
+        sends = [_bytes(piece) for piece in x.split(list(operation.splits))]
+        transport.exchange(sends, [_bytes(piece) for piece in out.split(received)])
+        operation.result = (out, received)
+
+
+def _reducescatter(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+    for part in parts:
+        operation = part.operation
+        assert operation is not None
+        operation.result = [_reduce_rows(x, part.signature, transport) for x in operation.tensors]
+
+
+def _reduce_rows(x: Tensor, signature: Signature, transport: Transport) -> Tensor:
+    """Return this rank's rows of the reduction of ``x`` (n, ...); the first n % size ranks have one more."""
+    each, rest = divmod(x.shape[0], transport.size)
+    bounds = list(accumulate((each + (r < rest) for r in range(transport.size)), initial=0))
+    if signature.prescale != 1.0:
+        x = x.clone()
+        scale_(x, signature.prescale)
+    pieces = [x[start:stop].contiguous() for start, stop in pairwise(bounds)]
+    mine = pieces[transport.rank]
+    parts = mine.new_empty(transport.size, *mine.shape)
+    transport.exchange([_bytes(piece) for piece in pieces], [_bytes(part) for part in parts])
+    out = combine(list(parts), signature.op or "Sum")
+    if signature.op == "Average":
+        average_(out, transport.size)
+    scale_(out, signature.postscale)
+    return out
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+_KINDS = {
+    "allreduce": _allreduce,
+    "allgather": _allgather,
+    "broadcast": _broadcast,
+    "alltoall": _alltoall,
+    "reducescatter": _reducescatter,
+}

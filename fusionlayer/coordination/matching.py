@@ -1,0 +1,300 @@
+"""Which operations all ranks want, in what order they run and which travel together; without threads and sockets."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .central import compute
+from .requests import ALL_RANKS, Item, Key, Request, Response, Signature
+
+__all__ = ["Matcher", "Stall"]
+
+# What a rank that has joined takes part in without a tensor of its own.
+_WITHOUT_TENSOR = ("allreduce", "allgather", "broadcast", "barrier")
+# Operations that end with the answer: no data travel. The others run as messages.
+_FUSABLE = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
+
+
+@dataclass
+class _Waiting:
+    """An operation that some ranks have asked for."""
+
+    key: Key
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+    warned: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An operation that every rank has asked for; one that has joined may be without request.
+
+    Attributes:
+        result: of an operation without tensors.
+        is_here: the requests have brought the tensors.
+    """
+
+    signature: Signature
+    requests: dict[int, Request]
+    nbytes: int
+    result: int | None = None
+    is_here: bool = False
+
+
+@dataclass(frozen=True)
+class Stall:
+    """An operation that waits.
+
+    Attributes:
+        name: of the operation, readable.
+        seconds: since the first rank has asked for it.
+        missing: ranks that have not.
+    """
+
+    name: str
+    seconds: float
+    missing: tuple[int, ...]
+
+
+class Matcher:
+    """Brings the requests of all ranks together.
+
+    ``take`` what ranks ask for; then ``next_responses`` until there are none. Whatever the order of the requests, all
+    ranks are given the same operations in the same order.
+
+    Args:
+        size: number of ranks.
+        fusion_bytes: of tensors, that one message may have; larger tensors travel alone.
+    """
+
+    def __init__(self, size: int, fusion_bytes: int) -> None:
+        self._size = size
+        self._fusion_bytes = fusion_bytes
+        self._waiting: dict[Key, _Waiting] = {}
+        self._later: dict[Key, deque[tuple[int, Request]]] = {}
+        self._ready: deque[_Ready] = deque()
+        self._failed: deque[tuple[str, dict[int, Request], str]] = deque()
+        self._sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(size))}
+        self._next_set = ALL_RANKS + 1
+        self._joined: dict[int, Request] = {}
+        self._left: dict[int, str] = {}
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a rank waits for an operation, has joined, or has left."""
+        return bool(self._waiting or self._joined or self._left)
+
+    @property
+    def first_loss(self) -> str:
+        """Why the first rank that has left did so; empty if none has."""
+        return next(iter(self._left.values()), "")
+
+    def take(self, rank: int, requests: Iterable[Request]) -> None:
+        """Note what a rank asks for."""
+        for request in requests:
+            if request.signature.kind == "join":
+                self._join(rank, request)
+            else:
+                self._take(rank, request)
+
+    def leave(self, rank: int, why: str) -> None:
+        """A rank takes part no more: what needs it fails, now and later."""
+        self._left[rank] = why
+        for waiting in list(self._waiting.values()):
+            self._settle(waiting)
+        if self._joined:
+            self._failed.append(("lost", dict(self._joined), why))
+            self._joined.clear()
+
+    def stalls(self, older_than: float, now: float | None = None) -> list[Stall]:
+        """Return what waits for longer than so many seconds."""
+        now = time.monotonic() if now is None else now
+        return [
+            Stall(describe(waiting.key), now - waiting.since, self._missing(waiting))
+            for waiting in self._waiting.values()
+            if now - waiting.since > older_than
+        ]
+
+    def next_responses(self) -> dict[int, Response] | None:
+        """Return what the ranks that it concerns do next, None if nothing is ready."""
+        if self._failed:
+            code, requests, why = self._failed.popleft()
+            return {
+                rank: Response(code, (Item(request.handle),), why)
+                for rank, request in requests.items()
+                if rank not in self._left
+            }
+        if not self._ready:
+            return None
+        group = self._take_group()
+        first = group[0].signature
+        ranks = self._sets.get(first.process_set, ())
+        if first.kind == "remove_process_set":
+            del self._sets[first.root or ALL_RANKS]
+        code, data = "execute", b""
+        if group[0].is_here:
+            code, data = "take", compute(first, [ready.requests for ready in group], ranks)
+        return {
+            rank: Response(code, tuple(_item(ready, rank, ranks) for ready in group), data=data)
+            for rank in ranks
+            if code == "execute" or rank in group[0].requests
+        }
+
+    def _take_group(self) -> list[_Ready]:
+        """Take the first operation that is ready, and what may travel with it of those behind."""
+        first = self._ready.popleft()
+        group, total = [first], first.nbytes
+        if first.signature.kind not in _FUSABLE or not first.signature.is_plain or total > self._fusion_bytes:
+            return group
+        key = _fusion_key(first)
+        passed: deque[_Ready] = deque()
+        while self._ready:
+            other = self._ready.popleft()
+            if _fusion_key(other) == key and total + other.nbytes <= self._fusion_bytes:
+                group.append(other)
+                total += other.nbytes
+            else:
+                passed.append(other)
+        self._ready = passed
+        return group
+
+    def _take(self, rank: int, request: Request) -> None:
+        key = request.key
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            waiting = self._waiting[key] = _Waiting(key, time.monotonic())
+        elif rank in waiting.requests:
+            self._later.setdefault(key, deque()).append((rank, request))
+            return
+        waiting.requests[rank] = request
+        members = self._sets.get(key[0])
+        if members is None or len(waiting.requests) == len(members) or self._joined or self._left:
+            self._settle(waiting)
+
+    def _missing(self, waiting: _Waiting) -> tuple[int, ...]:
+        ranks = self._sets.get(waiting.key[0], ())
+        return tuple(rank for rank in ranks if rank not in waiting.requests and rank not in self._joined)
+
+    def _settle(self, waiting: _Waiting) -> None:
+        """Make an operation ready, or let it fail, as soon as that is certain."""
+        process_set, kind, _ = waiting.key
+        requests = waiting.requests
+        if process_set not in self._sets:
+            self._fail(waiting, f"process set {process_set} has been removed")
+            return
+        missing = self._missing(waiting)
+        gone = [rank for rank in missing if rank in self._left]
+        if gone:
+            self._fail(waiting, self._left[gone[0]], code="lost")
+            return
+        if missing:
+            return
+        why = self._conflict(waiting)
+        if why is not None:
+            self._fail(waiting, why)
+            return
+        del self._waiting[waiting.key]
+        signature = next(iter(requests.values())).signature
+        result = None
+        if kind == "add_process_set":
+            assert signature.ranks is not None
+            result, self._next_set = self._next_set, self._next_set + 1
+            self._sets[result] = signature.ranks
+        nbytes = max(signature.nbytes(n) for n in {request.numbers for request in requests.values()})
+        here = all(request.data is not None for request in requests.values())
+        self._ready.append(_Ready(signature, requests, nbytes, result, here))
+        self._feed(waiting.key)
+
+    def _conflict(self, waiting: _Waiting) -> str | None:
+        """Return why the requests of the ranks make no operation together, or None."""
+        name = describe(waiting.key)
+        refused = sorted(rank for rank, request in waiting.requests.items() if request.handle < 0)
+        if refused:
+            return (
+                f"{name}: rank {refused[0]} has asked for it twice before it was done; give operations that are under "
+                "way at once different names"
+            )
+        ranks = sorted(waiting.requests)
+        first = waiting.requests[ranks[0]].signature
+        for rank in ranks[1:]:
+            other = waiting.requests[rank].signature
+            if other != first:
+                return (
+                    f"{name}: rank {ranks[0]} has {first.difference(other)} as rank {rank}; call it with the same "
+                    "shape, type, device and arguments on every rank"
+                )
+        absent = [rank for rank in self._sets[first.process_set] if rank not in waiting.requests]
+        if absent and (first.kind not in _WITHOUT_TENSOR or first.root in absent):
+            return f"{name}: rank {absent[0]} has joined and cannot take part in it; call join() after it on every rank"
+        if absent and not first.is_plain:
+            return f"{name}: rank {absent[0]} has joined, and {first.op} needs a tensor of every rank"
+        if first.kind == "add_process_set" and first.ranks in self._sets.values():
+            return f"{name}: there is a process set of the ranks {list(first.ranks or ())} already"
+        return None
+
+    def _fail(self, waiting: _Waiting, why: str, code: str = "fail") -> None:
+        del self._waiting[waiting.key]
+        self._failed.append((code, waiting.requests, why))
+        self._feed(waiting.key)
+
+    def _feed(self, key: Key) -> None:
+        """Go on with requests that had to wait for the operation of the same name before."""
+        later = self._later.pop(key, None)
+        for rank, request in later or ():
+            self._take(rank, request)
+
+    def _join(self, rank: int, request: Request) -> None:
+        self._joined[rank] = request
+        if self._left:
+            self._failed.append(("lost", dict(self._joined), next(iter(self._left.values()))))
+            self._joined.clear()
+            return
+        for waiting in list(self._waiting.values()):
+            self._settle(waiting)
+        if len(self._joined) == self._size:
+            requests, self._joined = self._joined, {}
+            self._ready.append(_Ready(request.signature, requests, 0, result=rank))
+
+
+def describe(key: Key) -> str:
+    """Return an operation as messages name it."""
+    process_set, kind, name = key
+    within = f" in process set {process_set}" if process_set else ""
+    return f"{kind} {name!r}{within}" if isinstance(name, str) else f"{kind} without name, number {name}{within}"
+
+
+def _fusion_key(ready: _Ready) -> tuple[object, ...]:
+    signature = ready.signature
+    # Tensors that are here are reduced as one, by those ranks that have them.
+    together = (signature.dtypes[:1], sorted(ready.requests)) if ready.is_here else None
+    return (
+        together,
+        signature.kind,
+        signature.process_set,
+        signature.device,
+        signature.op,
+        signature.prescale,
+        signature.postscale,
+        signature.root,
+    )
+
+
+def _item(ready: _Ready, rank: int, ranks: Sequence[int]) -> Item:
+    """Return what a rank must know of an operation: of its own request only the handle."""
+    request = ready.requests.get(rank)
+    kind = ready.signature.kind
+    numbers: tuple[int, ...] = ()
+    if ready.result is not None:
+        numbers = (ready.result,)
+    elif kind == "allgather":
+        nothing = (0,) * len(ready.signature.shapes)
+        numbers = tuple(n for r in ranks for n in (ready.requests[r].numbers if r in ready.requests else nothing))
+    elif kind == "alltoall":
+        mine = ranks.index(rank)
+        numbers = tuple(ready.requests[r].numbers[mine] for r in ranks)
+    if request is None:
+        return Item(None, numbers, ready.signature)
+    return Item(request.handle, numbers)

@@ -1,0 +1,61 @@
+"""An operation of this rank, from the call until its result is fetched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..transport import Transport
+from .requests import Key, Signature
+
+__all__ = ["Operation", "Reduce"]
+
+Reduce = Callable[[Tensor, Transport], None]
+"""Replaces a flat tensor by its reduction over ranks; runs on the communication thread."""
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """What one rank gives to an operation and gets from it.
+
+    Attributes:
+        handle: by which the caller knows it.
+        key: by which the ranks know it; its name is shown in timelines.
+        label: name, readable.
+        signature: what the ranks agree on.
+        tensors: what this rank gives.
+        outputs: where results go; None where their size is known only later, and until then.
+        reduce: in place of the reduction that the signature names.
+        splits: rows of the tensor for each rank.
+        deliver: turns results into what the caller gets.
+        result: of the operation, a list of tensors for most.
+        error: or why there is none.
+        done: whether there is one or the other.
+    """
+
+    handle: int
+    key: Key
+    label: str
+    signature: Signature
+    tensors: Sequence[Tensor]
+    outputs: Sequence[Tensor] | None = None
+    reduce: Reduce | None = None
+    splits: tuple[int, ...] = ()
+    deliver: Callable[[Any], Any] | None = None
+    result: Any = None
+    error: Exception | None = None
+    submitted: int = field(default_factory=time.perf_counter_ns)
+    done: bool = False
+    ready: torch.cuda.Event | None = None
+    finished: torch.cuda.Event | None = None
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Note the end; the operation holds on to nothing that it was given."""
+        self.error = error
+        self.tensors = ()
+        self.done = True

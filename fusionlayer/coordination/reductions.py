@@ -1,0 +1,82 @@
+"""Reductions element by element, and how tensors of several shapes become one message and come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..transport import Transport
+
+__all__ = ["combine", "neutral", "reduce_flat", "scale_"]
+
+_COMBINERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Min": torch.minimum,
+    "Max": torch.maximum,
+    "Product": torch.mul,
+}
+
+
+def neutral(op: str, dtype: torch.dtype) -> int | float | bool:
+    """Return the value that changes nothing when it is reduced with others."""
+    if op == "Product":
+        return 1
+    if op in ("Average", "Sum"):
+        return 0
+    if dtype is torch.bool:
+        return op == "Min"
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if dtype.is_floating_point:
+        return float("inf") if op == "Min" else float("-inf")
+    return limits.max if op == "Min" else limits.min
+
+
+def combine(parts: Sequence[Tensor], op: str) -> Tensor:
+    """Return the reduction of equally long tensors in their order; 16-bit floats are rounded once."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        if op in _COMBINERS:
+            total = _COMBINERS[op](total, part.to(wide))
+        elif dtype is torch.bool:
+            total |= part
+        else:
+            total += part
+    return total.to(dtype)
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiply in place; integers are cut off towards zero."""
+    if factor == 1.0:
+        return
+    if x.dtype.is_floating_point:
+        x.mul_(factor)
+    else:
+        x.copy_((x.double() * factor).trunc())
+
+
+def average_(x: Tensor, size: int) -> None:
+    """Divide a sum by the number of ranks; integers are cut off towards zero."""
+    if x.dtype.is_floating_point:
+        x.mul_(1 / size)
+    elif x.dtype is not torch.bool:
+        torch.div(x, size, rounding_mode="trunc", out=x)
+
+
+def reduce_flat(x: Tensor, op: str, transport: Transport) -> None:
+    """Replace ``x`` (n,) by its reduction over ranks; the same bits on every rank."""
+    if op in ("Average", "Sum") and x.dtype is not torch.bool:
+        transport.all_reduce(x)
+        if op == "Average":
+            average_(x, transport.size)
+        return
+    size, rank = transport.size, transport.rank
+    bounds = [x.numel() * r // size for r in range(size + 1)]
+    shares = [x[bounds[r] : bounds[r + 1]].view(torch.uint8) for r in range(size)]
+    mine = x[bounds[rank] : bounds[rank + 1]]
+    parts = x.new_empty(size, mine.numel())
+    transport.exchange(shares, [part.view(torch.uint8) for part in parts])
+    mine.copy_(combine(list(parts), op))
+    transport.exchange([mine.clone().view(torch.uint8)] * size, shares)

@@ -1,0 +1,287 @@
+"""What ranks tell the coordinator and what it answers: data, and the bytes that it travels as."""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "ALL_RANKS",
+    "Item",
+    "Key",
+    "Reader",
+    "Request",
+    "Response",
+    "Signature",
+    "Writer",
+    "read_farewell",
+    "read_response",
+    "write_farewell",
+    "write_response",
+]
+
+ALL_RANKS = 0
+"""The process set of all ranks."""
+
+PLAIN_OPS = (None, "Average", "Sum", "Min", "Max", "Product")
+
+Key = tuple[int, str, "str | int"]
+"""Process set, kind and name, or the number of an operation that was given none."""
+
+_LENGTHS = struct.Struct("<II")
+# No message of requests has so many numbers.
+_FAREWELL = _LENGTHS.pack(0xFFFFFFFF, 0)
+
+
+class Signature(NamedTuple):
+    """What must be equal on all ranks of an operation; what is None does not count.
+
+    Attributes:
+        kind: "allreduce", "allgather", ...
+        process_set: number of the set of ranks that take part.
+        dtypes: of each tensor.
+        shapes: of each tensor, without the first dimension where that may differ over ranks.
+        device: "cpu" or "cuda".
+        op: how values are reduced, with all that decides about the result.
+        prescale: factor before the reduction.
+        postscale: factor after it.
+        root: rank that broadcasts, or the process set that is removed.
+        ranks: of a process set that is added.
+    """
+
+    kind: str
+    process_set: int = ALL_RANKS
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    device: str = "cpu"
+    op: str | None = None
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int | None = None
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether elements are reduced one by one, or not at all, so that tensors may share a message."""
+        return self.op in PLAIN_OPS
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether all ranks move tensors."""
+        return self.process_set == ALL_RANKS and bool(self.dtypes)
+
+    def nbytes(self, numbers: Sequence[int] = ()) -> int:
+        """Return the bytes of the tensors; ``numbers``: their first dimensions, where shapes are without."""
+        rows = numbers if self.kind == "allgather" else [1] * len(self.shapes)
+        return sum(
+            prod(shape) * n * getattr(torch, dtype).itemsize
+            for shape, dtype, n in zip(self.shapes, self.dtypes, rows, strict=True)
+        )
+
+    def difference(self, other: Signature) -> str:
+        """Return how the two differ, as a clause: "shape (3, 4), not (3, 5)"."""
+        for name, mine, theirs in zip(self._fields, self, other, strict=True):
+            if mine != theirs:
+                return f"{name} {_show(mine)}, not {_show(theirs)}"
+        return "nothing"
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple) and len(value) == 1:
+        return str(value[0])
+    return str(value)
+
+
+class Request(NamedTuple):
+    """One rank's wish to take part in an operation.
+
+    Attributes:
+        handle: number by which this rank knows it; below 0: it was refused there, and the others must be told.
+        name: of the operation; a number if the user gave none.
+        signature: what all ranks must agree on.
+        numbers: what may differ over ranks: first dimensions, or rows for each rank.
+        data: the tensors' bytes, where they are so few that they travel with the request; None: they do not.
+    """
+
+    handle: int
+    name: str | int
+    signature: Signature
+    numbers: tuple[int, ...] = ()
+    data: bytes | None = None
+
+    @property
+    def key(self) -> Key:
+        """What the requests of the ranks for the same operation have in common."""
+        return self.signature.process_set, self.signature.kind, self.name
+
+
+class Item(NamedTuple):
+    """One operation of a response.
+
+    Attributes:
+        handle: of the rank that is told; None if it has joined and has no request.
+        numbers: first dimensions of all ranks' tensors, rows from each rank, or the one result of the operation.
+        signature: of the operation, for a rank without request.
+    """
+
+    handle: int | None
+    numbers: tuple[int, ...] = ()
+    signature: Signature | None = None
+
+
+class Response(NamedTuple):
+    """What one rank has to do next.
+
+    Attributes:
+        code: "execute" the items as one message; "take" their results, which are here; "fail" them for the reason
+            given, as ranks differ, or because a rank is "lost"; "end" everything for it; "ready" for the rank's next
+            requests.
+        items: operations.
+        text: reason.
+        data: results, one behind the other.
+    """
+
+    code: str
+    items: tuple[Item, ...] = ()
+    text: str = ""
+    data: bytes = b""
+
+
+_CODES = ("ready", "execute", "take", "fail", "lost", "end")
+READY = Response("ready")
+
+
+class Writer:
+    """Makes messages of a rank's requests. Names and signatures travel once, then their numbers.
+
+    Args:
+        capacity: names and signatures that are remembered; with more, it begins anew.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._known: dict[Any, int] = {}
+
+    def write(self, requests: Sequence[Request]) -> bytes:
+        """Return a message, to be read after all that were written before."""
+        forget = len(self._known) > self._capacity
+        if forget:
+            self._known.clear()
+        fresh: list[Any] = []
+        payload: list[bytes] = []
+        numbers = array("q", (forget, len(requests)))
+        for request in requests:
+            name = request.name if isinstance(request.name, int) else self._number(request.name, fresh)
+            signature = self._number(request.signature, fresh)
+            unnamed = isinstance(request.name, int)
+            data = request.data
+            length = -1 if data is None else len(data)
+            if data:
+                payload.append(data)
+            numbers.extend((request.handle, unnamed, name, signature, length, len(request.numbers), *request.numbers))
+        return _pack(numbers, fresh, payload)
+
+    def _number(self, thing: str | Signature, fresh: list[Any]) -> int:
+        number = self._known.get(thing)
+        if number is None:
+            number = self._known[thing] = len(self._known)
+            fresh.append(thing)
+        return number
+
+
+class Reader:
+    """Reads what one ``Writer`` has written, in the same order."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+
+    def read(self, message: bytes) -> list[Request]:
+        """Return the requests of a message."""
+        packed, fresh, payload = _unpack(message)
+        numbers = packed.tolist()
+        forget, count = numbers[:2]
+        if forget:
+            self._known.clear()
+        self._known += [_signature(thing) if isinstance(thing, list) else thing for thing in fresh or ()]
+        requests = []
+        at, begin = 2, 0
+        for _ in range(count):
+            handle, unnamed, name, signature, size, length = numbers[at : at + 6]
+            at += 6 + length
+            data = None if size < 0 else payload[begin : begin + size]
+            begin += max(size, 0)
+            requests.append(
+                Request(
+                    handle,
+                    name if unnamed else self._known[name],
+                    self._known[signature],
+                    tuple(numbers[at - length : at]),
+                    data,
+                )
+            )
+        return requests
+
+
+def write_farewell(why: str) -> bytes:
+    """Return the message of a rank that will ask for nothing more."""
+    return _FAREWELL + why.encode()
+
+
+def read_farewell(message: bytes) -> str | None:
+    """Return why a rank will ask for nothing more; None if the message has requests."""
+    return message[len(_FAREWELL) :].decode() if message.startswith(_FAREWELL) else None
+
+
+def write_response(response: Response) -> bytes:
+    """Return the message of a response."""
+    numbers = array("q", (_CODES.index(response.code), len(response.items)))
+    signatures = []
+    for item in response.items:
+        given = item.handle is not None
+        numbers.extend((given, item.handle if item.handle is not None else 0, len(item.numbers), *item.numbers))
+        if item.signature is not None:
+            signatures.append(item.signature)
+    texts = [response.text, *signatures] if signatures or response.text else None
+    return _pack(numbers, texts, [response.data])
+
+
+def read_response(message: bytes) -> Response:
+    """Return the response of a message."""
+    numbers, texts, data = _unpack(message)
+    text, *signatures = texts or [""]
+    items = []
+    at = 2
+    for _ in range(numbers[1]):
+        given, handle, length = numbers[at : at + 3]
+        at += 3 + length
+        signature = None if given else _signature(signatures.pop(0))
+        items.append(Item(handle if given else None, tuple(numbers[at - length : at]), signature))
+    return Response(_CODES[numbers[0]], tuple(items), text, data)
+
+
+def _pack(numbers: array[int], texts: list[Any] | None, data: Sequence[bytes]) -> bytes:
+    text = json.dumps(texts).encode() if texts else b""
+    return b"".join((_LENGTHS.pack(len(numbers), len(text)), numbers.tobytes(), text, *data))
+
+
+def _unpack(message: bytes) -> tuple[array[int], list[Any] | None, bytes]:
+    count, length = _LENGTHS.unpack_from(message)
+    numbers = array("q")
+    middle = _LENGTHS.size + count * numbers.itemsize
+    numbers.frombytes(message[_LENGTHS.size : middle])
+    return numbers, json.loads(message[middle : middle + length]) if length else None, message[middle + length :]
+
+
+def _signature(fields: Sequence[Any]) -> Signature:
+    plain = Signature(*fields)
+    return plain._replace(
+        dtypes=tuple(plain.dtypes),
+        shapes=tuple(tuple(shape) for shape in plain.shapes),
+        ranks=None if plain.ranks is None else tuple(plain.ranks),
+    )

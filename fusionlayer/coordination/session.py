@@ -1,0 +1,467 @@
+"""This rank's end: operations asked for by name, in any order, run in an order that is the same on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
+from ..timeline import Timeline
+from ..transport import Transport
+from ..transport.star import Center, Connection, connect
+from .central import fits, hand_out, to_bytes
+from .coordinator import Coordinator, Patience
+from .execution import Part, execute
+from .matching import describe
+from .operation import Operation, Reduce
+from .requests import ALL_RANKS, Item, Key, Request, Response, Signature, Writer, read_response, write_farewell
+
+__all__ = ["DTYPES", "ProcessSetMembers", "Session"]
+
+# Of one message: so much always fits in what a connection buffers, so that nobody waits for a reader.
+_REQUESTS_AT_ONCE = 1000
+_BYTES_AT_ONCE = 96 << 10
+
+
+@dataclass(frozen=True)
+class ProcessSetMembers:
+    """A process set as this rank has it.
+
+    Attributes:
+        ranks: of the job, ascending.
+        transport: over them; None if this rank is not one of them.
+    """
+
+    ranks: tuple[int, ...]
+    transport: Transport | None
+
+
+class Session:
+    """Runs named operations of this rank, with those of the others, until it is closed.
+
+    Any thread may call it. The first failure of the transport ends it on every rank; operations that ranks asked for
+    differently fail on every rank and nothing else does.
+
+    Args:
+        transport: of all ranks; the session takes a duplicate. All ranks make the session together.
+        fusion_bytes: of tensors, that one message may have.
+        patience: with ranks that do not ask for what others ask for.
+        cache_capacity: names and signatures that ranks remember of each other.
+        timeline: record of the operations.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        fusion_bytes: int = 8 << 20,
+        patience: Patience | None = None,
+        cache_capacity: int = 4096,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self.timeline = timeline or Timeline(None, self.rank)
+        self._transport = transport.duplicate()
+        self.process_sets = {ALL_RANKS: ProcessSetMembers(tuple(range(self.size)), self._transport)}
+        self._lock = threading.Lock()
+        self._done = threading.Condition()
+        self._operations: dict[int, Operation] = {}
+        self._running: dict[int, Operation] = {}
+        self._asked: set[Key] = set()
+        self._unnamed: Counter[tuple[int, str]] = Counter()
+        self._handles = 0
+        self._ended: FusionLayerError | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._coordinator: Coordinator | None = None
+        self._connection: Connection | None = None
+        self._responses: SimpleQueue[Response | None] = SimpleQueue()
+        self._writer = Writer(cache_capacity)
+        self._unsent: list[Request] = []
+        self._unanswered = False
+        end = connect(self._transport) if self.size > 1 else None
+        if isinstance(end, Connection):
+            self._connection = end
+        else:
+            center = end if isinstance(end, Center) else None
+            self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._deliver)
+        self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        kind: str,
+        tensors: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] | None = None,
+        *,
+        name: str | None = None,
+        process_set: int = ALL_RANKS,
+        op: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int | None = None,
+        ranks: tuple[int, ...] | None = None,
+        splits: Sequence[int] = (),
+        reduce: Reduce | None = None,
+        deliver: Callable[[Any], Any] | None = None,
+    ) -> int:
+        """Ask for an operation; return its handle for ``poll`` and ``wait``.
+
+        Args:
+            kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
+                "add_process_set" or "remove_process_set".
+            tensors: what this rank gives; several are one operation.
+            outputs: where results go, which may be the tensors themselves; None: new ones.
+            name: by which ranks know the operation; None: the number of such operations so far.
+            process_set: which ranks take part.
+            op: "Sum", "Average", "Min", "Max", "Product", or a text that says all about ``reduce``.
+            prescale: factor before a reduction.
+            postscale: factor after it.
+            root: rank of the job that broadcasts, or the set that is removed.
+            ranks: of the set that is added.
+            splits: rows for each rank of the set.
+            reduce: reduces one flat tensor in place; with an ``op`` of its own name.
+            deliver: turns the results, a list of tensors for most, into what ``wait`` returns.
+
+        Raises:
+            ConfigError: this rank is not in the process set, or there is no such set.
+            UsageError: an operation of that name is under way.
+            TransportError: the session has ended.
+        """
+        shapes: tuple[tuple[int, ...], ...] = tuple(tuple(x.shape) for x in tensors)
+        numbers = tuple(splits)
+        if kind in ("allgather", "alltoall"):
+            numbers = numbers or tuple(shape[0] for shape in shapes)
+            shapes = tuple(shape[1:] for shape in shapes)
+        device = tensors[0].device.type if tensors else "cpu"
+        dtypes = tuple(DTYPES[x.dtype] for x in tensors)
+        signature = Signature(kind, process_set, dtypes, shapes, device, op, prescale, postscale, root, ranks)
+        ready = torch.cuda.current_stream(tensors[0].device).record_event() if device == "cuda" else None
+        data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
+        with self._lock:
+            if self._ended is not None:
+                raise _again(self._ended)
+            self._check_member(process_set)
+            label: str | int
+            if name is None:
+                label = self._unnamed[process_set, kind]
+                self._unnamed[process_set, kind] += 1
+            else:
+                label = name
+            key = (process_set, kind, label)
+            if key in self._asked:
+                self._send(Request(-1, label, signature, numbers))
+                raise UsageError(
+                    f"{describe(key)} was asked for again before it was done; give operations that are under way at "
+                    "once different names, or synchronize() the first"
+                )
+            self._handles += 1
+            text = name if name is not None else f"{kind}.noname.{label}"
+            operation = Operation(
+                self._handles, key, text, signature, tensors, outputs, reduce, tuple(splits), deliver, ready=ready
+            )
+            self._operations[operation.handle] = self._running[operation.handle] = operation
+            self._asked.add(key)
+            self._send(Request(operation.handle, label, signature, numbers, data))
+        return operation.handle
+
+    def poll(self, handle: int) -> bool:
+        """Return whether ``wait`` would return at once.
+
+        Raises:
+            ConfigError: there is no such operation, or its result has been fetched.
+        """
+        operation = self._operations.get(handle)
+        if operation is None:
+            raise ConfigError(f"handle {handle!r} belongs to no operation whose result is still to be fetched")
+        return operation.done and (operation.finished is None or operation.finished.query())
+
+    def wait(self, handle: int) -> Any:
+        """Wait for an operation and return its result: once; None afterwards, and for what is no handle.
+
+        Raises:
+            PlanMismatch: ranks have asked for it differently.
+            TransportError: a peer was lost, stopped or too late.
+        """
+        operation = self._operations.get(handle)
+        if operation is None:
+            return None
+        if not operation.done and self._coordinator is not None:
+            self._coordinator.advance()
+        if not operation.done:
+            with self._done:
+                while not operation.done:
+                    self._done.wait()
+        self._operations.pop(handle, None)
+        if operation.error is not None:
+            raise _again(operation.error)
+        if operation.finished is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(operation.finished)
+            for x in operation.result if isinstance(operation.result, (list, tuple)) else ():
+                if isinstance(x, Tensor):
+                    x.record_stream(stream)
+        return operation.result if operation.deliver is None else operation.deliver(operation.result)
+
+    @property
+    def pending(self) -> int:
+        """Operations whose results have not been fetched."""
+        return len(self._operations)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be asked for any more: it was closed, or a rank was lost."""
+        return self._ended is not None
+
+    def close(self) -> None:
+        """Leave: what is under way here fails, and on other ranks what needs this one. Twice is once."""
+        why = f"rank {self.rank} has shut down, or its program has ended"
+        with self._lock:
+            if self._ended is None:
+                self._ended = TransportError(f"{why}; call init() again", [self.rank])
+        if self._coordinator is not None:
+            self._coordinator.close(why)
+            self._responses.put(None)
+        if self._connection is not None:
+            self._connection.send(write_farewell(why))
+            self._connection.close()
+        # An operation under way ends by itself; other ranks need this one's part in it.
+        self._thread.join(self._transport.timeout)
+        for members in self.process_sets.values():
+            if members.transport is not None:
+                members.transport.close()
+        self.timeline.close()
+        self._fail_all(self._ended)
+
+    def _check_member(self, process_set: int) -> None:
+        members = self.process_sets.get(process_set)
+        if members is None:
+            raise ConfigError(f"there is no process set {process_set} (any more); known: {sorted(self.process_sets)}")
+        if members.transport is None:
+            raise ConfigError(
+                f"rank {self.rank} is not in process set {process_set}, which has the ranks {list(members.ranks)}; "
+                "call operations of a set on its ranks only"
+            )
+
+    def _send(self, request: Request) -> None:
+        """Have a request brought to the coordinator: at once, or with others when it has answered the last ones."""
+        if self._coordinator is not None:
+            self._coordinator.submit(request)
+            return
+        self._unsent.append(request)
+        if not self._unanswered:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        assert self._connection is not None
+        count = total = 0
+        while count < min(len(self._unsent), _REQUESTS_AT_ONCE) and total < _BYTES_AT_ONCE:
+            total += len(self._unsent[count].data or b"")
+            count += 1
+        requests, self._unsent = self._unsent[:count], self._unsent[count:]
+        self._unanswered = bool(requests)
+        if requests:
+            self._connection.send(self._writer.write(requests))
+
+    # ---- on the communication thread --------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while (response := self._next_response()) is not None:
+            if response.code == "ready":
+                with self._lock:
+                    self._send_unsent()
+            elif response.code == "take":
+                self._take_results(response)
+            elif response.code == "end":
+                self._end(TransportError(response.text))
+            elif response.code in ("fail", "lost"):
+                error = PlanMismatch if response.code == "fail" else TransportError
+                self._finish(self._take(response.items), error(f"rank {self.rank}: {response.text}"))
+            else:
+                self._run(response)
+
+    def _deliver(self, response: Response) -> None:
+        """Take a response of rank 0's coordinator, on its thread; results need not wait for what is executed."""
+        if response.code == "take":
+            self._take_results(response)
+        else:
+            self._responses.put(response)
+
+    def _take_results(self, response: Response) -> None:
+        operations = self._take(response.items)
+        error: Exception | None = None
+        try:
+            with torch.no_grad():
+                hand_out(operations, response.items, response.data)
+        except Exception as raised:  # such as an output that cannot be written: this rank's own matter
+            error = raised
+        if self.timeline.enabled:
+            now = time.perf_counter_ns()
+            for operation in operations:
+                if operation is not None:
+                    kind = operation.signature.kind.upper()
+                    self.timeline.record(f"NEGOTIATE_{kind}", operation.submitted, now, row=operation.label)
+                    self.timeline.record(kind, now, time.perf_counter_ns(), row=operation.label)
+        self._finish(operations, error)
+
+    def _next_response(self) -> Response | None:
+        if self._connection is None:
+            return self._responses.get()
+        message = self._connection.receive()
+        if message is None:
+            self._end(TransportError(f"rank {self.rank}: rank 0, which coordinates, is lost", [0]))
+            return None
+        return read_response(message)
+
+    def _run(self, response: Response) -> None:
+        taken = self._take(response.items)
+        operations = [operation for operation in taken if operation is not None]
+        try:
+            self._execute([Part(operation, item) for operation, item in zip(taken, response.items, strict=True)])
+        except Exception as error:
+            self._break(error, operations)
+        else:
+            self._finish(operations)
+        finally:
+            if self._coordinator is not None:
+                self._coordinator.note_done()
+
+    def _execute(self, parts: Sequence[Part]) -> None:
+        signature = parts[0].signature
+        kind = signature.kind
+        now = time.perf_counter_ns()
+        operations = [part.operation for part in parts if part.operation is not None]
+        if self.timeline.enabled:
+            for operation in operations:
+                self.timeline.record(f"NEGOTIATE_{kind.upper()}", operation.submitted, now, row=operation.label)
+        if kind == "add_process_set":
+            self._add_process_set(parts[0])
+        elif kind == "remove_process_set":
+            self._remove_process_set(signature.root or ALL_RANKS)
+        elif kind == "join":
+            operations[0].result = parts[0].numbers[0]
+        elif kind != "barrier":
+            members = self.process_sets[signature.process_set]
+            assert members.transport is not None
+            with torch.no_grad(), self._on_stream(operations, signature.device):
+                execute(parts, members.transport, members.ranks, self._spans(operations))
+        if self.timeline.enabled:
+            end = time.perf_counter_ns()
+            for operation in operations:
+                self.timeline.record(kind.upper(), now, end, row=operation.label)
+
+    def _add_process_set(self, part: Part) -> None:
+        (number,), ranks = part.numbers, part.signature.ranks
+        assert ranks is not None
+        transport = self._transport.subset(ranks) if self.rank in ranks else None
+        self.process_sets[number] = ProcessSetMembers(ranks, transport)
+        if part.operation is not None:
+            part.operation.result = number
+
+    def _remove_process_set(self, number: int) -> None:
+        members = self.process_sets.pop(number)
+        if members.transport is not None:
+            members.transport.close()
+
+    def _spans(self, operations: Sequence[Operation]) -> Any:
+        if not self.timeline.enabled:
+            return lambda name: nullcontext()
+
+        @contextmanager
+        def span(name: str) -> Iterator[None]:
+            start = time.perf_counter_ns()
+            yield
+            for operation in operations:
+                self.timeline.record(name, start, time.perf_counter_ns(), row=operation.label)
+
+        return span
+
+    @contextmanager
+    def _on_stream(self, operations: Sequence[Operation], device: str) -> Iterator[None]:
+        """On CUDA: work on a stream of the session's own, after what has made the tensors."""
+        if device != "cuda" or not operations:
+            yield
+            return
+        where = operations[0].tensors[0].device
+        if where not in self._streams:
+            self._streams[where] = torch.cuda.Stream(where)
+        stream = self._streams[where]
+        with torch.cuda.stream(stream):
+            for operation in operations:
+                if operation.ready is not None:
+                    stream.wait_event(operation.ready)
+                for x in operation.tensors:
+                    x.record_stream(stream)
+            yield
+            finished = stream.record_event()
+            for operation in operations:
+                operation.finished = finished
+
+    def _take(self, items: Sequence[Item]) -> list[Operation | None]:
+        """Return the operations that a response is about."""
+        return [None if item.handle is None else self._running.pop(item.handle, None) for item in items]
+
+    def _finish(self, operations: Sequence[Operation | None], error: Exception | None = None) -> None:
+        with self._done:
+            for operation in operations:
+                if operation is not None:
+                    self._asked.discard(operation.key)
+                    operation.finish(error)
+            self._done.notify_all()
+
+    def _break(self, error: Exception, operations: Sequence[Operation]) -> None:
+        """Something went wrong in the middle of a message: the ranks are out of step from here."""
+        why = f"rank {self.rank}: {operations[0].label if operations else 'a joined rank'}: {error}"
+        self._finish(operations, error)
+        if self._coordinator is not None:
+            self._coordinator.end(why)
+        elif self._connection is not None:
+            self._connection.send(write_farewell(why))
+        self._transport.close()
+        self._end(error if isinstance(error, FusionLayerError) else TransportError(why))
+
+    def _end(self, error: FusionLayerError) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._ended = error
+        self._fail_all(error)
+
+    def _fail_all(self, error: FusionLayerError) -> None:
+        with self._lock:
+            running = list(self._running.values())
+            self._running.clear()
+        self._finish(running, error)
+
+
+def _again(error: Exception) -> Exception:
+    """Return an error like the one that was raised, for another thread to raise."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    copy.__cause__ = error
+    return copy
+
+
+DTYPES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}

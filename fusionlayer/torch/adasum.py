@@ -1,0 +1,116 @@
+"""Adasum: sums that add what is orthogonal in two gradients and average what is parallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..transport import Transport
+
+__all__ = ["all_reduce", "check_world"]
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def check_world(size: int) -> None:
+    """Raise ``ConfigError`` unless ``size`` ranks can be paired, and pairs again, until one is left."""
+    if size & (size - 1):
+        raise ConfigError(
+            f"op=Adasum pairs ranks, then pairs of them, and so on: it needs 1, 2, 4, 8, ... ranks and got {size}; use "
+            "op=Average, or a process set of as many ranks"
+        )
+
+
+def all_reduce(x: Tensor, transport: Transport) -> None:
+    """Replace ``x`` by the adaptive sum of all ranks' values; the same bits on every rank.
+
+    Two gradients a and b of one tensor make
+
+        (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,
+
+    which is a + b where they are orthogonal and their mean where they are equal. Ranks are paired, then pairs' sums,
+    and so on. In every round the partners split the vector that they have: each combines a half, and the scalar
+    products are summed over the ranks that have a part of the same two vectors, so that all rounds together send as
+    many bytes as an all-reduce (Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021,
+    section 3 and Algorithm 1). Products are summed in f64; f16 and bf16 travel and are added as f32.
+
+    Args:
+        x: (n,) contiguous floating-point gradient of one tensor, n >= 0, equally long on all ranks.
+        transport: moves the messages; all ranks call together.
+
+    Raises:
+        ConfigError: the number of ranks is no power of two, or ``x`` is not floating-point.
+        TransportError: a peer was lost, stopped or late.
+    """
+    check_world(transport.size)
+    if not x.dtype.is_floating_point:
+        raise ConfigError(f"op=Adasum of a {x.dtype} tensor; expected floating-point values, or op=Sum")
+    if transport.size == 1:
+        return
+    work = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    part = range(work.numel())
+    distance = 1
+    while distance < transport.size:
+        lower, upper = range(part.start, _middle(part)), range(_middle(part), part.stop)
+        first = not transport.rank & distance
+        part, given = (lower, upper) if first else (upper, lower)
+        mine = work[part.start : part.stop]
+        theirs = torch.empty_like(mine)
+        _swap(work[given.start : given.stop], theirs, transport.rank ^ distance, transport)
+        a, b = (mine, theirs) if first else (theirs, mine)
+        mine.copy_(_combine(a, b, _sum_in_block(_products(a, b), 2 * distance, transport)))
+        distance *= 2
+    pieces = [work[own.start : own.stop].view(torch.uint8) for own in _parts(work.numel(), transport.size)]
+    transport.exchange([pieces[transport.rank].clone()] * transport.size, pieces)
+    if work is not x:
+        x.copy_(work)
+
+
+def _middle(part: range) -> int:
+    return part.start + len(part) // 2
+
+
+def _parts(numel: int, size: int) -> list[range]:
+    """Return what each rank has of the vector after the last round: its bits say which halves it kept."""
+    parts = [range(numel)] * size
+    distance = 1
+    while distance < size:
+        parts = [
+            range(_middle(part), part.stop) if rank & distance else range(part.start, _middle(part))
+            for rank, part in enumerate(parts)
+        ]
+        distance *= 2
+    return parts
+
+
+def _swap(sent: Tensor, received: Tensor, partner: int, transport: Transport) -> None:
+    sends, recvs = [_NOTHING] * transport.size, [_NOTHING] * transport.size
+    sends[partner], recvs[partner] = sent.view(torch.uint8), received.view(torch.uint8)
+    transport.exchange(sends, recvs)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Return a.b, a.a and b.b as (3,) f64."""
+    wide_a, wide_b = a.double(), b.double()
+    return torch.stack([wide_a.dot(wide_b), wide_a.dot(wide_a), wide_b.dot(wide_b)])
+
+
+def _sum_in_block(products: Tensor, block: int, transport: Transport) -> Tensor:
+    """Return the sum over the ``block`` neighbouring ranks that share two vectors: the same bits on all of them."""
+    first = transport.rank // block * block
+    mine = products.view(torch.uint8)
+    every = products.new_empty(block, 3)
+    sends, recvs = [_NOTHING] * transport.size, [_NOTHING] * transport.size
+    for place in range(block):
+        sends[first + place], recvs[first + place] = mine, every[place].view(torch.uint8)
+    transport.exchange(sends, recvs)
+    return every.sum(0)
+
+
+def _combine(a: Tensor, b: Tensor, products: Tensor) -> Tensor:
+    """Return the adaptive sum of the parts of two vectors whose scalar products are known; 0 counts as orthogonal."""
+    both, of_a, of_b = products
+    share_a = torch.where(of_a == 0, 1.0, 1 - both / (2 * of_a))
+    share_b = torch.where(of_b == 0, 1.0, 1 - both / (2 * of_b))
+    return a * share_a.to(a.dtype) + b * share_b.to(b.dtype)

@@ -1,0 +1,83 @@
+"""An optimizer whose ranks step by themselves, and then add up their steps by Adasum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import ConfigError, UsageError
+from ..integrations.parameters import name_parameters
+from . import mpi_ops as ops
+from .adasum import check_world
+from .basics import size
+from .compression import codec_of
+
+__all__ = ["adasum_optimizer"]
+
+
+def adasum_optimizer(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, compression: Any
+) -> Optimizer:
+    """Return ``optimizer``, the same object, whose ``step`` moves every parameter by the Adasum of all ranks' steps.
+
+    Each rank takes the step of the wrapped optimizer with its own gradients; what that has changed is what travels, so
+    that momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1). Parameters without a
+    gradient count as not moved. The learning rate is that of one rank.
+
+    Args:
+        optimizer: any optimizer.
+        named_parameters: ``model.named_parameters()``.
+        compression: pair of functions for the changes on their way, such as ``Compression.fp16``.
+
+    Raises:
+        ConfigError: the number of ranks is no power of two, or ``compression`` is a codec.
+    """
+    check_world(size())
+    if codec_of(compression) is not None:
+        raise ConfigError(f"op=Adasum with {compression}; it scales tensors by their products: give none, fp16 or bf16")
+    names = name_parameters(optimizer, named_parameters)
+    base = type(optimizer)
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper would go past the class's new step()
+    optimizer.__class__ = type(base.__name__, (_Adasum, base), {"__doc__": base.__doc__, "__module__": __name__})
+    assert isinstance(optimizer, _Adasum)
+    optimizer._fl_names = dict(sorted(names.items(), key=lambda item: item[1]))
+    optimizer._fl_compression = compression
+    return optimizer
+
+
+class _Adasum(Optimizer):
+    """What the wrapped optimizer's class gains; it stands before that class in the order of resolution."""
+
+    _fl_names: dict[Tensor, str]
+    _fl_compression: Any
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Take the step of the wrapped optimizer, then replace its changes by the Adasum of all ranks' changes."""
+        self._opt_called = True
+        starts = [parameter.detach().clone() for parameter in self._fl_names]
+        result = super().step(closure, **kwargs) if closure is not None else super().step(**kwargs)
+        with torch.no_grad():
+            changes = [p.detach() - start for p, start in zip(self._fl_names, starts, strict=True)]
+            changes = ops.grouped_allreduce(
+                changes, name="adasum.changes", compression=self._fl_compression, op=ops.Adasum
+            )
+            for parameter, start, change in zip(self._fl_names, starts, changes, strict=True):
+                parameter.copy_(start.add_(change))
+        return result
+
+    # Marks of torch's: step hooks are run by the class below; schedulers need not wrap a step that sets _opt_called.
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Return at once: gradients are not reduced, steps are."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Refused: ``step`` has to reduce."""
+        raise UsageError("skip_synchronize() with op=Adasum, which reduces steps, not gradients; call step() alone")
+        yield

@@ -1,0 +1,282 @@
+"""Which process this is, which library this is, and the session that all operations of the process go through."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .. import context
+from ..coordination import Session
+from ..errors import ConfigError, FusionLayerError
+from ..timeline import Timeline
+from ..transport import Transport, local
+from . import environment
+
+if TYPE_CHECKING:
+    from .process_sets import ProcessSet
+
+__all__ = [
+    "HorovodInternalError",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "session",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+
+class HorovodInternalError(FusionLayerError, RuntimeError):
+    """An operation has failed: a peer was lost, or ranks have asked for it differently. Its cause says which."""
+
+
+_sessions: WeakKeyDictionary[Transport, Session] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Join the job that torchrun, mpirun, horovodrun or fusionrun has started this process in. All ranks call it.
+
+    Args:
+        comm: only None, or the ranks of the whole job: all processes take part.
+        process_sets: sets to be made at once, in the same order on every rank; "dynamic" is what holds anyway.
+
+    Raises:
+        ConfigError: environment or arguments cannot be used.
+        TransportError: the other processes did not come in time.
+    """
+    from .process_sets import add_process_set
+
+    settings = environment.read()
+    context.init(settings=settings.job)
+    transport = context.transport()
+    if comm is not None and sorted(_ranks(comm)) not in ([], list(range(transport.size))):
+        raise ConfigError(
+            f"init(comm={list(comm)}); the job is all {transport.size} processes: start fewer, or use process_sets"
+        )
+    with _lock:
+        here = _sessions.get(transport)
+    if here is None:
+        transport.nodes  # noqa: B018 - all ranks ask together here, and nowhere else
+        made = Session(
+            transport,
+            fusion_bytes=settings.fusion_bytes,
+            patience=settings.patience,
+            cache_capacity=settings.cache_capacity,
+            timeline=Timeline(settings.job.timeline, transport.rank),
+        )
+        with _lock:
+            _sessions[transport] = made
+    for process_set in process_sets or () if not isinstance(process_sets, str) else ():
+        add_process_set(process_set)
+
+
+def _ranks(comm: Any) -> list[int]:
+    try:
+        return [int(rank) for rank in comm]
+    except TypeError:
+        raise ConfigError(
+            f"init(comm={comm!r}); communicators of mpi4py are not supported: mpirun's processes are found without"
+        ) from None
+
+
+def shutdown() -> None:
+    """Leave the job. Optimizers of this process are dead afterwards; ``init`` begins a new job. Twice is once."""
+    if local.current() is None:
+        context.shutdown()
+    else:
+        _close_session()
+
+
+def _close_session() -> None:
+    transport = context.transport()
+    with _lock:
+        here = _sessions.pop(transport, None)
+    if here is not None:
+        here.close()
+
+
+def _close_all() -> None:
+    with _lock:
+        open_ones = list(_sessions.values())
+        _sessions.clear()
+    for each in open_ones:
+        each.close()
+
+
+context.before_shutdown(_close_all)
+
+
+def is_initialized() -> bool:
+    """Return whether ``init`` has been called and ``shutdown`` has not."""
+    if not context.is_initialized():
+        return False
+    with _lock:
+        return context.transport() in _sessions
+
+
+def session() -> Session:
+    """Return the session of this process.
+
+    Raises:
+        ConfigError: there is none; call ``init``.
+    """
+    here = None
+    if context.is_initialized():
+        with suppress(KeyError):
+            here = _sessions.get(context.transport())
+    if here is None:
+        raise ConfigError("fusionlayer.torch is not initialized; call hvd.init() first")
+    return here
+
+
+def _transport() -> Transport:
+    session()
+    return context.transport()
+
+
+def rank() -> int:
+    """Return this process's rank in the job."""
+    return session().rank
+
+
+def size() -> int:
+    """Return the number of processes of the job."""
+    return session().size
+
+
+def _node() -> tuple[int, ...]:
+    transport = _transport()
+    return next(node for node in transport.nodes if transport.rank in node)
+
+
+def _by_launcher() -> bool:
+    session()
+    return context.launcher() != "single"
+
+
+def local_rank() -> int:
+    """Return this process's rank among those of its host: the device to use."""
+    return context.local_rank() if _by_launcher() else _node().index(rank())
+
+
+def local_size() -> int:
+    """Return the number of processes of this host."""
+    return context.local_size() if _by_launcher() else len(_node())
+
+
+def cross_rank() -> int:
+    """Return this host's place among the hosts that have a process of this local rank."""
+    mine = _node()
+    place = mine.index(rank())
+    return [node for node in _transport().nodes if len(node) > place].index(mine)
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a process of this local rank."""
+    place = _node().index(rank())
+    return sum(len(node) > place for node in _transport().nodes)
+
+
+def is_homogeneous() -> bool:
+    """Return whether every host has equally many processes."""
+    return len({len(node) for node in _transport().nodes}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether MPI may be used beside: it is not used here, so it is never in the way."""
+    session()
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return False: messages do not travel by MPI, even if mpirun has started the processes."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: nothing here is built against MPI; mpirun may start the processes all the same."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return True: CPU tensors travel by gloo."""
+    return gloo_built()
+
+
+def gloo_built() -> bool:
+    """Return whether torch has gloo."""
+    return dist.is_available() and dist.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """Return NCCL's version as a number (22304), 0 if torch has no NCCL or no GPU is there."""
+    if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
+        return 0
+    version = torch.cuda.nccl.version()
+    if isinstance(version, int):
+        return version
+    major, minor, patch = (*version, 0, 0, 0)[:3]
+    return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: Intel's oneCCL is not used."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether CUDA tensors can be sent."""
+    return bool(torch.backends.cuda.is_built())
+
+
+def rocm_built() -> bool:
+    """Return whether torch is built for AMD's GPUs."""
+    return torch.version.hip is not None
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record what this process's operations do from now on, in Chrome's trace format.
+
+    Args:
+        file_path: ``.<rank>`` is appended: every rank that calls it has its own file.
+        mark_cycles: without effect, as there are no cycles: operations leave when all ranks have asked.
+    """
+    here = session()
+    here.timeline.close()
+    here.timeline = Timeline(file_path, here.rank)
+
+
+def stop_timeline() -> None:
+    """End the timeline; the file is complete then."""
+    here = session()
+    here.timeline.close()
+    here.timeline = Timeline(None, here.rank)

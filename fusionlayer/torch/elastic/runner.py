@@ -1,0 +1,168 @@
+"""``run``: training that goes on with the workers that there are."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
+
+from ... import launch
+from ...errors import TransportError
+from .. import mpi_ops as ops
+from ..basics import HorovodInternalError, init, rank, shutdown
+from ..environment import elastic_timeout
+from ..functions import allgather_object, broadcast_object
+from .signals import Notice
+from .state import HostsUpdatedInterrupt, State
+from .storage import Storage
+
+__all__ = ["run"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound=State)
+
+_log = logging.getLogger(__name__)
+
+_RESTART = 75
+"""Exit status of a worker that asks its agent for a restart (EX_TEMPFAIL of sysexits.h)."""
+
+_PATIENCE = 10.0
+"""Seconds that a worker waits for its own agent's notice when another agent's workers have got theirs."""
+
+
+def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Return ``func``, whose first argument is a ``State``, so that it outlives lost and added workers.
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                ...
+                state.commit()
+
+    First all ranks get the newest commit that any of them can find, or without one the state of rank 0; then ``func``
+    is called. When it raises ``HorovodInternalError``, because a peer was lost, the state goes back to its last commit;
+    when it raises ``HostsUpdatedInterrupt``, because workers are to come or to go, the state stays as it is. Then the
+    job begins anew, and ``func`` is called again.
+
+    Under torchrun's agent, which restarts all workers whenever one is lost or a node comes, to begin anew is to be
+    restarted: commits are kept in the memory of the host, where the restarted workers find them. Where all ranks are
+    still there, and without an agent, it is ``shutdown`` and ``init`` in the same processes. Without an agent a rank
+    that does not come back within the job's timeout ends the others with ``TransportError``.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        storage = Storage.of_agent(rank())
+        state.keeper = storage
+        notice = Notice(state)
+        found = 0 if storage is None else storage.newest()
+        synchronized = False
+        try:
+            while True:
+                try:
+                    if not synchronized:
+                        _bring_together(state, storage, found)
+                    if storage is None:
+                        return func(state, *args, **kwargs)
+                    with notice.awaited():
+                        result = func(state, *args, **kwargs)
+                    # Who has finished must not take from the others what they would need to go on.
+                    ops.barrier()
+                    storage.forget()
+                    return result
+                except (HorovodInternalError, TransportError) as error:
+                    _log.warning("rank %d goes back to commit %d: %s", rank(), state.commits, error)
+                    state.restore()
+                    synchronized = False
+                except HostsUpdatedInterrupt as interrupt:
+                    _log.warning("rank %d: %s", rank(), interrupt)
+                    synchronized = interrupt.skip_sync
+                    state.save()
+                    if storage is not None:
+                        state.keep()
+                        _leave(notice)
+                if storage is not None:
+                    _await_all(notice)
+                shutdown()
+                init()
+                state.on_reset()
+        finally:
+            state.keeper = None
+
+    return cast(Callable[Concatenate[S, P], T], wrapper)
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What a rank has to go on from.
+
+    Attributes:
+        held: number of the commit that its state is at, 0 in a process that has just been started.
+        found: number of the newest commit in its storage, for such a process.
+        ranks: that the own parts of that one are from.
+        token: of its storage.
+    """
+
+    held: int
+    found: int
+    ranks: tuple[int, ...]
+    token: str | None
+
+
+def _bring_together(state: State, storage: Storage | None, found: int) -> None:
+    """Give all ranks one state: the newest commit, or the state of rank 0."""
+    ranks = () if storage is None else tuple(storage.ranks(found))
+    mine = _Findings(state.commits, found, ranks, None if storage is None else storage.token)
+    every = allgather_object(mine, name="elastic.findings")
+    sharers = [other for other, findings in enumerate(every) if findings.token == mine.token]
+    if storage is not None:
+        storage.writes_shared = rank() == sharers[0]
+    newest = max(max(findings.held, findings.found) for findings in every)
+    if any(findings.held != newest for findings in every):
+        source = next(other for other, findings in enumerate(every) if newest in (findings.held, findings.found))
+        shared = None
+        if rank() == source:
+            shared = _shared(state, storage, newest)
+            _log.warning("training goes on from commit %d, which rank %d has", newest, source)
+        shared = broadcast_object(shared, source, name="elastic.shared")
+        if state.commits != newest and shared is not None:
+            own = []
+            if storage is not None and found == newest:
+                place = sharers.index(rank())
+                own = [storage.own(newest, old) for old in ranks[place :: len(sharers)]]
+            state.adopt(shared, own)
+        state.commits = newest
+    state.sync()
+
+
+def _shared(state: State, storage: Storage | None, newest: int) -> Any:
+    if state.commits != newest and storage is not None:
+        return storage.shared(newest)
+    parts = state.export()
+    return None if parts is None else parts[0]
+
+
+def _leave(notice: Notice) -> NoReturn:
+    """End this process so that its agent starts it again."""
+    if not notice.given:
+        # Another agent's workers were told. Ours will be, if a node comes; if that node only goes, we have to ask.
+        time.sleep(_PATIENCE)
+    raise SystemExit(_RESTART)
+
+
+def _await_all(notice: Notice) -> None:
+    """Return when all ranks are here, in the processes that they were; otherwise ask the agent for a restart."""
+    if notice.given:
+        raise SystemExit(_RESTART)
+    place = launch.find_place()
+    if place.size == 1:
+        return
+    try:
+        launch.make_store(place, elastic_timeout())
+    except TransportError as error:
+        _log.warning("rank %d asks for a restart: %s", place.rank, error)
+        raise SystemExit(_RESTART) from error

@@ -1,0 +1,78 @@
+"""A sampler that, after ranks have come or gone, deals out what is left of the epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch.utils.data
+
+from ..basics import rank, size
+
+__all__ = ["ElasticSampler"]
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """The indices of a data set, dealt out to ranks in turn, without those that were processed in this epoch.
+
+    Give it to ``TorchState``, which lets it begin anew with the ranks that there are; call ``record_batch`` after each
+    batch, before ``commit``, and ``set_epoch`` at the end of each epoch, not at its beginning.
+
+    Every rank gets equally many indices: where they do not come out even, the first of what is left come twice.
+
+    Args:
+        dataset: of constant size.
+        shuffle: another order in each epoch, the same on all ranks.
+        seed: of that order; equal on all ranks.
+
+    Attributes:
+        epoch: as set.
+        processed_num: samples that all ranks together have processed in this epoch.
+        remaining_indices: what was left when the sampler last began anew.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``, of which nothing has been processed."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Count a batch of ``batch_size`` samples on every rank as processed."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch and number of processed samples."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from where ``state_dict`` was taken, with the ranks that there are now."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Deal what is left of the epoch out to the ranks that there are now."""
+        self.num_replicas, self.rank = size(), rank()
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        self.remaining_indices = indices[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        left = self.remaining_indices
+        return iter([left[place % len(left)] for place in range(self.rank, self.total_size, self.num_replicas)])
+
+    def __len__(self) -> int:
+        return self.num_samples

@@ -1,0 +1,43 @@
+"""How a worker learns that torchrun's agent is about to restart it: SIGTERM, half a minute before SIGKILL."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from .state import State
+
+__all__ = ["Notice"]
+
+
+class Notice:
+    """Turns the agent's SIGTERM into something that the next ``commit`` asks all ranks about.
+
+    Attributes:
+        given: the agent has told this worker to go.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.given = False
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Within it SIGTERM is noted and training goes on; outside it ends the process, as it does everywhere."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are handled by the main thread alone
+            return
+        before = signal.signal(signal.SIGTERM, self._take)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _take(self, number: int, frame: FrameType | None) -> Any:
+        self.given = True
+        self._state.on_hosts_updated(time.time(), 0)

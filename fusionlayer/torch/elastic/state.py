@@ -1,0 +1,186 @@
+"""What of a training run outlives lost and added workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from .. import mpi_ops as ops
+from ..basics import is_initialized, size
+
+__all__ = ["HostsUpdatedInterrupt", "Keeper", "ObjectState", "State"]
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Workers are to come or to go; ``run`` lets training go on with those that there will be.
+
+    Attributes:
+        skip_sync: the ranks that are left have the same state, so that nothing needs to be sent.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("workers are to be added or removed")
+        self.skip_sync = skip_sync
+
+
+class Keeper(Protocol):
+    """Where commits are put so that they outlive the process."""
+
+    def keep(self, number: int, shared: Any, own: Any) -> None:
+        """Keep commit ``number``: what all ranks have alike, and what is this rank's."""
+
+
+class State:
+    """Base of what is kept: subclasses say how to save, restore and synchronize it.
+
+    To outlive a restart of the process, they also say how to hand the last save out and take it in (``export``,
+    ``adopt``).
+
+    Args:
+        bcast_object: gives all ranks the object of rank 0.
+        get_rank: tells this rank.
+
+    Attributes:
+        commits: number of the last commit; equal on ranks that have committed the same.
+        keeper: where commits are put beside this process's memory; None outside ``run`` or without a torchrun agent.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: SimpleQueue[tuple[float, int]] = SimpleQueue()
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self.commits = 0
+        self.keeper: Keeper | None = None
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Let ``callbacks`` be called each time that workers have come or gone: to scale the learning rate, say."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Do what has to be done after the job has begun anew, before the state is synchronized."""
+        self._host_messages = SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Note that workers are to come or to go; may be called from a signal handler."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state as what training goes on from after a failure; then ``check_host_updates``.
+
+        It copies all of the state, so do it as often as the work since the last one is worth.
+
+        Raises:
+            HostsUpdatedInterrupt: workers are to come or to go; for ``run`` to handle.
+        """
+        self.save()
+        self.keep()
+        self.check_host_updates()
+
+    def keep(self) -> None:
+        """Number what was saved last as a commit, and put it where it outlives this process."""
+        self.commits += 1
+        parts = self.export()
+        if self.keeper is not None and parts is not None:
+            self.keeper.keep(self.commits, *parts)
+
+    def check_host_updates(self) -> None:
+        """Ask all ranks whether any has been told that workers are to come or to go; all ranks call it together.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks, if any has.
+        """
+        told = False
+        while True:
+            try:
+                self._host_messages.get_nowait()
+                told = True
+            except Empty:
+                break
+        if is_initialized() and size() > 1:
+            any_told = ops.allreduce(torch.tensor([int(told)]), name="elastic.hosts_updated", op=ops.Max)
+            told = bool(any_told)
+        if told:
+            raise HostsUpdatedInterrupt
+
+    def save(self) -> None:
+        """Save the state in this process's memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give every rank the state of rank 0, and save it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Do what a subclass has to after the job has begun anew."""
+
+    def export(self) -> tuple[Any, Any] | None:
+        """Return what was saved last: what all ranks have alike, and what is this rank's. None: cannot be handed out.
+
+        It is pickled.
+        """
+        return None
+
+    def adopt(self, shared: Any, own: list[Any]) -> None:
+        """Take in what ``export`` has returned as what was saved last, and restore it.
+
+        Args:
+            shared: what all ranks have alike.
+            own: what was a rank's, of the ranks that this one stands for now: usually one, none on a new worker, more
+                where others are gone.
+        """
+        raise NotImplementedError
+
+
+class ObjectState(State):
+    """Objects by name, such as ``epoch=0``, which become attributes; they are pickled to travel.
+
+    Args:
+        bcast_object: gives all ranks the object of rank 0.
+        get_rank: tells this rank.
+        kwargs: names and first values.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = copy.deepcopy(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+    def save(self) -> None:
+        """Save copies of the attributes."""
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """Go back to the attributes that were saved last."""
+        self._set_attributes()
+
+    def sync(self) -> None:
+        """Give every rank the attributes that rank 0 has saved."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._set_attributes()
+
+    def export(self) -> tuple[Any, Any] | None:
+        """Return the attributes that were saved last; nothing is a rank's own."""
+        return {"objects": self._saved_state}, {}
+
+    def adopt(self, shared: Any, own: list[Any]) -> None:
+        """Take in what ``export`` has returned."""
+        self._saved_state = {**self._saved_state, **shared["objects"]}
+        self._set_attributes()
+
+    def _set_attributes(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, copy.deepcopy(value))

@@ -1,0 +1,160 @@
+"""Commits that outlive the worker: in the memory of its host, or in a folder of the user's."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+
+from ...errors import ConfigError
+
+__all__ = ["Storage"]
+
+_KEPT = 2
+"""Generations of commits that stay: when a worker is killed, ranks are at most one commit apart."""
+
+
+class Storage:
+    """A folder with the last commits of the ranks that share it.
+
+    What all ranks have alike is written by one of them; each rank adds what is its own. A file is whole or not there.
+
+    Args:
+        folder: made if it is not there; nobody else may read it.
+        rank: this rank.
+
+    Attributes:
+        token: equal on ranks that share the folder, and on no others, whatever their folders are called.
+        writes_shared: whether this rank is the one that writes what is shared.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self.writes_shared = True
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"{folder} belongs to another user; give a folder of yours in FUSIONLAYER_ELASTIC_DIR")
+        self.token = self._agree_on_token()
+
+    @classmethod
+    def of_agent(cls, rank: int, environ: Mapping[str, str] = os.environ) -> Storage | None:
+        """Return where a worker of torchrun's agent keeps commits, or None for a process without an agent.
+
+        FUSIONLAYER_ELASTIC_DIR names a folder, which may be shared by hosts: commits then outlive agents and hosts,
+        too. Without it they are in /dev/shm and go with the agent.
+        """
+        job = environ.get("TORCHELASTIC_RUN_ID")
+        if job is None:
+            return None
+        chosen = environ.get("FUSIONLAYER_ELASTIC_DIR")
+        if chosen:
+            return cls(Path(chosen) / quote(job, safe=""), rank)
+        memory = Path("/dev/shm")
+        root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        agent = _agent(job)
+        folders = f"fusionlayer-elastic-{os.getuid()}-"
+        for left in root.glob(f"{folders}*"):
+            pid, started = left.name.removeprefix(folders).split("-")
+            if _started(int(pid)) != started:
+                shutil.rmtree(left, ignore_errors=True)
+        return cls(root / f"{folders}{agent}-{_started(agent)}", rank)
+
+    def keep(self, number: int, shared: Any, own: Any) -> None:
+        """Write commit ``number``, and remove what is older than the one before it."""
+        if self.writes_shared:
+            self._write(f"{number}.shared", shared)
+        self._write(f"{number}.rank-{self._rank}", own)
+        for path, of, part in self._files():
+            mine = self.writes_shared or part == f"rank-{self._rank}"
+            if mine and of <= number - _KEPT:
+                path.unlink(missing_ok=True)
+
+    def newest(self) -> int:
+        """Return the number of the last commit of which the shared part is here, 0 for none."""
+        return max((number for _, number, part in self._files() if part == "shared"), default=0)
+
+    def shared(self, number: int) -> Any:
+        """Return what all ranks had alike in commit ``number``."""
+        return _read(self._folder / f"{number}.shared")
+
+    def ranks(self, number: int) -> list[int]:
+        """Return the ranks of which commit ``number`` has the own part here, in ascending order."""
+        return sorted(
+            int(part.removeprefix("rank-"))
+            for _, of, part in self._files()
+            if of == number and part.startswith("rank-")
+        )
+
+    def own(self, number: int, rank: int) -> Any:
+        """Return what was rank ``rank``'s in commit ``number``."""
+        return _read(self._folder / f"{number}.rank-{rank}")
+
+    def forget(self) -> None:
+        """Remove all commits that are here."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _files(self) -> Iterator[tuple[Path, int, str]]:
+        for path in self._folder.glob("*.*"):
+            number, _, part = path.name.partition(".")
+            if number.isdigit() and not part.endswith(".draft"):
+                yield path, int(number), part
+
+    def _agree_on_token(self) -> str:
+        path = self._folder / "token"
+        draft = self._folder / f"token.{secrets.token_hex(8)}"
+        draft.write_text(draft.name)
+        with suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
+        return path.read_text()
+
+    def _write(self, name: str, value: Any) -> None:
+        draft = self._folder / f"{name}.draft"
+        try:
+            torch.save(value, draft)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot keep a commit in {self._folder}: {error}; make room, or name another folder in "
+                "FUSIONLAYER_ELASTIC_DIR"
+            ) from error
+        draft.rename(self._folder / name)
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)  # written by this job, in a folder of this user's
+
+
+def _agent(job: str) -> int:
+    """Return the process that started this worker, perhaps through a script: the first without the job's variable."""
+    mark = f"TORCHELASTIC_RUN_ID={job}".encode()
+    process = os.getppid()
+    while process > 1 and mark in _bytes(Path(f"/proc/{process}/environ")).split(b"\0"):
+        process = int(_stat(process)[1])
+    return process
+
+
+def _started(process: int) -> str:
+    """Return when a process was started, as /proc gives it, or "" if there is none, or only its exit status."""
+    stat = _stat(process)
+    return stat[19] if stat and stat[0] not in "ZX" else ""
+
+
+def _stat(process: int) -> list[str]:
+    return _bytes(Path(f"/proc/{process}/stat")).decode().rpartition(")")[2].split()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

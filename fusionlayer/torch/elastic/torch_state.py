@@ -1,0 +1,247 @@
+"""The state of a PyTorch training run: models, optimizers, samplers and other objects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...plan import FusionPlan
+from ..basics import rank, size
+from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .sampler import ElasticSampler
+from .state import ObjectState
+
+__all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
+
+
+class TorchState(ObjectState):
+    """What of a PyTorch training run is kept when workers are lost or added.
+
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
+
+    Every argument becomes an attribute. Models, optimizers and samplers are kept by their ``state_dict``, other
+    objects as they are. Of a ``DistributedOptimizer`` error feedback is kept too, for each rank its own, and the
+    fusion plan.
+
+    Args:
+        model: a model, or None.
+        optimizer: its optimizer, or None.
+        kwargs: names of what else is kept, with first values.
+    """
+
+    def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
+        given = {**kwargs, "model": model, "optimizer": optimizer}
+        self._handlers: dict[str, StateHandler] = {}
+        for name, value in given.items():
+            for kind, handler in _handler_registry:
+                if isinstance(value, kind):
+                    self._handlers[name] = handler(value)
+                    super().__setattr__(name, value)
+                    break
+        rest = {name: value for name, value in given.items() if name not in self._handlers}
+        super().__init__(broadcast_object, rank, **rest)
+
+    def save(self) -> None:
+        """Save all of it in this process's memory."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank the state of rank 0, and save it; error feedback stays each rank's."""
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
+        super().sync()
+
+    def reset(self) -> None:
+        """Let what belongs to the job that has ended begin anew."""
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def export(self) -> tuple[Any, Any] | None:
+        """Return what was saved last: what all ranks have alike, and error feedback, which is this rank's."""
+        parts = {name: handler.export() for name, handler in self._handlers.items()}
+        shared = {"objects": self._saved_state, "handled": {name: part for name, (part, _) in parts.items()}}
+        return shared, {name: part for name, (_, part) in parts.items() if part is not None}
+
+    def adopt(self, shared: Any, own: list[Any]) -> None:
+        """Take in what ``export`` has returned."""
+        for name, handler in self._handlers.items():
+            if name in shared["handled"]:
+                handler.adopt(shared["handled"][name], [part[name] for part in own if name in part])
+        super().adopt(shared, own)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_handlers", {}):
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+
+class StateHandler:
+    """How one object with a ``state_dict`` is kept; a base for handlers of other types.
+
+    A handler of your own is entered by ``set_handler_registry``.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Save the object's state."""
+        self.saved = copy_to_host(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Bring the object back to what was saved last."""
+        # Optimizers keep the tensors that they are given.
+        self.value.load_state_dict(copy_to_host(self.saved))
+
+    def sync(self) -> None:
+        """Give every rank the object's state on rank 0."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+    def set_value(self, value: Any) -> None:
+        """Keep another object from now on."""
+        self.value = value
+        self.save()
+
+    def reset(self) -> None:
+        """Begin anew in a job that has begun anew."""
+
+    def export(self) -> tuple[Any, Any]:
+        """Return what was saved last: what all ranks have alike, and what is this rank's or None."""
+        return self.saved, None
+
+    def adopt(self, shared: Any, own: list[Any]) -> None:
+        """Take in what ``export`` has returned, of this rank's part a list, and restore it."""
+        self.saved = shared
+        self.restore()
+
+
+class ModelStateHandler(StateHandler):
+    """Keeps a model."""
+
+    def sync(self) -> None:
+        """Give every rank rank 0's parameters and buffers."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class SamplerStateHandler(StateHandler):
+    """Keeps an ``ElasticSampler``."""
+
+    def reset(self) -> None:
+        """Deal what is left of the epoch out to the ranks that there are now."""
+        self.value.reset()
+
+
+class OptimizerStateHandler(StateHandler):
+    """Keeps an optimizer; of a distributed one error feedback and plan, too."""
+
+    plan: bytes | None = None
+    waiting: dict[str, Any] | None = None
+    """Error feedback in a job of one rank, which sends nothing: kept, as the plan is, for a larger one."""
+
+    def save(self) -> None:
+        """Save state, error feedback and plan."""
+        super().save()
+        plan = getattr(self.value, "fusion_plan", None)
+        if plan is not None:
+            self.plan = plan.to_bytes()
+
+    def sync(self) -> None:
+        """Give every rank rank 0's state; error feedback stays each rank's."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+    def reset(self) -> None:
+        """Let the optimizer reduce gradients over the job as it is now, without those of a step that has failed."""
+        reconnect = getattr(self.value, "reconnect", None)
+        if reconnect is not None:
+            reconnect()
+        self.value.zero_grad()
+
+    def export(self) -> tuple[Any, Any]:
+        """Return the optimizer's state with its plan, and the error feedback."""
+        saved = dict(self.saved)
+        own = saved.pop("fusionlayer", self.waiting)
+        shared = {"state": saved, "step": None if own is None else own["step"], "plan": self.plan}
+        return shared, own
+
+    def adopt(self, shared: Any, own: list[Any]) -> None:
+        """Take in state, plan and the error feedback of the ranks that this one stands for."""
+        self.saved = dict(shared["state"])
+        if shared["step"] is not None:
+            feedback = {"rank": rank(), "size": size(), "step": shared["step"], **merge_feedback(own)}
+            if size() > 1:
+                self.saved["fusionlayer"] = feedback
+            else:
+                self.waiting = feedback
+        self.plan = shared["plan"]
+        self.restore()
+        adopt_plan = getattr(self.value, "adopt_plan", None)
+        if adopt_plan is not None and self.plan is not None:
+            adopt_plan(FusionPlan.from_bytes(self.plan))
+
+
+def copy_to_host(value: Any) -> Any:
+    """Return a copy that shares nothing with ``value``, with all of its tensors in the memory of the host."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of its type, with what else it has: a model's state has its version
+        copied.update((key, copy_to_host(inner)) for key, inner in value.items())
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(copy_to_host(inner) for inner in value)
+    return copy.deepcopy(value)
+
+
+def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the error feedback of one rank that stands for those of ``parts``, which ``Memory.state_dict`` made.
+
+    What has not been sent yet is added up, so that nothing of it is lost; of what codecs remember the first counts.
+    """
+    residuals: dict[str, Tensor] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    numbers: dict[str, dict[str, float]] = {}
+    for part in parts:
+        _add(residuals, part["residuals"])
+        for name, kept in part["tensors"].items():
+            _add(tensors.setdefault(name, {}), kept)
+        for name, remembered in part["numbers"].items():
+            numbers.setdefault(name, remembered)
+    return {"residuals": residuals, "tensors": tensors, "numbers": numbers}
+
+
+def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        sums[name] = sums[name] + value if name in sums else value
+
+
+_handler_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Return which handler keeps objects of which type; the first that fits counts."""
+    return _handler_registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Replace what ``get_handler_registry`` returns."""
+    global _handler_registry
+    _handler_registry = registry

@@ -1,0 +1,115 @@
+"""Horovod's environment variables: what they mean here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import config
+from ..coordination import Patience
+from ..errors import ConfigError
+
+__all__ = ["VARIABLES", "Settings", "elastic_timeout", "read"]
+
+VARIABLES: Mapping[str, str] = {
+    "HOROVOD_FUSION_THRESHOLD": "bytes of small tensors that travel as one message; 8 MiB without it",
+    "HOROVOD_CACHE_CAPACITY": "names that ranks remember of each other; 4096 without it",
+    "HOROVOD_STALL_CHECK_DISABLE": "1: no warning when ranks wait for others",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds of waiting until that warning; `stall_warning` without it",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds of waiting until everything fails; 0, as without it: never",
+    "HOROVOD_TIMELINE": "file for a timeline, `.<rank>` appended; DYNAMIC: none before `start_timeline`",
+    "HOROVOD_AUTOTUNE": "1: as `autotune: true`",
+    "HOROVOD_AUTOTUNE_LOG": "file for what autotune tries",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "as `timeout`",
+    "HOROVOD_ELASTIC_TIMEOUT": "seconds that ranks wait for each other after a failure before asking for a restart; 30",
+    "HOROVOD_LOG_LEVEL": "trace, debug, info, warning, error or fatal, of the logger `fusionlayer`",
+}
+"""Those that mean something, for tables; FUSIONLAYER_CONFIG and other variables of ours win over them."""
+
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a job that speaks Horovod's language is set to.
+
+    Attributes:
+        job: settings of every entry point.
+        fusion_bytes: of tensors, that one message of direct operations may have.
+        cache_capacity: names that ranks remember of each other.
+        patience: with ranks that do not ask for what others ask for.
+    """
+
+    job: config.Config
+    fusion_bytes: int
+    cache_capacity: int
+    patience: Patience
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings of this process, and set the logger's level.
+
+    Raises:
+        ConfigError: a variable has a value that cannot be used.
+    """
+    job = config.load(environ)
+    untouched = config.Config()
+    found: dict[str, Any] = {}
+    stall = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", job.stall_warning)
+    if stall > 0 and job.stall_warning == untouched.stall_warning:
+        found["stall_warning"] = stall
+    if job.timeout == untouched.timeout:
+        found["timeout"] = _number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", job.timeout)
+    timeline = environ.get("HOROVOD_TIMELINE", "")
+    if timeline and timeline != "DYNAMIC" and job.timeline is None:
+        found["timeline"] = timeline
+    if _is_set(environ, "HOROVOD_AUTOTUNE"):
+        found["autotune"] = True
+        if environ.get("HOROVOD_AUTOTUNE_LOG"):
+            found["autotune_options"] = {"log": environ["HOROVOD_AUTOTUNE_LOG"], **job.autotune_options}
+    job = replace(job, **found)
+    level = environ.get("HOROVOD_LOG_LEVEL", "").lower()
+    if level:
+        if level not in _LEVELS:
+            raise ConfigError(f"HOROVOD_LOG_LEVEL={level!r}; expected one of: {', '.join(_LEVELS)}")
+        logging.getLogger("fusionlayer").setLevel(_LEVELS[level])
+    limit = _number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)
+    silent = _is_set(environ, "HOROVOD_STALL_CHECK_DISABLE")
+    return Settings(
+        job,
+        fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", 8 << 20)),
+        cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", 4096)),
+        patience=Patience(None if silent else job.stall_warning, limit if limit > 0 and not silent else None),
+    )
+
+
+def elastic_timeout(environ: Mapping[str, str] = os.environ) -> float:
+    """Return how many seconds ranks wait for each other after a failure, before they ask their agent for a restart."""
+    return _number(environ, "HOROVOD_ELASTIC_TIMEOUT", 30)
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "") not in ("", "0")
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    given = environ.get(name)
+    if given is None:
+        return default
+    try:
+        number = float(given)
+    except ValueError:
+        number = -1.0
+    if number < 0:
+        raise ConfigError(f"{name}={given!r}; expected a number of at least 0: {VARIABLES[name]}")
+    return number

@@ -1,0 +1,178 @@
+"""Give all ranks what one has, or one what all have: parameters, optimizer states, any objects."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from ..errors import ConfigError
+from . import mpi_ops as ops
+from .basics import rank, size
+from .process_sets import ProcessSet, global_process_set
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+T = TypeVar("T")
+
+
+def broadcast_parameters(
+    params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor], root_rank: int
+) -> None:
+    """Give every rank the root's values, in place.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Values that are not
+            tensors are left alone.
+        root_rank: whose values.
+
+    Raises:
+        ConfigError: ``params`` is none of these.
+        HorovodInternalError: ranks have other names, shapes or types, or a peer was lost.
+    """
+    pairs: list[tuple[str | None, Any]] = []
+    if isinstance(params, Mapping):
+        pairs += sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, Tensor)):
+        pairs += [item if isinstance(item, tuple) else (None, item) for item in params]
+    else:
+        raise ConfigError(
+            f"broadcast_parameters got a {type(params).__name__}; give model.state_dict(), named_parameters() or "
+            "parameters()"
+        )
+    handles = [
+        ops.broadcast_async_(value.detach(), root_rank, name) for name, value in pairs if isinstance(value, Tensor)
+    ]
+    for handle in handles:
+        ops.synchronize(handle)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor stood in a nested state."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None) -> None:
+    """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
+
+    An optimizer that has not taken a step yet may get the state of one that has. What error feedback holds stays as it
+    is: it belongs to each rank.
+
+    Args:
+        optimizer: plain or distributed.
+        root_rank: whose state.
+        model: not needed here; for scripts that give it.
+
+    Raises:
+        ConfigError: the optimizer is LBFGS, which decides by its rank's own loss.
+        HorovodInternalError: as ``broadcast_parameters``.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError("cannot broadcast the state of LBFGS, which decides by its rank's own loss; use another one")
+    tensors: list[Tensor] = []
+    skeleton = None
+    if rank() == root_rank:
+        state = optimizer.state_dict()
+        if "fusionlayer" in state:
+            state["fusionlayer"] = {"step": state["fusionlayer"]["step"]}
+        skeleton = _take_out(state, tensors)
+    skeleton = broadcast_object(skeleton, root_rank, name="optimizer.state")
+    if rank() != root_rank:
+        _make_room(skeleton, tensors)
+    broadcast_parameters([(f"optimizer.state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
+    if rank() != root_rank:
+        optimizer.load_state_dict(_put_back(skeleton, tensors))
+
+
+def _take_out(value: Any, tensors: list[Tensor]) -> Any:
+    """Return ``value`` with places instead of its tensors, which are appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
+    return _map(value, lambda inner: _take_out(inner, tensors))
+
+
+def _make_room(value: Any, tensors: list[Tensor]) -> None:
+    """Append an empty tensor to ``tensors`` for each place in ``value``."""
+    if isinstance(value, _Place):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+    else:
+        _map(value, lambda inner: _make_room(inner, tensors))
+
+
+def _put_back(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    return _map(value, lambda inner: _put_back(inner, tensors))
+
+
+def _map(value: Any, change: Any) -> Any:
+    """Return ``value`` with ``change`` made to what it holds, if it is a dict, list or tuple."""
+    if isinstance(value, Mapping):
+        return {key: change(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(change(inner) for inner in value)
+    return value
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """Return the root's ``obj`` on every rank. It travels pickled: only for ranks that trust each other.
+
+    By cloudpickle where that is installed, so that lambdas and local classes travel too.
+
+    Args:
+        obj: anything that can be pickled; looked at on the root alone, which gets it back as it is.
+        root_rank: whose object; a rank of the whole job.
+        name: of the messages; None takes the type's on each rank, which then has to be the same.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: ranks differ in name or root, or a peer was lost.
+    """
+    name = type(obj).__name__ if name is None else name
+    root = rank() == root_rank
+    data = _pickled(obj) if root else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    ops.broadcast_(length, root_rank, f"{name}.sz", process_set)
+    if not root:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    ops.broadcast_(data, root_rank, f"{name}.t", process_set)
+    return obj if root else cast(T, pickle.loads(data.numpy().tobytes()))
+
+
+def allgather_object(obj: T, name: str | None = None) -> list[T]:
+    """Return the objects of all ranks, in rank order; they travel as in ``broadcast_object``.
+
+    Raises:
+        HorovodInternalError: ranks differ in name, or a peer was lost.
+    """
+    name = type(obj).__name__ if name is None else name
+    data = _pickled(obj)
+    handles = [
+        ops.allgather_async(torch.tensor([data.numel()]), f"{name}.sz"),
+        ops.allgather_async(data, f"{name}.t"),
+    ]
+    lengths, every = (ops.synchronize(handle) for handle in handles)
+    assert len(lengths) == size()
+    return [pickle.loads(part.numpy().tobytes()) for part in every.split(lengths.tolist())]
+
+
+def _pickled(obj: object) -> Tensor:
+    try:
+        dumps = importlib.import_module("cloudpickle").dumps
+    except ModuleNotFoundError:
+        dumps = pickle.dumps
+    return torch.frombuffer(bytearray(dumps(obj)), dtype=torch.uint8)

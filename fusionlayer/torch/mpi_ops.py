@@ -1,0 +1,785 @@
+"""Operations on tensors by name: each rank calls them in the order it likes, and they run in one order on all."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import codecs, collectives
+from ..codecs import Codec
+from ..coordination import Reduce
+from ..coordination.session import DTYPES
+from ..errors import ConfigError, FusionLayerError
+from ..seeds import derive_seed
+from ..transport import Transport
+from ..wire import DTYPE_CODES
+from .basics import HorovodInternalError, session
+from .compression import Compression, codec_of
+from .process_sets import ProcessSet, global_process_set, number_of
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+
+class ReduceOp(enum.IntEnum):
+    """What a reduction does with the values of all ranks."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
+Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+
+
+def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
+    """Return the reduction that ``op`` and the deprecated ``average`` mean together."""
+    if average is not None:
+        if op is not None:
+            raise ConfigError("got both op and average; average is deprecated: give op alone")
+        warnings.warn("average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    try:
+        return ReduceOp(Average if op is None else op)
+    except ValueError:
+        raise ConfigError(f"op={op!r}; expected hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
+
+
+# ---- allreduce -------------------------------------------------------------------------------------------------------
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the reduction of ``tensor`` over ranks; gradients flow through it.
+
+    Args:
+        tensor: any shape, the same on all ranks; floats, integers (an average is cut off towards zero) or bool.
+        average: deprecated; True is ``op=Average``, False ``op=Sum``.
+        name: by which ranks know the operation; without one, operations of its kind are matched in their order.
+        compression: what travels.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: factor before the reduction.
+        postscale_factor: factor after it.
+        process_set: ranks that take part.
+
+    Raises:
+        ConfigError: arguments that cannot be.
+        HorovodInternalError: a peer was lost, or ranks have asked for the operation differently; on every rank.
+    """
+    chosen = choose_op(op, average)
+    codec = codec_of(compression)
+    _checked("allreduce", tensor)
+    if not (tensor.requires_grad and torch.is_grad_enabled()) and compression is Compression.none:
+        handle = _reduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, codec, deliver=_first)
+        return synchronize(handle)  # type: ignore[no-any-return]
+    small, ctx = compression.compress(tensor)
+    reduced = _apply(_Allreduce, small, name, chosen, prescale_factor, postscale_factor, process_set, codec)
+    out: Tensor = compression.decompress(reduced, ctx)
+    return out
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Replace ``tensor`` by its reduction over ranks and return it; arguments as in ``allreduce``."""
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    out: Tensor = synchronize(handle)
+    return out
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``allreduce``; return the handle for ``poll`` and ``synchronize``. Leave ``tensor`` alone until then."""
+    chosen = choose_op(op, average)
+    return _reduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, deliver=_first)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``allreduce_``; return the handle for ``poll`` and ``synchronize``."""
+    chosen = choose_op(op, average)
+    return _reduce(
+        [tensor],
+        name,
+        chosen,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        in_place=True,
+        deliver=lambda _: tensor,
+    )
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Return the reductions of several tensors, which travel together; arguments as in ``allreduce``."""
+    chosen = choose_op(op, average)
+    codec = codec_of(compression)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = _apply(
+        _GroupedAllreduce,
+        name,
+        chosen,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        codec,
+        *(small for small, _ in pairs),
+    )
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Replace several tensors by their reductions and return them; arguments as in ``allreduce``."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    out: list[Tensor] = synchronize(handle)
+    return out
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``grouped_allreduce``; return the one handle of the group."""
+    chosen = choose_op(op, average)
+    return _reduce(tensors, name, chosen, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``grouped_allreduce_``; return the one handle of the group."""
+    chosen = choose_op(op, average)
+    given = list(tensors)
+    return _reduce(
+        given,
+        name,
+        chosen,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        in_place=True,
+        deliver=lambda _: given,
+    )
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: ReduceOp | int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Begin the sum or average of a sparse tensor; return the function that waits for it and returns it, sparse.
+
+    Each rank may have other indices, and any number of them. Indices and values of all ranks are gathered.
+    """
+    chosen = choose_op(op)
+    if chosen not in (Average, Sum) or not tensor.is_sparse:
+        raise ConfigError(
+            f"sparse_allreduce_async of a {tensor.layout} tensor with op={chosen.name}; expected a sparse tensor, and "
+            "hvd.Average or hvd.Sum"
+        )
+    parts = [tensor._indices().t().contiguous(), tensor._values()]
+    handle = grouped_allgather_async(parts, None if name is None else f"{name}.sparse", process_set)
+
+    def wait() -> Tensor:
+        indices, values = synchronize(handle)
+        if chosen is Average:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+
+    return wait
+
+
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, *how: Any) -> Any:
+        ctx.how = how
+        return synchronize(_reduce([tensor], name, *how, deliver=_first))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _apply(_Allreduce, gradient, None, *ctx.how), *[None] * 6
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, *how_and_tensors: Any) -> Any:
+        ctx.how, tensors = how_and_tensors[:5], how_and_tensors[5:]
+        return tuple(synchronize(_reduce(tensors, name, *ctx.how)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return *[None] * 6, *_apply(_GroupedAllreduce, None, *ctx.how, *gradients)
+
+
+def _reduce(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    codec: Codec | None = None,
+    *,
+    in_place: bool = False,
+    deliver: Callable[[Any], Any] | None = None,
+) -> int:
+    text, reduce = op.name, None
+    if op is Adasum:
+        reduce = _adasum(process_set, codec)
+    elif codec is not None:
+        text, reduce = _by_codec(op, codec)
+    return _submit(
+        "allreduce",
+        tensors,
+        in_place=in_place,
+        name=name,
+        process_set=process_set,
+        op=text,
+        prescale=prescale,
+        postscale=postscale,
+        reduce=reduce,
+        deliver=deliver,
+    )
+
+
+def _adasum(process_set: ProcessSet, codec: Codec | None) -> Reduce:
+    from .adasum import all_reduce
+
+    size = session().size
+    if number_of(process_set) != number_of(global_process_set) or size & (size - 1) or codec is not None:
+        raise ConfigError(
+            f"op=Adasum over {size} ranks of {process_set}; it pairs all ranks, whose number is a power of two, and "
+            "takes no codec: use Average"
+        )
+    return all_reduce
+
+
+def _by_codec(op: ReduceOp, codec: Codec) -> tuple[str, Reduce]:
+    """Return how a sum or average is made of messages of a codec, and the text that says so."""
+    if op not in (Average, Sum):
+        raise ConfigError(
+            f"op={op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression"
+        )
+    return f"{op.name} by {codec}", partial(_reduce_by, codec, average=op is Average)
+
+
+def _reduce_by(codec: Codec, x: Tensor, transport: Transport, *, average: bool) -> None:
+    chosen = codec if x.dtype in DTYPE_CODES else codecs.get("raw").bare
+    name = collectives.choose(chosen.lossless, transport.size, wanted=chosen.collective)
+    if x.dtype not in DTYPE_CODES:
+        name = "dense"
+    if average and x.is_floating_point():
+        x.mul_(1 / transport.size)
+    collectives.get(name)(x, chosen, transport, seed=derive_seed(transport.sequence))
+    if average and not x.is_floating_point():
+        torch.div(x, transport.size, rounding_mode="trunc", out=x)
+
+
+# ---- allgather -------------------------------------------------------------------------------------------------------
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Return all ranks' tensors one behind the other along the first dimension; gradients flow through it.
+
+    Args:
+        tensor: (n, ...); n may differ over ranks and may be 0, all else is equal. A scalar counts as (1,).
+        name: by which ranks know the operation.
+        process_set: ranks that take part.
+
+    Raises:
+        HorovodInternalError: as ``allreduce``.
+    """
+    out: Tensor
+    (out,) = _apply(_Allgather, name, process_set, tensor)
+    return out
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begin ``allgather``; return the handle for ``poll`` and ``synchronize``."""
+    return _gather([tensor], name, process_set, deliver=_first)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """Return what ``allgather`` makes of each of several tensors, which travel together."""
+    return list(_apply(_Allgather, name, process_set, *tensors))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin ``grouped_allgather``; return the one handle of the group."""
+    return _gather(tensors, name, process_set)
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+        ctx.process_set = process_set
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tuple(synchronize(_gather(tensors, name, process_set)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        here = ctx.process_set
+        lengths = [torch.tensor([shape[0] if shape else 1]) for shape in ctx.shapes]
+        every = grouped_allgather(lengths, process_set=here)
+        reduced = grouped_allreduce(gradients, op=Average, process_set=here)
+        mine = [
+            gradient[int(each[: here.rank()].sum()) :][: int(length)].view(shape)
+            for gradient, each, length, shape in zip(reduced, every, lengths, ctx.shapes, strict=True)
+        ]
+        return None, None, *mine
+
+
+def _gather(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    deliver: Callable[[Any], Any] | None = None,
+) -> int:
+    rows = [tensor if tensor.dim() else tensor.view(1) for tensor in tensors]
+    return _submit("allgather", rows, name=name, process_set=process_set, deliver=deliver)
+
+
+# ---- broadcast -------------------------------------------------------------------------------------------------------
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Return the root's tensor; gradients flow back to the root.
+
+    Args:
+        tensor: the same shape and type on all ranks.
+        root_rank: rank of the job, also within a process set.
+        name: by which ranks know the operation.
+        process_set: ranks that take part.
+
+    Raises:
+        ConfigError: the root is not one of those ranks.
+        HorovodInternalError: as ``allreduce``.
+    """
+    out: Tensor = _apply(_Broadcast, tensor, root_rank, name, process_set)
+    return out
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Replace ``tensor`` by the root's and return it; arguments as in ``broadcast``."""
+    out: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return out
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin ``broadcast``; return the handle for ``poll`` and ``synchronize``."""
+    return _broadcast(tensor, root_rank, name, process_set, deliver=_first)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin ``broadcast_``; return the handle for ``poll`` and ``synchronize``."""
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True, deliver=lambda _: tensor)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
+        mine = session().rank == ctx.root_rank
+        return reduced if mine else torch.zeros_like(reduced), None, None, None
+
+
+def _broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    in_place: bool = False,
+    deliver: Callable[[Any], Any],
+) -> int:
+    members = session().process_sets.get(number_of(process_set))
+    if members is not None and root_rank not in members.ranks:
+        raise ConfigError(f"root_rank={root_rank}; expected a rank of the job that takes part: {list(members.ranks)}")
+    return _submit(
+        "broadcast",
+        [tensor],
+        in_place=in_place,
+        name=name,
+        process_set=process_set,
+        root=root_rank,
+        deliver=deliver,
+    )
+
+
+# ---- alltoall --------------------------------------------------------------------------------------------------------
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what all ranks have sent to this one, in rank order along the first dimension; gradients flow back.
+
+    Args:
+        tensor: (n, ...); all but n is equal on all ranks.
+        splits: rows for each rank, adding up to n; None splits evenly.
+        name: by which ranks know the operation.
+        process_set: ranks that take part.
+
+    Returns:
+        The tensor and, if ``splits`` were given, how many rows came from each rank.
+
+    Raises:
+        ConfigError: the splits do not add up to n.
+        HorovodInternalError: as ``allreduce``.
+    """
+    out, received = _apply(_Alltoall, tensor, splits, name, process_set)
+    return out if splits is None else (out, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``alltoall``; ``synchronize`` returns the tensor and how many rows came from each rank."""
+    size = process_set.size() or 1
+    rows = tensor.shape[0] if tensor.dim() else 0
+    counts = [rows // size] * size if splits is None else [int(n) for n in splits]
+    if len(counts) != size or sum(counts) != rows or min(counts) < 0 or not tensor.dim():
+        raise ConfigError(
+            f"alltoall of shape {tuple(tensor.shape)} with splits {counts}; expected {size} numbers of at least 0 that "
+            f"add up to {rows}"
+        )
+    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+
+    def deliver(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
+        out, received = result
+        return out, like.new_tensor(received)
+
+    return _submit("alltoall", [tensor], name=name, process_set=process_set, splits=counts, deliver=deliver)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+    ) -> Any:
+        out, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        ctx.received, ctx.process_set = received, process_set
+        ctx.mark_non_differentiable(received)
+        return out, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        back, _received = alltoall(gradient, ctx.received, process_set=ctx.process_set)
+        return back, None, None, None
+
+
+# ---- reducescatter ---------------------------------------------------------------------------------------------------
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's rows of the reduction over ranks; gradients flow through it.
+
+    Args:
+        tensor: (n, ...), the same shape on all ranks; each rank gets n / size rows, the first n % size one more.
+        name: by which ranks know the operation.
+        compression: ``none``, ``fp16`` or ``bf16``.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
+        process_set: ranks that take part.
+        prescale_factor: factor before the reduction.
+        postscale_factor: factor after it.
+
+    Raises:
+        ConfigError, HorovodInternalError: as ``allreduce``.
+    """
+    (out,) = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
+    return out
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin ``reducescatter``; return the handle for ``poll`` and ``synchronize``."""
+    return _scatter([tensor], name, op, process_set, prescale_factor, postscale_factor, deliver=_first)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Return what ``reducescatter`` makes of each of several tensors."""
+    if codec_of(compression) is not None:
+        raise ConfigError(f"reducescatter with {compression}; use hvd.Compression.none, .fp16 or .bf16")
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    scattered = _apply(
+        _Reducescatter, name, op, process_set, prescale_factor, postscale_factor, *(small for small, _ in pairs)
+    )
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(scattered, pairs, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin ``grouped_reducescatter``; return the one handle of the group."""
+    return _scatter(tensors, name, op, process_set, prescale_factor, postscale_factor)
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, op: Any, process_set: ProcessSet, *scales_and_tensors: Any) -> Any:
+        prescale, postscale, *tensors = scales_and_tensors
+        ctx.factor = prescale * postscale * (process_set.size() if choose_op(op) is Sum else 1)
+        ctx.process_set = process_set
+        return tuple(synchronize(_scatter(tensors, name, op, process_set, prescale, postscale)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        scaled = [gradient * ctx.factor for gradient in gradients]
+        return *[None] * 5, *grouped_allgather(scaled, process_set=ctx.process_set)
+
+
+def _scatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp | int,
+    process_set: ProcessSet,
+    prescale: float,
+    postscale: float,
+    deliver: Callable[[Any], Any] | None = None,
+) -> int:
+    chosen = choose_op(op)
+    if chosen is Adasum:
+        raise ConfigError("reducescatter with op=Adasum; Adasum needs whole tensors: use allreduce")
+    if not all(tensor.dim() for tensor in tensors):
+        raise ConfigError("reducescatter of a scalar; give a tensor with a first dimension to be cut")
+    return _submit(
+        "reducescatter",
+        tensors,
+        name=name,
+        process_set=process_set,
+        op=chosen.name,
+        prescale=prescale,
+        postscale=postscale,
+        deliver=deliver,
+    )
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def poll(handle: int) -> bool:
+    """Return whether ``synchronize`` would return at once."""
+    return session().poll(handle)
+
+
+def synchronize(handle: int | Callable[[], Tensor]) -> Any:
+    """Wait for an operation and return its result: a tensor, a list of them for a group, or what the call says.
+
+    Raises:
+        HorovodInternalError: it has failed; on every rank.
+    """
+    if callable(handle):
+        return handle()
+    try:
+        return session().wait(handle)
+    except ConfigError:
+        raise
+    except FusionLayerError as error:
+        raise HorovodInternalError(str(error)) from error
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have said so; return the last one that has.
+
+    Until then it takes part in the others' operations: with zeros in sums and averages (which are still divided by the
+    number of all ranks), with what changes nothing in other reductions, with no rows in allgathers, and as a receiver
+    of broadcasts. Operations that need more of it fail on every rank.
+
+    Args:
+        device: without effect; tensors are made where the others have theirs.
+    """
+    result: int = synchronize(_submit("join"))
+    return result
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called it."""
+    synchronize(_submit("barrier", process_set=process_set))
+
+
+def _submit(
+    kind: str,
+    tensors: Sequence[Tensor] = (),
+    *,
+    in_place: bool = False,
+    process_set: ProcessSet = global_process_set,
+    **how: Any,
+) -> int:
+    given = [_checked(kind, tensor) for tensor in tensors]
+    if len({tensor.device for tensor in given}) > 1:
+        raise ConfigError(f"{kind} of tensors on several devices; give one group for each device")
+    if kind in _OF_TENSORS and not given:
+        raise ConfigError(f"{kind} of no tensors; give at least one")
+    try:
+        return session().submit(kind, given, given if in_place else None, process_set=number_of(process_set), **how)
+    except ConfigError:
+        raise
+    except FusionLayerError as error:
+        raise HorovodInternalError(str(error)) from error
+
+
+_OF_TENSORS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+
+
+def _checked(kind: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        what = f"{tensor.layout} tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
+        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ConfigError(f"{kind} of a {what}; expected a dense tensor of one of: {types}")
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
+
+
+def _first(results: Sequence[Tensor]) -> Tensor:
+    return results[0]

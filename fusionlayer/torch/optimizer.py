@@ -1,0 +1,104 @@
+"""``DistributedOptimizer`` with Horovod's arguments, over the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import codecs, functional
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..integrations import optimizer as _optimizer
+from ..transport import Transport, local
+from .adasum_optimizer import adasum_optimizer
+from .basics import session, size
+from .compression import BF16Compressor, Compression, FP16Compressor, NoneCompressor, codec_of
+from .mpi_ops import Adasum, Average, ReduceOp, Sum, choose_op
+from .process_sets import ProcessSet, global_process_set, transport_of
+
+__all__ = ["DistributedOptimizer"]
+
+
+def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp | int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    **options: Any,
+) -> Optimizer:
+    """Return ``optimizer`` with gradients reduced over ranks, fused and compressed, during backward.
+
+    It is the same object, with the state that it has. Gradients travel by a plan that ranks compare once, so no step
+    negotiates; see ``fusionlayer.DistributedOptimizer``, whose arguments may be given too.
+
+    Args:
+        optimizer: any optimizer over parameters of one device.
+        named_parameters: ``model.named_parameters()``.
+        compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a codec: ``.int8``, ``.topk(0.01)``.
+        backward_passes_per_step: gradients are accumulated over so many backward passes before they are reduced.
+        op: ``Average``, ``Sum`` or ``Adasum``; with that the ranks' steps are reduced, not their gradients.
+        gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
+        num_groups: deprecated name for an integer ``groups``.
+        groups: number of buckets, or lists of the tensors that belong together.
+        sparse_as_dense: make sparse gradients dense; without it they are refused.
+        process_set: ranks to reduce over; on other ranks the optimizer steps by itself.
+        options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ...
+
+    Raises:
+        ConfigError: what the arguments cannot be, with what they can.
+    """
+    chosen = choose_op(op)
+    if chosen not in (Average, Sum, Adasum):
+        raise ConfigError(
+            f"op={chosen.name}; expected hvd.Average, hvd.Sum or hvd.Adasum, or call hvd.allreduce on gradients"
+        )
+    if chosen is Adasum and size() > 1:
+        if process_set is not global_process_set or gradient_predivide_factor != 1.0 or options:
+            raise ConfigError(
+                f"op=Adasum with process_set={process_set}, gradient_predivide_factor={gradient_predivide_factor}, "
+                f"{options}; it pairs all ranks, and reduces steps, not gradients: leave these out"
+            )
+        return adasum_optimizer(optimizer, named_parameters, compression)
+    if groups is not None and not isinstance(groups, int):
+        groups = list(groups)
+    transport: Transport | None = None
+    if process_set is not global_process_set:
+        transport = transport_of(process_set) if process_set.included() else local.alone()
+    session()
+    return _optimizer.DistributedOptimizer(
+        optimizer,
+        named_parameters,
+        codec=_codec(compression),
+        op=functional.Sum if chosen is Sum else functional.Average,
+        backward_passes_per_step=backward_passes_per_step,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        group=transport,
+        **options,
+    )
+
+
+_OWN = {NoneCompressor: "raw", FP16Compressor: "fp16", BF16Compressor: "bf16"}
+
+
+def _codec(compression: Any) -> Codec:
+    codec = codec_of(compression)
+    if codec is not None:
+        return codec
+    if compression not in _OWN:
+        raise ConfigError(
+            f"compression={compression!r}; a DistributedOptimizer takes hvd.Compression.none, .fp16, .bf16 and codecs: "
+            "make a codec of your own functions (docs/adding_a_codec.md)"
+        )
+    return codecs.get(_OWN[compression])

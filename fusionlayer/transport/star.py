@@ -1,0 +1,264 @@
+"""Short messages, at any time and of any length, between rank 0 and every other rank, beside a transport's calls.
+
+A transport's calls need all ranks at once and end within its timeout. What one rank has to say when it comes up, and
+what may not come up for hours, goes through connections of this kind, which also tell at once that a peer is gone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+
+from ..errors import TransportError
+from ._base import Transport
+
+__all__ = ["Center", "Connection", "connect"]
+
+_LENGTH = struct.Struct("<I")
+_HELLO = struct.Struct("<16sI")
+_PATIENCE = 5.0
+# Frames that a peer has not read yet must not make this end wait: what is under way at once fits in here.
+_BUFFER_BYTES = 1 << 20
+
+
+class Connection:
+    """One end of the connection of two ranks. One thread sends at a time, and one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        end.settimeout(None)
+        self.socket = end
+        self._read = bytearray()
+
+    def send(self, *messages: bytes) -> None:
+        """Send messages one after the other. A peer that is gone is noticed by who receives."""
+        with suppress(OSError):
+            self.socket.sendall(b"".join(part for text in messages for part in (_LENGTH.pack(len(text)), text)))
+
+    def receive(self) -> bytes | None:
+        """Wait for the next message and return it; None when the peer has closed its end or is gone."""
+        while (message := self._next()) is None:
+            if not self._fill():
+                return None
+        return message
+
+    def received(self) -> list[bytes] | None:
+        """Return the messages that have come, once the socket is readable; None as ``receive`` does."""
+        if not self._fill():
+            return None
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        """Close this end; whoever waits in ``receive`` here gets None. Twice is once."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _fill(self) -> bool:
+        try:
+            data = self.socket.recv(1 << 16)
+            # A sender may wait for room; that there is some must not be told 40 ms later, with the next answer.
+            if hasattr(socket, "TCP_QUICKACK"):
+                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        except OSError:
+            return False
+        self._read += data
+        return bool(data)
+
+    def _next(self) -> bytes | None:
+        if len(self._read) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._read)
+        end = _LENGTH.size + length
+        if len(self._read) < end:
+            return None
+        message = bytes(self._read[_LENGTH.size : end])
+        del self._read[:end]
+        return message
+
+
+class Center:
+    """Rank 0's ends of all connections.
+
+    Args:
+        connections: by rank.
+    """
+
+    def __init__(self, connections: dict[int, Connection]) -> None:
+        self.connections = connections
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        for rank, connection in connections.items():
+            self._selector.register(connection.socket, selectors.EVENT_READ, rank)
+
+    def received(self, patience: float) -> Iterator[tuple[int, list[bytes] | None]]:
+        """Wait up to ``patience`` seconds, or for ``wake``; yield who has sent what, None where a rank is gone."""
+        for key, _ in self._selector.select(patience):
+            if key.fileobj is self._woken:
+                self._woken.recv(1 << 10)
+                continue
+            messages = self.connections[key.data].received()
+            if messages is None:
+                self._selector.unregister(key.fileobj)
+            yield key.data, messages
+
+    def wake(self) -> None:
+        """End the wait of the thread that is in ``received``."""
+        self._wake.send(b"!")
+
+    def close(self) -> None:
+        """Close all ends. Only when no thread is in ``received``."""
+        self._selector.close()
+        for connection in self.connections.values():
+            connection.close()
+        self._wake.close()
+        self._woken.close()
+
+
+def connect(transport: Transport) -> Center | Connection:
+    """Return rank 0's ends, or another rank's one end. All ranks of ``transport`` call it together.
+
+    Raises:
+        TransportError: a rank cannot be reached from another, or did not come within the transport's timeout.
+    """
+    near = next(node for node in transport.nodes if 0 in node)
+    if transport.rank:
+        length = torch.zeros(1, dtype=torch.int64)
+        transport.broadcast(length, 0)
+        letter = torch.empty(int(length), dtype=torch.uint8)
+        transport.broadcast(letter, 0)
+        address = json.loads(letter.numpy().tobytes())
+        return Connection(_call(address, transport.rank, near=transport.rank in near, timeout=transport.timeout))
+    token = secrets.token_bytes(16)
+    with _listener() as listener:
+        text = json.dumps({"token": token.hex(), "port": listener.getsockname()[1], "hosts": _hosts()}).encode()
+        transport.broadcast(torch.tensor([len(text)]), 0)
+        transport.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
+        return Center(_answer(listener, token, transport.size, transport.timeout))
+
+
+def _listener() -> socket.socket:
+    listener = None
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    listener = listener or socket.create_server(("", 0), backlog=1024)
+    _enlarge(listener)
+    return listener
+
+
+def _enlarge(end: socket.socket) -> None:
+    """Give a socket room for more than two segments of a loopback device; ends that are accepted inherit it."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+
+
+def _reach(host: str, port: int) -> socket.socket:
+    """Return a connection, with room that was asked for before it was made, as only then it counts."""
+    why: OSError | None = None
+    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        end = socket.socket(family, kind, protocol)
+        try:
+            _enlarge(end)
+            end.settimeout(_PATIENCE)
+            end.connect(place)
+            return end
+        except OSError as error:
+            end.close()
+            why = error
+    raise why or OSError(f"{host} has no address")
+
+
+def _answer(listener: socket.socket, token: bytes, size: int, timeout: float) -> dict[int, Connection]:
+    """Return the connections of all other ranks; who does not know the token is sent away."""
+    ends: dict[int, Connection] = {}
+    deadline = time.monotonic() + timeout
+    while len(ends) < size - 1:
+        listener.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            end, _ = listener.accept()
+        except TimeoutError:
+            missing = [rank for rank in range(1, size) if rank not in ends]
+            raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing) from None
+        end.settimeout(_PATIENCE)
+        rank = 0
+        with suppress(OSError, struct.error):
+            given, rank = _HELLO.unpack(end.recv(_HELLO.size, socket.MSG_WAITALL))
+            if not hmac.compare_digest(given, token):
+                rank = 0
+        if not 0 < rank < size:
+            end.close()
+            continue
+        with suppress(OSError):
+            end.sendall(b"!")
+            ends[rank] = Connection(end)
+    return ends
+
+
+def _call(address: dict[str, str], rank: int, *, near: bool, timeout: float) -> socket.socket:
+    """Return a connection to rank 0 by the first of its addresses that leads there."""
+    hosts = list(address["hosts"])
+    hosts = ["127.0.0.1", *hosts] if near else [*hosts, "127.0.0.1"]
+    hello = _HELLO.pack(bytes.fromhex(address["token"]), rank)
+    deadline = time.monotonic() + timeout
+    why: OSError | None = None
+    while why is None or time.monotonic() < deadline:
+        for host in hosts:
+            try:
+                end = _reach(host, int(address["port"]))
+                end.sendall(hello)
+                if end.recv(1) == b"!":
+                    return end
+                end.close()
+            except OSError as error:
+                why = error
+        time.sleep(0.1)
+    raise TransportError(
+        f"rank {rank} cannot reach rank 0 at port {address['port']} of any of {hosts}: {why}; name the network "
+        "interface in GLOO_SOCKET_IFNAME on every rank, or open ports between the hosts",
+        [0],
+    )
+
+
+def _hosts() -> list[str]:
+    """Return names and addresses of this host by which another may reach it, the likeliest first."""
+    found = [os.environ.get("MASTER_ADDR", "")]
+    interfaces = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    interfaces.sort(key=lambda name: name not in chosen)
+    addresses = [_address_of(name) for name in interfaces]
+    found = addresses[: len(set(interfaces) & set(chosen))] + found + addresses
+    with suppress(OSError):
+        found += [str(place[0]) for *_, place in socket.getaddrinfo(socket.gethostname(), None)]
+    return list(dict.fromkeys(host for host in found if host and not host.startswith("127.")))
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface, empty if it has none or the system cannot tell."""
+    try:
+        import fcntl
+    except ImportError:
+        return ""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""

@@ -1,0 +1,43 @@
+"""The contract of ``horovod.torch``, behaviour by behaviour, on one to four ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+import fusionlayer.torch as hvd
+from fusionlayer.transport import local
+from tests.harness import run_ranks
+from tests.torch.behaviours import CHECKS
+
+
+def on_this_rank(names: list[str]) -> Callable[[int], None]:
+    def rank_main(rank: int) -> None:
+        hvd.init()
+        try:
+            for name in names:
+                CHECKS[name](rank, hvd.size())
+        finally:
+            hvd.shutdown()
+
+    return rank_main
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_behaviour(name: str, size: int) -> None:
+    local.run(on_this_rank([name]), size, timeout=30)
+
+
+def all_in_processes(rank: int, world: int) -> None:
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = "100000"
+    on_this_rank(list(CHECKS))(rank)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("size", [1, 3])
+def test_processes(size: int) -> None:
+    run_ranks(all_in_processes, size, timeout=55)

@@ -1,0 +1,109 @@
+"""What ranks that are processes are told when they wait for each other in vain."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import fusionlayer.torch as hvd
+from tests.harness import checkpoint, outcomes_of, run_ranks
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def stall(rank: int, world: int) -> tuple[str, list[str]]:
+    os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="0.5", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3")
+    lines = Lines()
+    logging.getLogger("fusionlayer").addHandler(lines)
+    hvd.init()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="together").tolist() == [world] * 3
+    text = ""
+    try:
+        hvd.allreduce(torch.ones(1000), name="only.rank.0" if rank == 0 else "not.rank.0")
+    except hvd.HorovodInternalError as error:
+        text = str(error)
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(torch.ones(1))
+    time.sleep(1)  # what a rank is told must reach it before rank 0 is gone
+    hvd.shutdown()
+    return text, lines.lines
+
+
+@pytest.mark.medium
+def test_stalls_are_named_and_end() -> None:
+    found = run_ranks(stall, 3, timeout=50)
+    for text, _ in found:
+        assert "waited longer than 3 s" in text
+        assert "allreduce 'only.rank.0' (ranks [1, 2] missing" in text
+        assert "allreduce 'not.rank.0' (ranks [0] missing" in text
+    assert any("stalled for more than 0.5 s" in line and "only.rank.0" in line for line in found[0][1])
+
+
+def lose(rank: int, world: int) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(1 << 16), name="before")
+    if rank == 1:
+        checkpoint("now")
+    try:
+        while True:
+            hvd.allreduce(torch.ones(1 << 16), name="after")
+    except hvd.HorovodInternalError as error:
+        raise RuntimeError(str(error)) from error  # so that the harness does not meet for a last time
+
+
+@pytest.mark.medium
+def test_a_rank_that_is_killed_ends_the_others_operations() -> None:
+    found = outcomes_of(lose, 3, signals={(1, "now"): signal.SIGKILL}, timeout=50)
+    assert found[1].kind == "died"
+    for rank in (0, 2):
+        assert "rank 1" in found[rank].error[1], found[rank]
+
+
+def leave(rank: int, world: int) -> str:
+    hvd.init()
+    if rank == 1:
+        hvd.shutdown()
+        return ""
+    with pytest.raises(hvd.HorovodInternalError) as error:
+        hvd.allreduce(torch.ones(2), name="without.1")
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.join()
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match="not initialized"):
+        hvd.rank()
+    return str(error.value)
+
+
+@pytest.mark.medium
+def test_a_rank_that_leaves_is_named() -> None:
+    found = run_ranks(leave, 3, timeout=50)
+    assert "rank 1 has shut down" in found[0] and "rank 1 has shut down" in found[2]
+
+
+def again(rank: int, world: int) -> list[float]:
+    found = []
+    for _ in range(3):
+        hvd.init()
+        found.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        hvd.barrier()
+        hvd.shutdown()
+    return found
+
+
+@pytest.mark.medium
+def test_a_job_may_begin_again() -> None:
+    assert run_ranks(again, 2, timeout=50) == [[2.0] * 3] * 2

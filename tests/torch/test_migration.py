@@ -1,0 +1,95 @@
+"""What docs/horovod.md tells those who come from Horovod."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fusionlayer.torch as hvd
+from fusionlayer.torch.environment import VARIABLES
+from fusionlayer.transport import local
+
+pytestmark = pytest.mark.short
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "horovod.md").read_text()
+
+
+def rows(title: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, without its head."""
+    _, _, below = PAGE.partition(f"\n## {title}\n")
+    table = re.search(r"((?:^\|.*\n)+)", below, re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in table[1].splitlines()[2:]]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+def test_every_name_is_in_the_table_and_there() -> None:
+    told = [name for first, _ in rows("Every name") for name in names(first)]
+    assert len(told) == len(set(told))
+    assert sorted(told) == sorted(hvd.__all__)
+    assert all(hasattr(hvd, name) for name in told)
+    (elastic,) = [state for first, state in rows("Every name") if first == "`elastic`"]
+    assert all(hasattr(hvd.elastic, name) for name in names(elastic))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
+def test_nothing_of_horovods_is_missing() -> None:
+    theirs = importlib.import_module("horovod.torch")
+    public = {
+        name
+        for name, value in vars(theirs).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "check_extension"
+    }
+    assert public | {"elastic"} <= set(hvd.__all__)
+    for name in public:
+        value = getattr(theirs, name)
+        expected = list(inspect.signature(value).parameters.values()) if inspect.isroutine(value) else []
+        if expected and "kwargs" not in [p.name for p in expected]:
+            given = list(inspect.signature(getattr(hvd, name)).parameters.values())[: len(expected)]
+            assert [p.name for p in given] == [p.name for p in expected], name
+            for mine, original in zip(given, expected, strict=True):
+                plain = isinstance(original.default, (int, float, str, type(None)))
+                assert not plain or mine.default == original.default, (name, mine)
+
+
+def test_variables_are_those_that_are_read() -> None:
+    assert [[names(name)[0], meaning] for name, meaning in rows("Environment")] == [
+        [*pair] for pair in VARIABLES.items()
+    ]
+
+
+def test_the_python_of_the_page_trains_and_goes_on_after_a_failure() -> None:
+    first, elastic = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+    def rank_main(rank: int) -> tuple[list[float], int]:
+        known: dict[str, Any] = {}
+        exec(first, known)
+        assert known["loss"].dim() == 0
+        failures = [hvd.HorovodInternalError("as if a peer were lost")]
+
+        class Data(torch.utils.data.Dataset[torch.Tensor]):
+            def __len__(self) -> int:
+                return 24
+
+            def __getitem__(self, index: int) -> torch.Tensor:
+                if index == 17 and known["state"].epoch == 1 and failures:
+                    raise failures.pop()
+                return torch.full((8,), index / 24)
+
+        known.update(dataset=Data(), epochs=3)
+        exec(elastic, known)
+        return torch.cat([p.detach().flatten() for p in known["model"].parameters()]).tolist(), known["state"].epoch
+
+    results = local.run(rank_main, 1)
+    assert results[0][1] == 3
