@@ -60,10 +60,11 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
             native.set_threads(settings.threads)
         place = launch.find_place()
         owns = False
-        shared: dict[dist.ProcessGroup | None, Transport] = {}
+        shared: dict[tuple[dist.ProcessGroup | None, int | None], Transport] = {}
         if settings.transport != "c10d":
-            shared[None] = _open_by_library(settings)
-            place = _place_in(shared[None], place, settings.transport)
+            opened = _open_by_library(settings)
+            shared[None, settings.ranks_per_node] = opened
+            place = _place_in(opened, place, settings.transport)
         elif dist.is_available() and dist.is_initialized():
             here = place if place.size == dist.get_world_size() else launch.Place()
             place = launch.Place(

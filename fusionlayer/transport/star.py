@@ -21,6 +21,7 @@ import torch
 
 from ..errors import TransportError
 from ._base import Transport
+from ._interfaces import reachable_names
 
 __all__ = ["Center", "Connection", "connect"]
 
@@ -239,26 +240,6 @@ def _call(address: dict[str, str], rank: int, *, near: bool, timeout: float) -> 
 
 
 def _hosts() -> list[str]:
-    """Return names and addresses of this host by which another may reach it, the likeliest first."""
-    found = [os.environ.get("MASTER_ADDR", "")]
-    interfaces = [name for _, name in socket.if_nameindex()]
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    interfaces.sort(key=lambda name: name not in chosen)
-    addresses = [_address_of(name) for name in interfaces]
-    found = addresses[: len(set(interfaces) & set(chosen))] + found + addresses
-    with suppress(OSError):
-        found += [str(place[0]) for *_, place in socket.getaddrinfo(socket.gethostname(), None)]
+    """Return names and addresses of this host by which another may reach it."""
+    found = [*reachable_names(), os.environ.get("MASTER_ADDR", "")]
     return list(dict.fromkeys(host for host in found if host and not host.startswith("127.")))
-
-
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface, empty if it has none or the system cannot tell."""
-    try:
-        import fcntl
-    except ImportError:
-        return ""
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return ""
