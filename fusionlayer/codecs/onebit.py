@@ -27,7 +27,8 @@ class OneBit(TorchCodec, name="onebit"):
     workers and the owner of each sum alike. A group with a value that is not finite decodes to NaN.
 
     Attributes:
-        group_size: values that share a scale; a power of two from 32 to 4096.
+        group_size: values that share a scale; a power of two from 32 to 4096. With more than 128, at whose multiples
+            fused tensors begin, they may be of several tensors.
         warmup_steps: steps at the start of training in which values travel as they are, until an optimizer such as Adam
             knows the variance of gradients.
     """

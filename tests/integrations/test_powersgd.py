@@ -115,7 +115,7 @@ def hold_many_buckets(rank: int, world: int) -> None:
     fl.init()
 
     def deep() -> nn.Sequential:
-        model = nn.Sequential(make_model()[0], *[nn.Linear(40, 40) for _ in range(10)], make_model()[2])
+        model = nn.Sequential(make_model()[0], *[nn.Linear(40, 40) for _ in range(6)], make_model()[2])
         fill(model)
         return model
 
@@ -124,8 +124,8 @@ def hold_many_buckets(rank: int, world: int) -> None:
         optimizer: Any = fl.DistributedOptimizer(
             SGD(model.parameters(), lr=0.05), model.named_parameters(), planner="wfbp", **options
         )
-        train(model, optimizer, rank, range(8))
-        assert len(optimizer.fusion_plan.buckets) == 24
+        train(model, optimizer, rank, range(6))
+        assert len(optimizer.fusion_plan.buckets) == 16
         optimizer.close()
         return weights(model)
 
@@ -133,11 +133,11 @@ def hold_many_buckets(rank: int, world: int) -> None:
         model = DistributedDataParallel(deep(), bucket_cap_mb=0.0005)
         hook = fl.ddp.register(model, **options)
         halves = []
-        for steps in (range(4), range(4, 8)):
+        for steps in (range(2), range(2, 6)):
             train(model, SGD(model.parameters(), lr=0.05), rank, steps)
             assert isinstance(hook, fl.integrations.ddp.CommHook)
             halves.append(hook.state_dict())
-        assert halves[1]["sent"] - halves[0]["sent"] >= 4 * 12
+        assert halves[1]["sent"] - halves[0]["sent"] >= 4 * 8
         hook.close()
         return weights(model)
 
@@ -150,5 +150,6 @@ def hold_many_buckets(rank: int, world: int) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.timeout(120)
 def test_many_buckets_over_processes() -> None:
-    run_ranks(hold_many_buckets, 2, timeout=50)
+    run_ranks(hold_many_buckets, 2, timeout=110)
