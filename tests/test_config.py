@@ -58,6 +58,7 @@ WRONG = {
     "timeline": "7",
     "ranks_per_node": "two",
     "lanes": "true",
+    "backend": "[int8]",
     "threads": "2.5",
 }
 

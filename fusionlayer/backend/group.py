@@ -280,7 +280,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Send a tensor to a rank of the group."""
-        native = self._native.between(tensors[0].device, self._rank, dstRank)
+        native = self._between(tensors[0].device, self._rank, dstRank)
         choice = self._choices.of("send", tensors) if len(tensors) == 1 else None
         if choice is None:
             return native.send(tensors, dstRank, tag)
@@ -289,12 +289,16 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Receive a tensor from a rank of the group."""
-        native = self._native.between(tensors[0].device, srcRank, self._rank)
+        native = self._between(tensors[0].device, srcRank, self._rank)
         return self._receive(tensors, lambda xs: native.recv(xs, srcRank, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         """Receive a tensor from whoever sends one."""
         return self._receive(tensors, lambda xs: self._native.group.recv_anysource(xs, tag))
+
+    def _between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
+        """Return the native group of a message; what is one batch is one for NCCL, too."""
+        return self._native.group if self._messages.is_batch else self._native.between(device, source, to)
 
     def _receive(self, tensors: list[Tensor], receive: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
         choice = self._choices.of("send", tensors) if len(tensors) == 1 else None
@@ -376,7 +380,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         with self._lane_lock:
             if self._lane is None:
                 name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
-                connect = partial(_connect, self._ranks, name, self._timeout, self._settings, nccl)
+                device = torch.cuda.current_device() if nccl else None
+                connect = partial(_connect, self._ranks, name, self._timeout, self._settings, device)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 self._lane = Lane(self.group_desc if described else name, connect)
                 weakref.finalize(self, self._lane.close, wait=False).atexit = False
@@ -406,8 +411,12 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._devices
 
 
-def _connect(ranks: Sequence[int], name: str, timeout: timedelta, settings: config.Config, nccl: bool) -> Transport:
-    """Return the transport of a group's compressed calls."""
+def _connect(
+    ranks: Sequence[int], name: str, timeout: timedelta, settings: config.Config, device: int | None
+) -> Transport:
+    """Return the transport of a group's compressed calls, by NCCL too if a CUDA ``device`` is given."""
+    if device is not None:
+        torch.cuda.set_device(device)  # of this thread
     store = dist.distributed_c10d._get_default_store()
     with _made_lock:
         made = _made.setdefault(store, Counter())
@@ -420,5 +429,5 @@ def _connect(ranks: Sequence[int], name: str, timeout: timedelta, settings: conf
         timeout.total_seconds(),
         stall_warning=settings.stall_warning,
         node=None if each is None else f"node {dist.get_rank() // each}",
-        nccl=nccl,
+        nccl=device is not None,
     )

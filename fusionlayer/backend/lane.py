@@ -70,7 +70,7 @@ class Lane:
         """Return when all calls made so far have ended, whether well or not: who waits for them is told."""
         last = self._last
         if last is not None and self._worker is not None and not self._worker.is_here:
-            with suppress(FusionLayerError):
+            with suppress(Exception):
                 last.wait()
             self._last = None
 
@@ -102,7 +102,11 @@ class Lane:
             with torch.inference_mode():
                 if self._transport is None:
                     self._transport = self._connect()
-                call(self._transport)
+                try:
+                    call(self._transport)
+                except BaseException:
+                    self._transport.close()  # whatever it was: the other ranks shall not wait for the rest of the call
+                    raise
             work.finish()
 
     def _abandon(self, work: BackgroundWork) -> None:

@@ -55,6 +55,11 @@ class Messages:
         """From here on to ``end_batch`` native works mean nothing by themselves."""
         self._batch = []
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether a batch has begun and not ended."""
+        return self._batch is not None
+
     def join_batch(self, work: dist.Work) -> None:
         """Have the batch, if there is one, wait for ``work`` too."""
         if self._batch is not None:

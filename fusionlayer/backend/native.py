@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,20 +56,15 @@ class Native:
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         self._gloo._set_sequence_number_for_group()
         backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, self._gloo)}
-        downward = backends
+        self._make_nccl = partial(_nccl, rank=rank, size=size, ranks=ranks, timeout=timeout, options=nccl_options)
         if torch.cuda.is_available():
             backends["cuda"] = (kinds.GLOO, self._gloo)
             if dist.is_nccl_available():
-                up, down = (
-                    _nccl(dist.PrefixStore(f"{way}/", store), rank, size, ranks, timeout, nccl_options)
-                    for way in ("nccl", "nccl down")
-                )
-                downward = {**backends, "cuda": (kinds.NCCL, down)}
-                backends["cuda"] = (kinds.NCCL, up)
+                backends["cuda"] = (kinds.NCCL, self._make_nccl(dist.PrefixStore("nccl/", store)))
         self._backends = backends
         self.serves = {device: kind.name.lower() for device, (kind, _) in backends.items()}
         self.group = self._make(backends)
-        self._downward = self.group if downward is backends else self._make(downward)
+        self._downward: dist.ProcessGroup | None = None
         self._met: set[int] = set()
 
     def _make(self, backends: dict[str, tuple[Any, Any]]) -> dist.ProcessGroup:
@@ -98,8 +94,11 @@ class Native:
         calls are one batch, which torch does for its own class alone. So messages to lower ranks have communicators of
         their own: two ranks that both send first do not wait for each other.
         """
-        if self._downward is self.group or device.type != "cuda" or source == to:
+        if device.type != "cuda" or self.serves["cuda"] != "nccl" or source == to:
             return self.group
+        if self._downward is None:
+            down = self._make_nccl(dist.PrefixStore("nccl down/", self._store))
+            self._downward = self._make({**self._backends, "cuda": (dist.ProcessGroup.BackendType.NCCL, down)})
         peer = to if source == self._rank else source
         if peer not in self._met:
             # A communicator is made by its first message, for which both ranks have to come: in one order.
@@ -136,7 +135,7 @@ class Native:
 
     def shut(self, *, abort: bool) -> None:
         """End the connections: in order, or in the middle of what is under way."""
-        for group in {id(group): group for group in (self.group, self._downward)}.values():
+        for group in filter(None, (self._downward, self.group)):
             if abort:
                 group.abort()
             else:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer import backend
+from fusionlayer.backend import calls
 from fusionlayer.backend.group import CompressingGroup
 from fusionlayer.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
 from tests.harness import checkpoint, outcomes_of, run_ranks
@@ -186,8 +187,8 @@ def works(rank: int, world: int) -> None:
     for work, x in zip(works, results, strict=True):
         work.wait()
         assert near(x, expected) if x.dtype is torch.float32 else torch.equal(x.float(), expected)
-    calls = backend.traffic(group).calls
-    assert calls == {"all_reduce": 6 + 1 + 13, "all_gather": 3, "reduce_scatter": 3, "all_to_all": 1}, calls
+    counts = backend.traffic(group).calls
+    assert counts == {"all_reduce": 6 + 1 + 13, "all_gather": 3, "reduce_scatter": 3, "all_to_all": 1}, counts
 
     dist.destroy_process_group(group)
     with pytest.raises(FusionLayerError, match="was destroyed: it can send nothing any more"):
@@ -223,6 +224,34 @@ def test_a_lost_rank_is_named() -> None:
     first, second = outcomes_of(lose_a_rank, 2, signals={(1, "dies"): signal.SIGKILL}, backend="fusionlayer")
     assert (first.kind, first.exit_code) == ("died", 0), first.trace
     assert second.kind == "died"
+
+
+def fail_within(rank: int, world: int) -> None:
+    group = dist.new_group(None, timedelta(seconds=60), pg_options=INT8)
+    dist.all_reduce(numbers(rank), group=group)
+
+    def broken(*_: Any) -> None:
+        raise ValueError("broken")
+
+    if rank == 1:
+        calls.scale = broken
+        work = dist.all_reduce(numbers(rank), group=group, async_op=True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="broken"):
+                work.wait()
+        dist.barrier(group)
+        with pytest.raises(ValueError, match="broken"):
+            dist.all_reduce(numbers(rank), group=group)
+    else:
+        dist.all_reduce(numbers(rank), group=group)
+        dist.barrier(group)
+        with pytest.raises(TransportError, match="rank 1 closed its transport"):
+            dist.all_reduce(numbers(rank), group=group)
+    dist.destroy_process_group(group)
+
+
+def test_what_one_rank_raises_the_others_learn() -> None:
+    run_ranks(fail_within, 2, backend="fusionlayer")
 
 
 def counted() -> tuple[int, int, int]:
