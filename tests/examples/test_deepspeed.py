@@ -17,6 +17,8 @@ from .places import EXAMPLES
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(200)]
 
+SMALL = ("--width", "64", "--layers", "2")
+
 
 def run(*command: str) -> str:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -29,7 +31,7 @@ def test_torchrun(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     output = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(EXAMPLES / "train_deepspeed.py"), "--steps", "3", "--json", str(result)),
+        *(str(EXAMPLES / "train_deepspeed.py"), "--steps", "3", "--json", str(result), *SMALL),
     )
     assert re.findall(r"^step (\d)/3 ", output, re.MULTILINE) == ["1", "2", "3"]
     found = json.loads(result.read_text())
@@ -48,8 +50,8 @@ def test_the_launcher_of_deepspeed(tmp_path: Path) -> None:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(port))
-    small = ("--steps", "2", "--width", "64", "--layers", "2", "--json", str(result))
-    run(sys.executable, *launcher, str(EXAMPLES / "train_deepspeed.py"), "--deepspeed_config", str(path), *small)
+    example = (str(EXAMPLES / "train_deepspeed.py"), "--deepspeed_config", str(path))
+    run(sys.executable, *launcher, *example, "--steps", "2", "--json", str(result), *SMALL)
     found = json.loads(result.read_text())
     assert (found["zero_stage"], found["workers"], found["steps"]) == (3, 2, 2)
     assert 3 < found["validation_loss"] < 6

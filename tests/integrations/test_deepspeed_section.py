@@ -98,6 +98,7 @@ def test_the_sections_of_the_page_are_sections() -> None:
         ({"error_feedback": True}, 3, {}, "error_feedback=true with ZeRO stage 3"),
         ({"weights": "int8"}, 0, {}, "only ZeRO 1 to 3 send weights"),
         ({"zero_plus_plus": True, "one_bit": True}, 2, {}, "choose one"),
+        ({"one_bit": True}, 3, {}, "signs need error feedback"),
         ({"gradients": "topk"}, 2, {}, "leaves most elements out"),
         ({}, 2, {"use_multi_rank_bucket_allreduce": False}, "use_multi_rank_bucket_allreduce=false"),
         ({}, 3, {"zero_quantized_gradients": True}, "zero_quantized_gradients is true; one of the two"),

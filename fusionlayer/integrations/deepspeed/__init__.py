@@ -78,7 +78,12 @@ def install(config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any)
     """
     deepspeed = _deepspeed()
     if not hasattr(deepspeed.initialize, "__wrapped__"):
-        deepspeed.initialize = functools.wraps(deepspeed.initialize)(initialize)
+
+        @functools.wraps(deepspeed.initialize)
+        def initialize_by_section(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+            return initialize(*args, **kwargs)
+
+        deepspeed.initialize = initialize_by_section
     if config is not None:
         init_distributed(config, **kwargs)
 

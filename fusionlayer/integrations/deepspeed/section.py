@@ -89,6 +89,8 @@ class Section:
         plus, one_bit = (_read(values, key, bool, False) for key in ("zero_plus_plus", "one_bit"))
         if plus and one_bit:
             raise _error("zero_plus_plus and one_bit are both true; they are two ways to send gradients: choose one")
+        if one_bit and stage == 3:
+            raise _error("one_bit is true with ZeRO stage 3; signs need error feedback, which stages 0 to 2 have")
         gradients = _traffic(values, "gradients", "int4" if plus else "onebit" if one_bit else "int8")
         weights = _traffic(values, "weights", "int8" if plus else RAW)
         activations = _traffic(values, "activations", RAW)
