@@ -29,7 +29,7 @@ __all__ = ["DTYPES", "ProcessSetMembers", "Session"]
 
 # Of one message: so much always fits in what a connection buffers, so that nobody waits for a reader.
 _REQUESTS_AT_ONCE = 1000
-_BYTES_AT_ONCE = 160 << 10
+_BYTES_AT_ONCE = 96 << 10
 
 
 @dataclass(frozen=True)
