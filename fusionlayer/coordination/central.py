@@ -26,7 +26,7 @@ def fits(signature: Signature, tensors: Sequence[Tensor], size: int) -> bool:
         return False
     if len(signature.dtypes) > 1 and len(set(signature.dtypes)) > 1:
         return False
-    return sum(x.numel() * x.element_size() for x in tensors) * size <= _BYTES
+    return sum([x.nbytes for x in tensors]) * size <= _BYTES
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> bytes:

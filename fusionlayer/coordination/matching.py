@@ -185,7 +185,7 @@ class Matcher:
         if process_set not in self._sets:
             self._fail(waiting, f"process set {process_set} has been removed")
             return
-        missing = self._missing(waiting)
+        missing = () if len(requests) == len(self._sets[process_set]) else self._missing(waiting)
         gone = [rank for rank in missing if rank in self._left]
         if gone:
             self._fail(waiting, self._left[gone[0]], code="lost")
@@ -203,13 +203,18 @@ class Matcher:
             assert signature.ranks is not None
             result, self._next_set = self._next_set, self._next_set + 1
             self._sets[result] = signature.ranks
-        nbytes = max(signature.nbytes(n) for n in {request.numbers for request in requests.values()})
-        here = all(request.data is not None for request in requests.values())
+        sizes = [-1 if request.data is None else len(request.data) for request in requests.values()]
+        here = min(sizes) >= 0
+        nbytes = max(sizes) if here else max(signature.nbytes(request.numbers) for request in requests.values())
         self._ready.append(_Ready(signature, requests, nbytes, result, here))
         self._feed(waiting.key)
 
     def _conflict(self, waiting: _Waiting) -> str | None:
         """Return why the requests of the ranks make no operation together, or None."""
+        first = next(iter(waiting.requests.values())).signature
+        everyone = len(waiting.requests) == len(self._sets[first.process_set])
+        if everyone and first.dtypes and all(r.handle >= 0 and r.signature == first for r in waiting.requests.values()):
+            return None
         name = describe(waiting.key)
         refused = sorted(rank for rank, request in waiting.requests.items() if request.handle < 0)
         if refused:
@@ -269,7 +274,7 @@ def describe(key: Key) -> str:
 def _fusion_key(ready: _Ready) -> tuple[object, ...]:
     signature = ready.signature
     # Tensors that are here are reduced as one, by those ranks that have them.
-    together = (signature.dtypes[:1], sorted(ready.requests)) if ready.is_here else None
+    together = (signature.dtypes[:1], frozenset(ready.requests)) if ready.is_here else None
     return (
         together,
         signature.kind,

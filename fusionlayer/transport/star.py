@@ -10,12 +10,14 @@ import hmac
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ __all__ = ["Center", "Connection", "connect"]
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<16sI")
 _PATIENCE = 5.0
+_NEAR = "this host"
 # Frames that a peer has not read yet must not make this end wait: what is under way at once fits in here.
 _BUFFER_BYTES = 1 << 20
 
@@ -36,10 +39,10 @@ class Connection:
     """One end of the connection of two ranks. One thread sends at a time, and one receives."""
 
     def __init__(self, end: socket.socket) -> None:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
         end.settimeout(None)
         self.socket = end
@@ -75,9 +78,6 @@ class Connection:
     def _fill(self) -> bool:
         try:
             data = self.socket.recv(1 << 16)
-            # A sender may wait for room; that there is some must not be told 40 ms later, with the next answer.
-            if hasattr(socket, "TCP_QUICKACK"):
-                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         except OSError:
             return False
         self._read += data
@@ -149,11 +149,13 @@ def connect(transport: Transport) -> Center | Connection:
         address = json.loads(letter.numpy().tobytes())
         return Connection(_call(address, transport.rank, near=transport.rank in near, timeout=transport.timeout))
     token = secrets.token_bytes(16)
-    with _listener() as listener:
-        text = json.dumps({"token": token.hex(), "port": listener.getsockname()[1], "hosts": _hosts()}).encode()
+    name = f"fusionlayer-{secrets.token_hex(8)}"
+    with _listener() as listener, _near_listener(name) as near_listener:
+        port = listener.getsockname()[1]
+        text = json.dumps({"token": token.hex(), "port": port, "hosts": _hosts(), "near": name}).encode()
         transport.broadcast(torch.tensor([len(text)]), 0)
         transport.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-        return Center(_answer(listener, token, transport.size, transport.timeout))
+        return Center(_answer((listener, near_listener), token, transport.size, transport.timeout))
 
 
 def _listener() -> socket.socket:
@@ -172,6 +174,17 @@ def _enlarge(end: socket.socket) -> None:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
 
+def _reach_near(name: str) -> socket.socket:
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.settimeout(_PATIENCE)
+        end.connect(f"\0{name}")
+    except OSError:
+        end.close()
+        raise
+    return end
+
+
 def _reach(host: str, port: int) -> socket.socket:
     """Return a connection, with room that was asked for before it was made, as only then it counts."""
     why: OSError | None = None
@@ -188,17 +201,24 @@ def _reach(host: str, port: int) -> socket.socket:
     raise why or OSError(f"{host} has no address")
 
 
-def _answer(listener: socket.socket, token: bytes, size: int, timeout: float) -> dict[int, Connection]:
+def _near_listener(name: str) -> socket.socket:
+    """Return a listener for this host, by a name in no file system; TCP within a host stalls when windows fill up."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{name}")
+    listener.listen(1024)
+    return listener
+
+
+def _answer(listeners: Sequence[socket.socket], token: bytes, size: int, timeout: float) -> dict[int, Connection]:
     """Return the connections of all other ranks; who does not know the token is sent away."""
     ends: dict[int, Connection] = {}
     deadline = time.monotonic() + timeout
     while len(ends) < size - 1:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            end, _ = listener.accept()
-        except TimeoutError:
+        waiting, _, _ = select.select(listeners, (), (), max(deadline - time.monotonic(), 0.001))
+        if not waiting:
             missing = [rank for rank in range(1, size) if rank not in ends]
-            raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing) from None
+            raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing)
+        end, _ = waiting[0].accept()
         end.settimeout(_PATIENCE)
         rank = 0
         with suppress(OSError, struct.error):
@@ -214,17 +234,17 @@ def _answer(listener: socket.socket, token: bytes, size: int, timeout: float) ->
     return ends
 
 
-def _call(address: dict[str, str], rank: int, *, near: bool, timeout: float) -> socket.socket:
+def _call(address: dict[str, Any], rank: int, *, near: bool, timeout: float) -> socket.socket:
     """Return a connection to rank 0 by the first of its addresses that leads there."""
     hosts = list(address["hosts"])
-    hosts = ["127.0.0.1", *hosts] if near else [*hosts, "127.0.0.1"]
+    hosts = [_NEAR, "127.0.0.1", *hosts] if near else [*hosts, "127.0.0.1"]
     hello = _HELLO.pack(bytes.fromhex(address["token"]), rank)
     deadline = time.monotonic() + timeout
     why: OSError | None = None
     while why is None or time.monotonic() < deadline:
         for host in hosts:
             try:
-                end = _reach(host, int(address["port"]))
+                end = _reach_near(address["near"]) if host == _NEAR else _reach(host, int(address["port"]))
                 end.sendall(hello)
                 if end.recv(1) == b"!":
                     return end

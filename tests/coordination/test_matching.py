@@ -1,0 +1,119 @@
+"""What the coordinator decides, request by request."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusionlayer.coordination.central import compute, fits
+from fusionlayer.coordination.matching import Matcher
+from fusionlayer.coordination.requests import (
+    Item,
+    Reader,
+    Request,
+    Response,
+    Signature,
+    Writer,
+    read_farewell,
+    read_response,
+    write_farewell,
+    write_response,
+)
+
+pytestmark = pytest.mark.short
+
+SUM = Signature("allreduce", dtypes=("float32",), shapes=((4,),), op="Sum")
+
+
+def responses(matcher: Matcher) -> list[dict[int, Response]]:
+    found = []
+    while (response := matcher.next_responses()) is not None:
+        found.append(response)
+    return found
+
+
+def test_what_all_ranks_have_asked_for_travels_together_in_one_order() -> None:
+    matcher = Matcher(2, fusion_bytes=64)
+    names = [f"x{i}" for i in range(5)]
+    matcher.take(0, [Request(i, name, SUM) for i, name in enumerate(names)])
+    assert responses(matcher) == []
+    matcher.take(1, [Request(10 + i, name, SUM) for i, name in reversed(list(enumerate(names)))])
+    first, second = responses(matcher)
+    assert [item.handle for item in first[0].items] == [4, 3, 2, 1]  # 16 bytes each, 64 at most
+    assert [item.handle for item in first[1].items] == [14, 13, 12, 11]
+    assert [item.handle for item in second[0].items] == [0]
+    assert not matcher.has_pending
+
+
+def test_only_what_fits_together_is_fused_and_others_are_passed_by() -> None:
+    matcher = Matcher(1, fusion_bytes=1 << 20)
+    other = SUM._replace(op="Max")
+    custom = SUM._replace(op="Sum by int8")
+    for i, signature in enumerate((SUM, other, custom, SUM, custom)):
+        matcher.take(0, [Request(i, f"x{i}", signature)])
+    assert [[item.handle for item in each[0].items] for each in responses(matcher)] == [[0, 3], [1], [2], [4]]
+
+
+def test_requests_of_the_same_name_keep_their_order() -> None:
+    matcher = Matcher(2, fusion_bytes=0)
+    matcher.take(0, [Request(1, "x", SUM), Request(-1, "x", SUM)])
+    matcher.take(1, [Request(7, "x", SUM)])
+    assert [each[1].code for each in responses(matcher)] == ["execute"]
+    matcher.take(1, [Request(8, "x", SUM)])
+    (failed,) = responses(matcher)
+    assert failed[1].code == "fail" and "asked for it twice" in failed[1].text
+
+
+def test_ranks_that_have_left_or_joined() -> None:
+    matcher = Matcher(3, fusion_bytes=0)
+    matcher.take(0, [Request(1, "x", SUM)])
+    matcher.take(1, [Request(2, 0, Signature("join"))])
+    matcher.take(2, [Request(3, "x", SUM)])
+    (ready,) = responses(matcher)
+    assert ready[1] == Response("execute", (Item(None, (), SUM),))
+    matcher.take(0, [Request(4, "y", SUM)])
+    matcher.leave(2, "rank 2 is lost")
+    lost = responses(matcher)
+    assert {rank for each in lost for rank in each} == {0, 1}
+    assert all(response.code == "lost" for each in lost for response in each.values())
+    assert matcher.first_loss == "rank 2 is lost"
+
+
+def test_stalls_say_who_is_missing() -> None:
+    matcher = Matcher(3, fusion_bytes=0)
+    matcher.take(1, [Request(1, "x", SUM)])
+    (stall,) = matcher.stalls(-1.0)
+    assert stall.name == "allreduce 'x'" and stall.missing == (0, 2)
+
+
+def test_messages_come_back_as_they_were() -> None:
+    writer, reader = Writer(capacity=3), Reader()
+    gather = Signature("allgather", 2, ("int64", "bool"), ((3, 2), ()), "cpu", None, 0.5, 2.0, None, (1, 2))
+    for step in range(4):
+        requests = [
+            Request(step, "x", SUM, (), b"0123456789abcdef"),
+            Request(step + 1, step, gather, (4, step), None),
+            Request(-1, f"once.{step}", SUM, (), b""),
+        ]
+        message = writer.write(requests)
+        assert read_farewell(message) is None
+        assert reader.read(message) == requests
+    assert len(reader._known) <= 3 + 2
+    assert read_farewell(write_farewell("gone")) == "gone"
+    for response in (
+        Response("ready"),
+        Response("execute", (Item(3, (1, 2)), Item(None, (), gather), Item(0))),
+        Response("take", (Item(3),), data=b"abc"),
+        Response("fail", (Item(-1),), "why"),
+    ):
+        assert read_response(write_response(response)) == response
+
+
+def test_small_tensors_are_reduced_by_the_coordinator() -> None:
+    given = [torch.tensor([1.0, 2.0, 3.0, 4.0]) * (rank + 1) for rank in range(2)]
+    assert fits(SUM, given[:1], 2) and not fits(SUM, [torch.zeros(1 << 20)], 2)
+    assert not fits(SUM._replace(op="Sum by int8"), given[:1], 2)
+    requests = {rank: Request(rank, "x", SUM, (), x.numpy().tobytes()) for rank, x in enumerate(given)}
+    half = SUM._replace(op="Average", postscale=3.0)
+    found = torch.frombuffer(bytearray(compute(half, [requests], [0, 1])), dtype=torch.float32)
+    assert torch.equal(found, (given[0] + given[1]) / 2 * 3)

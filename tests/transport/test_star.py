@@ -1,0 +1,70 @@
+"""Connections between rank 0 and the others."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from fusionlayer.transport import Transport
+from fusionlayer.transport.star import Center, Connection, connect
+from tests.ranks import over_threads
+
+pytestmark = pytest.mark.short
+
+
+def test_messages_of_any_length_and_a_peer_that_goes() -> None:
+    def body(transport: Transport) -> list[str]:
+        end = connect(transport)
+        if isinstance(end, Connection):
+            end.send(b"", bytes([transport.rank]) * 300_000)
+            assert end.receive() == b"answer"
+            end.close()
+            assert end.receive() is None
+            return []
+        assert isinstance(end, Center)
+        lengths: dict[int, list[int]] = {1: [], 2: []}
+        gone: set[int] = set()
+        while len(gone) < 2:
+            for rank, messages in end.received(5.0):
+                if messages is None:
+                    gone.add(rank)
+                    continue
+                lengths[rank] += [len(message) for message in messages]
+                if len(lengths[rank]) == 2:
+                    end.connections[rank].send(b"answer")
+        end.close()
+        assert lengths == {1: [0, 300_000], 2: [0, 300_000]}
+        return []
+
+    over_threads(3, body)
+
+
+def test_a_stranger_is_sent_away() -> None:
+    def body(transport: Transport) -> bool:
+        if transport.rank == 0:
+            end = connect(transport)
+            assert isinstance(end, Center) and list(end.connections) == [1]
+            transport.barrier()
+            end.close()
+            return True
+        original = socket.socket.connect
+
+        def intrude(self: socket.socket, place: object) -> None:
+            with socket.socket(self.family) as stranger:
+                original(stranger, place)
+                stranger.sendall(b"x" * 20)
+                assert stranger.recv(1) in (b"",)
+            original(self, place)
+
+        socket.socket.connect = intrude  # type: ignore[assignment,method-assign]
+        try:
+            end = connect(transport)
+        finally:
+            socket.socket.connect = original  # type: ignore[method-assign]
+        transport.barrier()
+        assert isinstance(end, Connection)
+        end.close()
+        return True
+
+    assert over_threads(2, body) == [True, True]
