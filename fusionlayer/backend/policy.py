@@ -39,6 +39,8 @@ class Rule:
         min_bytes: least size of the call; None: what the policy says.
         max_bytes: largest size of the call; None: any.
         algorithm: for all_reduce the name of a collective, for reduce_scatter "ring"; None: by codec and ranks.
+        error_feedback: callers give a residual with every such all_reduce (``hint``), as codecs need that lose most of
+            a tensor; without it those are refused.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -52,6 +54,7 @@ class Rule:
     min_bytes: int | None = None
     max_bytes: int | None = None
     algorithm: str | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         _check_kinds(
@@ -65,6 +68,7 @@ class Rule:
             min_bytes=(int, type(None)),
             max_bytes=(int, type(None)),
             algorithm=(str, type(None)),
+            error_feedback=(bool,),
         )
         for op in _listed(self.op):
             if op not in OPS:
@@ -83,6 +87,12 @@ class Rule:
             raise ConfigError(
                 f"rule: codec {self.codec!r} leaves most elements out and needs error feedback, for which the group "
                 "would have to know the tensors; choose a codec that sends all, or wrap the optimizer"
+            )
+        if codec.needs_feedback and not (self.error_feedback and self.ops == ("all_reduce",)):
+            raise ConfigError(
+                f"rule: codec {self.codec!r} loses most of a tensor and needs error feedback, which a process group has "
+                "only where callers give it: say so in a rule for op all_reduce, with error_feedback true, choose "
+                "another codec, or wrap the optimizer"
             )
         if self.algorithm is None:
             return
@@ -130,7 +140,7 @@ class Rule:
 
     def __str__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("codec", "options")}
-        shown = [f"{name} {value}" for name, value in given.items() if value not in (None, "*")]
+        shown = [f"{name} {value}" for name, value in given.items() if value not in (None, False, "*")]
         return f"{self.make_codec()} for {', '.join(shown) or 'every call but all_gather'}"
 
 
@@ -232,6 +242,6 @@ def _check_keys(what: str, data: object, kind: type[Policy] | type[Rule]) -> Non
 def _check_kinds(what: str, given: object, **kinds: tuple[Any, ...]) -> None:
     for name, kind in kinds.items():
         value = getattr(given, name)
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
             names = " or ".join("null" if k is type(None) else k.__name__ for k in kind)
             raise ConfigError(f"{what}: {name}={value!r:.60} has type {type(value).__name__}; expected {names}")

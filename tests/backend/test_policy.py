@@ -91,6 +91,8 @@ def test_what_is_never_touched() -> None:
         ({"rules": [{"codec": "int8", "min_bytes": True}]}, "min_bytes=True has type bool; expected int or null"),
         ({"rules": [{"codec": "int8", "min_bytes": 9, "max_bytes": 8}]}, "min_bytes=9, max_bytes=8; expected 0 <="),
         ({"rules": [{"codec": "topk"}]}, "codec 'topk' leaves most elements out and needs error feedback"),
+        ({"rules": [{"codec": "onebit"}]}, "codec 'onebit' loses most of a tensor and needs error feedback"),
+        ({"rules": [{"codec": "powersgd", "op": "send", "error_feedback": True}]}, "codec 'powersgd' loses most of"),
         ({"rules": [{"codec": "raw", "algorithm": "ring"}]}, "algorithm='ring' with codec 'raw'"),
         ({"rules": [{"codec": "int8", "algorithm": "ring"}]}, "give it in a rule with op: all_reduce or op: reduce_sc"),
         ({"rules": [{"codec": "int8", "op": "all_reduce", "algorithm": "rang"}]}, r"did you mean 'ring'\?"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionlayer import ConfigError, codecs
+from fusionlayer import ConfigError
 from fusionlayer.integrations.deepspeed.gradients import padding_of
 from fusionlayer.integrations.deepspeed.section import ROUTERS, Section, Traffic
 from fusionlayer.integrations.deepspeed.spans import Part, Spans
@@ -62,12 +62,11 @@ def test_presets_are_defaults() -> None:
 
 
 def test_one_bit_takes_its_codec_by_name() -> None:
-    if "onebit" not in codecs.names():
-        with pytest.raises(ConfigError, match="unknown codec 'onebit'"):
-            section({"one_bit": True})
-        return
     signs = section({"one_bit": True})
     assert signs.gradients.codec == "onebit" and signs.error_feedback and signs.warmup_steps == 100
+    assert [(rule.codec, rule.ops, rule.error_feedback) for rule in signs.policy.rules] == [
+        ("onebit", ("all_reduce",), True)
+    ]
 
 
 def test_the_sections_of_the_page_are_sections() -> None:
@@ -100,6 +99,9 @@ def test_the_sections_of_the_page_are_sections() -> None:
         ({"zero_plus_plus": True, "one_bit": True}, 2, {}, "choose one"),
         ({"one_bit": True}, 3, {}, "signs need error feedback"),
         ({"gradients": "topk"}, 2, {}, "leaves most elements out"),
+        ({"gradients": "onebit", "error_feedback": False}, 2, {}, "'onebit', which loses most of them, without error"),
+        ({"gradients": "powersgd"}, 3, {}, "'powersgd', which loses most of them, without error_feedback"),
+        ({"activations": "onebit"}, 0, {}, "activations: rule: codec 'onebit' loses most of a tensor"),
         ({}, 2, {"use_multi_rank_bucket_allreduce": False}, "use_multi_rank_bucket_allreduce=false"),
         ({}, 3, {"zero_quantized_gradients": True}, "zero_quantized_gradients is true; one of the two"),
         ({}, 3, {"stage3_use_all_reduce_for_fetch_params": True}, "cannot be told from gradients"),

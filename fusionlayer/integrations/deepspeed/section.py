@@ -118,8 +118,9 @@ class Section:
     @property
     def policy(self) -> Policy:
         """The rules of the backend: what it sees of a tensor's role is the operation."""
+        with_residuals = self.error_feedback and self.gradients.make().needs_feedback
         roles = (
-            (("all_reduce", "reduce_scatter"), self.gradients),
+            (("all_reduce",) if with_residuals else ("all_reduce", "reduce_scatter"), self.gradients),
             (("all_gather",), self.weights),
             (("all_to_all", "send"), self.activations),
         )
@@ -131,6 +132,7 @@ class Section:
                     op,
                     min_bytes=traffic.min_bytes,
                     algorithm=traffic.algorithm if op == "all_reduce" else None,
+                    error_feedback=with_residuals and op == "all_reduce",
                 )
                 for ops, traffic in roles
                 if traffic.compresses
@@ -189,7 +191,8 @@ def _traffic(values: Mapping[str, Any], role: str, default: str) -> Traffic:
         raise _error(f"{where}min_bytes={traffic.min_bytes}; expected 0 or more")
     try:
         if traffic.compresses:
-            Rule(traffic.codec, traffic.options)  # which refuses what no process group can carry
+            # Which refuses what no process group can carry.
+            Rule(traffic.codec, traffic.options, "all_reduce", error_feedback=role == "gradients")
     except ConfigError as error:
         raise _error(f"{role}: {error}") from None
     return traffic
@@ -229,6 +232,11 @@ def _check(section: Section, config: Mapping[str, Any], stage: int) -> None:
         return default if value == AUTO else bool(value)
 
     gradients, weights = section.gradients, section.weights
+    if gradients.make().needs_feedback and not section.error_feedback:
+        raise _error(
+            f"gradients travel by {gradients.codec!r}, which loses most of them, without error_feedback, which ZeRO "
+            "stages 0 to 2 have: set it, or choose another codec"
+        )
     if weights.compresses and stage == 0:
         raise _error(f"weights travel by {weights.codec!r}, but only ZeRO 1 to 3 send weights: set a stage, or 'raw'")
     if gradients.compresses and stage in (1, 2) and not on("use_multi_rank_bucket_allreduce", True):
