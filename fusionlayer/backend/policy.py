@@ -90,8 +90,8 @@ class Rule:
             )
         if codec.needs_feedback and not (self.error_feedback and self.ops == ("all_reduce",)):
             raise ConfigError(
-                f"rule: codec {self.codec!r} loses most of a tensor and needs error feedback, which a process group has "
-                "only where callers give it: say so in a rule for op all_reduce, with error_feedback true, choose "
+                f"rule: codec {self.codec!r} loses most of a tensor and needs error feedback, which a process group "
+                "has only where callers give it: say so in a rule for op all_reduce, with error_feedback true, choose "
                 "another codec, or wrap the optimizer"
             )
         if self.algorithm is None:

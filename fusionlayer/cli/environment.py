@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..registry import nearest
+from ..torch.environment import VARIABLES
 
 __all__ = ["FUSIONLAYER", "HOROVOD", "HOROVOD_UNUSED", "Variable", "report"]
 
@@ -16,6 +17,7 @@ FUSIONLAYER = {
     "FUSIONLAYER_STALL_WARNING": "seconds until late ranks are named",
     "FUSIONLAYER_TIMELINE": "file for a timeline",
     "FUSIONLAYER_TRANSPORT": "what moves bytes between processes",
+    "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs",
     "FUSIONLAYER_ISA": "instruction set of the CPU core",
     "FUSIONLAYER_CUDA": "read when building",
     "FUSIONLAYER_NVCC": "read when building",
@@ -30,16 +32,7 @@ HOROVOD = {
     "HOROVOD_HOSTNAME": "name of this host, as horovodrun sets it",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "where processes of horovodrun meet",
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "where processes of horovodrun meet",
-    "HOROVOD_FUSION_THRESHOLD": "bytes of a fused message of fusionlayer.torch",
-    "HOROVOD_CACHE_CAPACITY": "names that ranks of fusionlayer.torch remember of each other",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "seconds that fusionlayer.torch waits for peers",
-    "HOROVOD_TIMELINE": "file for a timeline of fusionlayer.torch",
-    "HOROVOD_STALL_CHECK_DISABLE": "no warning of stalls in fusionlayer.torch",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds until fusionlayer.torch warns of a stall",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds until fusionlayer.torch ends for a stall",
-    "HOROVOD_AUTOTUNE": "search for the fusion of gradients while training runs",
-    "HOROVOD_AUTOTUNE_LOG": "file for what autotune has tried",
-    "HOROVOD_LOG_LEVEL": "level of the logger fusionlayer",
+    **VARIABLES,
 }
 
 # Why what a user of Horovod has set changes nothing.

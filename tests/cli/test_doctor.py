@@ -76,7 +76,7 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
         ("environment", "launcher"): ("FAIL", "RANK is set and WORLD_SIZE is not"),
         ("environment", "FUSIONLAYER_TIMEOT"): ("note", "did you mean 'FUSIONLAYER_TIMEOUT'?"),
         ("environment", "HOROVOD_CYCLE_TIME"): ("note", "means nothing here"),
-        ("environment", "HOROVOD_FUSION_THRESHOLD"): ("ok", "1000 (bytes of a fused message"),
+        ("environment", "HOROVOD_FUSION_THRESHOLD"): ("ok", "1000 (bytes of small tensors that travel as one message"),
     }
     for key, (state, words) in wanted.items():
         assert found[key][0] == state and words in found[key][1], (key, found[key])
