@@ -154,6 +154,8 @@ def curves(found: Sequence[Mapping[str, Any]], title: str) -> Figure:
                 linewidth=1.2,
             )
         axes.set(xlabel="steps", ylabel="validation loss", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_title(title, fontsize=8)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="loss at the end")
     return figure
