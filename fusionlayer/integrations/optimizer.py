@@ -181,6 +181,7 @@ class _Distributed(Optimizer):
 
     _fl_engine: Engine | None
     _fl_connect: Callable[[], tuple[Engine | None, Timeline]]
+    _fl_enlist: Callable[[_Distributed], Callable[[], object]] | None = None
 
     def _attach(
         self,
@@ -206,7 +207,11 @@ class _Distributed(Optimizer):
         self._fl_forward_of = overlap_forward
         self._fl_timeline = timeline
         self._fl_phases: StepPhases | None = None
+        self._fl_begun = False
+        self._fl_tell_begin: Callable[[], object] = _nothing
         if engine is not None:
+            if self._fl_enlist is not None:
+                self._fl_tell_begin = self._fl_enlist(self)
             if timeline.enabled:
                 self._fl_phases = StepPhases(engine, timeline)
             # The parameters live longer than the optimizer: their hooks must neither keep it nor outlive it.
@@ -260,9 +265,40 @@ class _Distributed(Optimizer):
         self._fl_passes_left[parameter] -= 1
         self._fl_reduced = self._fl_stepped = False
         if self._fl_passes_left[parameter] == 0:
+            self._fl_begin()
             engine.submit(self._fl_names[parameter], self._fl_gradient(parameter))
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
+
+    def _fl_enlist_by(self, enlist: Callable[[_Distributed], Callable[[], object]]) -> None:
+        """Have what ``enlist`` returns called whenever a step begins; after ``reconnect`` it is asked anew."""
+        self._fl_enlist = enlist
+        if self._fl_engine is not None:
+            self._fl_tell_begin = enlist(self)
+
+    def _fl_begin(self) -> None:
+        if not self._fl_begun:
+            self._fl_begun = True
+            self._fl_tell_begin()
+
+    def _fl_stand_in(self) -> None:
+        """Take part in a step with zeros for gradients that backward has not handed over; nothing is updated by it."""
+        engine = self._fl_engine
+        assert engine is not None
+        if self._fl_phases is not None:
+            self._fl_phases.end_backward()
+        self._fl_flush()
+        self._fl_begin()
+        pending = engine.pending
+        # The first step's order of arrival makes the plan: from the back is what backward would come close to.
+        for parameter, name in reversed(self._fl_names.items()):
+            if name not in pending:
+                engine.submit(name, local_part(torch.zeros_like(parameter)))
+        engine.end_step()
+        for index in sorted(engine.untaken):
+            engine.take(index)
+        self._fl_begun = False
+        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
     def _fl_gradient(self, parameter: Tensor) -> Tensor:
         gradient = parameter.grad
@@ -311,10 +347,12 @@ class _Distributed(Optimizer):
             self._fl_phases.end_backward()
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
+        self._fl_begin()
         submitted = engine.pending
         for parameter, name in self._fl_names.items():
             if name not in submitted:
                 engine.submit(name, self._fl_gradient(parameter))
+        self._fl_begun = False
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +17,9 @@ from ..transport import Transport, local
 from .adasum_optimizer import adasum_optimizer
 from .basics import session, size
 from .compression import BF16Compressor, Compression, FP16Compressor, NoneCompressor, codec_of
+from .joining import enlist
 from .mpi_ops import Adasum, Average, ReduceOp, Sum, choose_op
-from .process_sets import ProcessSet, global_process_set, transport_of
+from .process_sets import ProcessSet, global_process_set, number_of, transport_of
 
 __all__ = ["DistributedOptimizer"]
 
@@ -74,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if process_set is not global_process_set:
         transport = transport_of(process_set) if process_set.included() else local.alone()
     session()
-    return _optimizer.DistributedOptimizer(
+    distributed = _optimizer.DistributedOptimizer(
         optimizer,
         named_parameters,
         codec=_codec(compression),
@@ -87,6 +89,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         group=transport,
         **options,
     )
+    distributed._fl_enlist_by(partial(enlist, number_of(process_set)))  # type: ignore[attr-defined]
+    return distributed
 
 
 _OWN = {NoneCompressor: "raw", FP16Compressor: "fp16", BF16Compressor: "bf16"}
