@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -21,8 +20,8 @@ _enlisted: WeakKeyDictionary[Session, WeakValueDictionary[_Key, Any]] = WeakKeyD
 _lock = threading.Lock()
 
 
-def enlist(process_set: int, optimizer: Any) -> Callable[[], None]:
-    """Have ``join`` stand in for an optimizer's steps; return what is to be called when one begins.
+def enlist(process_set: int, optimizer: Any) -> _Key:
+    """Have ``join`` stand in for an optimizer's steps; return the key that ``Session.begin_step`` takes for them.
 
     All ranks of the set enlist their optimizers in the same order.
     """
@@ -30,7 +29,7 @@ def enlist(process_set: int, optimizer: Any) -> Callable[[], None]:
     key = here.enlist(process_set)
     with _lock:
         _enlisted.setdefault(here, WeakValueDictionary())[key] = optimizer
-    return partial(here.begin_step, key)
+    return key
 
 
 def join(device: int = -1) -> int:

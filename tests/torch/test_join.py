@@ -163,3 +163,130 @@ def test_process_sets() -> None:
         return int(step)
 
     assert over_ranks(3, body) == [3, -1, 3]
+
+
+class Ranker(nn.Module):
+    """A table whose gradient is sparse, and a layer whose gradient is not."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3, sparse=sparse)
+        self.layer = nn.Linear(3, 1)
+        for i, p in enumerate(self.parameters()):
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+
+    def loss(self, rank: int, batch: int) -> Tensor:
+        rows = torch.tensor([rank, batch % 7, batch % 7])
+        if (rank + batch) % 3 == 2:  # no gradient for the table
+            return self.layer(torch.ones(1, 3)).square().sum()  # type: ignore[no-any-return]
+        return self.layer(self.table(rows)).square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("batches", [(3, 3, 3), (2, 4, 0)])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_sparse_gradients_are_gathered(batches: tuple[int, ...], op: hvd.ReduceOp, passes: int) -> None:
+    def body(rank: int) -> tuple[list[Tensor], list[str]]:
+        model = Ranker(sparse=True)
+        table = hvd.DistributedOptimizer(torch.optim.SparseAdam([model.table.weight], lr=0.1), op=op)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        table.close()
+        both = hvd.DistributedOptimizer(sgd, model.named_parameters(), op=op, backward_passes_per_step=passes)
+        for step in range(batches[rank]):
+            both.zero_grad()
+            for i in range(passes):
+                model.loss(rank, step * passes + i).backward()
+            if step == 0 and passes == 1 and model.table.weight.grad is not None:
+                with pytest.raises(AssertionError, match="zero_grad"):
+                    both.zero_grad()
+            both.synchronize()
+            assert model.table.weight.grad is not None and model.table.weight.grad.is_sparse
+            with both.skip_synchronize():
+                both.step()
+        hvd.join()
+        names = [name for bucket in both.fusion_plan.buckets for name in bucket.names]
+        both.close()
+        return [p.detach() for p in model.parameters()], names
+
+    found = over_ranks(3, body)
+    expected = Ranker(sparse=False)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(max(batches)):
+        plain.zero_grad()
+        for rank in range(3):
+            for i in range(passes if step < batches[rank] else 0):
+                (expected.loss(rank, step * passes + i) / (3 if op is hvd.Average else 1)).backward()
+        plain.step()
+    parameters, names = found[batches.index(max(batches))]
+    assert sorted(names) == ["layer.bias", "layer.weight"]  # the table is in no bucket
+    for p, q in zip(parameters, expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.short
+def test_an_optimizer_of_sparse_gradients_alone_and_what_cannot_be() -> None:
+    def body(rank: int) -> Tensor:
+        model = Ranker(sparse=True)
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SparseAdam([model.table.weight], lr=0.1))
+        for batch in range(3 if rank else 2):
+            optimizer.zero_grad()
+            (model.table(torch.tensor([rank, batch])).sum() * (rank + 1)).backward()
+            optimizer.step()
+        hvd.join()
+        assert optimizer.state_dict()["fusionlayer"]["step"] == 3 and optimizer.fusion_plan is None
+        optimizer.close()
+        late = distributed(model)
+        model.layer(torch.ones(1, 3)).sum().backward()
+        late.step()
+        model.table(torch.tensor([rank])).sum().backward()
+        late.step()
+        assert not model.table.weight.grad.is_sparse  # type: ignore[union-attr]
+        late.close()
+        tuned = distributed(model, autotune=True)
+        tuned.zero_grad()
+        with pytest.raises(ValueError, match=r"sparse_as_dense=True.*leave out plan, autotune"):
+            model.table(torch.tensor([rank])).sum().backward()
+        tuned.close()
+        return model.table.weight.detach()
+
+    found = over_ranks(2, body)
+    assert not torch.equal(found[0], Ranker(sparse=True).table.weight)
+
+
+def uneven(rank: int, world: int) -> list[Tensor]:
+    hvd.init()
+    model = make_model()
+    optimizer = distributed(model)
+    train(model, optimizer, [3, 0, 6][rank])
+    last = hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    hvd.shutdown()
+    return [p.detach() for p in model.parameters()]
+
+
+def lose(rank: int, world: int) -> None:
+    hvd.init()
+    model = make_model()
+    optimizer = distributed(model)
+    train(model, optimizer, 2)
+    try:
+        if rank == 0:
+            hvd.join()
+        train(model, optimizer, 2)
+        if rank == 1:
+            checkpoint("now")
+        train(model, optimizer, 1000)
+    except hvd.HorovodInternalError as error:
+        raise RuntimeError(f"join: {error}") from error
+
+
+@pytest.mark.medium
+def test_processes() -> None:
+    for parameters in run_ranks(uneven, 3, timeout=50):
+        for p, q in zip(parameters, oracle([3, 0, 6]).parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+    found = outcomes_of(lose, 3, signals={(1, "now"): signal.SIGKILL}, timeout=50)
+    assert [outcome.kind for outcome in found] == ["raised", "died", "raised"]
+    assert "join: " in found[0].error[1] and "rank 1" in found[0].error[1]
+    assert found[2].error[0] == "TransportError"
