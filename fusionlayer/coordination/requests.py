@@ -38,7 +38,7 @@ Key = tuple[int, str, "str | int"]
 """Process set, kind and name, or the number of an operation that was given none."""
 
 Begun = dict[tuple[int, int], int]
-"""How many steps have begun of each planned sequence: of the optimizer by process set and place among those of the set."""
+"""How many steps have begun of each optimizer, known by its process set and its place among those of the set."""
 
 _LENGTHS = struct.Struct("<II")
 # No message of requests has so many numbers.
