@@ -363,9 +363,8 @@ class _Distributed(Optimizer):
         elif gradient.is_sparse:
             # One that was not sparse in the first step has its place in the plan.
             if not self._fl_sparse_as_dense and not self._fl_later_as_dense:
-                instead = ", or leave out plan, autotune, overlap_forward and planning by costs" * bool(
-                    self._fl_by_name
-                )
+                fixed = "plan, autotune, overlap_forward and planning by costs"
+                instead = f", or leave out {fixed}" if self._fl_by_name is not None else ""
                 raise ConfigError(
                     f"gradient {self._fl_names[parameter]!r} is sparse; give sparse_as_dense=True to "
                     f"DistributedOptimizer, or sparse=False to the embedding{instead}"

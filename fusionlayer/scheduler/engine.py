@@ -242,9 +242,6 @@ class Engine:
             raise UsageError(
                 f"{len(missing)} gradients were not submitted in step {self.step}, the first: {missing[0]!r}"
             )
-        if not self._tensors:
-            self.step += 1
-            return
         with self._failing():
             if self.plan is None:
                 self._agree_first(partial(self._agree_and_plan, self.step)).wait()

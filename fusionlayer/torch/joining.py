@@ -1,4 +1,4 @@
-"""What a rank does that has no more data: it stands in, in operations and in optimizers' steps, until all have joined."""
+"""What a rank does that has no more data: until all have joined it stands in, in operations and optimizers' steps."""
 
 from __future__ import annotations
 
