@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
 
 from ..coordination import Session
 from ..errors import FusionLayerError
@@ -110,5 +113,7 @@ class _StandingIn:
 
     def _make_steps(self, key: _Key, count: int) -> None:
         optimizer = self._optimizers[key]
-        while optimizer._fl_engine is not None and (optimizer._fl_begun or self._here.steps_begun(key) < count):
-            optimizer._fl_stand_in()
+        device = next(iter(optimizer._fl_names)).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            while optimizer._fl_engine is not None and (optimizer._fl_begun or self._here.steps_begun(key) < count):
+                optimizer._fl_stand_in()
