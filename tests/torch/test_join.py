@@ -118,13 +118,13 @@ def test_operations_several_optimizers_and_steps_that_were_only_begun() -> None:
     def body(rank: int) -> list[int]:
         ends = []
         first, second = make_model(), make_model()
-        one, two = distributed(first), distributed(second, compression=hvd.Compression.fp16)
+        two, one = distributed(second, compression=hvd.Compression.fp16), distributed(first)
         for _ in range(2):
             for batch in range(2 * rank):
                 one.zero_grad()
                 two.zero_grad()
                 (loss_of(first, rank, batch) + loss_of(second, rank, batch)).backward()
-                # The second's gradients come first, and the first is waited for first.
+                # Ranks wait for the one that was made last.
                 one.synchronize()
                 hvd.allreduce(torch.ones(1), name="between")
                 with one.skip_synchronize():
@@ -144,6 +144,26 @@ def test_operations_several_optimizers_and_steps_that_were_only_begun() -> None:
 
     for ends in over_ranks(3, body):
         assert ends[1:3] == [5, 5] and ends[4:] == [10, 10]
+
+
+@pytest.mark.short
+def test_a_step_that_only_the_first_rank_to_join_has_begun() -> None:
+    def body(rank: int) -> int:
+        model = make_model()
+        optimizer = distributed(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        if rank == 0:
+            model(torch.ones(1, 4)).sum().backward()
+        else:
+            hvd.allreduce(torch.ones(1), name="not.by.rank.0")  # it is done when rank 0 has joined
+        hvd.join()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        step = optimizer.state_dict()["fusionlayer"]["step"]
+        optimizer.zero_grad()  # which nothing under way forbids
+        optimizer.close()
+        return int(step)
+
+    assert over_ranks(2, body) == [1, 1]
 
 
 @pytest.mark.short
