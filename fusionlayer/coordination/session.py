@@ -257,6 +257,8 @@ class Session:
             failed: whether to wait no longer; looked at again after ``notify``.
         """
         operation = self._operations[join]
+        if self._coordinator is not None:
+            self._coordinator.advance()
         with self._done:
             while not (operation.done or failed()) and self._told == known:
                 self._done.wait()
