@@ -253,7 +253,8 @@ def _reduce_rows(x: Tensor, signature: Signature, transport: Transport) -> Tenso
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    # A dimension of one element may have any stride, which view() would keep and view(dtype) refuse.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
 _KINDS = {

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .central import compute
-from .requests import ALL_RANKS, Item, Key, Request, Response, Signature
+from .requests import ALL_RANKS, Begun, Item, Key, Request, Response, Signature, flatten, unflatten
 
 __all__ = ["Matcher", "Stall"]
 
@@ -80,6 +80,8 @@ class Matcher:
         self._sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(size))}
         self._next_set = ALL_RANKS + 1
         self._joined: dict[int, Request] = {}
+        self._begun: Begun = {}
+        self._told: deque[dict[int, Response]] = deque()
         self._left: dict[int, str] = {}
 
     @property
@@ -95,7 +97,10 @@ class Matcher:
     def take(self, rank: int, requests: Iterable[Request]) -> None:
         """Note what a rank asks for."""
         for request in requests:
-            if request.signature.kind == "join":
+            if request.signature.kind == "begin":
+                if self._note_begun(request) and self._joined:
+                    self._tell_begun()
+            elif request.signature.kind == "join":
                 self._join(rank, request)
             else:
                 self._take(rank, request)
@@ -127,6 +132,8 @@ class Matcher:
                 for rank, request in requests.items()
                 if rank not in self._left
             }
+        if self._told:
+            return self._told.popleft()
         if not self._ready:
             return None
         group = self._take_group()
@@ -251,12 +258,29 @@ class Matcher:
         for rank, request in later or ():
             self._take(rank, request)
 
+    def _note_begun(self, request: Request) -> bool:
+        """Return whether a rank has begun a step that none before it had."""
+        before = dict(self._begun)
+        for key, count in unflatten(request.numbers).items():
+            self._begun[key] = max(count, self._begun.get(key, 0))
+        return self._begun != before
+
+    def _tell_begun(self) -> None:
+        told = Response("begun", (Item(0, flatten(self._begun)),))
+        self._told.append(dict.fromkeys(self._joined, told))
+
     def _join(self, rank: int, request: Request) -> None:
+        is_first = not self._joined
+        self._note_begun(request)
         self._joined[rank] = request
         if self._left:
             self._failed.append(("lost", dict(self._joined), next(iter(self._left.values()))))
             self._joined.clear()
             return
+        if is_first:
+            self._told.append({other: Response("joined") for other in range(self._size) if other != rank})
+        if self._begun:
+            self._tell_begun()
         for waiting in list(self._waiting.values()):
             self._settle(waiting)
         if len(self._joined) == self._size:

@@ -13,6 +13,7 @@ import torch
 
 __all__ = [
     "ALL_RANKS",
+    "Begun",
     "Item",
     "Key",
     "Reader",
@@ -20,8 +21,10 @@ __all__ = [
     "Response",
     "Signature",
     "Writer",
+    "flatten",
     "read_farewell",
     "read_response",
+    "unflatten",
     "write_farewell",
     "write_response",
 ]
@@ -34,6 +37,9 @@ PLAIN_OPS = (None, "Average", "Sum", "Min", "Max", "Product")
 Key = tuple[int, str, "str | int"]
 """Process set, kind and name, or the number of an operation that was given none."""
 
+Begun = dict[tuple[int, int], int]
+"""How many steps have begun of each optimizer, known by its process set and its place among those of the set."""
+
 _LENGTHS = struct.Struct("<II")
 # No message of requests has so many numbers.
 _FAREWELL = _LENGTHS.pack(0xFFFFFFFF, 0)
@@ -43,7 +49,7 @@ class Signature(NamedTuple):
     """What must be equal on all ranks of an operation; what is None does not count.
 
     Attributes:
-        kind: "allreduce", "allgather", ...
+        kind: "allreduce", "allgather", ...; "begin" and "join" bring in ``Request.numbers`` what the rank has begun.
         process_set: number of the set of ranks that take part.
         dtypes: of each tensor.
         shapes: of each tensor, without the first dimension where that may differ over ranks.
@@ -141,7 +147,7 @@ class Response(NamedTuple):
     Attributes:
         code: "execute" the items as one message; "take" their results, which are here; "fail" them for the reason
             given, as ranks differ, or because a rank is "lost"; "end" everything for it; "ready" for the rank's next
-            requests.
+            requests; say which steps begin, as a rank has "joined"; or, having joined, stand in for what has "begun".
         items: operations.
         text: reason.
         data: results, one behind the other.
@@ -153,7 +159,7 @@ class Response(NamedTuple):
     data: bytes = b""
 
 
-_CODES = ("ready", "execute", "take", "fail", "lost", "end")
+_CODES = ("ready", "execute", "take", "fail", "lost", "end", "joined", "begun")
 READY = Response("ready")
 
 
@@ -226,6 +232,16 @@ class Reader:
                 )
             )
         return requests
+
+
+def flatten(begun: Begun) -> tuple[int, ...]:
+    """Return the numbers that counts of steps travel as."""
+    return tuple(n for key, count in begun.items() for n in (*key, count))
+
+
+def unflatten(numbers: Sequence[int]) -> Begun:
+    """Return the counts of steps that ``flatten`` was given."""
+    return {(numbers[i], numbers[i + 1]): numbers[i + 2] for i in range(0, len(numbers), 3)}
 
 
 def write_farewell(why: str) -> bytes:

@@ -23,13 +23,27 @@ from .coordinator import Coordinator, Patience
 from .execution import Part, execute
 from .matching import describe
 from .operation import Operation, Reduce
-from .requests import ALL_RANKS, Item, Key, Request, Response, Signature, Writer, read_response, write_farewell
+from .requests import (
+    ALL_RANKS,
+    Begun,
+    Item,
+    Key,
+    Request,
+    Response,
+    Signature,
+    Writer,
+    flatten,
+    read_response,
+    unflatten,
+    write_farewell,
+)
 
 __all__ = ["DTYPES", "ProcessSetMembers", "Session"]
 
 # Of one message: so much always fits in what a connection buffers, so that nobody waits for a reader.
 _REQUESTS_AT_ONCE = 1000
 _BYTES_AT_ONCE = 96 << 10
+_BEGIN = Signature("begin")
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,9 @@ class Session:
         self._writer = Writer(cache_capacity)
         self._unsent: list[Request] = []
         self._unanswered = False
+        self._begun: Begun = {}
+        self._told: Begun = {}
+        self._tells = False
         end = connect(self._transport) if self.size > 1 else None
         if isinstance(end, Connection):
             self._connection = end
@@ -150,6 +167,8 @@ class Session:
             if self._ended is not None:
                 raise _again(self._ended)
             self._check_member(process_set)
+            if kind == "join":
+                numbers = flatten(self._begun)
             label: str | int
             if name is None:
                 label = self._unnamed[process_set, kind]
@@ -210,6 +229,45 @@ class Session:
                 if isinstance(x, Tensor):
                     x.record_stream(stream)
         return operation.result if operation.deliver is None else operation.deliver(operation.result)
+
+    def enlist(self, process_set: int) -> tuple[int, int]:
+        """Return the key of a sequence of steps that is planned on every rank of a set; they enlist in one order."""
+        with self._lock:
+            key = (process_set, sum(members == process_set for members, _ in self._begun))
+            self._begun[key] = 0
+        return key
+
+    def begin_step(self, key: tuple[int, int]) -> None:
+        """Count a step that this rank begins. The others are told only while a rank has joined, which must know."""
+        with self._lock:
+            self._begun[key] += 1
+            if self._tells and self._ended is None:
+                self._send(Request(0, 0, _BEGIN, (*key, self._begun[key])))
+
+    def steps_begun(self, key: tuple[int, int]) -> int:
+        """Return how many steps this rank has begun."""
+        return self._begun[key]
+
+    def await_steps(self, join: int, known: Begun, failed: Callable[[], bool]) -> Begun | None:
+        """Return the steps that have begun on any rank once they are more than ``known``, None when there are no more.
+
+        Args:
+            join: handle of this rank's join; when it is done all ranks have joined, or are lost.
+            known: what was returned before.
+            failed: whether to wait no longer; looked at again after ``notify``.
+        """
+        operation = self._operations[join]
+        if self._coordinator is not None:
+            self._coordinator.advance()
+        with self._done:
+            while not (operation.done or failed()) and self._told == known:
+                self._done.wait()
+            return None if failed() or self._told == known else self._told
+
+    def notify(self) -> None:
+        """Let ``await_steps`` look again."""
+        with self._done:
+            self._done.notify_all()
 
     @property
     def pending(self) -> int:
@@ -280,6 +338,12 @@ class Session:
                     self._send_unsent()
             elif response.code == "take":
                 self._take_results(response)
+            elif response.code == "joined":
+                self._tell_begun()
+            elif response.code == "begun":
+                with self._done:
+                    self._told = unflatten(response.items[0].numbers)
+                    self._done.notify_all()
             elif response.code == "end":
                 self._end(TransportError(response.text))
             elif response.code in ("fail", "lost"):
@@ -287,6 +351,12 @@ class Session:
                 self._finish(self._take(response.items), error(f"rank {self.rank}: {response.text}"))
             else:
                 self._run(response)
+
+    def _tell_begun(self) -> None:
+        with self._lock:
+            self._tells = True
+            if self._begun:
+                self._send(Request(0, 0, _BEGIN, flatten(self._begun)))
 
     def _deliver(self, response: Response) -> None:
         """Take a response of rank 0's coordinator, on its thread; results need not wait for what is executed."""
@@ -347,6 +417,8 @@ class Session:
         elif kind == "remove_process_set":
             self._remove_process_set(signature.root or ALL_RANKS)
         elif kind == "join":
+            with self._lock:
+                self._tells = False
             operations[0].result = parts[0].numbers[0]
         elif kind != "barrier":
             members = self.process_sets[signature.process_set]

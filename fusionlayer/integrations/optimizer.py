@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,20 @@ from .overlap import ForwardOverlap
 from .parameters import describe, local_part, name_parameters, one_device
 from .phases import StepPhases
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["ByName", "DistributedOptimizer"]
+
+
+@dataclass(frozen=True)
+class ByName:
+    """What operations by name do for an optimizer, in a job that has them.
+
+    Attributes:
+        begin: told when a step begins.
+        gather: begins the reduction of a sparse gradient, given its name; returns what waits for the result.
+    """
+
+    begin: Callable[[], object]
+    gather: Callable[[str, Tensor], Callable[[], Tensor]]
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
@@ -181,6 +195,7 @@ class _Distributed(Optimizer):
 
     _fl_engine: Engine | None
     _fl_connect: Callable[[], tuple[Engine | None, Timeline]]
+    _fl_enlist: Callable[[_Distributed], ByName] | None = None
 
     def _attach(
         self,
@@ -206,7 +221,15 @@ class _Distributed(Optimizer):
         self._fl_forward_of = overlap_forward
         self._fl_timeline = timeline
         self._fl_phases: StepPhases | None = None
+        self._fl_begun = False
+        self._fl_by_name: ByName | None = None
+        self._fl_sparse_here: set[str] = set()
+        self._fl_gathered: frozenset[str] | None = None
+        self._fl_later_as_dense = False
+        self._fl_gathers: dict[Tensor, Callable[[], Tensor]] = {}
         if engine is not None:
+            if self._fl_enlist is not None:
+                self._fl_by_name = self._fl_enlist(self)
             if timeline.enabled:
                 self._fl_phases = StepPhases(engine, timeline)
             # The parameters live longer than the optimizer: their hooks must neither keep it nor outlive it.
@@ -221,6 +244,14 @@ class _Distributed(Optimizer):
             self._fl_release.atexit = False
             with _live_lock:
                 _live.add(self)
+
+    @property
+    def _fl_pending(self) -> bool:
+        """Whether gradients are being reduced, in a step that has not ended."""
+        engine = self._fl_engine
+        if engine is None or engine.failure is not None:
+            return False
+        return bool(engine.pending or self._fl_gathers or self._fl_sparse_here)
 
     @property
     def _fl_step_number(self) -> int:
@@ -260,19 +291,83 @@ class _Distributed(Optimizer):
         self._fl_passes_left[parameter] -= 1
         self._fl_reduced = self._fl_stepped = False
         if self._fl_passes_left[parameter] == 0:
-            engine.submit(self._fl_names[parameter], self._fl_gradient(parameter))
+            self._fl_begin()
+            self._fl_hand_over(engine, parameter)
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
+
+    def _fl_enlist_by(self, enlist: Callable[[_Distributed], ByName]) -> None:
+        """Use operations by name, which ``enlist`` makes, now and after each ``reconnect``."""
+        self._fl_enlist = enlist
+        if self._fl_engine is not None:
+            self._fl_by_name = enlist(self)
+
+    def _fl_begin(self) -> None:
+        if not self._fl_begun:
+            self._fl_begun = True
+            if self._fl_by_name is not None:
+                self._fl_by_name.begin()
+
+    def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
+        """Have a gradient reduced: by the engine, or if it is one of the sparse ones by name."""
+        name, gradient = self._fl_names[parameter], parameter.grad
+        if self._fl_gathered is None:
+            if gradient is not None and gradient.is_sparse and self._fl_may_gather(engine):
+                self._fl_sparse_here.add(name)  # the first step's end tells which ones are sparse on any rank
+                return
+        elif name in self._fl_gathered:
+            assert self._fl_by_name is not None
+            self._fl_gathers[parameter] = self._fl_by_name.gather(name, _sparse(parameter))
+            return
+        engine.submit(name, self._fl_gradient(parameter))
+
+    def _fl_may_gather(self, engine: Engine) -> bool:
+        return self._fl_by_name is not None and not self._fl_sparse_as_dense and engine.may_leave_out
+
+    def _fl_agree_on_sparse(self, engine: Engine) -> frozenset[str]:
+        """Settle, in the first step, which gradients are gathered: those that are sparse on any rank."""
+        if self._fl_gathered is None:
+            asks = self._fl_by_name is not None and engine.may_leave_out
+            self._fl_gathered = engine.leave_out(self._fl_sparse_here) if asks else frozenset()
+            self._fl_later_as_dense = asks
+            self._fl_sparse_here.clear()
+        return self._fl_gathered
+
+    def _fl_stand_in(self) -> None:
+        """Take part in a step with zeros for gradients that backward has not handed over; nothing is updated by it."""
+        engine = self._fl_engine
+        assert engine is not None
+        if self._fl_phases is not None:
+            self._fl_phases.end_backward()
+        self._fl_flush()
+        self._fl_begin()
+        gathered = self._fl_agree_on_sparse(engine)
+        pending = engine.pending
+        # The first step's order of arrival makes the plan: from the back is what backward would come close to.
+        for parameter, name in reversed(self._fl_names.items()):
+            if name not in pending and name not in gathered:
+                engine.submit(name, local_part(torch.zeros_like(parameter)))
+        gathers, self._fl_gathers = self._fl_gathers, {}
+        engine.end_step()
+        for index in sorted(engine.untaken):
+            engine.take(index)
+        for wait in gathers.values():
+            wait()
+        self._fl_begun = False
+        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
     def _fl_gradient(self, parameter: Tensor) -> Tensor:
         gradient = parameter.grad
         if gradient is None:
             parameter.grad = gradient = torch.zeros_like(parameter)
         elif gradient.is_sparse:
-            if not self._fl_sparse_as_dense:
+            # One that was not sparse in the first step has its place in the plan.
+            if not self._fl_sparse_as_dense and not self._fl_later_as_dense:
+                fixed = "plan, autotune, overlap_forward and planning by costs"
+                instead = f", or leave out {fixed}" if self._fl_by_name is not None else ""
                 raise ConfigError(
                     f"gradient {self._fl_names[parameter]!r} is sparse; give sparse_as_dense=True to "
-                    "DistributedOptimizer, or sparse=False to the embedding"
+                    f"DistributedOptimizer, or sparse=False to the embedding{instead}"
                 )
             parameter.grad = gradient = gradient.to_dense()
         return local_part(gradient)
@@ -298,11 +393,14 @@ class _Distributed(Optimizer):
         if engine is None or self._fl_reduced:
             return
         self._fl_submit_rest(engine)
+        gathers, self._fl_gathers = self._fl_gathers, {}
         if self._fl_overlap is not None:
             engine.end_step()
             self._fl_overlap.deliver()
         else:
             engine.synchronize()
+        for parameter, wait in gathers.items():
+            parameter.grad = wait()
         self._fl_reduced = True
 
     def _fl_submit_rest(self, engine: Engine) -> None:
@@ -311,17 +409,20 @@ class _Distributed(Optimizer):
             self._fl_phases.end_backward()
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
+        self._fl_begin()
+        self._fl_agree_on_sparse(engine)
         submitted = engine.pending
         for parameter, name in self._fl_names.items():
-            if name not in submitted:
-                engine.submit(name, self._fl_gradient(parameter))
+            if name not in submitted and parameter not in self._fl_gathers:
+                self._fl_hand_over(engine, parameter)
+        self._fl_begun = False
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after so many backward passes from now on; between steps, on all ranks."""
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step={passes}; expected at least 1")
-        if self._fl_engine is not None and self._fl_engine.pending:
+        if self._fl_pending:
             raise UsageError("set_backward_passes_per_step() while gradients are being reduced; call it after step()")
         self._fl_passes = passes
         self._fl_passes_left = dict.fromkeys(self._fl_names, passes)
@@ -347,7 +448,7 @@ class _Distributed(Optimizer):
         if closure is not None:
             return super().step(self._fl_reducing(closure), **kwargs)
         if not self._fl_step_synchronizes:
-            if self._fl_engine is not None and self._fl_engine.pending:
+            if self._fl_pending:
                 raise UsageError(
                     "step() within skip_synchronize() takes gradients that are being reduced; call synchronize() first"
                 )
@@ -402,7 +503,7 @@ class _Distributed(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; between ``backward`` and ``step`` or ``synchronize`` it is refused: they are in use."""
-        if self._fl_engine is not None and self._fl_engine.pending:
+        if self._fl_pending:
             raise UsageError(
                 "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
                 "reduced; call it after step()"
@@ -414,9 +515,8 @@ class _Distributed(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Who reads gradients through them, as GradScaler does, finds the reduced ones."""
-        engine = self._fl_engine
         no_backward_runs = torch._C._current_graph_task_id() < 0
-        if engine is not None and engine.pending and no_backward_runs and not self._fl_updating:
+        if self._fl_pending and no_backward_runs and not self._fl_updating:
             self._fl_synchronize()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
@@ -491,13 +591,17 @@ class _Distributed(Optimizer):
     def adopt_plan(self, plan: FusionPlan) -> None:
         """Fuse gradients by ``plan`` from the next step on, if it is for as many ranks; all ranks call it together.
 
-        Nothing changes in a job of one rank, or where a planner or an autotuner brings plans while training runs.
+        Nothing changes in a job of one rank, where a planner or an autotuner brings plans while training runs, or if
+        gradients were sparse and left out of it: the first step makes a plan then.
 
         Raises:
             ConfigError: the plan is not for these parameters, or names what there is not.
         """
         engine = self._fl_engine
-        if engine is not None and engine.steering is None and plan.world_size == engine.size:
+        if engine is None or engine.steering is not None or plan.world_size != engine.size:
+            return
+        planned = {name for bucket in plan.buckets for name in bucket.names}
+        if self._fl_by_name is None or not planned < set(self._fl_names.values()):
             engine.switch(plan)
 
     def _fl_flush(self) -> None:
@@ -515,6 +619,16 @@ _live_lock = threading.Lock()
 
 def _nothing() -> None:
     """Release what a job of one rank holds."""
+
+
+def _sparse(parameter: Tensor) -> Tensor:
+    """Return a gradient as rows with their numbers, each row once."""
+    gradient = parameter.grad
+    if gradient is None:
+        rows = parameter.detach()[:0]
+        numbers = rows.new_empty((1, 0), dtype=torch.int64)
+        return torch.sparse_coo_tensor(numbers, rows, parameter.shape, check_invariants=False)
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
 
 
 def _take(optimizer: weakref.ref[_Distributed], parameter: Tensor) -> None:

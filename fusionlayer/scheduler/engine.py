@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -157,6 +157,34 @@ class Engine:
     def untaken(self) -> frozenset[int]:
         """Buckets of the last step whose results nobody has taken yet."""
         return frozenset(self._ended)
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether ``leave_out`` is possible: nothing has been planned yet, nor will be from what was measured."""
+        no_plan = self.plan is None and self._next_plan is None
+        return no_plan and self.steering is None and not self._overlap_forward
+
+    def leave_out(self, names: Collection[str]) -> frozenset[str]:
+        """Do without the tensors that any rank names; return which they are. All ranks call it, in the first step.
+
+        Raises:
+            PlanMismatch: ranks disagree on model or options.
+            TransportError: a peer was lost, stopped or too late.
+        """
+        known = sorted(self._tensors)
+        named = torch.tensor([float(name in names) for name in known])
+
+        def agree(transport: Transport) -> None:
+            self._agree(self.step, None, transport)
+            transport.all_reduce(named)
+
+        with self._failing():
+            self._lanes[0].put(agree).wait()
+        out = frozenset(name for name, count in zip(known, named.tolist(), strict=True) if count)
+        for name in out:
+            del self._tensors[name]
+            self._arrived.pop(name, None)
+        return out
 
     def bucket_of(self, name: str) -> int:
         """Return the index of the bucket in which a tensor has travelled in the step that has ended."""

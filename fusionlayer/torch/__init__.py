@@ -28,6 +28,7 @@ from .basics import (
 )
 from .compression import Compression
 from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .joining import join
 from .mpi_ops import (
     Adasum,
     Average,
@@ -56,7 +57,6 @@ from .mpi_ops import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    join,
     poll,
     reducescatter,
     reducescatter_async,

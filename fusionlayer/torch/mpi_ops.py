@@ -52,7 +52,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "join",
     "poll",
     "reducescatter",
     "reducescatter_async",
@@ -724,20 +723,6 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
         raise
     except FusionLayerError as error:
         raise HorovodInternalError(str(error)) from error
-
-
-def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have said so; return the last one that has.
-
-    Until then it takes part in the others' operations: with zeros in sums and averages (which are still divided by the
-    number of all ranks), with what changes nothing in other reductions, with no rows in allgathers, and as a receiver
-    of broadcasts. Operations that need more of it fail on every rank.
-
-    Args:
-        device: without effect; tensors are made where the others have theirs.
-    """
-    result: int = synchronize(_submit("join"))
-    return result
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +13,14 @@ from .. import codecs, functional
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..integrations import optimizer as _optimizer
+from ..integrations.optimizer import ByName
 from ..transport import Transport, local
 from .adasum_optimizer import adasum_optimizer
 from .basics import session, size
 from .compression import BF16Compressor, Compression, FP16Compressor, NoneCompressor, codec_of
-from .mpi_ops import Adasum, Average, ReduceOp, Sum, choose_op
-from .process_sets import ProcessSet, global_process_set, transport_of
+from .joining import enlist
+from .mpi_ops import Adasum, Average, ReduceOp, Sum, choose_op, sparse_allreduce_async
+from .process_sets import ProcessSet, global_process_set, number_of, transport_of
 
 __all__ = ["DistributedOptimizer"]
 
@@ -49,7 +52,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
         num_groups: deprecated name for an integer ``groups``.
         groups: number of buckets, or lists of the tensors that belong together.
-        sparse_as_dense: make sparse gradients dense; without it they are refused.
+        sparse_as_dense: make sparse gradients dense. Without it those that are sparse in the first step, on any rank,
+            are gathered in every step; that does not go with ``plan``, ``autotune``, ``overlap_forward`` and planning
+            by costs. Gradients that are sparse only later are made dense.
         process_set: ranks to reduce over; on other ranks the optimizer steps by itself.
         options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ...
 
@@ -74,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if process_set is not global_process_set:
         transport = transport_of(process_set) if process_set.included() else local.alone()
     session()
-    return _optimizer.DistributedOptimizer(
+    distributed = _optimizer.DistributedOptimizer(
         optimizer,
         named_parameters,
         codec=_codec(compression),
@@ -87,6 +92,19 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         group=transport,
         **options,
     )
+    distributed._fl_enlist_by(partial(_by_name, process_set, chosen))  # type: ignore[attr-defined]
+    return distributed
+
+
+def _by_name(process_set: ProcessSet, op: ReduceOp, optimizer: Optimizer) -> ByName:
+    """Return what operations by name do for an optimizer: joined ranks hear of its steps, sparse gradients travel."""
+    here = session()
+    key = enlist(number_of(process_set), optimizer)
+
+    def gather(name: str, gradient: Tensor) -> Callable[[], Tensor]:
+        return sparse_allreduce_async(gradient, f"gradient.{key[0]}.{key[1]}.{name}", op, process_set)
+
+    return ByName(partial(here.begin_step, key), gather)
 
 
 _OWN = {NoneCompressor: "raw", FP16Compressor: "fp16", BF16Compressor: "bf16"}

@@ -16,6 +16,7 @@ from fusionlayer.coordination.requests import (
     Writer,
     read_farewell,
     read_response,
+    unflatten,
     write_farewell,
     write_response,
 )
@@ -69,7 +70,8 @@ def test_ranks_that_have_left_or_joined() -> None:
     matcher.take(0, [Request(1, "x", SUM)])
     matcher.take(1, [Request(2, 0, Signature("join"))])
     matcher.take(2, [Request(3, "x", SUM)])
-    (ready,) = responses(matcher)
+    announced, ready = responses(matcher)
+    assert announced == dict.fromkeys((0, 2), Response("joined"))
     assert ready[1] == Response("execute", (Item(None, (), SUM),))
     matcher.take(0, [Request(4, "y", SUM)])
     matcher.leave(2, "rank 2 is lost")
@@ -117,3 +119,25 @@ def test_small_tensors_are_reduced_by_the_coordinator() -> None:
     half = SUM._replace(op="Average", postscale=3.0)
     found = torch.frombuffer(bytearray(compute(half, [requests], [0, 1])), dtype=torch.float32)
     assert torch.equal(found, (given[0] + given[1]) / 2 * 3)
+
+
+def test_ranks_that_have_joined_hear_which_steps_have_begun() -> None:
+    matcher = Matcher(3, fusion_bytes=0)
+    begin, join = Signature("begin"), Signature("join")
+    matcher.take(0, [Request(0, 0, begin, (0, 0, 4))])
+    assert responses(matcher) == []  # nobody has joined
+    matcher.take(1, [Request(5, 0, join, (0, 0, 3, 2, 1, 1))])
+    assert responses(matcher) == [
+        dict.fromkeys((0, 2), Response("joined")),
+        {1: Response("begun", (Item(0, (0, 0, 4, 2, 1, 1)),))},
+    ]
+    matcher.take(2, [Request(0, 0, begin, (0, 0, 4))])  # known
+    matcher.take(2, [Request(0, 0, begin, (0, 0, 5))])
+    assert responses(matcher) == [{1: Response("begun", (Item(0, (0, 0, 5, 2, 1, 1)),))}]
+    # What the last ranks have begun is told before they hear that all have joined.
+    matcher.take(2, [Request(6, 0, join, (0, 0, 6))])
+    matcher.take(0, [Request(7, 0, join, (0, 0, 5))])
+    *told, joined = responses(matcher)
+    assert [sorted(each) for each in told] == [[1, 2], [0, 1, 2]]
+    assert unflatten(told[0][1].items[0].numbers) == {(0, 0): 6, (2, 1): 1} == unflatten(told[1][0].items[0].numbers)
+    assert joined == {rank: Response("execute", (Item(handle, (0,)),)) for rank, handle in enumerate((7, 5, 6))}

@@ -20,6 +20,7 @@ from fusionlayer.transport import local
 pytestmark = pytest.mark.short
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "horovod.md").read_text()
+CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def rows(title: str) -> list[list[str]]:
@@ -69,8 +70,24 @@ def test_variables_are_those_that_are_read() -> None:
     ]
 
 
+def test_the_python_of_the_page_trains_on_uneven_data() -> None:
+    first, uneven, _ = CODE
+
+    def rank_main(rank: int) -> tuple[list[float], int, int]:
+        known: dict[str, Any] = {}
+        exec(first, known)
+        exec(uneven, known)
+        step = known["optimizer"].state_dict()["fusionlayer"]["step"]
+        parameters = torch.cat([p.detach().flatten() for p in known["model"].parameters()]).tolist()
+        hvd.shutdown()
+        return parameters, step, known["last"]
+
+    one, two = local.run(rank_main, 2)
+    assert one == two and one[1:] == (14, 1)
+
+
 def test_the_python_of_the_page_trains_and_goes_on_after_a_failure() -> None:
-    first, elastic = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    first, _, elastic = CODE
 
     def rank_main(rank: int) -> tuple[list[float], int]:
         known: dict[str, Any] = {}
