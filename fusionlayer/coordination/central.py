@@ -23,11 +23,11 @@ _BYTES = 64 << 10
 
 def fits(signature: Signature, tensors: Sequence[Tensor], size: int) -> bool:
     """Return whether tensors of one of ``size`` ranks are worth to travel with the request."""
-    if signature.device != "cpu" or not signature.is_plain or signature.kind not in ("allreduce", "allgather"):
+    if signature.kind not in ("allreduce", "allgather") or sum([x.nbytes for x in tensors]) * size > _BYTES:
         return False
     if len(signature.dtypes) > 1 and len(set(signature.dtypes)) > 1:
         return False
-    return sum([x.nbytes for x in tensors]) * size <= _BYTES
+    return signature.device == "cpu" and signature.is_plain
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> bytes:
@@ -86,8 +86,9 @@ def hand_out(operations: Sequence[Operation | None], items: Sequence[Item], data
     for operation, _ in mine:
         results = []
         for i, x in enumerate(operation.tensors):
-            piece = _flat(bytearray(data[at : at + x.nbytes]), x.dtype).view(x.shape)
+            piece = _flat(bytearray(data[at : at + x.nbytes]), x.dtype)
             at += x.nbytes
+            piece = piece if x.dim() == 1 else piece.view(x.shape)
             results.append(piece if operation.outputs is None else operation.outputs[i].copy_(piece))
         operation.result = results
 

@@ -82,8 +82,7 @@ class Coordinator:
                 self._answer()
 
     def _take_own(self) -> None:
-        while self._own:
-            self._matcher.take(0, (self._own.popleft(),))
+        self._matcher.take(0, [self._own.popleft() for _ in range(len(self._own))])
 
     def note_done(self) -> None:
         """Rank 0 has executed a response."""

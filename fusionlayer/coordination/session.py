@@ -31,7 +31,7 @@ __all__ = ["DTYPES", "ProcessSetMembers", "Session"]
 # Of one message, whose bytes all fit in what the connection buffers, so that nobody waits for a reader.
 _REQUESTS_AT_ONCE = 1000
 # Who asks for nothing more for so many seconds pauses; who never does is taken for pausing after so many times that.
-_PAUSE = 0.0002
+_PAUSE = 0.0005
 _PAUSES = 10
 
 
@@ -283,7 +283,7 @@ class Session:
     def _bring_bursts(self) -> None:
         """Bring what was asked for when the caller pauses, if it does not ``wait`` before: a burst goes together."""
         while self._wanted.get():
-            seen = 0
+            seen = self._handles
             for _ in range(_PAUSES):
                 time.sleep(_PAUSE)
                 if seen == self._handles:

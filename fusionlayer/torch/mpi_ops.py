@@ -83,8 +83,10 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
             raise ConfigError("got both op and average; average is deprecated: give op alone")
         warnings.warn("average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
+    if op is None:
+        return Average
     try:
-        return ReduceOp(Average if op is None else op)
+        return ReduceOp(op)
     except ValueError:
         raise ConfigError(f"op={op!r}; expected hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
 
