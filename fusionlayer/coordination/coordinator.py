@@ -71,7 +71,7 @@ class Coordinator:
             self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Note what rank 0 asks for; it is taken up with what another rank says, or by ``advance``."""
+        """Note what rank 0 asks for; ``advance`` takes it up."""
         self._own.append(request)
 
     def advance(self) -> None:

@@ -83,11 +83,6 @@ class Matcher:
         self._left: dict[int, str] = {}
 
     @property
-    def has_pending(self) -> bool:
-        """Whether a rank waits for an operation, has joined, or has left."""
-        return bool(self._waiting or self._joined or self._left)
-
-    @property
     def first_loss(self) -> str:
         """Why the first rank that has left did so; empty if none has."""
         return next(iter(self._left.values()), "")

@@ -13,6 +13,7 @@ import torch
 
 __all__ = [
     "ALL_RANKS",
+    "Bytes",
     "Item",
     "Key",
     "Reader",
@@ -32,6 +33,7 @@ ALL_RANKS = 0
 PLAIN_OPS = (None, "Average", "Sum", "Min", "Max", "Product")
 
 Bytes = bytes | memoryview
+"""What a message is made of, or lies in."""
 
 Key = tuple[int, str, "str | int"]
 """Process set, kind and name, or the number of an operation that was given none."""
@@ -72,11 +74,6 @@ class Signature(NamedTuple):
     def is_plain(self) -> bool:
         """Whether elements are reduced one by one, or not at all, so that tensors may share a message."""
         return self.op in PLAIN_OPS
-
-    @property
-    def is_for_all(self) -> bool:
-        """Whether all ranks move tensors."""
-        return self.process_set == ALL_RANKS and bool(self.dtypes)
 
     def nbytes(self, numbers: Sequence[int] = ()) -> int:
         """Return the bytes of the tensors; ``numbers``: their first dimensions, where shapes are without."""

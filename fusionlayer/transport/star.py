@@ -33,8 +33,9 @@ _PATIENCE = 5.0
 _NEAR = "this host"
 # Frames that a peer has not read yet must not make this end wait: what is under way at once fits in here.
 _BUFFER_BYTES = 1 << 20
+# Read at once while it is not known how long the next message is.
 _FIRST_BYTES = 64 << 10
-# A rank that stops in the middle of a message keeps rank 0 from hearing others only so long.
+# As a struct timeval. A rank that stops in the middle of a message keeps rank 0 from hearing others only so long.
 _NO_LONGER = struct.pack("@ll", 0, 50_000)
 # Longer messages are not copied behind their length, but sent by a second call.
 _WORTH_A_CALL = 16 << 10
@@ -57,7 +58,7 @@ class Connection:
             _enlarge(end)
         end.settimeout(None)
         self.socket = end
-        # As the kernel counts, which adds what its own buffers take.
+        # The kernel tells twice what it was asked for, and counts what its own records take.
         self.room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._read = bytearray()
 
