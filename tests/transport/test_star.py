@@ -45,7 +45,9 @@ def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() 
     center = Center({rank: Connection(near) for rank, (near, _) in pairs.items()})
     message = bytes(range(256)) * 300
     stopped = len(message).to_bytes(4, "little") + message
-    pairs[1][1].sendall(stopped[:40_000])
+    pairs[1][1].sendall(stopped[:30_000])
+    assert list(center.received(5.0)) == [(1, [])]
+    pairs[1][1].sendall(stopped[30_000:40_000])
     heard: dict[int, list[memoryview]] = {1: [], 2: []}
 
     def listen(rank: int) -> memoryview:
