@@ -6,13 +6,14 @@ That takes two messages where negotiation and an exchange take four, which is mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ctypes import string_at
 
 import torch
 from torch import Tensor
 
 from .operation import Operation
 from .reductions import average_, combine, scale_
-from .requests import Item, Request, Signature
+from .requests import Bytes, Item, Request, Signature
 
 __all__ = ["compute", "fits", "hand_out", "to_bytes"]
 
@@ -22,16 +23,19 @@ _BYTES = 64 << 10
 
 def fits(signature: Signature, tensors: Sequence[Tensor], size: int) -> bool:
     """Return whether tensors of one of ``size`` ranks are worth to travel with the request."""
-    if signature.device != "cpu" or not signature.is_plain or signature.kind not in ("allreduce", "allgather"):
+    if signature.kind not in ("allreduce", "allgather") or sum([x.nbytes for x in tensors]) * size > _BYTES:
         return False
     if len(signature.dtypes) > 1 and len(set(signature.dtypes)) > 1:
         return False
-    return sum([x.nbytes for x in tensors]) * size <= _BYTES
+    return signature.device == "cpu" and signature.is_plain
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> bytes:
     """Return the elements of tensors, one behind the other."""
-    return b"".join([x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors])
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return string_at(tensors[0].data_ptr(), tensors[0].nbytes)
+    dense = [x.contiguous() for x in tensors]
+    return b"".join([string_at(x.data_ptr(), x.nbytes) for x in dense])
 
 
 def compute(signature: Signature, requests: Sequence[Mapping[int, Request]], ranks: Sequence[int]) -> bytes:
@@ -44,9 +48,9 @@ def compute(signature: Signature, requests: Sequence[Mapping[int, Request]], ran
     """
     present = [rank for rank in ranks if rank in requests[0]]
     if signature.kind == "allgather":
-        return b"".join(_gathered(each, present) for each in requests)
+        return b"".join([part for each in requests for part in _gathered(each, present)])
     dtype = getattr(torch, signature.dtypes[0])
-    parts = [_flat(b"".join([each[rank].data or b"" for each in requests]), dtype) for rank in present]
+    parts = [_flat(bytearray().join([each[rank].data or b"" for each in requests]), dtype) for rank in present]
     for part in parts:
         scale_(part, signature.prescale)
     total = combine(parts, signature.op or "Sum")
@@ -56,19 +60,21 @@ def compute(signature: Signature, requests: Sequence[Mapping[int, Request]], ran
     return to_bytes([total])
 
 
-def _gathered(requests: Mapping[int, Request], present: Sequence[int]) -> bytes:
+def _gathered(requests: Mapping[int, Request], present: Sequence[int]) -> list[Bytes]:
     signature = requests[present[0]].signature
-    pieces: list[list[bytes]] = [[] for _ in signature.shapes]
+    if len(signature.shapes) == 1:
+        return [requests[rank].data or b"" for rank in present]
+    pieces: list[list[Bytes]] = [[] for _ in signature.shapes]
     for rank in present:
         data, rows, at = requests[rank].data or b"", requests[rank].numbers, 0
         for i, (shape, dtype) in enumerate(zip(signature.shapes, signature.dtypes, strict=True)):
             nbytes = rows[i] * torch.Size(shape).numel() * getattr(torch, dtype).itemsize
             pieces[i].append(data[at : at + nbytes])
             at += nbytes
-    return b"".join([part for each in pieces for part in each])
+    return [part for each in pieces for part in each]
 
 
-def hand_out(operations: Sequence[Operation | None], items: Sequence[Item], data: bytes) -> None:
+def hand_out(operations: Sequence[Operation | None], items: Sequence[Item], data: Bytes) -> None:
     """Put results where the operations of one rank want them."""
     mine = [(operation, item) for operation, item in zip(operations, items, strict=True) if operation is not None]
     if not mine:
@@ -76,32 +82,31 @@ def hand_out(operations: Sequence[Operation | None], items: Sequence[Item], data
     if mine[0][0].signature.kind == "allgather":
         _hand_out_rows(mine, data)
         return
-    flat = _flat(data, mine[0][0].tensors[0].dtype)
     at = 0
     for operation, _ in mine:
         results = []
         for i, x in enumerate(operation.tensors):
-            piece = flat[at : at + x.numel()].view(x.shape)
-            at += x.numel()
-            if operation.outputs is not None:
-                results.append(operation.outputs[i].copy_(piece))
-            else:
-                results.append(piece if len(flat) == x.numel() else piece.clone())
+            piece = _flat(bytearray(data[at : at + x.nbytes]), x.dtype)
+            at += x.nbytes
+            piece = piece if x.dim() == 1 else piece.view(x.shape)
+            results.append(piece if operation.outputs is None else operation.outputs[i].copy_(piece))
         operation.result = results
 
 
-def _hand_out_rows(mine: Sequence[tuple[Operation, Item]], data: bytes) -> None:
+def _hand_out_rows(mine: Sequence[tuple[Operation, Item]], data: Bytes) -> None:
     at = 0
     for operation, item in mine:
         results = []
         count = len(operation.tensors)
         for i, x in enumerate(operation.tensors):
             rows = sum(item.numbers[i::count])
-            nbytes = rows * x.shape[1:].numel() * x.element_size()
-            results.append(_flat(data[at : at + nbytes], x.dtype).view(rows, *x.shape[1:]))
+            rest = x.shape[1:]
+            nbytes = rows * rest.numel() * x.element_size()
+            piece = _flat(bytearray(data[at : at + nbytes]), x.dtype)
+            results.append(piece.view(rows, *rest) if rest else piece)
             at += nbytes
         operation.result = results
 
 
-def _flat(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+def _flat(data: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

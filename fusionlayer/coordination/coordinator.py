@@ -60,7 +60,6 @@ class Coordinator:
         self._readers = {rank: Reader() for rank in range(1, size)}
         self._open = set(range(1, size))
         self._own: deque[Request] = deque()
-        self._woken = False
         self._lock = threading.Lock()
         self._underway = 0
         self._ended: str | None = None
@@ -72,13 +71,8 @@ class Coordinator:
             self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Note what rank 0 asks for; the coordinator's thread takes it up with what else has come by then."""
+        """Note what rank 0 asks for; ``advance`` takes it up."""
         self._own.append(request)
-        if self._center is None or self._thread is None:
-            self.advance()
-        elif not self._woken and (self._matcher.has_pending or not request.signature.is_for_all):
-            self._woken = True
-            self._center.wake()
 
     def advance(self) -> None:
         """Take up what rank 0 has asked for, on the calling thread."""
@@ -88,15 +82,12 @@ class Coordinator:
                 self._answer()
 
     def _take_own(self) -> None:
-        self._woken = False
-        while self._own:
-            self._matcher.take(0, (self._own.popleft(),))
+        self._matcher.take(0, [self._own.popleft() for _ in range(len(self._own))])
 
     def note_done(self) -> None:
         """Rank 0 has executed a response."""
         with self._lock:
             self._underway -= 1
-            self._take_own()
             self._answer()
 
     def end(self, why: str) -> None:
@@ -125,14 +116,12 @@ class Coordinator:
                     with self._lock:
                         self._hear(rank, messages)
                 with self._lock:
-                    self._take_own()
-                    self._answer()
                     self._look_for_stalls()
         except Exception as error:
             self.end(f"rank 0: its coordinator failed: {type(error).__name__}: {error}")
             raise
 
-    def _hear(self, rank: int, messages: list[bytes] | None) -> None:
+    def _hear(self, rank: int, messages: list[memoryview] | None) -> None:
         if messages is None:
             self._lose(rank, f"rank {rank} is lost: its connection was closed; its own error, or its exit, says why")
             return
@@ -142,8 +131,6 @@ class Coordinator:
                 self._lose(rank, why)
                 return
             self._matcher.take(rank, self._readers[rank].read(message))
-        # After the other rank's requests: rank 0 either sees those, or its own are seen here.
-        self._take_own()
         self._send(rank, READY)
         self._answer()
 
@@ -164,7 +151,8 @@ class Coordinator:
             if responses is None:
                 return
             self._underway += 0 in responses and responses[0].code == "execute"
-            for rank, response in responses.items():
+            # Rank 0 last: while it takes its results, the others do.
+            for rank, response in sorted(responses.items(), reverse=True):
                 self._send(rank, response)
 
     def _send(self, rank: int, response: Response) -> None:

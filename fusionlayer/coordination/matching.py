@@ -18,7 +18,7 @@ _WITHOUT_TENSOR = ("allreduce", "allgather", "broadcast", "barrier")
 _FUSABLE = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
 
 
-@dataclass
+@dataclass(slots=True)
 class _Waiting:
     """An operation that some ranks have asked for."""
 
@@ -28,7 +28,7 @@ class _Waiting:
     warned: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Ready:
     """An operation that every rank has asked for; one that has joined may be without request.
 
@@ -85,17 +85,13 @@ class Matcher:
         self._left: dict[int, str] = {}
 
     @property
-    def has_pending(self) -> bool:
-        """Whether a rank waits for an operation, has joined, or has left."""
-        return bool(self._waiting or self._joined or self._left)
-
-    @property
     def first_loss(self) -> str:
         """Why the first rank that has left did so; empty if none has."""
         return next(iter(self._left.values()), "")
 
     def take(self, rank: int, requests: Iterable[Request]) -> None:
         """Note what a rank asks for."""
+        now = time.monotonic()
         for request in requests:
             if request.signature.kind == "begin":
                 if self._note_begun(request) and self._joined:
@@ -103,7 +99,7 @@ class Matcher:
             elif request.signature.kind == "join":
                 self._join(rank, request)
             else:
-                self._take(rank, request)
+                self._take(rank, request, now)
 
     def leave(self, rank: int, why: str) -> None:
         """A rank takes part no more: what needs it fails, now and later."""
@@ -144,8 +140,9 @@ class Matcher:
         code, data = "execute", b""
         if group[0].is_here:
             code, data = "take", compute(first, [ready.requests for ready in group], ranks)
+        numbers = [_numbers(ready, ranks) for ready in group]
         return {
-            rank: Response(code, tuple(_item(ready, rank, ranks) for ready in group), data=data)
+            rank: Response(code, _items(group, numbers, rank, ranks), data=data)
             for rank in ranks
             if code == "execute" or rank in group[0].requests
         }
@@ -156,11 +153,9 @@ class Matcher:
         group, total = [first], first.nbytes
         if first.signature.kind not in _FUSABLE or not first.signature.is_plain or total > self._fusion_bytes:
             return group
-        key = _fusion_key(first)
         passed: deque[_Ready] = deque()
-        while self._ready:
-            other = self._ready.popleft()
-            if _fusion_key(other) == key and total + other.nbytes <= self._fusion_bytes:
+        for other in self._ready:
+            if total + other.nbytes <= self._fusion_bytes and _may_travel_together(first, other):
                 group.append(other)
                 total += other.nbytes
             else:
@@ -168,11 +163,11 @@ class Matcher:
         self._ready = passed
         return group
 
-    def _take(self, rank: int, request: Request) -> None:
+    def _take(self, rank: int, request: Request, now: float) -> None:
         key = request.key
         waiting = self._waiting.get(key)
         if waiting is None:
-            waiting = self._waiting[key] = _Waiting(key, time.monotonic())
+            waiting = self._waiting[key] = _Waiting(key, now)
         elif rank in waiting.requests:
             self._later.setdefault(key, deque()).append((rank, request))
             return
@@ -211,17 +206,22 @@ class Matcher:
             result, self._next_set = self._next_set, self._next_set + 1
             self._sets[result] = signature.ranks
         sizes = [-1 if request.data is None else len(request.data) for request in requests.values()]
-        here = min(sizes) >= 0
-        nbytes = max(sizes) if here else max(signature.nbytes(request.numbers) for request in requests.values())
+        here = -1 not in sizes
+        nbytes = max(sizes) if here else max([signature.nbytes(request.numbers) for request in requests.values()])
         self._ready.append(_Ready(signature, requests, nbytes, result, here))
-        self._feed(waiting.key)
+        if self._later:
+            self._feed(waiting.key)
 
     def _conflict(self, waiting: _Waiting) -> str | None:
         """Return why the requests of the ranks make no operation together, or None."""
         first = next(iter(waiting.requests.values())).signature
         everyone = len(waiting.requests) == len(self._sets[first.process_set])
-        if everyone and first.dtypes and all(r.handle >= 0 and r.signature == first for r in waiting.requests.values()):
-            return None
+        if everyone and first.dtypes:
+            for request in waiting.requests.values():
+                if request.handle < 0 or (request.signature is not first and request.signature != first):
+                    break
+            else:
+                return None
         name = describe(waiting.key)
         refused = sorted(rank for rank, request in waiting.requests.items() if request.handle < 0)
         if refused:
@@ -256,7 +256,7 @@ class Matcher:
         """Go on with requests that had to wait for the operation of the same name before."""
         later = self._later.pop(key, None)
         for rank, request in later or ():
-            self._take(rank, request)
+            self._take(rank, request, time.monotonic())
 
     def _note_begun(self, request: Request) -> bool:
         """Return whether a rank has begun a step that none before it had."""
@@ -295,12 +295,16 @@ def describe(key: Key) -> str:
     return f"{kind} {name!r}{within}" if isinstance(name, str) else f"{kind} without name, number {name}{within}"
 
 
-def _fusion_key(ready: _Ready) -> tuple[object, ...]:
-    signature = ready.signature
+def _may_travel_together(first: _Ready, other: _Ready) -> bool:
+    one, two = first.signature, other.signature
+    if first.is_here != other.is_here or (one is not two and _fusion_key(one) != _fusion_key(two)):
+        return False
     # Tensors that are here are reduced as one, by those ranks that have them.
-    together = (signature.dtypes[:1], frozenset(ready.requests)) if ready.is_here else None
+    return not first.is_here or (one.dtypes[0] == two.dtypes[0] and first.requests.keys() == other.requests.keys())
+
+
+def _fusion_key(signature: Signature) -> tuple[object, ...]:
     return (
-        together,
         signature.kind,
         signature.process_set,
         signature.device,
@@ -311,19 +315,26 @@ def _fusion_key(ready: _Ready) -> tuple[object, ...]:
     )
 
 
-def _item(ready: _Ready, rank: int, ranks: Sequence[int]) -> Item:
-    """Return what a rank must know of an operation: of its own request only the handle."""
-    request = ready.requests.get(rank)
-    kind = ready.signature.kind
-    numbers: tuple[int, ...] = ()
+def _numbers(ready: _Ready, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return what all ranks must know of an operation."""
     if ready.result is not None:
-        numbers = (ready.result,)
-    elif kind == "allgather":
-        nothing = (0,) * len(ready.signature.shapes)
-        numbers = tuple(n for r in ranks for n in (ready.requests[r].numbers if r in ready.requests else nothing))
-    elif kind == "alltoall":
-        mine = ranks.index(rank)
-        numbers = tuple(ready.requests[r].numbers[mine] for r in ranks)
-    if request is None:
-        return Item(None, numbers, ready.signature)
-    return Item(request.handle, numbers)
+        return (ready.result,)
+    if ready.signature.kind != "allgather":
+        return ()
+    nothing = (0,) * len(ready.signature.shapes)
+    requests = ready.requests
+    return tuple([n for rank in ranks for n in (requests[rank].numbers if rank in requests else nothing)])
+
+
+def _items(
+    group: Sequence[_Ready], numbers: Sequence[tuple[int, ...]], rank: int, ranks: Sequence[int]
+) -> tuple[Item, ...]:
+    """Return what a rank must know of operations: of its own requests only the handles."""
+    items = []
+    for ready, of_all in zip(group, numbers, strict=True):
+        request = ready.requests.get(rank)
+        if ready.signature.kind == "alltoall":
+            mine = ranks.index(rank)
+            of_all = tuple(ready.requests[r].numbers[mine] for r in ranks)
+        items.append(Item(None, of_all, ready.signature) if request is None else Item(request.handle, of_all))
+    return tuple(items)

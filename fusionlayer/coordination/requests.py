@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "ALL_RANKS",
     "Begun",
+    "Bytes",
     "Item",
     "Key",
     "Reader",
@@ -33,6 +34,9 @@ ALL_RANKS = 0
 """The process set of all ranks."""
 
 PLAIN_OPS = (None, "Average", "Sum", "Min", "Max", "Product")
+
+Bytes = bytes | memoryview
+"""What a message is made of, or lies in."""
 
 Key = tuple[int, str, "str | int"]
 """Process set, kind and name, or the number of an operation that was given none."""
@@ -77,11 +81,6 @@ class Signature(NamedTuple):
         """Whether elements are reduced one by one, or not at all, so that tensors may share a message."""
         return self.op in PLAIN_OPS
 
-    @property
-    def is_for_all(self) -> bool:
-        """Whether all ranks move tensors."""
-        return self.process_set == ALL_RANKS and bool(self.dtypes)
-
     def nbytes(self, numbers: Sequence[int] = ()) -> int:
         """Return the bytes of the tensors; ``numbers``: their first dimensions, where shapes are without."""
         rows = numbers if self.kind == "allgather" else [1] * len(self.shapes)
@@ -119,7 +118,7 @@ class Request(NamedTuple):
     name: str | int
     signature: Signature
     numbers: tuple[int, ...] = ()
-    data: bytes | None = None
+    data: Bytes | None = None
 
     @property
     def key(self) -> Key:
@@ -156,7 +155,7 @@ class Response(NamedTuple):
     code: str
     items: tuple[Item, ...] = ()
     text: str = ""
-    data: bytes = b""
+    data: Bytes = b""
 
 
 _CODES = ("ready", "execute", "take", "fail", "lost", "end", "joined", "begun")
@@ -180,18 +179,19 @@ class Writer:
         if forget:
             self._known.clear()
         fresh: list[Any] = []
-        payload: list[bytes] = []
-        numbers = array("q", (forget, len(requests)))
-        for request in requests:
-            name = request.name if isinstance(request.name, int) else self._number(request.name, fresh)
-            signature = self._number(request.signature, fresh)
-            unnamed = isinstance(request.name, int)
-            data = request.data
-            length = -1 if data is None else len(data)
+        payload: list[Bytes] = []
+        facts: list[int] = []
+        last: Signature | None = None
+        signature = 0
+        for handle, label, given, numbers, data in requests:
+            if given is not last:
+                signature, last = self._number(given, fresh), given
+            unnamed = isinstance(label, int)
+            name = label if isinstance(label, int) else self._number(label, fresh)
+            facts += (handle, unnamed, name, signature, -1 if data is None else len(data), len(numbers), *numbers)
             if data:
                 payload.append(data)
-            numbers.extend((request.handle, unnamed, name, signature, length, len(request.numbers), *request.numbers))
-        return _pack(numbers, fresh, payload)
+        return _pack(array("q", (forget, len(requests), *facts)), fresh, payload)
 
     def _number(self, thing: str | Signature, fresh: list[Any]) -> int:
         number = self._known.get(thing)
@@ -207,30 +207,22 @@ class Reader:
     def __init__(self) -> None:
         self._known: list[Any] = []
 
-    def read(self, message: bytes) -> list[Request]:
+    def read(self, message: Bytes) -> list[Request]:
         """Return the requests of a message."""
-        packed, fresh, payload = _unpack(message)
-        numbers = packed.tolist()
+        numbers, fresh, payload = _unpack(message)
         forget, count = numbers[:2]
         if forget:
             self._known.clear()
         self._known += [_signature(thing) if isinstance(thing, list) else thing for thing in fresh or ()]
-        requests = []
+        known, requests = self._known, []
         at, begin = 2, 0
         for _ in range(count):
             handle, unnamed, name, signature, size, length = numbers[at : at + 6]
             at += 6 + length
             data = None if size < 0 else payload[begin : begin + size]
             begin += max(size, 0)
-            requests.append(
-                Request(
-                    handle,
-                    name if unnamed else self._known[name],
-                    self._known[signature],
-                    tuple(numbers[at - length : at]),
-                    data,
-                )
-            )
+            of_rank = tuple(numbers[at - length : at]) if length else ()
+            requests.append(Request(handle, name if unnamed else known[name], known[signature], of_rank, data))
         return requests
 
 
@@ -249,25 +241,25 @@ def write_farewell(why: str) -> bytes:
     return _FAREWELL + why.encode()
 
 
-def read_farewell(message: bytes) -> str | None:
+def read_farewell(message: Bytes) -> str | None:
     """Return why a rank will ask for nothing more; None if the message has requests."""
-    return message[len(_FAREWELL) :].decode() if message.startswith(_FAREWELL) else None
+    size = len(_FAREWELL)
+    return bytes(message[size:]).decode() if message[:size] == _FAREWELL else None
 
 
 def write_response(response: Response) -> bytes:
     """Return the message of a response."""
-    numbers = array("q", (_CODES.index(response.code), len(response.items)))
+    facts = [_CODES.index(response.code), len(response.items)]
     signatures = []
-    for item in response.items:
-        given = item.handle is not None
-        numbers.extend((given, item.handle if item.handle is not None else 0, len(item.numbers), *item.numbers))
-        if item.signature is not None:
-            signatures.append(item.signature)
+    for handle, numbers, signature in response.items:
+        facts += (handle is not None, handle or 0, len(numbers), *numbers)
+        if signature is not None:
+            signatures.append(signature)
     texts = [response.text, *signatures] if signatures or response.text else None
-    return _pack(numbers, texts, [response.data])
+    return _pack(array("q", facts), texts, [response.data])
 
 
-def read_response(message: bytes) -> Response:
+def read_response(message: Bytes) -> Response:
     """Return the response of a message."""
     numbers, texts, data = _unpack(message)
     text, *signatures = texts or [""]
@@ -277,21 +269,22 @@ def read_response(message: bytes) -> Response:
         given, handle, length = numbers[at : at + 3]
         at += 3 + length
         signature = None if given else _signature(signatures.pop(0))
-        items.append(Item(handle if given else None, tuple(numbers[at - length : at]), signature))
+        items.append(Item(handle if given else None, tuple(numbers[at - length : at]) if length else (), signature))
     return Response(_CODES[numbers[0]], tuple(items), text, data)
 
 
-def _pack(numbers: array[int], texts: list[Any] | None, data: Sequence[bytes]) -> bytes:
+def _pack(numbers: array[int], texts: list[Any] | None, data: Sequence[Bytes]) -> bytes:
     text = json.dumps(texts).encode() if texts else b""
     return b"".join((_LENGTHS.pack(len(numbers), len(text)), numbers.tobytes(), text, *data))
 
 
-def _unpack(message: bytes) -> tuple[array[int], list[Any] | None, bytes]:
+def _unpack(message: Bytes) -> tuple[list[int], list[Any] | None, Bytes]:
     count, length = _LENGTHS.unpack_from(message)
     numbers = array("q")
     middle = _LENGTHS.size + count * numbers.itemsize
     numbers.frombytes(message[_LENGTHS.size : middle])
-    return numbers, json.loads(message[middle : middle + length]) if length else None, message[middle + length :]
+    texts = json.loads(bytes(message[middle : middle + length])) if length else None
+    return numbers.tolist(), texts, message[middle + length :]
 
 
 def _signature(fields: Sequence[Any]) -> Signature:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -40,9 +41,11 @@ from .requests import (
 
 __all__ = ["DTYPES", "ProcessSetMembers", "Session"]
 
-# Of one message: so much always fits in what a connection buffers, so that nobody waits for a reader.
+# Of one message, whose bytes all fit in what the connection buffers, so that nobody waits for a reader.
 _REQUESTS_AT_ONCE = 1000
-_BYTES_AT_ONCE = 96 << 10
+# Who asks for nothing more for so many seconds pauses; who never does is taken for pausing after so many times that.
+_PAUSE = 0.0005
+_PAUSES = 10
 _BEGIN = Signature("begin")
 
 
@@ -104,6 +107,8 @@ class Session:
         self._begun: Begun = {}
         self._told: Begun = {}
         self._tells = False
+        self._wanted: SimpleQueue[bool] = SimpleQueue()
+        self._bringing = False
         end = connect(self._transport) if self.size > 1 else None
         if isinstance(end, Connection):
             self._connection = end
@@ -112,6 +117,8 @@ class Session:
             self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._deliver)
         self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
         self._thread.start()
+        self._bringer = threading.Thread(target=self._bring_bursts, name="fusionlayer requests", daemon=True)
+        self._bringer.start()
 
     def submit(
         self,
@@ -129,6 +136,7 @@ class Session:
         splits: Sequence[int] = (),
         reduce: Reduce | None = None,
         deliver: Callable[[Any], Any] | None = None,
+        at_once: bool = False,
     ) -> int:
         """Ask for an operation; return its handle for ``poll`` and ``wait``.
 
@@ -147,21 +155,22 @@ class Session:
             splits: rows for each rank of the set.
             reduce: reduces one flat tensor in place; with an ``op`` of its own name.
             deliver: turns the results, a list of tensors for most, into what ``wait`` returns.
+            at_once: ``wait`` is what the caller calls next; it brings the request to the coordinator.
 
         Raises:
             ConfigError: this rank is not in the process set, or there is no such set.
             UsageError: an operation of that name is under way.
             TransportError: the session has ended.
         """
-        shapes: tuple[tuple[int, ...], ...] = tuple(tuple(x.shape) for x in tensors)
+        shapes = [x.shape for x in tensors]
         numbers = tuple(splits)
         if kind in ("allgather", "alltoall"):
-            numbers = numbers or tuple(shape[0] for shape in shapes)
-            shapes = tuple(shape[1:] for shape in shapes)
-        device = tensors[0].device.type if tensors else "cpu"
-        dtypes = tuple(DTYPES[x.dtype] for x in tensors)
-        signature = Signature(kind, process_set, dtypes, shapes, device, op, prescale, postscale, root, ranks)
-        ready = torch.cuda.current_stream(tensors[0].device).record_event() if device == "cuda" else None
+            numbers = numbers or tuple([shape[0] for shape in shapes])
+            shapes = [shape[1:] for shape in shapes]
+        where = tensors[0].device if tensors else None
+        dtypes = tuple([x.dtype for x in tensors])
+        signature = _signature(kind, process_set, dtypes, tuple(shapes), where, op, prescale, postscale, root, ranks)
+        ready = torch.cuda.current_stream(where).record_event() if signature.device == "cuda" else None
         data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
         with self._lock:
             if self._ended is not None:
@@ -177,7 +186,8 @@ class Session:
                 label = name
             key = (process_set, kind, label)
             if key in self._asked:
-                self._send(Request(-1, label, signature, numbers))
+                self._note(Request(-1, label, signature, numbers))
+                self._wanted.put(True)
                 raise UsageError(
                     f"{describe(key)} was asked for again before it was done; give operations that are under way at "
                     "once different names, or synchronize() the first"
@@ -189,7 +199,10 @@ class Session:
             )
             self._operations[operation.handle] = self._running[operation.handle] = operation
             self._asked.add(key)
-            self._send(Request(operation.handle, label, signature, numbers, data))
+            self._note(Request(operation.handle, label, signature, numbers, data))
+            if not (at_once or self._bringing):
+                self._bringing = True
+                self._wanted.put(True)
         return operation.handle
 
     def poll(self, handle: int) -> bool:
@@ -213,9 +226,8 @@ class Session:
         operation = self._operations.get(handle)
         if operation is None:
             return None
-        if not operation.done and self._coordinator is not None:
-            self._coordinator.advance()
         if not operation.done:
+            self._bring()
             with self._done:
                 while not operation.done:
                     self._done.wait()
@@ -241,8 +253,11 @@ class Session:
         """Count a step that this rank begins. The others are told only while a rank has joined, which must know."""
         with self._lock:
             self._begun[key] += 1
-            if self._tells and self._ended is None:
-                self._send(Request(0, 0, _BEGIN, (*key, self._begun[key])))
+            tells = self._tells and self._ended is None
+            if tells:
+                self._note(Request(0, 0, _BEGIN, (*key, self._begun[key])))
+        if tells:
+            self._bring()
 
     def steps_begun(self, key: tuple[int, int]) -> int:
         """Return how many steps this rank has begun."""
@@ -257,8 +272,7 @@ class Session:
             failed: whether to wait no longer; looked at again after ``notify``.
         """
         operation = self._operations[join]
-        if self._coordinator is not None:
-            self._coordinator.advance()
+        self._bring()
         with self._done:
             while not (operation.done or failed()) and self._told == known:
                 self._done.wait()
@@ -285,6 +299,8 @@ class Session:
         with self._lock:
             if self._ended is None:
                 self._ended = TransportError(f"{why}; call init() again", [self.rank])
+        self._wanted.put(False)
+        self._bringer.join()
         if self._coordinator is not None:
             self._coordinator.close(why)
             self._responses.put(None)
@@ -309,19 +325,37 @@ class Session:
                 "call operations of a set on its ranks only"
             )
 
-    def _send(self, request: Request) -> None:
-        """Have a request brought to the coordinator: at once, or with others when it has answered the last ones."""
+    def _note(self, request: Request) -> None:
         if self._coordinator is not None:
             self._coordinator.submit(request)
-            return
-        self._unsent.append(request)
-        if not self._unanswered:
-            self._send_unsent()
+        else:
+            self._unsent.append(request)
+
+    def _bring(self) -> None:
+        """Bring what was asked for to the coordinator: now, or as soon as it has answered the last requests."""
+        if self._coordinator is not None:
+            self._coordinator.advance()
+        elif self._unsent:
+            with self._lock:
+                if not self._unanswered:
+                    self._send_unsent()
+
+    def _bring_bursts(self) -> None:
+        """Bring what was asked for when the caller pauses, if it does not ``wait`` before: a burst goes together."""
+        while self._wanted.get():
+            seen = self._handles
+            for _ in range(_PAUSES):
+                time.sleep(_PAUSE)
+                if seen == self._handles:
+                    break
+                seen = self._handles
+            self._bringing = False
+            self._bring()
 
     def _send_unsent(self) -> None:
         assert self._connection is not None
         count = total = 0
-        while count < min(len(self._unsent), _REQUESTS_AT_ONCE) and total < _BYTES_AT_ONCE:
+        while count < min(len(self._unsent), _REQUESTS_AT_ONCE) and total < self._connection.room:
             total += len(self._unsent[count].data or b"")
             count += 1
         requests, self._unsent = self._unsent[:count], self._unsent[count:]
@@ -355,8 +389,10 @@ class Session:
     def _tell_begun(self) -> None:
         with self._lock:
             self._tells = True
-            if self._begun:
-                self._send(Request(0, 0, _BEGIN, flatten(self._begun)))
+            if not self._begun:
+                return
+            self._note(Request(0, 0, _BEGIN, flatten(self._begun)))
+        self._bring()
 
     def _deliver(self, response: Response) -> None:
         """Take a response of rank 0's coordinator, on its thread; results need not wait for what is executed."""
@@ -511,6 +547,21 @@ class Session:
             running = list(self._running.values())
             self._running.clear()
         self._finish(running, error)
+
+
+@lru_cache(maxsize=4096)
+def _signature(
+    kind: str,
+    process_set: int,
+    dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[torch.Size, ...],
+    device: torch.device | None,
+    *how: Any,
+) -> Signature:
+    """Return the signature of what is asked for again and again; equal ones are one object."""
+    where = "cpu" if device is None else device.type
+    names = tuple(DTYPES[dtype] for dtype in dtypes)
+    return Signature(kind, process_set, names, tuple(tuple(shape) for shape in shapes), where, *how)
 
 
 def _again(error: Exception) -> Exception:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -144,10 +143,7 @@ def session() -> Session:
     Raises:
         ConfigError: there is none; call ``init``.
     """
-    here = None
-    if context.is_initialized():
-        with suppress(KeyError):
-            here = _sessions.get(context.transport())
+    here = _sessions.get(context.transport()) if context.is_initialized() else None
     if here is None:
         raise ConfigError("fusionlayer.torch is not initialized; call hvd.init() first")
     return here

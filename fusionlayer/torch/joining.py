@@ -54,7 +54,7 @@ def join(device: int = -1) -> int:
     """
     here = session()
     try:
-        handle = here.submit("join")
+        handle = here.submit("join", at_once=True)
         standing_in = _StandingIn(here)
         try:
             standing_in.follow(handle)

@@ -82,8 +82,10 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
             raise ConfigError("got both op and average; average is deprecated: give op alone")
         warnings.warn("average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
+    if op is None:
+        return Average
     try:
-        return ReduceOp(Average if op is None else op)
+        return ReduceOp(op)
     except ValueError:
         raise ConfigError(f"op={op!r}; expected hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
 
@@ -121,8 +123,8 @@ def allreduce(
     codec = codec_of(compression)
     _checked("allreduce", tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()) and compression is Compression.none:
-        handle = _reduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, codec, deliver=_first)
-        return synchronize(handle)  # type: ignore[no-any-return]
+        how = (prescale_factor, postscale_factor, process_set, codec)
+        return synchronize(_reduce([tensor], name, chosen, *how, deliver=_first, at_once=True))  # type: ignore[no-any-return]
     small, ctx = compression.compress(tensor)
     reduced = _apply(_Allreduce, small, name, chosen, prescale_factor, postscale_factor, process_set, codec)
     out: Tensor = compression.decompress(reduced, ctx)
@@ -290,7 +292,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, *how: Any) -> Any:
         ctx.how = how
-        return synchronize(_reduce([tensor], name, *how, deliver=_first))
+        return synchronize(_reduce([tensor], name, *how, deliver=_first, at_once=True))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -301,7 +303,7 @@ class _GroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, *how_and_tensors: Any) -> Any:
         ctx.how, tensors = how_and_tensors[:5], how_and_tensors[5:]
-        return tuple(synchronize(_reduce(tensors, name, *ctx.how)))
+        return tuple(synchronize(_reduce(tensors, name, *ctx.how, at_once=True)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -319,6 +321,7 @@ def _reduce(
     *,
     in_place: bool = False,
     deliver: Callable[[Any], Any] | None = None,
+    at_once: bool = False,
 ) -> int:
     text, reduce = op.name, None
     if op is Adasum:
@@ -336,6 +339,7 @@ def _reduce(
         postscale=postscale,
         reduce=reduce,
         deliver=deliver,
+        at_once=at_once,
     )
 
 
@@ -415,7 +419,7 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
         ctx.process_set = process_set
         ctx.shapes = [tensor.shape for tensor in tensors]
-        return tuple(synchronize(_gather(tensors, name, process_set)))
+        return tuple(synchronize(_gather(tensors, name, process_set, at_once=True)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -435,9 +439,10 @@ def _gather(
     name: str | None,
     process_set: ProcessSet,
     deliver: Callable[[Any], Any] | None = None,
+    at_once: bool = False,
 ) -> int:
     rows = [tensor if tensor.dim() else tensor.view(1) for tensor in tensors]
-    return _submit("allgather", rows, name=name, process_set=process_set, deliver=deliver)
+    return _submit("allgather", rows, name=name, process_set=process_set, deliver=deliver, at_once=at_once)
 
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
@@ -727,7 +732,7 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it."""
-    synchronize(_submit("barrier", process_set=process_set))
+    synchronize(_submit("barrier", process_set=process_set, at_once=True))
 
 
 def _submit(

@@ -33,10 +33,20 @@ _PATIENCE = 5.0
 _NEAR = "this host"
 # Frames that a peer has not read yet must not make this end wait: what is under way at once fits in here.
 _BUFFER_BYTES = 1 << 20
+# Read at once while it is not known how long the next message is.
+_FIRST_BYTES = 64 << 10
+# As a struct timeval. A rank that stops in the middle of a message keeps rank 0 from hearing others only so long.
+_NO_LONGER = struct.pack("@ll", 0, 50_000)
+# Longer messages are not copied behind their length, but sent by a second call.
+_WORTH_A_CALL = 16 << 10
 
 
 class Connection:
-    """One end of the connection of two ranks. One thread sends at a time, and one receives."""
+    """One end of the connection of two ranks. One thread sends at a time, and one receives.
+
+    Attributes:
+        room: bytes that can be sent, if all before were read, without waiting for a reader.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         if end.family != socket.AF_UNIX:
@@ -44,23 +54,33 @@ class Connection:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        else:
+            _enlarge(end)
         end.settimeout(None)
         self.socket = end
+        # The kernel tells twice what it was asked for, and counts what its own records take.
+        self.room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._read = bytearray()
 
     def send(self, *messages: bytes) -> None:
         """Send messages one after the other. A peer that is gone is noticed by who receives."""
         with suppress(OSError):
-            self.socket.sendall(b"".join(part for text in messages for part in (_LENGTH.pack(len(text)), text)))
+            for message in messages:
+                length = _LENGTH.pack(len(message))
+                if len(message) < _WORTH_A_CALL:
+                    self.socket.sendall(length + message)
+                else:
+                    self.socket.sendall(length, socket.MSG_MORE)
+                    self.socket.sendall(message)
 
-    def receive(self) -> bytes | None:
+    def receive(self) -> memoryview | None:
         """Wait for the next message and return it; None when the peer has closed its end or is gone."""
         while (message := self._next()) is None:
             if not self._fill():
                 return None
         return message
 
-    def received(self) -> list[bytes] | None:
+    def received(self) -> list[memoryview] | None:
         """Return the messages that have come, once the socket is readable; None as ``receive`` does."""
         if not self._fill():
             return None
@@ -76,23 +96,30 @@ class Connection:
         self.socket.close()
 
     def _fill(self) -> bool:
+        """Read what has come; of a message that has begun all, unless that lasts."""
+        missing = 0
+        if len(self._read) >= _LENGTH.size:
+            missing = _LENGTH.size + _LENGTH.unpack_from(self._read)[0] - len(self._read)
         try:
-            data = self.socket.recv(1 << 16)
+            data = self.socket.recv(missing, socket.MSG_WAITALL) if missing else self.socket.recv(_FIRST_BYTES)
+        except BlockingIOError:
+            return True
         except OSError:
             return False
         self._read += data
         return bool(data)
 
-    def _next(self) -> bytes | None:
+    def _next(self) -> memoryview | None:
         if len(self._read) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._read)
         end = _LENGTH.size + length
         if len(self._read) < end:
             return None
-        message = bytes(self._read[_LENGTH.size : end])
-        del self._read[:end]
-        return message
+        # The message keeps the buffer that it lies in; what is behind it begins another.
+        read = memoryview(self._read)
+        self._read = bytearray(read[end:])
+        return read[_LENGTH.size : end].toreadonly()
 
 
 class Center:
@@ -109,8 +136,9 @@ class Center:
         self._selector.register(self._woken, selectors.EVENT_READ)
         for rank, connection in connections.items():
             self._selector.register(connection.socket, selectors.EVENT_READ, rank)
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NO_LONGER)
 
-    def received(self, patience: float) -> Iterator[tuple[int, list[bytes] | None]]:
+    def received(self, patience: float) -> Iterator[tuple[int, list[memoryview] | None]]:
         """Wait up to ``patience`` seconds, or for ``wake``; yield who has sent what, None where a rank is gone."""
         for key, _ in self._selector.select(patience):
             if key.fileobj is self._woken:

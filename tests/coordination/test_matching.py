@@ -43,7 +43,7 @@ def test_what_all_ranks_have_asked_for_travels_together_in_one_order() -> None:
     assert [item.handle for item in first[0].items] == [4, 3, 2, 1]  # 16 bytes each, 64 at most
     assert [item.handle for item in first[1].items] == [14, 13, 12, 11]
     assert [item.handle for item in second[0].items] == [0]
-    assert not matcher.has_pending
+    assert matcher.stalls(-1.0) == []
 
 
 def test_only_what_fits_together_is_fused_and_others_are_passed_by() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,6 +46,15 @@ def who_am_i(rank: int, size: int) -> None:
     assert hvd.gloo_built() and hvd.gloo_enabled()
     assert not (hvd.mpi_built() or hvd.mpi_enabled() or hvd.ccl_built() or hvd.ddl_built() or hvd.rocm_built())
     assert hvd.mpi_threads_supported() in (True, False) and hvd.cuda_built() in (True, False) and hvd.nccl_built() >= 0
+
+
+@behaviour
+def what_is_begun_needs_no_wait(rank: int, size: int) -> None:
+    for polling in range(size):
+        begun = [hvd.allreduce_async(of(rank, 3), name=f"begun.{i}", op=hvd.Sum) for i in range(3)]
+        while rank == polling and not all(hvd.poll(handle) for handle in begun):
+            time.sleep(0.001)
+        assert all(torch.equal(hvd.synchronize(handle), total(size, 3)) for handle in begun)
 
 
 @behaviour

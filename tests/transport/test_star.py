@@ -40,6 +40,32 @@ def test_messages_of_any_length_and_a_peer_that_goes() -> None:
     over_threads(3, body)
 
 
+def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() -> None:
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    center = Center({rank: Connection(near) for rank, (near, _) in pairs.items()})
+    message = bytes(range(256)) * 300
+    stopped = len(message).to_bytes(4, "little") + message
+    pairs[1][1].sendall(stopped[:30_000])
+    assert list(center.received(5.0)) == [(1, [])]
+    pairs[1][1].sendall(stopped[30_000:40_000])
+    heard: dict[int, list[memoryview]] = {1: [], 2: []}
+
+    def listen(rank: int) -> memoryview:
+        while not heard[rank]:
+            for who, messages in center.received(5.0):
+                heard[who] += messages or []
+        return heard[rank].pop()
+
+    Connection(pairs[2][1]).send(b"early")
+    assert listen(2) == b"early" and not heard[1]
+    pairs[1][1].sendall(stopped[40_000:] + (2).to_bytes(4, "little") + b"on")
+    assert listen(1) == message
+    assert listen(1) == b"on"
+    center.close()
+    for _, far in pairs.values():
+        far.close()
+
+
 def test_a_stranger_is_sent_away() -> None:
     def body(transport: Transport) -> bool:
         if transport.rank == 0:
