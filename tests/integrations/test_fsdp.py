@@ -352,7 +352,7 @@ def hold_lossy_gradients(rank: int, world: int) -> None:
         return full(parameter.grad for parameter in model.parameters())
 
     expected = torch.cat([grad.flatten() for grad in gradients(None)])
-    bounds = {"raw": 1e-6, "bf16": 0.01, "int8": 0.02, "int4": 0.2, "taco": 0.05, "thc": 0.5, "qsdp": 0.02}
+    bounds = {"raw": 1e-6, "bf16": 0.01, "int8": 0.02, "int4": 0.2, "taco": 0.05, "thc": 0.5, "qsdp": 0.03}
     for codec, bound in bounds.items():
         found = torch.cat([grad.flatten() for grad in gradients(codec)])
         assert float((found - expected).norm()) <= bound * float(expected.norm()), codec

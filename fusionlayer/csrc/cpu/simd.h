@@ -104,8 +104,7 @@ FL_INLINE void prefetch_block(const T *p) {
 FL_INLINE vf clamp(vf v, float bound) {
   const vf high = broadcast(bound), low = broadcast(-bound);
 #if defined(FL_AVX512)
-  (void)low;
-  return _mm512_range_ps(v, high, 2);  // the smaller magnitude, with v's sign
+  return _mm512_max_ps(_mm512_min_ps(v, high), low);
 #elif defined(FL_AVX2)
   return _mm256_max_ps(_mm256_min_ps(v, high), low);
 #else
