@@ -17,7 +17,7 @@ pytestmark = pytest.mark.short
     ("target", "command"),
     [
         ("demo", "python examples/demo.py --steps 3"),
-        ("test", 'python -m pytest -m "not gpu" --steps 3'),
+        ("test", 'python -m pytest -m "not gpu" -n 2 --dist loadgroup --steps 3'),
         ("test-short", "python -m pytest -m short --steps 3"),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
