@@ -121,7 +121,12 @@ def test_gradcheck(sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("codec", [codec for codec in defaults() if not codec.needs_feedback], ids=str)
+@pytest.mark.parametrize(
+    # onebit's sums are close after many steps, by error feedback, which activations have not.
+    "codec",
+    [codec for codec in defaults() if not codec.ahead and codec.name != "onebit"],
+    ids=str,
+)
 def test_every_codec_comes_close(codec: codecs.Codec, sequence: bool) -> None:
     x, (up, down) = values(0, BATCH, TOKENS, WIDTH), weights(torch.float32)
     expected = perceptron(x, up, down)
@@ -158,7 +163,7 @@ def test_the_same_bits_everywhere_in_pieces_too(algorithm: str) -> None:
     over_threads(3, body)
 
 
-@pytest.mark.parametrize("codec", [codec for codec in defaults() if not codec.needs_feedback], ids=str)
+@pytest.mark.parametrize("codec", [codec for codec in defaults() if not codec.ahead], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_every_rank(codec: codecs.Codec, value: float) -> None:
     def body(transport: Transport) -> None:
