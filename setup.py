@@ -6,6 +6,7 @@ setuptools and a C++17 compiler; the CUDA library is built where nvcc is found. 
     CXX                 the C++ compiler (default: g++, else c++)
     FUSIONLAYER_CUDA    auto (default): build the CUDA library if possible; 1: fail if impossible; 0: leave it out
     FUSIONLAYER_NVCC    path of nvcc (default: CUDA_HOME, the nvidia-cuda-nvcc package, PATH)
+    FUSIONLAYER_CUDA_ARCHS  GPUs to compile for, as "90" or "80 90" (default: all of 80, 90 and 100 that nvcc knows)
     FUSIONLAYER_WERROR  1: warnings of the compilers are errors; 0 (default): they are shown
 """
 
@@ -179,14 +180,28 @@ def find_nvcc() -> str:
     )
 
 
+def cuda_archs(nvcc: str) -> list[int]:
+    """Return what is to be compiled for, in ascending order."""
+    known = {int(name.removeprefix("compute_")) for name in execute((nvcc, "--list-gpu-arch")).split()}
+    given = os.environ.get("FUSIONLAYER_CUDA_ARCHS", "").replace(",", " ").split()
+    if not given:
+        archs = [arch for arch in CUDA_ARCHS if arch in known]
+        if not archs:
+            names = ", ".join(f"sm_{arch}" for arch in CUDA_ARCHS)
+            raise SetupError(f"{nvcc} compiles for none of {names}; use CUDA 12.8 or later")
+        return archs
+    refused = [name for name in given if not name.isdecimal() or int(name) not in known or int(name) < CUDA_ARCHS[0]]
+    if refused:
+        choices = " ".join(str(arch) for arch in sorted(known) if arch >= CUDA_ARCHS[0])
+        raise SetupError(f"FUSIONLAYER_CUDA_ARCHS: {' '.join(refused)}; expected numbers among: {choices}")
+    return sorted(set(map(int, given)))
+
+
 def build_cuda(werror: bool) -> Path:
     """Return the path of the built ``libfusionlayer_cuda.so``; no GPU and no driver are needed."""
     nvcc = find_nvcc()
     tool = execute((nvcc, "--version"))
-    known = execute((nvcc, "--list-gpu-arch")).split()
-    archs = [arch for arch in CUDA_ARCHS if f"compute_{arch}" in known]
-    if not archs:
-        raise SetupError(f"{nvcc} compiles for none of sm_{', sm_'.join(map(str, CUDA_ARCHS))}; use CUDA 12.8 or later")
+    archs = cuda_archs(nvcc)
     targets = [(arch, f"sm_{arch}") for arch in archs] + [(archs[-1], f"compute_{archs[-1]}")]
     gencode = tuple(flag for arch, code in targets for flag in ("-gencode", f"arch=compute_{arch},code={code}"))
     flags = (

@@ -100,14 +100,17 @@ class LinkedTransport(Transport):
             if self.size == 1:
                 return
             link = self._link_for(*sends, *recvs)
-            sources, targets = bring(sends, link.device), space(recvs, link.device)
             around = [(self.rank + step) % self.size for step in range(1, self.size)]
+            to = [peer for peer in around if call.sends[peer]]
+            source = [peer for peer in reversed(around) if call.recvs[peer]]
+            wanted = [recvs[peer] for peer in source]
+            near, targets = bring([sends[peer] for peer in to], link.device), space(wanted, link.device)
             key = call.key(self.sequence)
             link.exchange(
-                [Message(peer, sources[peer], key) for peer in around if call.sends[peer]],
-                [Message(peer, targets[peer], key) for peer in reversed(around) if call.recvs[peer]],
+                [Message(peer, x, key) for peer, x in zip(to, near, strict=True)],
+                [Message(peer, x, key) for peer, x in zip(source, targets, strict=True)],
             )
-            bring_back(targets, recvs)
+            bring_back(targets, wanted)
             self.bytes_sent += sum(call.sends) - call.sends[self.rank]
 
     def all_reduce(self, x: Tensor) -> None:

@@ -15,11 +15,6 @@ from fusionlayer.codecs import Codec
 from fusionlayer.codecs.thc import THC
 from tests.synthetic import awkward, bit_patterns, gradient
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
-
 GPU = torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 4095, 4097, 70_001)
@@ -52,6 +47,7 @@ def core_codecs() -> Iterator[Codec]:
     for block, levels in product((32, 64, 128, 256, 512, 1024), ("normal", "uniform")):
         for rounding in ("nearest", "stochastic"):
             yield fl.codecs.get("thc", block_size=block, levels=levels, rounding=rounding, header=False)
+    yield from (fl.codecs.get(name, header=False) for name in ("tlq", "tlq_hs", "ulq"))
     for tile, channels in ((32, 128), (64, 384), (128, 1024)):
         yield fl.codecs.get("tahquant", tile=tile, channels=channels, header=False)
         yield fl.codecs.get("tahquant6", tile=tile, channels=channels, header=False)

@@ -11,11 +11,6 @@ from torch import Tensor
 from fusionlayer import native
 from tests.synthetic import awkward, gradient
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
-
 GPU = torch.device("cuda")
 LENGTHS = (1, 33, 255, 257, 4097, 65_537, 1_000_003)
 LARGE = (1 << 24) + 4097

@@ -7,13 +7,15 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fusionlayer.errors import ConfigError, TransportError, UsageError
-from fusionlayer.transport import C10dTransport, Transport
+from fusionlayer.transport import C10dTransport, Transport, _linked
 from tests.harness import run_ranks
 
 from .conformance import CHECKS
@@ -37,6 +39,25 @@ def conform(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world, store", [(1, "file"), (2, "file"), (3, "tcp"), (4, "file")])
 def test_conformance(world: int, store: str) -> None:
     run_ranks(conform, world, timeout=50, store=store)
+
+
+def conform_from_afar(rank: int, world: int) -> None:
+    """As if all tensors were where the link cannot reach them: it gets copies, and room that holds anything."""
+
+    def copies(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        return [x.clone() for x in xs]
+
+    def room(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        return [torch.empty_like(x).view(-1).view(torch.uint8).fill_(0xA5).view(x.dtype).view(x.shape) for x in xs]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_linked, "bring", copies)
+        patch.setattr(_linked, "space", room)
+        conform(rank, world)
+
+
+def test_conformance_with_tensors_out_of_the_links_reach() -> None:
+    run_ranks(conform_from_afar, 3, timeout=50)
 
 
 def use_groups(rank: int, world: int) -> list[float]:
