@@ -7,7 +7,8 @@ Rows of the sparse verbs have in addition how many times faster they are than ``
 
 One thread. Each round runs every row once, so that all of them see the same load; a row's share is the median over
 rounds of its rate divided by the copy's in that round. Rates are bytes read plus bytes written. On the CPU time is the
-process's own CPU time, on CUDA the time between two events. Rows of lossless codecs have the ratio of a Gaussian's
+process's own CPU time, on CUDA the time between two events around ten calls: as a graph, so that it is that of kernels
+and not of the host, unless a call has to wait for the device. Rows of lossless codecs have the ratio of a Gaussian's
 bytes to theirs; beside ``zip`` stand the same in torch and, where it is installed (``pip install zipnn``), ZipNN.
 """
 
@@ -51,6 +52,7 @@ class Row:
     nbytes: int
     call: Callable[[], object] = field(repr=False)
     ratio: float | None = None
+    waits: bool = False  # for the device, so that a graph cannot hold it
     seconds: list[float] = field(default_factory=list)
 
     def result(self, copy: Row, topk: Row | None = None) -> dict[str, object]:
@@ -79,7 +81,8 @@ def codec_rows(name: str, codec: Codec, x: Tensor) -> Iterator[Row]:
     codec.encode(x, payload)
     used = codec.used_bytes(payload, numel, x.dtype)
     ratio = x.nbytes / used if codec.zips else None
-    yield Row(name, "encode", dtype, x.nbytes + used, partial(codec.encode, x, payload), ratio)
+    waits = isinstance(codec, DynamiQ)  # the bits that it chooses by itself
+    yield Row(name, "encode", dtype, x.nbytes + used, partial(codec.encode, x, payload), ratio, waits)
     yield Row(name, "decode", dtype, used + out.nbytes, partial(codec.decode, payload, out))
     yield Row(name, "decode_add", dtype, used + 2 * out.nbytes, partial(codec.decode_add, payload, out))
     part = numel // FAN_IN
@@ -92,11 +95,11 @@ def codec_rows(name: str, codec: Codec, x: Tensor) -> Iterator[Row]:
     yield Row(name, f"decode_sum x{FAN_IN}", dtype, FAN_IN * stride + total.nbytes, sums)
     again = torch.zeros(capacity, dtype=torch.uint8, device=x.device)
     recode = partial(codec.recode, payloads, again, part, dtype=x.dtype)
-    yield Row(name, f"recode x{FAN_IN}", dtype, (FAN_IN + 1) * stride, recode)
+    yield Row(name, f"recode x{FAN_IN}", dtype, (FAN_IN + 1) * stride, recode, waits=waits)
     if not codec.lossless:
         residual = torch.zeros(numel, device=x.device)
         fed = partial(codec.encode, x, payload, residual=residual)
-        yield Row(name, "encode + feedback", dtype, x.nbytes + 2 * residual.nbytes + used, fed)
+        yield Row(name, "encode + feedback", dtype, x.nbytes + 2 * residual.nbytes + used, fed, waits=waits)
 
 
 def dynamiq_rows(x: Tensor) -> Iterator[Row]:
@@ -211,15 +214,16 @@ def sparse_rows(x: Tensor) -> Iterator[Row]:
     magnitude, above = native.kth_magnitude(x, k)
     ladder = [magnitude + (step << 18) for step in range(native.MAX_THRESHOLDS)]
 
-    def row(verb: str, nbytes: int, call: Callable[[], object]) -> Row:
-        return Row(name, verb, "float32", nbytes, call)
+    def row(verb: str, nbytes: int, call: Callable[[], object], waits: bool = False) -> Row:
+        return Row(name, verb, "float32", nbytes, call, waits=waits)
 
-    yield Row("torch.topk", "abs, topk", "float32", x.nbytes, lambda: torch.topk(x.abs(), k, sorted=False))
+    largest = partial(_largest, x, k)
+    yield Row("torch.topk", "abs, topk", "float32", x.nbytes, largest, waits=True)
     yield row("accumulate", 3 * x.nbytes, partial(native.accumulate, x, 0.0, acc))
-    yield row("magnitude_stats", x.nbytes, partial(native.magnitude_stats, x))
-    yield row("count_above x1", x.nbytes, partial(native.count_above, x, ladder[:1]))
-    yield row("count_above x16", x.nbytes, partial(native.count_above, x, ladder))
-    yield row("kth_magnitude", x.nbytes, partial(native.kth_magnitude, x, k))
+    yield row("magnitude_stats", x.nbytes, partial(native.magnitude_stats, x), waits=True)
+    yield row("count_above x1", x.nbytes, partial(native.count_above, x, ladder[:1]), waits=True)
+    yield row("count_above x16", x.nbytes, partial(native.count_above, x, ladder), waits=True)
+    yield row("kth_magnitude", x.nbytes, partial(native.kth_magnitude, x, k), waits=True)
     for form, kind in (("bitmap", native.SPARSE_BITMAP), ("byte", native.SPARSE_BYTE), ("short", native.SPARSE_SHORT)):
         params = native.CodecParams(native.SPARSE, (kind, native.DTYPES[torch.float32], k))
         spec = params.spec(numel, torch.float32)
@@ -241,6 +245,10 @@ def sparse_rows(x: Tensor) -> Iterator[Row]:
             yield row(f"decode_sum x{count}, {form}", count * offsets[-1] + out.nbytes, sums)
 
 
+def _largest(x: Tensor, k: int) -> object:
+    return torch.topk(x.abs(), k, sorted=False)
+
+
 def _hadamard(device: torch.device) -> Tensor:
     h = torch.ones(1, 1, device=device)
     while len(h) < 32:
@@ -257,6 +265,9 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
 
 def measure(rows: list[Row], device: torch.device, rounds: int) -> None:
     """Time every row once a round, after one round that is not counted."""
+    if device.type == "cuda":
+        for row in rows:
+            row.call = _repeated(row.call, row.waits)
     for n in range(rounds + 1):
         for row in rows:
             seconds = _cuda_seconds(row.call) if device.type == "cuda" else _cpu_seconds(row.call)
@@ -270,14 +281,35 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def _cuda_seconds(call: Callable[[], object], calls: int = 10) -> float:
+_CALLS = 10
+
+
+def _repeated(call: Callable[[], object], waits: bool) -> Callable[[], object]:
+    """Return what makes ``_CALLS`` calls on a GPU: a graph of them, unless they wait."""
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            call()
+
+    if waits:
+        return calls
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        calls()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls()
+    return graph.replay
+
+
+def _cuda_seconds(calls: Callable[[], object]) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(calls):
-        call()
+    calls()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000 / calls
+    return float(begin.elapsed_time(end)) / 1000 / _CALLS
 
 
 def main() -> None:
@@ -318,22 +350,27 @@ def main() -> None:
         if "int4" in args.codecs:
             scale, packed = torch_int4(x)
             nbytes = x.nbytes + 4 * scale.numel() + packed.numel()
-            rows.append(Row("int4 in torch", "encode", "float32", nbytes, partial(torch_int4, x)))
-            rows.append(Row("int4 in torch", "decode", "float32", nbytes, partial(torch_int4_decode, scale, packed)))
+            rows.append(Row("int4 in torch", "encode", "float32", nbytes, partial(torch_int4, x), waits=True))
+            rows.append(
+                Row("int4 in torch", "decode", "float32", nbytes, partial(torch_int4_decode, scale, packed), waits=True)
+            )
         if "zip" in args.codecs and "bfloat16" in args.dtypes:
             values = x.bfloat16()
             parts = torch_zip(values)
             assert torch.equal(torch_zip_decode(*parts), values)
             nbytes = values.nbytes + sum(part.nbytes for part in parts)
-            rows.append(Row("zip in torch", "encode", "bfloat16", nbytes, partial(torch_zip, values)))
-            rows.append(Row("zip in torch", "decode", "bfloat16", nbytes, partial(torch_zip_decode, *parts)))
+            rows.append(Row("zip in torch", "encode", "bfloat16", nbytes, partial(torch_zip, values), waits=True))
+            rows.append(
+                Row("zip in torch", "decode", "bfloat16", nbytes, partial(torch_zip_decode, *parts), waits=True)
+            )
             rows += zipnn_rows(values) if device.type == "cpu" else []
         sparse = list(sparse_rows(x)) if args.sparse else []
         measure(rows + sparse, device, args.rounds)
         results += [{"isa": isa, **row.result(copy)} for row in rows]
         results += [{"isa": isa, **row.result(copy, sparse[0])} for row in sparse]
     environment = Environment.here(device, args.hardware)
-    title = f"Codec speed: {args.numel} elements, one thread, {args.rounds} rounds"
+    where = "one thread" if device.type == "cpu" else "one GPU"
+    title = f"Codec speed: {args.numel} elements, {where}, {args.rounds} rounds"
     print(table(title, results))
     print(environment)
     if args.out:

@@ -75,6 +75,7 @@ class DynamiQ(NativeCodec, name="dynamiq"):
     agreed: Arrangement | None = field(default=None, kw_only=True, compare=False, repr=False)
     shared: int | None = field(default=None, kw_only=True, compare=False, repr=False)
     place: tuple[int, int] = field(default=(0, 1), kw_only=True, compare=False, repr=False)
+    _packed: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 3 <= self.bits <= 8:
@@ -181,18 +182,24 @@ class DynamiQ(NativeCodec, name="dynamiq"):
         """Write the widths of ``bodies`` (k, nbytes): as agreed on, or by the energy of each piece of ``x``."""
         groups = -(-n // SUPER_GROUP)
         for i, body in enumerate(bodies):
+            plane = body[: 24 * -(-groups // 64)]
             if self.given is None:
                 part = slice(i * n, (i + 1) * n)
                 _, energies = native.dynamiq_stats(x[part], None if residual is None else residual[part])
-                bits = self._allocated(energies, [groups])
+                _pack(self._allocated(energies, [groups]), plane)
             else:
-                first = offset // SUPER_GROUP + i * groups
-                bits = self.given[first : first + groups]
-            plane = body[: 24 * -(-groups // 64)]
-            if bits.is_cuda:
-                plane.copy_(pack_widths(bits))
-            else:
-                native.dynamiq_widths(bits, plane)
+                plane.copy_(self._given_widths(offset // SUPER_GROUP + i * groups, groups))
+
+    def _given_widths(self, first: int, groups: int) -> Tensor:
+        """Return the plane of widths of these super-groups, which every hop of their chunk has."""
+        key = first, groups
+        if key not in self._packed:
+            assert self.given is not None
+            bits = self.given[first : first + groups]
+            plane = torch.empty(24 * -(-groups // 64), dtype=torch.uint8, device=bits.device)
+            _pack(bits, plane)
+            self._packed[key] = plane
+        return self._packed[key]
 
     def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
         if n and len(bodies):
@@ -216,6 +223,13 @@ class DynamiQ(NativeCodec, name="dynamiq"):
             return self._encode_rows(total, body.unsqueeze(0), n, seed, offset, residual)
         self._place_widths(body, body.unsqueeze(0), n, offset, residual)
         super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
+
+
+def _pack(bits: Tensor, plane: Tensor) -> None:
+    if bits.is_cuda:
+        plane.copy_(pack_widths(bits))
+    else:
+        native.dynamiq_widths(bits, plane)
 
 
 def _interval(rank: int, ranks: int) -> int:

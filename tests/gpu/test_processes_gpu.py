@@ -174,7 +174,7 @@ def with_nccl(rank: int, world: int) -> dict[str, float]:
 
 def test_one_rank_by_nccl() -> None:
     (errors,) = run_ranks(with_nccl, 1, timeout=120, backend="cpu:gloo,cuda:nccl")
-    limits = {"raw": 0.0, "zip": 0.0, "int4": 0.2, "mxfp4": 0.3, "dynamiq": 0.12, "tlq_hs": 0.2}
+    limits = {"raw": 0.0, "zip": 0.0, "int4": 0.2, "mxfp4": 0.3, "dynamiq": 0.12, "tlq_hs": 0.25}
     for name, error in errors.items():
         assert error <= limits.get(name.split(",")[0], 0.05), errors
 

@@ -15,7 +15,7 @@ struct FloatFormat {
   float largest;  // its value
 };
 
-FL_HD FloatFormat float_format(uint32_t format) {
+FL_HD constexpr FloatFormat float_format(uint32_t format) {
   switch (format) {
     case FL_E4M3:
       return {8, 3, 7, 0x7e, 448.0f};
@@ -30,7 +30,7 @@ FL_HD FloatFormat float_format(uint32_t format) {
   }
 }
 
-FL_HD int format_bits(uint32_t format) { return format == FL_INT8 ? 8 : float_format(format).bits; }
+FL_HD constexpr int format_bits(uint32_t format) { return format == FL_INT8 ? 8 : float_format(format).bits; }
 
 // The largest magnitude of a format: what a block's own largest becomes.
 FL_HD float format_largest(uint32_t format) { return format == FL_INT8 ? 127.0f : float_format(format).largest; }

@@ -38,6 +38,9 @@ FL_HD RngKey key_at(RngKey key, uint64_t element) {
   return {key.a ^ (high * 0x9e3779b9u), key.b + high * key.c, key.c};
 }
 
+// The same, for numbers that rarely reach 2^32.
+FL_HD RngKey near_key(RngKey key, uint64_t element) { return element >> 32 ? key_at(key, element) : key; }
+
 constexpr uint32_t kSpread = 0x9e3779b1u;
 
 // 32 random bits of element number `low` (lower 32 bits; the upper ones are in the key).
@@ -51,6 +54,12 @@ FL_HD uint32_t random_bits(RngKey key, uint32_t low) {
 }
 
 // What stochastic rounding adds before rounding to nearest: uniform on the 2^23 multiples of 2^-23 in [-0.5, 0.5).
-FL_HD float rounding_noise(uint32_t bits) { return bits_float((bits >> 9) | 0x3f800000u) - 1.5f; }
+FL_HD float rounding_noise(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return bits_float(__funnelshift_r(bits, 0x7fu, 9)) - 1.5f;  // the same bits in one step
+#else
+  return bits_float((bits >> 9) | 0x3f800000u) - 1.5f;
+#endif
+}
 
 }  // namespace fl

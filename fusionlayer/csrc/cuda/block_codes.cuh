@@ -16,7 +16,6 @@ struct BlockLayout {
   int64_t blocks;  // of a message
   int log2_lanes;  // of a block
   uint32_t format;
-  FloatFormat number;  // unless the format is FL_INT8
   int bits;
   BlockScaling scaling;
   bool given;  // FL_BLOCK_GIVEN
@@ -41,7 +40,6 @@ inline BlockLayout block_layout(const fl_spec &spec) {
           group_count(spec),
           log2_lanes,
           format,
-          float_format(format),
           format_bits(format),
           block_scaling(format, spec.param[1], spec.param[2], spec.param[3] & FL_BLOCK_HADAMARD),
           (spec.param[3] & FL_BLOCK_GIVEN) != 0};
@@ -126,74 +124,124 @@ FL_DEVICE float load_block_scale(const BlockLayout &layout, const void *scales, 
 
 // Codes ----------------------------------------------------------------------------------------------------------------
 
+template <uint32_t kCode>
+struct Format {
+  static constexpr uint32_t code = kCode;
+};
+
+// f(Format<..>()): the same for all lanes.
+template <class F>
+FL_DEVICE void with_format(uint32_t format, F f) {
+  switch (format) {
+    case FL_E4M3:
+      return f(Format<FL_E4M3>());
+    case FL_E5M2:
+      return f(Format<FL_E5M2>());
+    case FL_INT8:
+      return f(Format<FL_INT8>());
+    case FL_E2M3:
+      return f(Format<FL_E2M3>());
+    case FL_E3M2:
+      return f(Format<FL_E3M2>());
+    default:
+      return f(Format<FL_E2M1>());
+  }
+}
+
+// Where the hardware converts to and from FP8.
+FL_DEVICE constexpr bool hardware_converts(uint32_t format) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return format == FL_E4M3 || format == FL_E5M2;
+#else
+  (void)format;
+  return false;
+#endif
+}
+
+#ifdef __CUDA_ARCH__
+template <uint32_t kFormat>
+FL_DEVICE uint32_t hardware_codes(float a, float b) {
+  uint16_t pair;
+  if constexpr (kFormat == FL_E4M3)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
+template <uint32_t kFormat>
+FL_DEVICE void hardware_values(uint32_t codes, float *v) {
+  const uint16_t pair = uint16_t(codes);
+  uint32_t halves;
+  if constexpr (kFormat == FL_E4M3)
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  else
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v[0]) : "h"(uint16_t(halves)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v[1]) : "h"(uint16_t(halves >> 16)));
+}
+#else
+template <uint32_t kFormat>
+uint32_t hardware_codes(float, float);
+template <uint32_t kFormat>
+void hardware_values(uint32_t, float *);
+#endif
+
 // The codes of four values times the inverse of their scale, one byte each. Where the hardware converts to FP8, it makes
 // the bytes of float_code.
-FL_DEVICE uint32_t four_codes(const BlockLayout &layout, float a, float b, float c, float d) {
-  if (layout.format == FL_INT8)
-    return uint32_t(round_even(a) & 255) | uint32_t(round_even(b) & 255) << 8 | uint32_t(round_even(c) & 255) << 16 |
-           uint32_t(round_even(d)) << 24;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  if (layout.bits == 8) {
-    uint16_t low, high;
-    if (layout.format == FL_E4M3) {
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    } else {
-      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    }
-    return low | uint32_t(high) << 16;
+template <uint32_t kFormat>
+FL_DEVICE uint32_t four_codes(float a, float b, float c, float d) {
+  constexpr FloatFormat kNumber = float_format(kFormat);
+  if constexpr (kFormat == FL_INT8) {
+    return low_bytes(round_even(a), round_even(b), round_even(c), round_even(d));
+  } else if constexpr (hardware_converts(kFormat)) {
+    return hardware_codes<kFormat>(a, b) | hardware_codes<kFormat>(c, d) << 16;
+  } else {
+    return float_code(kNumber, a) | float_code(kNumber, b) << 8 | float_code(kNumber, c) << 16 |
+           float_code(kNumber, d) << 24;
   }
-#endif
-  return float_code(layout.number, a) | float_code(layout.number, b) << 8 | float_code(layout.number, c) << 16 |
-         float_code(layout.number, d) << 24;
 }
 
 // What four codes stand for.
-FL_DEVICE void four_values(const BlockLayout &layout, uint32_t codes, float *v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  if (layout.bits == 8 && layout.format != FL_INT8) {
+template <uint32_t kFormat>
+FL_DEVICE void four_values(uint32_t codes, float *v) {
+  constexpr FloatFormat kNumber = float_format(kFormat);
+  if constexpr (kFormat == FL_INT8) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint16_t pair = uint16_t(codes >> 16 * i);
-      uint32_t halves;
-      if (layout.format == FL_E4M3)
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-      else
-        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
-      asm("cvt.f32.f16 %0, %1;" : "=f"(v[2 * i]) : "h"(uint16_t(halves)));
-      asm("cvt.f32.f16 %0, %1;" : "=f"(v[2 * i + 1]) : "h"(uint16_t(halves >> 16)));
-    }
-    return;
-  }
-#endif
+    for (int i = 0; i < 4; ++i) v[i] = unsigned_byte(codes ^ 0x80808080u, i, 128.0f);
+  } else if constexpr (hardware_converts(kFormat)) {
+    hardware_values<kFormat>(codes, v);
+    hardware_values<kFormat>(codes >> 16, v + 2);
+  } else {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t code = codes >> 8 * i & 255u;
-    v[i] = layout.format == FL_INT8 ? float(int8_t(uint8_t(code))) : code_value(layout.number, code);
+    for (int i = 0; i < 4; ++i) v[i] = code_value(kNumber, codes >> 8 * i & 255u);
   }
 }
 
 // A run as it lies in memory, pack_run of core/block_scale.h, and its codes, one byte each.
-FL_DEVICE void store_run(const BlockLayout &layout, uint8_t *codes, int64_t run, const uint32_t (&bytes)[kWords]) {
-  if (layout.bits == 8) {
+template <int kBits>
+FL_DEVICE void store_run(uint8_t *codes, int64_t run, const uint32_t (&bytes)[kWords]) {
+  if constexpr (kBits == 8) {
     store_chunk(codes + run * 32, {{bytes[0], bytes[1], bytes[2], bytes[3]}});
     store_chunk(codes + run * 32 + 16, {{bytes[4], bytes[5], bytes[6], bytes[7]}});
-    return;
+  } else {
+    Chunk low;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) low.word[i] = (bytes[i] & 0x0f0f0f0fu) | (bytes[i + 4] & 0x0f0f0f0fu) << 4;
+    if constexpr (kBits == 4) {
+      store_chunk(codes + run * 16, low);
+    } else {
+      uint32_t high[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        high[i] = (bytes[i] >> 4 & 0x03030303u) | (bytes[i + 2] >> 4 & 0x03030303u) << 2 |
+                  (bytes[i + 4] >> 4 & 0x03030303u) << 4 | (bytes[i + 6] >> 4 & 0x03030303u) << 6;
+      uint2 *words = reinterpret_cast<uint2 *>(codes + run * 24);
+      words[0] = make_uint2(low.word[0], low.word[1]);
+      words[1] = make_uint2(low.word[2], low.word[3]);
+      words[2] = make_uint2(high[0], high[1]);
+    }
   }
-  Chunk low;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) low.word[i] = (bytes[i] & 0x0f0f0f0fu) | (bytes[i + 4] & 0x0f0f0f0fu) << 4;
-  if (layout.bits == 4) return store_chunk(codes + run * 16, low);
-  uint32_t high[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    high[i] = (bytes[i] >> 4 & 0x03030303u) | (bytes[i + 2] >> 4 & 0x03030303u) << 2 |
-              (bytes[i + 4] >> 4 & 0x03030303u) << 4 | (bytes[i + 6] >> 4 & 0x03030303u) << 6;
-  uint2 *words = reinterpret_cast<uint2 *>(codes + run * 24);
-  words[0] = make_uint2(low.word[0], low.word[1]);
-  words[1] = make_uint2(low.word[2], low.word[3]);
-  words[2] = make_uint2(high[0], high[1]);
 }
 
 // What a lane has loaded of its run: codes as they lie in memory, and the scale.
@@ -224,24 +272,33 @@ FL_DEVICE PackedRun load_run(const BlockLayout &layout, const BlockMessages &in,
 }
 
 // bytes = codes, one byte each.
-FL_DEVICE void unpack_words(const BlockLayout &layout, const uint32_t (&words)[kWords], uint32_t (&bytes)[kWords]) {
+template <int kBits>
+FL_DEVICE void unpack_words(const uint32_t (&words)[kWords], uint32_t (&bytes)[kWords]) {
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    if (layout.bits == 8) {
+    if constexpr (kBits == 8) {
       bytes[i] = words[i];
     } else {
       bytes[i] = words[i % 4] >> 4 * (i / 4) & 0x0f0f0f0fu;
-      if (layout.bits == 6) bytes[i] |= (words[4 + i % 2] >> 2 * (i / 2) & 0x03030303u) << 4;
+      if constexpr (kBits == 6) bytes[i] |= (words[4 + i % 2] >> 2 * (i / 2) & 0x03030303u) << 4;
     }
   }
 }
 
-// v = decoded values of a lane's run.
-template <bool kTransform>
-FL_DEVICE void decode_codes(const BlockLayout &layout, const uint32_t (&bytes)[kWords], float scale, int lane,
-                            float (&v)[kBlock]) {
+// v = the values of a lane's codes, before the transform and the scale.
+FL_DEVICE void values_of(const BlockLayout &layout, const PackedRun &packed, float (&v)[kBlock]) {
+  with_format(layout.format, [&](auto format) {
+    constexpr uint32_t kFormat = decltype(format)::code;
+    uint32_t bytes[kWords];
+    unpack_words<format_bits(kFormat)>(packed.words, bytes);
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) four_values(layout, bytes[i], v + 4 * i);
+    for (int i = 0; i < kWords; ++i) four_values<kFormat>(bytes[i], v + 4 * i);
+  });
+}
+
+// v = decoded values of a lane's run, from `v` of its codes.
+template <bool kTransform>
+FL_DEVICE void finish_values(const BlockLayout &layout, float scale, int lane, float (&v)[kBlock]) {
   if (kTransform) {
     hadamard32(v);
     hadamard_over_lanes(v, layout.lanes(), lane);
@@ -252,9 +309,8 @@ FL_DEVICE void decode_codes(const BlockLayout &layout, const uint32_t (&bytes)[k
 
 template <bool kTransform>
 FL_DEVICE void decode_run(const BlockLayout &layout, const PackedRun &packed, int lane, float (&v)[kBlock]) {
-  uint32_t bytes[kWords];
-  unpack_words(layout, packed.words, bytes);
-  decode_codes<kTransform>(layout, bytes, packed.scale, lane, v);
+  values_of(layout, packed, v);
+  finish_values<kTransform>(layout, packed.scale, lane, v);
 }
 
 // Adds all messages to v in their order. While one is decoded the bytes of the next are on their way.

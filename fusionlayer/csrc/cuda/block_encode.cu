@@ -54,18 +54,24 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
     const BlockScale scale =
         layout.given ? given_block_scale(given, amax) : make_block_scale(layout.scaling, amax, squares);
 
-    uint32_t bytes[kWords];
+    with_format(layout.format, [&](auto format) {
+      constexpr uint32_t kFormat = decltype(format)::code;
+      uint32_t bytes[kWords] = {};
+      if (scale.inverse != 0.0f) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      bytes[i] = scale.inverse == 0.0f ? 0
-                                       : four_codes(layout, v[4 * i] * scale.inverse, v[4 * i + 1] * scale.inverse,
-                                                    v[4 * i + 2] * scale.inverse, v[4 * i + 3] * scale.inverse);
-    if (run.exists) {
-      store_run(layout, codes, run.index, bytes);
-      if ((run.index & (width - 1)) == 0) store_block_scale(layout, scales, run.block, scale);
-    }
+        for (int i = 0; i < kWords; ++i)
+          bytes[i] = four_codes<kFormat>(v[4 * i] * scale.inverse, v[4 * i + 1] * scale.inverse,
+                                         v[4 * i + 2] * scale.inverse, v[4 * i + 3] * scale.inverse);
+      }
+      if (run.exists) store_run<format_bits(kFormat)>(codes, run.index, bytes);
+      if (kResidual) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) four_values<kFormat>(bytes[i], v + 4 * i);
+      }
+    });
+    if (run.exists && (run.index & (width - 1)) == 0) store_block_scale(layout, scales, run.block, scale);
     if (kResidual) {
-      decode_codes<kTransform>(layout, bytes, decode_block_scale(layout.scaling, scale.wire, scale.first), lane, v);
+      finish_values<kTransform>(layout, decode_block_scale(layout.scaling, scale.wire, scale.first), lane, v);
       update_residual(a.residual + message * layout.numel, layout.numel, run.first, lane, wanted, v);
     }
   }

@@ -13,6 +13,7 @@ struct EncodeArguments {
   const void *x;
   int64_t x_stride;  // bytes of the elements of a message
   float *residual;
+  int part;  // super-groups that a warp takes at a time
   DeviceLevels levels;
 };
 
@@ -23,6 +24,7 @@ struct DecodeArguments {
   void *out;
   int64_t out_stride;
   bool add;
+  int part;
   DeviceLevels levels;
 };
 
@@ -30,7 +32,8 @@ FL_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 FL_DEVICE uint32_t magnitude_of(float v) { return float_bits(v) & 0x7fffffffu; }
 
-// Writes the scales and leaves in `low` and `high` what the lane's groups are multiplied by; false: all codes are 0.
+// Writes the scales and leaves in `low` and `high` what the lane's groups are multiplied by; false: all codes are 0. Of the
+// four lanes that share two groups the even ones make the scale of the first, the odd ones that of the second.
 FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage &m, int64_t group, uint64_t number,
                                  float span, int lane, const float (&v)[kOwned], float &low, float &high) {
   uint32_t first = 0, second = 0;
@@ -39,69 +42,97 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
     first = larger(first, magnitude_of(v[i]));
     second = larger(second, magnitude_of(v[kSide + i]));
   }
+#pragma unroll
   for (int mask = 1; mask < 4; mask *= 2) {
     first = larger(first, shuffle_xor(first, mask));
     second = larger(second, shuffle_xor(second, mask));
   }
   uint32_t most = larger(first, second);
+#pragma unroll
   for (int mask = 4; mask < kLanes; mask *= 2) most = larger(most, shuffle_xor(most, mask));
-  const int64_t place = group * kScaleGroups + lane / 4;
-  const bool writes = lane % 4 == 0;
+  uint32_t amax = lane & 1 ? second : first;
+  const int within = lane / 4 + (lane & 1) * (kScaleGroups / 2);
+  const int64_t place = group * kScaleGroups + within;
+  const bool writes = lane % 4 < 2;
   const uint16_t wire = scale_above(most);
+  bool usual = wire != kBf16Nan;
   if (a.layout.flat) {
-    uint16_t *scales = reinterpret_cast<uint16_t *>(m.group_scales);
-    const uint16_t one = wire == kBf16Nan ? kBf16Nan : scale_above(first);
-    const uint16_t other = wire == kBf16Nan ? kBf16Nan : scale_above(second);
-    if (writes) {
-      scales[place] = one;
-      scales[place + kScaleGroups / 2] = other;
-    }
-    first = float_bits(bf16_to_f32(one));
-    second = float_bits(bf16_to_f32(other));
-    if (wire == kBf16Nan) return false;
+    const uint16_t mine = usual ? scale_above(amax) : kBf16Nan;
+    if (writes) reinterpret_cast<uint16_t *>(m.group_scales)[place] = mine;
+    amax = float_bits(bf16_to_f32(mine));
   } else {
-    uint32_t one = 0, other = 0;
-    const bool usual = wire != 0 && wire != kBf16Nan;
-    if (usual) {
-      const float inverse = 255.0f / bf16_to_f32(wire);
-      const uint64_t g = number * kScaleGroups + uint64_t(lane / 4);
-      const RngKey key = key_at(a.keys.scale, g);
-      one = group_code(bits_float(first), inverse, random_bits(key, uint32_t(g)));
-      other = group_code(bits_float(second), inverse, random_bits(key, uint32_t(g) + kScaleGroups / 2));
-    }
-    if (writes) {
-      m.group_scales[place] = uint8_t(one);
-      m.group_scales[place + kScaleGroups / 2] = uint8_t(other);
-    }
-    if (lane == 0) m.scales[group] = wire;
-    if (!usual) return false;
+    usual = usual && wire != 0;
   }
-  low = first >= kTinyBits ? span / bits_float(first) : 0.0f;
-  high = second >= kTinyBits ? span / bits_float(second) : 0.0f;
-  return true;
+  // Even pairs of lanes divide by what is largest in their group, odd ones by the super-group's scale.
+  const bool of_group = !(lane & 2);
+  const float divisor = of_group ? bits_float(amax) : bf16_to_f32(wire);
+  const float quotient = (of_group ? span : 255.0f) / (usual && float_bits(divisor) >= kTinyBits ? divisor : 1.0f);
+  const uint32_t factor = amax >= kTinyBits ? float_bits(quotient) : 0u;
+  if (!a.layout.flat) {
+    const float inverse = bits_float(shuffle(float_bits(quotient), lane | 2));
+    const uint64_t g = number * kScaleGroups + uint64_t(within);
+    const uint32_t random = random_bits(near_key(a.keys.scale, g), uint32_t(g));
+    if (writes) m.group_scales[place] = usual ? uint8_t(group_code(bits_float(amax), inverse, random)) : uint8_t(0);
+    if (lane == 0) m.scales[group] = wire;
+  }
+  low = bits_float(shuffle(factor, lane & ~3));
+  high = bits_float(shuffle(factor, (lane & ~3) + 1));
+  return usual;
 }
 
-FL_DEVICE void encode_super_group(const EncodeArguments &a, const DeviceLevels &levels, const DynamiqMessage &m,
-                                  int64_t group, uint64_t number, int lane, const float (&v)[kOwned]) {
-  const CodePlace place = code_place(m.runs, a.layout.groups, group);
-  const int bits = place.bits;
-  const float span = bits == 8 ? levels.span8 : bits == 4 ? levels.span4 : 1.0f;
+// Where this rank rounds two values, one by the lower, one by the upper halves of the random bits: rounding_place of
+// core/dynamiq.h, its intervals in the upper half of a word.
+class RoundingPlaces {
+  uint32_t ranks, first, all;
+  float unit, half;
+
+ public:
+  FL_DEVICE explicit RoundingPlaces(const DynamiqKeys &keys)
+      : ranks(keys.ranks), first(keys.rank << 16), all(keys.ranks << 16), unit(keys.unit), half(keys.half) {}
+
+  FL_DEVICE float lower(uint32_t shared, uint32_t own) const {
+    return at(__byte_perm(own, interval(shared & 0xffff), 0x7610));
+  }
+
+  FL_DEVICE float upper(uint32_t shared, uint32_t own) const {
+    return at(__byte_perm(own, interval(shared >> 16), 0x7632));
+  }
+
+ private:
+  FL_DEVICE uint32_t interval(uint32_t shared) const {
+    const uint32_t straight = shared * ranks + first, wrapped = straight - all;
+    return straight < wrapped ? straight : wrapped;
+  }
+
+  FL_DEVICE float at(uint32_t place) const { return float(int32_t(place)) * unit + half; }
+};
+
+FL_DEVICE void encode_super_group(const EncodeArguments &a, const Tables &tables, const DynamiqMessage &m,
+                                  const Place &place, int64_t group, uint64_t number, int lane,
+                                  const float (&v)[kOwned]) {
+  const float span = place.bits == 8 ? a.levels.span8 : place.bits == 4 ? a.levels.span4 : 1.0f;
   float low = 0.0f, high = 0.0f;
   const bool usual = make_group_scales(a, m, group, number, span, lane, v, low, high);
+  if (!place.inside) return;
+  uint8_t *codes = m.codes + place.offset;
+  const RoundingPlaces places(a.keys);
   const uint64_t first = number * kPairs + uint64_t(kSide * lane);
-  const RngKey shared_key = key_at(a.keys.shared, first), own_key = key_at(a.keys.own, first);
-  uint32_t code[kOwned];
+  const RngKey shared_key = near_key(a.keys.shared, first), own_key = near_key(a.keys.own, first);
+  with_width(place.bits, [&](auto width) {
+    constexpr int kBits = decltype(width)::bits;
+    uint32_t code[kOwned] = {};
+    if (usual) {
 #pragma unroll
-  for (int i = 0; i < kSide; ++i) {
-    const uint32_t shared = random_bits(shared_key, uint32_t(first) + i),
-                   own = random_bits(own_key, uint32_t(first) + i);
-    const float u = rounding_place(a.keys, shared & 0xffff, own & 0xffff);
-    const float w = rounding_place(a.keys, shared >> 16, own >> 16);
-    code[i] = usual ? level_code(levels, bits, v[i], low, u) : 0;
-    code[kSide + i] = usual ? level_code(levels, bits, v[kSide + i], high, w) : 0;
-  }
-  // The same for all lanes.
-  if (inside(a.layout, place)) store_codes(m.codes + place.offset, bits, lane, code);
+      for (int i = 0; i < kSide; ++i) {
+        const uint32_t shared = random_bits(shared_key, uint32_t(first) + i);
+        const uint32_t own = random_bits(own_key, uint32_t(first) + i);
+        const float u = places.lower(shared, own), w = places.upper(shared, own);
+        code[i] = level_code<kBits>(a.levels, tables, v[i], low, u);
+        code[kSide + i] = level_code<kBits>(a.levels, tables, v[kSide + i], high, w);
+      }
+    }
+    store_codes<kBits>(codes, lane, code);
+  });
 }
 
 // Zeros in the room behind the codes.
@@ -112,75 +143,114 @@ FL_DEVICE void clear_rest(const DynamiqLayout &layout, const DynamiqMessage &m, 
     *reinterpret_cast<uint32_t *>(m.codes + at) = 0;
 }
 
+// v += all messages of `in`. `places` are those of the first messages of a batch.
+FL_DEVICE void add_messages(const DynamiqLayout &layout, const Tables &tables, const fl_messages &in, Places places,
+                            int64_t group, int lane, float (&v)[kOwned]) {
+  for (int64_t first = 0; first < in.count; first += kLookedUp) {
+    if (first) places = Places(layout, in, first, group & ~int64_t(kBatch - 1), lane);
+    const int count = in.count - first < kLookedUp ? int(in.count - first) : kLookedUp;
+    for (int i = 0; i < count; ++i) {
+      float part[kOwned];
+      decode_super_group(layout, tables, dynamiq_message(in, first + i), Place(places, i, group), group, lane, part);
+#pragma unroll
+      for (int j = 0; j < kOwned; ++j) v[j] += part[j];
+    }
+  }
+}
+
 template <bool kSum, bool kResidual>
-__global__ void __launch_bounds__(kThreads, 6) encode_kernel(const EncodeArguments a) {
-  const int lane = lane_index();
-  const Tables tables(a.levels, lane);
+FL_DEVICE void encode_group(const EncodeArguments &a, const Tables &tables, const DynamiqMessage &out,
+                            const Place &place, const Places &in_places, int64_t m, int64_t group, int lane,
+                            float (&v)[kOwned]) {
   const DynamiqLayout &layout = a.layout;
-  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
-    const DynamiqMessage out = dynamiq_message(a.out, m);
-    clear_rest(layout, out, lane);
-    for (int64_t group = warp_index(); group < layout.groups; group += warp_count()) {
-      float v[kOwned], kept[kOwned];
-      load_super_group(a.dtype, a.x ? byte_offset(a.x, m * a.x_stride) : nullptr, layout.numel, group, lane, v);
-      if (kSum) {
-        for (int64_t i = 0; i < a.in.count; ++i) {
-          float part[kOwned];
-          decode_super_group(layout, *tables.levels, dynamiq_message(a.in, i), group, lane, part);
+  float kept[kOwned];
+  if (kSum) {
+    add_messages(layout, tables, a.in, in_places, group, lane, v);
+    if (layout.numel - group * kSuperGroup < kSuperGroup) {
 #pragma unroll
-          for (int j = 0; j < kOwned; ++j) v[j] += part[j];
-        }
-#pragma unroll
-        for (int j = 0; j < kOwned; ++j) {
-          const int64_t at = group * kSuperGroup + kSide * lane + (j < kSide ? j : kPairs + j - kSide);
-          v[j] = at < layout.numel ? v[j] : 0.0f;
-        }
-      }
-      if (kResidual) {
-        load_residual(a.residual + m * layout.numel, layout.numel, group, lane, kept);
-#pragma unroll
-        for (int j = 0; j < kOwned; ++j) v[j] += kept[j];
-      }
-      const uint64_t number = layout.first + uint64_t(m * layout.groups + group);
-      encode_super_group(a, *tables.levels, out, group, number, lane, v);
-      if (kResidual) {
-        float sent[kOwned];
-        uint32_t bits[kOwned];
-        meet();
-        decode_super_group(layout, *tables.levels, out, group, lane, sent);
-#pragma unroll
-        for (int j = 0; j < kOwned; ++j) bits[j] = float_bits(residual_after(v[j], sent[j], kept[j]));
-        store_owned(reinterpret_cast<uint32_t *>(a.residual + m * layout.numel), layout.numel, group, lane, bits);
+      for (int j = 0; j < kOwned; ++j) {
+        const int64_t at = group * kSuperGroup + kSide * lane + (j < kSide ? j : kPairs + j - kSide);
+        v[j] = at < layout.numel ? v[j] : 0.0f;
       }
     }
+  }
+  if (kResidual) {
+    load_residual(a.residual + m * layout.numel, layout.numel, group, lane, kept);
+#pragma unroll
+    for (int j = 0; j < kOwned; ++j) v[j] += kept[j];
+  }
+  encode_super_group(a, tables, out, place, group, layout.first + uint64_t(m * layout.groups + group), lane, v);
+  if (kResidual) {
+    float sent[kOwned];
+    uint32_t bits[kOwned];
+    meet();
+    decode_super_group(layout, tables, out, place, group, lane, sent);
+#pragma unroll
+    for (int j = 0; j < kOwned; ++j) bits[j] = float_bits(residual_after(v[j], sent[j], kept[j]));
+    store_owned(reinterpret_cast<uint32_t *>(a.residual + m * layout.numel), layout.numel, group, lane, bits);
+  }
+}
+
+// f(first super-group of a batch, first, end): a warp takes one batch after another, or, of messages with few, parts of
+// batches.
+template <class F>
+FL_DEVICE void for_each_batch(int64_t groups, int part, F f) {
+  for (int64_t first = warp_index() * part; first < groups; first += warp_count() * part)
+    f(first & ~int64_t(kBatch - 1), first, first + part < groups ? first + part : groups);
+}
+
+// While one super-group is encoded the next is on its way.
+template <bool kSum, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kSum || kResidual ? 5 : 7) encode_kernel(const EncodeArguments a) {
+  const int lane = lane_index();
+  const Tables &tables = share_tables(a.levels, lane);
+  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
+    const DynamiqMessage out = dynamiq_message(a.out, m);
+    const void *x = a.x ? byte_offset(a.x, m * a.x_stride) : nullptr;
+    clear_rest(a.layout, out, lane);
+    for_each_batch(a.layout.groups, a.part, [&](int64_t base, int64_t first, int64_t end) {
+      Source source(a.dtype, x, a.layout.numel, first, end, lane);
+      RawGroup next = source.next();
+      const Places places(a.layout, a.out, m, base, lane);
+      const Places in_places(a.layout, a.in, 0, base, lane);  // of no messages where there is no sum
+      for (int64_t group = first; group < end; ++group) {
+        float v[kOwned];
+        widen(a.dtype, next, v);
+        if (group + 1 < end) next = source.next();
+        encode_group<kSum, kResidual>(a, tables, out, Place(places, 0, group), in_places, m, group, lane, v);
+      }
+    });
   }
 }
 
 __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments a) {
   const int lane = lane_index();
-  const Tables tables(a.levels, lane);
+  const Tables &tables = share_tables(a.levels, lane);
   for (int64_t m = blockIdx.y; m < a.in.count; m += gridDim.y)
-    for (int64_t group = warp_index(); group < a.layout.groups; group += warp_count()) {
-      float v[kOwned];
-      decode_super_group(a.layout, *tables.levels, dynamiq_message(a.in, m), group, lane, v);
-      store_super_group(a.dtype, byte_offset(a.out, m * a.out_stride), a.layout.numel, group, lane, v);
-    }
+    for_each_batch(a.layout.groups, a.part, [&](int64_t base, int64_t first, int64_t end) {
+      const Places places(a.layout, a.in, m, base, lane);
+      for (int64_t group = first; group < end; ++group) {
+        float v[kOwned];
+        const Place place(places, 0, group);
+        decode_super_group(a.layout, tables, dynamiq_message(a.in, m), place, group, lane, v);
+        store_super_group(a.dtype, byte_offset(a.out, m * a.out_stride), a.layout.numel, group, lane, v);
+      }
+    });
 }
 
 __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArguments a) {
   const int lane = lane_index();
-  const Tables tables(a.levels, lane);
-  for (int64_t group = warp_index(); group < a.layout.groups; group += warp_count()) {
-    float v[kOwned];
-    load_super_group(a.dtype, a.add ? a.out : nullptr, a.layout.numel, group, lane, v);
-    for (int64_t i = 0; i < a.in.count; ++i) {
-      float part[kOwned];
-      decode_super_group(a.layout, *tables.levels, dynamiq_message(a.in, i), group, lane, part);
-#pragma unroll
-      for (int j = 0; j < kOwned; ++j) v[j] += part[j];
+  const Tables &tables = share_tables(a.levels, lane);
+  for_each_batch(a.layout.groups, a.part, [&](int64_t base, int64_t first, int64_t end) {
+    const Places places(a.layout, a.in, 0, base, lane);
+    Source source(a.dtype, a.add ? a.out : nullptr, a.layout.numel, first, end, lane);
+    for (int64_t group = first; group < end; ++group) {
+      float v[kOwned];
+      widen(a.dtype, source.next(), v);
+      add_messages(a.layout, tables, a.in, places, group, lane, v);
+      store_super_group(a.dtype, a.out, a.layout.numel, group, lane, v);
     }
-    store_super_group(a.dtype, a.out, a.layout.numel, group, lane, v);
-  }
+  });
 }
 
 // sum_super_group of core/dynamiq.h, in all lanes.
@@ -206,7 +276,7 @@ __global__ void __launch_bounds__(kThreads) stats_kernel(const StatsArguments a)
   const int lane = lane_index();
   for (int64_t group = warp_index(); group < super_groups(a.numel); group += warp_count()) {
     float v[kOwned];
-    load_super_group(a.dtype, a.x, a.numel, group, lane, v);
+    widen(a.dtype, Source(a.dtype, a.x, a.numel, group, group + 1, lane).next(), v);
     if (a.residual) {
       float kept[kOwned];
       load_residual(a.residual, a.numel, group, lane, kept);
@@ -233,21 +303,29 @@ EncodeArguments encode_arguments(const fl_spec &spec, const void *x, float *resi
           x,
           spec.numel * element_size(spec.dtype),
           residual,
+          1,
           device_levels(spec.param[3])};
 }
 
 DecodeArguments decode_arguments(const fl_spec &spec, const fl_messages &in, void *out, bool add) {
-  return {dynamiq_layout(spec),        in, spec.dtype, out, spec.numel * element_size(spec.dtype), add,
+  return {dynamiq_layout(spec),        in, spec.dtype, out, spec.numel * element_size(spec.dtype), add, 1,
           device_levels(spec.param[3])};
 }
 
 template <class Arguments>
-cudaError_t launch(void (*kernel)(Arguments), const Arguments &a, int64_t groups, int64_t outputs,
-                   cudaStream_t stream) {
-  const Grid grid(groups, outputs);
+cudaError_t launch(void (*kernel)(Arguments), const Arguments &a, int64_t warps, int64_t outputs, cudaStream_t stream) {
+  const Grid grid(warps, outputs);
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();
+}
+
+// Whole batches where they keep all multiprocessors busy.
+template <class Arguments>
+cudaError_t launch_batches(void (*kernel)(Arguments), Arguments a, int64_t outputs, cudaStream_t stream) {
+  constexpr int64_t kManyWarps = 1 << 14;
+  while (a.part < kBatch && a.layout.groups * outputs > kManyWarps * a.part) a.part *= 2;
+  return launch(kernel, a, (a.layout.groups + a.part - 1) / a.part, outputs, stream);
 }
 
 }  // namespace
@@ -255,25 +333,24 @@ cudaError_t launch(void (*kernel)(Arguments), const Arguments &a, int64_t groups
 cudaError_t dynamiq_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                            cudaStream_t stream) {
   const EncodeArguments a = encode_arguments(spec, x, residual, out);
-  return launch(residual ? encode_kernel<false, true> : encode_kernel<false, false>, a, a.layout.groups, out.count,
-                stream);
+  return launch_batches(residual ? encode_kernel<false, true> : encode_kernel<false, false>, a, out.count, stream);
 }
 
 cudaError_t dynamiq_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                            const fl_messages &out, cudaStream_t stream) {
   EncodeArguments a = encode_arguments(spec, x, residual, out);
   a.in = in;
-  return launch(residual ? encode_kernel<true, true> : encode_kernel<true, false>, a, a.layout.groups, 1, stream);
+  return launch_batches(residual ? encode_kernel<true, true> : encode_kernel<true, false>, a, 1, stream);
 }
 
 cudaError_t dynamiq_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream) {
   const DecodeArguments a = decode_arguments(spec, in, out, false);
-  return launch(decode_kernel, a, a.layout.groups, in.count, stream);
+  return launch_batches(decode_kernel, a, in.count, stream);
 }
 
 cudaError_t dynamiq_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream) {
   const DecodeArguments a = decode_arguments(spec, in, out, add);
-  return launch(decode_sum_kernel, a, a.layout.groups, 1, stream);
+  return launch_batches(decode_sum_kernel, a, 1, stream);
 }
 
 }  // namespace fl

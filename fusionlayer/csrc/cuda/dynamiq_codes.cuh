@@ -12,23 +12,43 @@ namespace fl {
 constexpr int kOwned = kSuperGroup / kLanes;
 constexpr int kSide = kOwned / 2;  // a lane's elements in each half of a super-group
 
-// What kernels need of core/dynamiq.h's levels: those of 2 bits are 0 and 1.
+// y of a level of 4 bits, and how far the next one is.
+struct alignas(8) Step {
+  float y, size;
+};
+
+// What is looked up by values: what codes of each width stand for, signs included (of 2 bits 0 and 1), and levels of 4 bits.
+struct Tables {
+  float value8[256], value4[16], value2[4];
+  Step steps4[8];
+
+  template <int kBits>
+  FL_DEVICE const float *values() const {
+    return kBits == 8 ? value8 : kBits == 4 ? value4 : value2;
+  }
+};
+
+// What kernels need of core/dynamiq.h's levels.
 struct DeviceLevels {
-  float value8[128], value4[8], y4[8];
   float curve8[kCurve8], curve4[kCurve4];
-  float span8, span4, base4, ratio4;
+  float span8, span4;
+  Tables tables;
 };
 
 inline DeviceLevels device_levels(uint32_t epsilons) {
   const DynamiqLevels all = dynamiq_levels(epsilons);
   DeviceLevels d;
-  std::memcpy(d.value8, all.eight.value, sizeof d.value8);
-  std::memcpy(d.value4, all.four.value, sizeof d.value4);
-  std::memcpy(d.y4, all.four.y, sizeof d.y4);
   std::memcpy(d.curve8, all.eight.curve, sizeof d.curve8);
   std::memcpy(d.curve4, all.four.curve, sizeof d.curve4);
-  d.span8 = all.eight.span;
-  d.span4 = all.four.span, d.base4 = all.four.base, d.ratio4 = all.four.ratio;
+  d.span8 = all.eight.span, d.span4 = all.four.span;
+  const auto fill = [](const float *level, float *value, int count) {
+    for (int code = 0; code < count; ++code) value[code] = signed_value(level[code % (count / 2)], code >= count / 2);
+  };
+  const float two[2] = {0.0f, 1.0f};
+  fill(all.eight.value, d.tables.value8, 256);
+  fill(all.four.value, d.tables.value4, 16);
+  fill(two, d.tables.value2, 4);
+  for (int r = 0; r < 8; ++r) d.tables.steps4[r] = {all.four.y[r], all.four.base + all.four.ratio * all.four.y[r]};
   return d;
 }
 
@@ -45,36 +65,90 @@ inline DynamiqLayout dynamiq_layout(const fl_spec &spec) {
           uint64_t(spec.offset) / kSuperGroup, (spec.param[0] & FL_DYNAMIQ_FLAT) != 0};
 }
 
-// Tables that each warp has in shared memory.
-struct Tables {
-  DeviceLevels *levels;
-
-  FL_DEVICE Tables(const DeviceLevels &given, int lane) {
-    __shared__ DeviceLevels all[kWarps];
-    levels = all + threadIdx.x / kLanes;
-    const float *from = reinterpret_cast<const float *>(&given);
-    float *to = reinterpret_cast<float *>(levels);
-    for (int i = lane; i < int(sizeof(DeviceLevels) / sizeof(float)); i += kLanes) to[i] = from[i];
-    meet();
-  }
-};
+// The tables in shared memory; each warp has its own.
+FL_DEVICE const Tables &share_tables(const DeviceLevels &given, int lane) {
+  __shared__ Tables all[kWarps];
+  Tables &tables = all[threadIdx.x / kLanes];
+  const float *from = reinterpret_cast<const float *>(&given.tables);
+  float *to = reinterpret_cast<float *>(&tables);
+  for (int i = lane; i < int(sizeof(Tables) / sizeof(float)); i += kLanes) to[i] = from[i];
+  meet();
+  return tables;
+}
 
 // Elements -------------------------------------------------------------------------------------------------------------
 
+// A lane's elements as they lie in memory, so that nothing waits for them before they are used: f32 in all words, 16-bit
+// types in the first four.
+struct RawGroup {
+  uint32_t word[kOwned];
+};
+
 template <class Bits>
-FL_DEVICE void load_owned(const Bits *x, int64_t numel, int64_t group, int lane, Bits (&b)[kOwned]) {
-  const int64_t element = opaque(group * kSuperGroup + kSide * lane), left = numel - element;
-  const Bits *start = x + element;
-  if (is_aligned(start, 4 * sizeof(Bits)) && numel - group * kSuperGroup >= kSuperGroup) {
-    load_four(start, b);
-    load_four(start + kPairs, b + kSide);
-  } else {
+FL_DEVICE RawGroup load_wide(const Bits *start) {
+  constexpr int kWords = kSide * int(sizeof(Bits)) / 4;  // of each half
+  RawGroup raw;
+  load_words(start, raw.word);
+  load_words(start + kPairs, raw.word + kWords);
+  return raw;
+}
+
+template <class Bits>
+FL_DEVICE RawGroup load_ragged(const Bits *start, int64_t left) {
+  constexpr int kPerWord = 4 / int(sizeof(Bits)), kWords = kSide / kPerWord;
+  RawGroup raw;
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-      const int at = i < kSide ? i : kPairs + i - kSide;
-      b[i] = at < left ? start[at] : Bits(0);
+  for (int w = 0; w < 2 * kWords; ++w) {
+    raw.word[w] = 0;
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j) {
+      const int at = (w < kWords ? 0 : kPairs) + w % kWords * kPerWord + j;
+      if (at < left) raw.word[w] |= uint32_t(start[at]) << 16 * j;
     }
   }
+  return raw;
+}
+
+// The super-groups from `first` to `end` of an array, one after another; zeros where it is null, and where it has ended.
+class Source {
+ public:
+  FL_DEVICE Source(uint32_t dtype, const void *x, int64_t numel, int64_t first, int64_t end, int lane)
+      : bytes_(dtype == FL_F32 ? 4 : 2), there_(x != nullptr) {
+    const int64_t element = opaque(first * kSuperGroup + kSide * lane);
+    at_ = static_cast<const char *>(x) + element * bytes_;
+    left_ = numel - element;
+    wide_ = is_aligned(at_, 4 * bytes_) && end * kSuperGroup <= numel;
+  }
+
+  FL_DEVICE RawGroup next() {
+    RawGroup raw = {};
+    if (!there_) return raw;
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(at_);
+    const uint16_t *halves = reinterpret_cast<const uint16_t *>(at_);
+    if (wide_)
+      raw = bytes_ == 4 ? load_wide(words) : load_wide(halves);
+    else
+      raw = bytes_ == 4 ? load_ragged(words, left_) : load_ragged(halves, left_);
+    at_ += kSuperGroup * bytes_;
+    left_ -= kSuperGroup;
+    return raw;
+  }
+
+ private:
+  const char *at_;
+  int64_t left_;
+  int bytes_;
+  bool there_, wide_;
+};
+
+FL_DEVICE void widen(uint32_t dtype, const RawGroup &raw, float (&v)[kOwned]) {
+  with_element(dtype, [&](auto element) {
+    using E = decltype(element);
+    using Bits = typename E::Bits;
+    constexpr int kPerWord = 4 / int(sizeof(Bits));
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) v[i] = E::widen(Bits(raw.word[i / kPerWord] >> 16 * (i % kPerWord)));
+  });
 }
 
 template <class Bits>
@@ -93,94 +167,141 @@ FL_DEVICE void store_owned(Bits *x, int64_t numel, int64_t group, int lane, cons
   }
 }
 
-// v = x, or 0 where x is null, and where there are no elements.
-FL_DEVICE void load_super_group(uint32_t dtype, const void *x, int64_t numel, int64_t group, int lane,
-                                float (&v)[kOwned]) {
-#pragma unroll
-  for (int i = 0; i < kOwned; ++i) v[i] = 0.0f;
-  if (!x) return;
-  with_element(dtype, [&](auto element) {
-    using E = decltype(element);
-    typename E::Bits b[kOwned];
-    load_owned(static_cast<const typename E::Bits *>(x), numel, group, lane, b);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) v[i] = E::widen(b[i]);
-  });
-}
-
 FL_DEVICE void store_super_group(uint32_t dtype, void *x, int64_t numel, int64_t group, int lane,
                                  const float (&v)[kOwned]) {
   with_element(dtype, [&](auto element) {
     using E = decltype(element);
     typename E::Bits b[kOwned];
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) b[i] = E::narrow(v[i]);
+    narrow_all<E>(v, b);
     store_owned(static_cast<typename E::Bits *>(x), numel, group, lane, b);
   });
 }
 
 FL_DEVICE void load_residual(const float *residual, int64_t numel, int64_t group, int lane, float (&v)[kOwned]) {
-  uint32_t b[kOwned];
-  load_owned(reinterpret_cast<const uint32_t *>(residual), numel, group, lane, b);
-#pragma unroll
-  for (int i = 0; i < kOwned; ++i) v[i] = bits_float(b[i]);
+  widen(FL_F32, Source(FL_F32, residual, numel, group, group + 1, lane).next(), v);
 }
 
 // Codes ----------------------------------------------------------------------------------------------------------------
 
-FL_DEVICE bool inside(const DynamiqLayout &layout, const CodePlace &place) {
-  return place.offset >= 0 && place.offset + code_bytes(place.bits) <= layout.room;
-}
+// Where codes lie that a warp goes through: lane l looks up super-group base + l % kBatch of message l / kBatch, and all get
+// it from there.
+constexpr int kBatch = 8;
+constexpr int kLookedUp = kLanes / kBatch;  // messages
 
-// The code of a value; see level_number of core/dynamiq.h.
-FL_DEVICE uint32_t level_code(const DeviceLevels &d, int bits, float x, float factor, float u) {
-  const float y = bits_float(float_bits(x) & 0x7fffffffu) * factor;
-  const uint32_t sign = float_bits(x) >> 31 << (bits - 1);
-  if (bits == 2) return sign | uint32_t(y > u);
-  if (bits == 8) {
-    const int r = int(curve_at<kCurve8>(d.curve8, y) + (1.0f - u));
-    return sign | uint32_t(r < 127 ? r : 127);
+struct Places {
+  uint32_t unit;  // of kLeastCodes; kNowhere outside the room
+  int bits;
+
+  static constexpr uint32_t kNowhere = 0xffffffffu;
+
+  FL_DEVICE Places(const DynamiqLayout &layout, const fl_messages &messages, int64_t message, int64_t base, int lane)
+      : unit(kNowhere), bits(2) {
+    const int64_t group = base + lane % kBatch, from = message + lane / kBatch;
+    if (group >= layout.groups || from >= messages.count) return;
+    const CodePlace place = code_place(dynamiq_message(messages, from).runs, layout.groups, group);
+    bits = place.bits;
+    if (place.offset >= 0 && place.offset + code_bytes(place.bits) <= layout.room)
+      unit = uint32_t(place.offset / kLeastCodes);
   }
-  int r = int(curve_at<kCurve4>(d.curve4, y));
-  r = r < 6 ? r : 6;
-  const float below = d.y4[r], step = d.base4 + d.ratio4 * below;
-  return sign | uint32_t(r + (y > below + u * step));
-}
+};
 
-FL_DEVICE float code_value(const DeviceLevels &d, int bits, uint32_t code, float scale) {
-  const uint32_t r = code & ((1u << (bits - 1)) - 1);
-  const float level = bits == 8 ? d.value8[r] : bits == 4 ? d.value4[r] : float(r);
-  return signed_value(level * scale, code >> (bits - 1) & 1);
-}
+// One of them, in all lanes.
+struct Place {
+  int64_t offset;  // in plane 3
+  int bits;
+  bool inside;
 
-FL_DEVICE void store_codes(uint8_t *codes, int bits, int lane, const uint32_t (&code)[kOwned]) {
-  uint32_t first = 0, second = 0;
-#pragma unroll
-  for (int i = 0; i < kSide; ++i) {
-    first |= code[i] << 8 * i;
-    second |= code[kSide + i] << 8 * i;
+  FL_DEVICE Place(const Places &places, int message, int64_t group)
+      : bits(int(shuffle(uint32_t(places.bits), message * kBatch + (int(group) & (kBatch - 1))))) {
+    const uint32_t unit = shuffle(places.unit, message * kBatch + (int(group) & (kBatch - 1)));
+    offset = int64_t(unit) * kLeastCodes;
+    inside = unit != Places::kNowhere;
   }
+};
+
+template <int kBits>
+struct Width {
+  static constexpr int bits = kBits;
+};
+
+// f(Width<bits>()): the same for all lanes.
+template <class F>
+FL_DEVICE void with_width(int bits, F f) {
+  if (bits == 8)
+    f(Width<8>());
+  else if (bits == 4)
+    f(Width<4>());
+  else
+    f(Width<2>());
+}
+
+FL_DEVICE float absolute(float x) {
+#ifdef __CUDA_ARCH__
+  return fabsf(x);
+#else
+  return bits_float(float_bits(x) & 0x7fffffffu);
+#endif
+}
+
+// The integer part of 0 <= v < 2^22, in the lower half of the word.
+FL_DEVICE uint32_t whole_part(float v) {
+#ifdef __CUDA_ARCH__
+  return float_bits(__fadd_rz(v, 8388608.0f));
+#else
+  return float_bits(8388608.0f) + uint32_t(v);
+#endif
+}
+
+// In the lowest byte the code of a value; see level_number of core/dynamiq.h.
+template <int kBits>
+FL_DEVICE uint32_t level_code(const DeviceLevels &given, const Tables &tables, float x, float factor, float u) {
+  constexpr uint32_t kZero = 0x4b000000u;  // of whole_part
+  const float y = absolute(x) * factor;
+  const uint32_t sign = float_bits(x) >> (32 - kBits) & (1u << (kBits - 1));
+  if constexpr (kBits == 2) {
+    return sign | uint32_t(y > u);
+  } else if constexpr (kBits == 8) {
+    const uint32_t r = whole_part(curve_at<kCurve8>(given.curve8, y) + (1.0f - u));
+    return sign | (r < kZero + 127 ? r : kZero + 127);
+  } else {
+    uint32_t r = whole_part(curve_at<kCurve4>(given.curve4, y));
+    r = r < kZero + 6 ? r : kZero + 6;
+    const Step level = tables.steps4[r & 7];
+    return sign | (r + (y > level.y + u * level.size));
+  }
+}
+
+// The lowest bytes of four.
+FL_DEVICE uint32_t four_codes(const uint32_t *code) {
+  return __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
+}
+
+template <int kBits>
+FL_DEVICE void store_codes(uint8_t *codes, int lane, const uint32_t (&code)[kOwned]) {
   uint32_t *words = reinterpret_cast<uint32_t *>(codes);
-  const uint32_t both = first | second << 4, other = shuffle_xor(both, kLanes / 2);
-  if (bits == 8) {
+  const uint32_t first = four_codes(code), second = four_codes(code + kSide);
+  if constexpr (kBits == 8) {
     words[lane] = first;
     words[kLanes + lane] = second;
-  } else if (bits == 4) {
-    words[lane] = both;
-  } else if (lane < kLanes / 2) {
-    words[lane] = both | other << 2;
+  } else if constexpr (kBits == 4) {
+    words[lane] = first | second << 4;
+  } else {
+    const uint32_t both = first | second << 4, other = shuffle_xor(both, kLanes / 2);
+    if (lane < kLanes / 2) words[lane] = both | other << 2;
   }
 }
 
-FL_DEVICE void load_codes(const uint8_t *codes, int bits, int lane, uint32_t (&code)[kOwned]) {
+template <int kBits>
+FL_DEVICE void load_codes(const uint8_t *codes, int lane, uint32_t (&code)[kOwned]) {
   const uint32_t *words = reinterpret_cast<const uint32_t *>(codes);
   uint32_t first, second;
-  if (bits == 8) {
+  if constexpr (kBits == 8) {
     first = words[lane];
     second = words[kLanes + lane];
-  } else if (bits == 4) {
-    first = words[lane] & 0x0f0f0f0fu;
-    second = words[lane] >> 4 & 0x0f0f0f0fu;
+  } else if constexpr (kBits == 4) {
+    const uint32_t both = words[lane];
+    first = both & 0x0f0f0f0fu;
+    second = both >> 4 & 0x0f0f0f0fu;
   } else {
     const uint32_t both = words[lane % (kLanes / 2)] >> (lane < kLanes / 2 ? 0 : 2);
     first = both & 0x03030303u;
@@ -208,15 +329,17 @@ FL_DEVICE void load_group_scales(const DynamiqLayout &layout, const DynamiqMessa
   }
 }
 
-FL_DEVICE void decode_super_group(const DynamiqLayout &layout, const DeviceLevels &levels, const DynamiqMessage &m,
-                                  int64_t group, int lane, float (&v)[kOwned]) {
-  const CodePlace place = code_place(m.runs, layout.groups, group);
-  uint32_t code[kOwned] = {};
+FL_DEVICE void decode_super_group(const DynamiqLayout &layout, const Tables &tables, const DynamiqMessage &m,
+                                  const Place &place, int64_t group, int lane, float (&v)[kOwned]) {
   float low, high;
   load_group_scales(layout, m, group, lane, low, high);
-  if (inside(layout, place)) load_codes(m.codes + place.offset, place.bits, lane, code);
+  with_width(place.bits, [&](auto width) {
+    constexpr int kBits = decltype(width)::bits;
+    uint32_t code[kOwned] = {};
+    if (place.inside) load_codes<kBits>(m.codes + place.offset, lane, code);
 #pragma unroll
-  for (int i = 0; i < kOwned; ++i) v[i] = code_value(levels, place.bits, code[i], i < kSide ? low : high);
+    for (int i = 0; i < kOwned; ++i) v[i] = tables.values<kBits>()[code[i]] * (i < kSide ? low : high);
+  });
 }
 
 }  // namespace fl

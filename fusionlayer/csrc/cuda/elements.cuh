@@ -14,17 +14,57 @@ struct F32 {
   static FL_DEVICE Bits narrow(float f) { return float_bits(canonical(f)); }
 };
 
+// Two 16-bit values as the hardware made them of a and b, with the canonical NaN where it has its own.
+FL_DEVICE uint32_t with_nans(uint32_t two, float a, float b, uint16_t nan) {
+  if (a != a) two = (two & 0xffff0000u) | nan;
+  if (b != b) two = (two & 0x0000ffffu) | uint32_t(nan) << 16;
+  return two;
+}
+
 struct Bf16 {
   using Bits = uint16_t;
   static FL_DEVICE float widen(Bits b) { return bf16_to_f32(b); }
   static FL_DEVICE Bits narrow(float f) { return f32_to_bf16(f); }
+  static FL_DEVICE uint32_t narrow_two(float a, float b) {
+#ifdef __CUDA_ARCH__
+    uint32_t two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));
+    return with_nans(two, a, b, kBf16Nan);
+#else
+    return narrow(a) | uint32_t(narrow(b)) << 16;
+#endif
+  }
 };
 
 struct F16 {
   using Bits = uint16_t;
   static FL_DEVICE float widen(Bits b) { return f16_to_f32(b); }
   static FL_DEVICE Bits narrow(float f) { return f32_to_f16(f); }
+  static FL_DEVICE uint32_t narrow_two(float a, float b) {
+#ifdef __CUDA_ARCH__
+    uint32_t two;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));
+    return with_nans(two, a, b, kF16Nan);
+#else
+    return narrow(a) | uint32_t(narrow(b)) << 16;
+#endif
+  }
 };
+
+// b[i] = v[i] narrowed.
+template <class E, int kCount>
+FL_DEVICE void narrow_all(const float (&v)[kCount], typename E::Bits (&b)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (sizeof(typename E::Bits) == 4) {
+      b[i] = E::narrow(v[i]);
+    } else if (i % 2 == 0) {
+      const uint32_t two = E::narrow_two(v[i], v[i + 1]);
+      b[i] = uint16_t(two);
+      b[i + 1] = uint16_t(two >> 16);
+    }
+  }
+}
 
 // Calls work(F32{}), work(Bf16{}) or work(F16{}).
 template <class Work>

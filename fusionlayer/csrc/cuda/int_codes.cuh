@@ -2,8 +2,8 @@
 // The arithmetic is core/int_group.h.
 #pragma once
 
-#include "block_io.cuh"
 #include "int_group.h"
+#include "owned.cuh"
 
 namespace fl {
 
@@ -135,10 +135,7 @@ FL_DEVICE float code_bias(int bits) { return bits == 8 ? 128.0f : 8.0f; }
 template <bool kTransform>
 FL_DEVICE void dequantize(const uint32_t (&bytes)[kWords], float bias, float scale, float (&v)[kBlock]) {
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    // A byte in the low bits of 2^23 adds exactly itself.
-    v[i] = bits_float(__byte_perm(bytes[i / 4], 0x4b000000u, 0x7440 + i % 4)) - (8388608.0f + bias);
-  }
+  for (int i = 0; i < kBlock; ++i) v[i] = unsigned_byte(bytes[i / 4], i % 4, bias);
   if (kTransform) hadamard32(v);
   const float factor = decode_scale(scale, kTransform);
 #pragma unroll
@@ -150,11 +147,6 @@ FL_DEVICE void decode_block(const IntLayout &layout, const Packed &packed, const
   uint32_t bytes[kWords];
   unpack_codes(layout, packed, at, bytes);
   dequantize<kTransform>(bytes, code_bias(layout.bits), packed.scale, v);
-}
-
-// The low bytes of four integers.
-FL_DEVICE uint32_t low_bytes(int32_t a, int32_t b, int32_t c, int32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
 // bytes = codes of a lane's block, in two's complement.

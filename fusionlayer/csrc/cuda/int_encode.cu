@@ -25,24 +25,31 @@ struct EncodeArguments {
   int64_t offset;
 };
 
-// bytes = codes of a lane's block, whose first element has the number `number`. Rounding to nearest never reaches past
-// qmax, so it needs no clamp.
+// bytes = codes of a lane's block, whose first element has the number `number`: int_code of core/int_group.h, but for the
+// order of its steps. In the low byte of v + kMagic stands v rounded; only noise reaches past qmax.
 FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], float inverse, uint64_t number,
                         uint32_t (&bytes)[kWords]) {
+  constexpr float kMagic = 12582912.0f;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) bytes[i] = 0;
+  if (inverse == 0.0f) return;
   if (a.stochastic) {
-    const RngKey key = key_at(a.key, number);
-    const int32_t qmax = int32_t(a.qmax);
+    const RngKey key = near_key(a.key, number);
+    const int32_t middle = int32_t(float_bits(kMagic)), most = middle + int32_t(a.qmax),
+                  least = middle - int32_t(a.qmax);
     const auto code = [&](int i) {
-      return int_code(v[i], inverse, rounding_noise(random_bits(key, uint32_t(number) + i)), qmax);
+      const float noise = rounding_noise(random_bits(key, uint32_t(number) + i));
+      const int32_t q = int32_t(float_bits(v[i] * inverse + noise + kMagic));
+      return uint32_t(q > most ? most : q < least ? least : q);
     };
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
   } else {
-    const auto code = [&](int i) { return round_even(v[i] * inverse); };
+    const auto code = [&](int i) { return float_bits(v[i] * inverse + kMagic); };
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      bytes[i] = inverse == 0.0f ? 0 : low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
+      bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
   }
 }
 

@@ -22,6 +22,14 @@ FL_DEVICE void load_four(const uint16_t *x, uint16_t *b) {
   b[0] = uint16_t(u.x), b[1] = uint16_t(u.x >> 16), b[2] = uint16_t(u.y), b[3] = uint16_t(u.y >> 16);
 }
 
+// Four elements as words.
+FL_DEVICE void load_words(const uint32_t *x, uint32_t *w) { load_four(x, w); }
+
+FL_DEVICE void load_words(const uint16_t *x, uint32_t *w) {
+  const uint2 u = *reinterpret_cast<const uint2 *>(x);
+  w[0] = u.x, w[1] = u.y;
+}
+
 FL_DEVICE void store_four(uint32_t *x, const uint32_t *b) {
   *reinterpret_cast<uint4 *>(x) = make_uint4(b[0], b[1], b[2], b[3]);
 }

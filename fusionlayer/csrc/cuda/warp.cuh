@@ -1,5 +1,4 @@
-// What a warp can do together: 16-byte accesses, shuffles, and turning "each lane has a piece of every block" into "each
-// lane has a block". Every function that shuffles is called by all 32 lanes.
+// What a warp can do together: 16-byte accesses, and shuffles, which all 32 lanes take part in.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -58,6 +57,11 @@ FL_DEVICE int64_t shuffle_xor(int64_t v, int mask) {
   return int64_t(uint64_t(high) << 32 | low);
 }
 
+FL_DEVICE int64_t shuffle(int64_t v, int lane) {
+  const uint32_t low = shuffle(uint32_t(uint64_t(v)), lane), high = shuffle(uint32_t(uint64_t(v) >> 32), lane);
+  return int64_t(uint64_t(high) << 32 | low);
+}
+
 FL_DEVICE double shuffle_xor(double v, int mask) {
   return __longlong_as_double(shuffle_xor(int64_t(__double_as_longlong(v)), mask));
 }
@@ -79,43 +83,6 @@ FL_DEVICE int64_t sum_before(int64_t v, int lane) {
     group += other;
   }
   return sum;
-}
-
-FL_DEVICE void swap_if(bool condition, Chunk &a, Chunk &b) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t first = a.word[i], second = b.word[i];
-    a.word[i] = condition ? second : first;
-    b.word[i] = condition ? first : second;
-  }
-}
-
-// slot[i] becomes slot[i ^ lane], for the two low bits of the lane.
-FL_DEVICE void permute_by_lane(Chunk (&slot)[4], int lane) {
-  swap_if(lane & 1, slot[0], slot[1]);
-  swap_if(lane & 1, slot[2], slot[3]);
-  swap_if(lane & 2, slot[0], slot[2]);
-  swap_if(lane & 2, slot[1], slot[3]);
-}
-
-// slot[i] goes to lane ^ i.
-FL_DEVICE void exchange(Chunk (&slot)[4]) {
-#pragma unroll
-  for (int i = 1; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) slot[i].word[j] = shuffle_xor(slot[i].word[j], i);
-}
-
-// Four neighbouring lanes, a quad, have four blocks of four chunks. Spread: slot i of lane l is chunk l ^ i of block i, so
-// that slot i of the quad is 64 bytes in a row. Owned: slot i of lane l is chunk i of block l.
-FL_DEVICE void spread_to_owned(Chunk (&slot)[4], int lane) {
-  permute_by_lane(slot, lane);
-  exchange(slot);
-}
-
-FL_DEVICE void owned_to_spread(Chunk (&slot)[4], int lane) {
-  exchange(slot);
-  permute_by_lane(slot, lane);
 }
 
 }  // namespace fl
