@@ -141,6 +141,21 @@ def test_nvcc_is_looked_for_in_order(build_script: ModuleType, monkeypatch: pyte
 
 
 @pytest.mark.short
+def test_gpus_to_compile_for(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = str(program(tmp_path / "nvcc", "echo compute_75 compute_80 compute_90 compute_121"))
+    assert build_script.cuda_archs(nvcc) == [80, 90]
+    monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", "121, 90")
+    assert build_script.cuda_archs(nvcc) == [90, 121]
+    monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", "90 sm_80 75")
+    with pytest.raises(SetupError, match=r"^FUSIONLAYER_CUDA_ARCHS: sm_80 75; expected numbers among: 80 90 121$"):
+        build_script.cuda_archs(nvcc)
+    old = str(program(tmp_path / "old", "echo compute_75"))
+    monkeypatch.delenv("FUSIONLAYER_CUDA_ARCHS")
+    with pytest.raises(SetupError, match="compiles for none of sm_80, sm_90, sm_100; use CUDA 12.8 or later"):
+        build_script.cuda_archs(old)
+
+
+@pytest.mark.short
 def test_instruction_set_that_the_compiler_lacks_is_left_out(
     build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
