@@ -194,7 +194,7 @@ def describe() -> str:
             "| `FUSIONLAYER_ISA` | instruction set of the CPU core: avx512, avx2, baseline, auto (default) |",
             "| `FUSIONLAYER_CUDA` | when building: auto (default), 1 (fail without nvcc), 0 |",
             "| `FUSIONLAYER_NVCC` | when building: the nvcc to use |",
-            "| `FUSIONLAYER_CUDA_ARCHS` | when building: GPUs to compile for, as \"80 90\" |",
+            '| `FUSIONLAYER_CUDA_ARCHS` | when building: GPUs to compile for, as "80 90" |',
             "",
         ]
     )
