@@ -14,7 +14,7 @@ struct DecodeArguments {
 };
 
 template <bool kTransform>
-__global__ void __launch_bounds__(kThreads, 5) decode_kernel(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 4) decode_kernel(const DecodeArguments a) {
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.in.count; m += gridDim.y) {
     void *out = byte_offset(a.out, m * a.out_stride);
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const DecodeArgumen
 }
 
 template <bool kTransform>
-__global__ void __launch_bounds__(kThreads, 4) decode_sum_kernel(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 3) decode_sum_kernel(const DecodeArguments a) {
   const int lane = lane_index();
   for (int64_t tile = warp_index(); tile < a.layout.tiles(); tile += warp_count()) {
     const Run run(a.layout, tile, lane);

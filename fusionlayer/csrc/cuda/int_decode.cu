@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 6) decode_kernel(const DecodeArgumen
 }
 
 template <bool kTransform>
-__global__ void __launch_bounds__(kThreads, 4) decode_sum_kernel(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, kSumBlocks) decode_sum_kernel(const DecodeArguments a) {
   const int lane = lane_index(), tiles = a.layout.tiles();
   const int64_t work = a.layout.spans() * tiles;
   for (int64_t i = warp_index(); i < work; i += warp_count()) {
