@@ -85,7 +85,7 @@ class SharedMemory:
 
     def __init__(self, rank: int, memory: Sequence[Tensor]) -> None:
         self._rank = rank
-        self._slots = [each.split(SLOT_BYTES) for each in memory]
+        self._slots: list[Sequence[Tensor]] = [each.split(SLOT_BYTES) for each in memory]
         self._turn = 0
 
     def all_reduce(self, x: Tensor, meet: Callable[[int], None]) -> None:
@@ -127,12 +127,13 @@ class SharedMemory:
 
     def _share(self, rank: int, summed_by: int, piece: Tensor, turn: int) -> Tensor:
         """Return the elements in a rank's slot that another rank, or itself, sums."""
-        share: Tensor = self._slot(rank, piece, turn).tensor_split(len(self._slots))[summed_by]
-        return share
+        shares: Sequence[Tensor] = self._slot(rank, piece, turn).tensor_split(len(self._slots))
+        return shares[summed_by]
 
     def _slot(self, rank: int, like: Tensor, turn: int) -> Tensor:
         """Return where a rank's elements of one piece are."""
-        return self._slots[rank][turn % _SLOTS].view(like.dtype)[: like.numel()]
+        slot: Tensor = self._slots[rank][turn % _SLOTS]
+        return slot.view(like.dtype)[: like.numel()]
 
 
 def _map(path: str, token: bytes) -> Tensor:
