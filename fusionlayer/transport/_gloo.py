@@ -111,7 +111,7 @@ class GlooLink(ExchangeLink):
         if not self._has_invited:
             self._memory, self._has_invited = self._invite(key, deadline), True
         if self._memory is not None:
-            self._memory.all_reduce(x, lambda number: self._meet(key + number * _STEP, deadline))
+            self._sum_in(self._memory, x, key, deadline)
         elif x.dtype in RING_DTYPES:
             self._ring_all_reduce(x, key, deadline)
         else:
@@ -122,6 +122,8 @@ class GlooLink(ExchangeLink):
             group, self._group = self._group, None
         if group is None:
             return
+        if self._memory is not None:
+            self._memory.close()
         for step in range(1, self._size):
             peer = (self._rank + step) % self._size
             try:
@@ -139,24 +141,28 @@ class GlooLink(ExchangeLink):
         ending.join(1.0)
 
     def _invite(self, key: int, deadline: float) -> SharedMemory | None:
-        """Return memory that all ranks have in common; None, on all of them, if one cannot see that of another."""
-        invitation = Invitation(self._node)
+        """Return memory that all ranks have in common; None, on all of them, if one cannot see or reach another."""
+        invitation = Invitation(self._rank, self._node)
         try:
             mine = invitation.record
             records = list(mine.new_empty(self._size, mine.numel()).unbind(0))
             records[self._rank] = mine
             self._all_gather(mine, records, key - _STEP, deadline)
-            memory = invitation.accept(records)
-            accepted = torch.full((self._size, 1), memory is not None, dtype=torch.uint8)
-            self._all_gather(accepted[self._rank], list(accepted.unbind(0)), key - 2 * _STEP, deadline)
+            for number, step in enumerate((lambda: invitation.accept(records), invitation.welcome), 2):
+                done = torch.full((self._size, 1), step(), dtype=torch.uint8)
+                self._all_gather(done[self._rank], list(done.unbind(0)), key - number * _STEP, deadline)
+                if not done.all():
+                    return None
+            return invitation.keep()
         finally:
             invitation.close()
-        return None if memory is None or not accepted.all() else SharedMemory(self._rank, memory)
 
-    def _meet(self, key: int, deadline: float) -> None:
-        """Return when every rank has come here; raise if one does not, is in another call, or has another length."""
-        notes = torch.zeros(self._size, 1, dtype=torch.uint8)
-        self._all_gather(notes[self._rank], list(notes.unbind(0)), key, deadline)
+    def _sum_in(self, memory: SharedMemory, x: Tensor, key: int, deadline: float) -> None:
+        try:
+            memory.all_reduce(x, key, deadline)
+        except LinkError:
+            self.close()
+            raise
 
     def _ring_all_reduce(self, x: Tensor, key: int, deadline: float) -> None:
         following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
