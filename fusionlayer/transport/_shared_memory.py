@@ -26,7 +26,7 @@ from ._sum import sum_in_rank_order
 __all__ = ["Invitation", "SharedMemory"]
 
 # A piece of a tensor, which stays in the processors' caches from the moment that it is written until it has been read.
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 2 << 20
 # One is written, one is summed, and one is read.
 _SLOTS = 3
 

@@ -118,8 +118,8 @@ def sum_large(rank: int, world: int) -> None:
             patch.setattr(os, "memfd_create", refuse)
         one_without = C10dTransport(timeout=TIMEOUT)
         one_without.all_reduce(torch.ones(1 << 18))
-    # A piece of 4 MiB and no more, one element more, a part of one, many; and one after the other in the same memory.
-    lengths = [1 << 20, (1 << 20) + 1, 2_000_003, (9 << 20) + 5, 1 << 20, 1 << 20, 1 << 20]
+    # Pieces of 2 MiB and no more, one element more, a part of one, many; and one after the other in the same memory.
+    lengths = [1 << 20, (1 << 19) + 1, 2_000_003, (9 << 20) + 5, 1 << 19, 1 << 19, 1 << 19]
     for transport, sees in ((together, True), (apart, False), (one_without, False)):
         dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
         for dtype in dtypes if sees else dtypes[:2]:
