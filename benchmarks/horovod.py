@@ -4,7 +4,8 @@
 
 Each side has processes of its own, which run the same code with ``hvd`` bound to one module or the other. In every
 round each side takes a turn in every case, in an order that is shuffled anew; Horovod's processes, whose thread never
-rests, are stopped outside their turns. Without Horovod its rows are left out.
+rests, are stopped outside their turns. Beside the time of a call stands the processor time of all ranks' threads in it,
+which other work on the machine does not lengthen. Without Horovod its columns are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +136,18 @@ CASES: dict[str, tuple[str, Callable[[Any], Body], int]] = {
 """Title, what to measure, and calls of a turn."""
 
 
+class Turn(NamedTuple):
+    """What a call takes.
+
+    Attributes:
+        seconds: the median of a turn, on the slowest rank.
+        processor: seconds of all threads of all ranks, the mean of a turn.
+    """
+
+    seconds: float
+    processor: float
+
+
 class Side:
     """The processes of one side; they answer lines of JSON.
 
@@ -161,16 +174,16 @@ class Side:
         self.version = self._hear()[0]
         self.rest()
 
-    def turn(self, case: str) -> float:
-        """Return the seconds of one call: the median of a turn, on the slowest rank."""
+    def turn(self, case: str) -> Turn:
+        """Measure a case once."""
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(case + "\n")
-        seconds: float = max(statistics.median(each) for each in self._hear())
+        ranks = self._hear()
         self.rest()
-        return seconds
+        return Turn(max(statistics.median(walls) for walls, _ in ranks), sum(processor for _, processor in ranks))
 
     def rest(self) -> None:
         """Keep Horovod's threads from taking the other sides' time."""
@@ -248,13 +261,14 @@ def _work(side: str) -> None:
         body = bodies[line.strip()] = bodies.get(line.strip()) or make(hvd)
         for _ in range(3 if fresh else 1):
             body()
-        seconds = []
+        seconds, processor = [], 0.0
         for _ in range(calls):
             hvd.allreduce(meet, name="meet")
-            start = time.perf_counter()
+            before, start = time.process_time(), time.perf_counter()
             body()
             seconds.append(time.perf_counter() - start)
-        answers.write(json.dumps(seconds) + "\n")
+            processor += time.process_time() - before
+        answers.write(json.dumps((seconds, processor / calls)) + "\n")
     hvd.shutdown()
 
 
@@ -267,31 +281,33 @@ def _measure(cases: tuple[str, ...], ranks: int, rounds: int) -> tuple[list[dict
         print(f"Horovod is left out: {error}", file=sys.stderr)
     sides = [Side(name, ranks) for name in names]
     note = ", ".join(f"{side.name} {side.version}" for side in sides)
-    found: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in cases}
+    found: dict[str, dict[str, list[Turn]]] = {case: {name: [] for name in names} for case in cases}
     order = random.Random(0)
     for number in range(rounds + 1):
         for case in cases:
             for side in order.sample(sides, len(sides)):
-                seconds = side.turn(case)
+                turn = side.turn(case)
                 if number:  # the first round is for what is made only once
-                    found[case][side.name].append(seconds)
+                    found[case][side.name].append(turn)
     for side in sides:
         side.close()
     return [_row(case, ranks, found[case]) for case in cases], note
 
 
-def _row(case: str, ranks: int, found: dict[str, list[float]]) -> dict[str, Any]:
+def _row(case: str, ranks: int, found: dict[str, list[Turn]]) -> dict[str, Any]:
     row: dict[str, Any] = {"case": CASES[case][0], "ranks": ranks, "rounds": len(found[OURS])}
     for name in (OURS, PEER):
         if name in found:
-            row[f"{name}, ms"] = f"{1000 * statistics.median(found[name]):.2f}"
+            row[f"{name}, ms"] = f"{1000 * statistics.median(turn.seconds for turn in found[name]):.2f}"
+            row[f"{name}, CPU ms"] = f"{1000 * statistics.median(turn.processor for turn in found[name]):.2f}"
     for title, name in (("times as fast as Horovod", PEER), ("again, null row", AGAIN)):
         if name in found:
-            ratios = [theirs / ours for theirs, ours in zip(found[name], found[OURS], strict=True)]
+            ratios = [theirs.seconds / ours.seconds for theirs, ours in zip(found[name], found[OURS], strict=True)]
             low, high = interval(ratios)
             row[title] = f"{statistics.median(ratios):.2f}"
             row["95 %" if name == PEER else "its 95 %"] = f"{low:.2f} to {high:.2f}"
-    row["turns"] = {name: list(seconds) for name, seconds in found.items()}
+    row["turns"] = {name: [turn.seconds for turn in turns] for name, turns in found.items()}
+    row["processor"] = {name: [turn.processor for turn in turns] for name, turns in found.items()}
     return row
 
 
@@ -308,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
         _work(given.worker)
         return
     rows, note = _measure(given.cases, given.ranks, given.rounds)
-    shown = [{key: value for key, value in row.items() if key != "turns"} for row in rows]
+    shown = [{key: value for key, value in row.items() if key not in ("turns", "processor")} for row in rows]
     title = f"fusionlayer.torch beside Horovod ({note})"
     print(table(title, shown))
     if given.out:

@@ -175,8 +175,9 @@ class Coordinator:
     def _look_for_stalls(self) -> None:
         warning, limit = self._patience.warning, self._patience.limit
         now = time.monotonic()
-        if limit is not None and (stalls := self._matcher.stalls(limit, now)):
-            self._end(f"waited longer than {limit:g} s: {_tell(stalls)}")
+        if limit is not None and self._matcher.stalls(limit, now):
+            # Of those that have waited less, one is what the missing ranks wait in.
+            self._end(f"waited longer than {limit:g} s: {_tell(self._matcher.stalls(0.0, now))}")
         elif warning is not None and now >= self._next_warning and (stalls := self._matcher.stalls(warning, now)):
             self._next_warning = now + warning
             _logger.warning(

@@ -15,6 +15,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 from ..errors import UsageError
 from ..transport import Transport
 from .operation import Operation, Reduce
+from .pages import by_large_pages
 from .reductions import average_, combine, neutral, reduce_flat, scale_
 from .requests import Item, Signature
 
@@ -62,7 +63,7 @@ class Part:
         if operation is None:
             return list(inputs)
         if operation.outputs is None:
-            operation.outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+            operation.outputs = [_new_like(x) for x in inputs]
         return list(operation.outputs)
 
 
@@ -110,7 +111,7 @@ def _reduce_one(
     x: Tensor, out: Tensor | None, signature: Signature, reduce: Reduce | None, transport: Transport
 ) -> Tensor:
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = _new_like(x)
     size = transport.size
     average = signature.op == "Average" and reduce is None
     if average and out.is_contiguous() and x.dtype.is_floating_point and size & (size - 1) == 0:
@@ -165,7 +166,7 @@ def _allgather(parts: Sequence[Part], transport: Transport, ranks: Sequence[int]
         lengths += [[part.numbers[r * count + i] for r in range(transport.size)] for i in range(count)]
     rows = [x.shape[1:].numel() * x.element_size() for x in tensors]
     if len(tensors) == 1:
-        outs = [tensors[0].new_empty(sum(lengths[0]), *tensors[0].shape[1:])]
+        outs = [by_large_pages(tensors[0].new_empty(sum(lengths[0]), *tensors[0].shape[1:]))]
         mine = _bytes(tensors[0])
         transport.exchange([mine] * transport.size, [_bytes(piece) for piece in outs[0].split(lengths[0])])
     else:
@@ -221,7 +222,7 @@ def _alltoall(parts: Sequence[Part], transport: Transport, ranks: Sequence[int],
         assert operation is not None
         x = operation.tensors[0].contiguous()
         received = list(part.numbers)
-        out = x.new_empty(sum(received), *x.shape[1:])
+        out = by_large_pages(x.new_empty(sum(received), *x.shape[1:]))
         sends = [_bytes(piece) for piece in x.split(list(operation.splits))]
         transport.exchange(sends, [_bytes(piece) for piece in out.split(received)])
         operation.result = (out, received)
@@ -250,6 +251,10 @@ def _reduce_rows(x: Tensor, signature: Signature, transport: Transport) -> Tenso
         average_(out, transport.size)
     scale_(out, signature.postscale)
     return out
+
+
+def _new_like(x: Tensor) -> Tensor:
+    return by_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -97,6 +97,8 @@ class Buffer(ABC):
 class FlatBuffer(Buffer):
     """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
 
+    A gradient that is alone in its bucket, and is replaced, stays where it is if its memory is like the flat tensor's.
+
     Args:
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
         all_reduce: the bucket's collective.
@@ -119,12 +121,27 @@ class FlatBuffer(Buffer):
         super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
         self._all_reduce = all_reduce
         self._residual = residual
-        self._flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
-        self._slots = {slot.name: self._flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
-        self._gaps = [gap for x in (self._flat, residual) if x is not None for gap in _gaps(bucket, x)]
+        self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
+        self._flat: Tensor | None = None
+        if not self._may_stay:
+            self._make_flat()
+
+    def _make_flat(self) -> Tensor:
+        bucket, residual = self.bucket, self._residual
+        self._flat = flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=self._device)
+        self._slots = {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
+        self._gaps = [gap for x in (flat, residual) if x is not None for gap in _gaps(bucket, x)]
+        return flat
 
     def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
         given = list(gradients.values())
+        if self._may_stay and given[0].is_contiguous() and given[0].dtype == getattr(torch, self.bucket.dtype):
+            flat = given[0].view(-1)
+            if self._prescale != 1:
+                flat.mul_(self._prescale)
+            self._sum(flat, transport, seed)
+            return dict(gradients)
+        flat = self._make_flat() if self._flat is None else self._flat
         slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
         with self._timeline.span("MEMCPY_IN_FUSION_BUFFER"):
             if self._prescale == 1:
@@ -134,14 +151,17 @@ class FlatBuffer(Buffer):
                     torch.mul(gradient, self._prescale, out=slot)
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
-        with self._timeline.span(self.bucket.algorithm.upper(), codec=str(self.codec), elements=self.bucket.numel):
-            self._all_reduce(self._flat, self.codec, transport, seed=seed, residual=self._residual)
-        with self._timeline.span("MEMCPY_OUT_FUSION_BUFFER"):
-            if self._postscale != 1:
-                self._flat.mul_(self._postscale)
-            if self._in_place:
+        self._sum(flat, transport, seed)
+        if self._in_place:
+            with self._timeline.span("MEMCPY_OUT_FUSION_BUFFER"):
                 torch._foreach_copy_(given, slots)
         return dict(zip(gradients, given if self._in_place else slots, strict=True))
+
+    def _sum(self, flat: Tensor, transport: Transport, seed: int) -> None:
+        with self._timeline.span(self.bucket.algorithm.upper(), codec=str(self.codec), elements=self.bucket.numel):
+            self._all_reduce(flat, self.codec, transport, seed=seed, residual=self._residual)
+            if self._postscale != 1:
+                flat.mul_(self._postscale)
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:

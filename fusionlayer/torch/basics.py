@@ -53,6 +53,8 @@ class HorovodInternalError(FusionLayerError, RuntimeError):
 
 
 _sessions: WeakKeyDictionary[Transport, Session] = WeakKeyDictionary()
+# That of the process, which every call asks for; None where ranks are threads.
+_process: Session | None = None
 _lock = threading.Lock()
 
 
@@ -67,6 +69,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         ConfigError: environment or arguments cannot be used.
         TransportError: the other processes did not come in time.
     """
+    global _process
     from .process_sets import add_process_set
 
     settings = environment.read()
@@ -89,6 +92,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         )
         with _lock:
             _sessions[transport] = made
+            _process = made if local.current() is None else None
     for process_set in process_sets or () if not isinstance(process_sets, str) else ():
         add_process_set(process_set)
 
@@ -119,7 +123,9 @@ def _close_session() -> None:
 
 
 def _close_all() -> None:
+    global _process
     with _lock:
+        _process = None
         open_ones = list(_sessions.values())
         _sessions.clear()
     for each in open_ones:
@@ -143,6 +149,8 @@ def session() -> Session:
     Raises:
         ConfigError: there is none; call ``init``.
     """
+    if _process is not None and local.current() is None:
+        return _process
     here = _sessions.get(context.transport()) if context.is_initialized() else None
     if here is None:
         raise ConfigError("fusionlayer.torch is not initialized; call hvd.init() first")

@@ -109,7 +109,7 @@ class C10dTransport(LinkedTransport):
 
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
         if self._meeting.gloo:
-            yield "cpu", GlooLink(store, self.rank, self.size, self.timeout)
+            yield "cpu", GlooLink(store, self.rank, self.size, self.timeout, self._node)
         if self._meeting.nccl:
             yield "cuda", NcclLink(store, self.rank, self.size, self.timeout)
 

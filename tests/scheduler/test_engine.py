@@ -135,6 +135,42 @@ def test_scaling_comes_before_and_after_the_sum() -> None:
     assert seen == [4.0, 4.0]
 
 
+@pytest.mark.parametrize("ahead_of_forward", [False, True])
+def test_a_gradient_that_is_alone_in_its_bucket_stays_where_it_is(ahead_of_forward: bool) -> None:
+    """Unless its memory is not like a fusion buffer's, or it is not to be replaced; results are the same."""
+    tensors = [TensorInfo("w", 1024, "float32", 4)]
+    dense = torch.arange(1024.0)
+    layouts = [dense.clone(), dense.view(32, 32).t().contiguous().t(), dense.double(), dense.clone().view(2, 512)]
+    seen = []
+
+    def spy(x: Tensor, codec: Codec, transport: Transport, **_: object) -> None:
+        seen.append(x.data_ptr())
+        transport.all_reduce(x)
+
+    def body(transport: Transport) -> None:
+        engine = make_engine(
+            transport,
+            tensors,
+            codec=codecs.get("raw"),
+            algorithm="spy",
+            scaling=Scaling(before=0.5, after=3.0),
+            overlap_forward=ahead_of_forward,
+        )
+        for gradient in layouts:
+            before = gradient.clone()
+            engine.submit("w", gradient)
+            engine.end_step()
+            result = engine.take(0)["w"]
+            assert torch.equal(result.reshape(-1).float(), 1.5 * dense)
+            assert torch.equal(gradient, before if ahead_of_forward else result)
+        engine.close()
+
+    with collective_named("spy", spy):
+        over_threads(1, body)
+    stays = [place == gradient.data_ptr() for place, gradient in zip(seen, layouts, strict=True)]
+    assert stays == ([False] * 4 if ahead_of_forward else [True, False, False, True])
+
+
 def test_what_lies_between_slots_is_always_zero() -> None:
     plan = plan_of("012", "345", codec="raw", algorithm="spy", world=1)
     gaps = [(slice(300, 384), slice(389, 512)), (slice(1000, 1024), slice(1025, 1152), slice(1929, 2048))]

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +103,43 @@ def gloo_sums(rank: int, world: int) -> None:
 
 def test_the_sum_is_gloos_within_rounding() -> None:
     run_ranks(gloo_sums, 3)
+
+
+def sum_large(rank: int, world: int) -> None:
+    """Sums of 1 MiB and more, by ranks that see each other's memory and by ranks that do not."""
+
+    def refuse(name: str) -> int:
+        raise OSError("no file descriptors left")
+
+    together = C10dTransport(timeout=TIMEOUT)
+    apart = C10dTransport(timeout=TIMEOUT, node=str(rank))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "memfd_create", refuse)
+        one_without = C10dTransport(timeout=TIMEOUT)
+        one_without.all_reduce(torch.ones(1 << 18))
+    # Pieces of 2 MiB and no more, one element more, a part of one, many; and one after the other in the same memory.
+    lengths = [1 << 20, (1 << 19) + 1, 2_000_003, (9 << 20) + 5, 1 << 19, 1 << 19, 1 << 19]
+    for transport, sees in ((together, True), (apart, False), (one_without, False)):
+        dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+        for dtype in dtypes if sees else dtypes[:2]:
+            for n in lengths if sees and dtype is torch.float32 else lengths[:1]:
+                each = [torch.arange(n).add(r).remainder(1000).div(7).to(dtype) for r in range(world)]
+                wide = torch.float32 if dtype is torch.bfloat16 else dtype
+                expected = sum((x.to(wide) for x in each[1:]), each[0].to(wide)).to(dtype)
+                transport.all_reduce(each[rank])
+                if sees or world == 2:
+                    assert torch.equal(each[rank], expected), (dtype, n)
+                else:  # gloo adds each share in another order
+                    torch.testing.assert_close(each[rank], expected)
+        assert (transport._links["cpu"]._memory is not None) == sees  # type: ignore[attr-defined]
+        assert not any("memfd" in os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+        transport.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_sums_through_memory_and_without(world: int) -> None:
+    run_ranks(sum_large, world, timeout=50)
 
 
 def drop_it(rank: int, world: int) -> None:

@@ -80,17 +80,18 @@ def test_a_stopped_rank_is_stopped(lost: int, store: str) -> None:
 
 
 def kill_while_it_moves(rank: int, world: int, how: str) -> None:
-    transport = C10dTransport(timeout=20)
+    transport = C10dTransport(timeout=20, node=str(rank) if how == "all_reduce over gloo" else None)
     transport.barrier()
-    x = torch.zeros(1 << 24, dtype=torch.uint8)
+    x = torch.zeros(1 << 22)
     if rank == 1:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     def for_ever() -> None:
         while True:
             if how == "exchange":
-                transport.exchange([x] * world, [torch.empty_like(x) for _ in range(world)])
-            elif how == "all_reduce":
+                received = [torch.empty(1 << 24, dtype=torch.uint8) for _ in range(world)]
+                transport.exchange([x.view(torch.uint8)] * world, received)
+            elif how.startswith("all_reduce"):
                 transport.all_reduce(x)
             elif rank == 0:
                 transport.send(x, 1)
@@ -100,7 +101,7 @@ def kill_while_it_moves(rank: int, world: int, how: str) -> None:
     fail_then_raise(transport, for_ever)
 
 
-@pytest.mark.parametrize("how", ["exchange", "all_reduce", "send"])
+@pytest.mark.parametrize("how", ["exchange", "all_reduce", "all_reduce over gloo", "send"])
 def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
     outcomes = outcomes_of(kill_while_it_moves, 2, how, timeout=15)
     assert outcomes[1].exit_code == -signal.SIGKILL

@@ -1,0 +1,228 @@
+"""Sums of ranks that share a host, through memory that all of them see: what a socket would copy in and out stays put.
+
+The memory has no name in any file system and goes with its processes, however they end. It carries only values; when
+they may be read, ranks tell each other by words over sockets of the host, which also tell at once that one is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from ._link import LinkError
+from ._processes import Identity
+from ._sum import sum_in_rank_order
+
+__all__ = ["Invitation", "SharedMemory"]
+
+# A piece of a tensor, which stays in the processors' caches from the moment that it is written until it has been read.
+SLOT_BYTES = 2 << 20
+# One is written, one is summed, and one is read.
+_SLOTS = 3
+
+_RECORD = struct.Struct("<16s16sQQ")
+_WORD = struct.Struct("<qq")
+_PATIENCE = 5.0
+
+
+class Invitation:
+    """Memory that this process offers to the others of its host, and a place to meet them.
+
+    All ranks exchange their ``record``; then each calls ``accept``, and if all could, ``welcome``.
+
+    Args:
+        rank: this rank.
+        node: what ranks of this one's node have in common.
+    """
+
+    def __init__(self, rank: int, node: str) -> None:
+        self._rank = rank
+        self._place = hashlib.sha256(f"{Identity.own().place} {node}".encode()).digest()[:16]
+        self._token = secrets.token_bytes(16)
+        self._file = -1
+        self._listener: socket.socket | None = None
+        self._records: list[tuple[bytes, bytes, int, int]] = []
+        self._memory: list[Tensor] = []
+        self._ends: dict[int, socket.socket] = {}
+        with suppress(OSError, AttributeError):  # only Linux has all of it
+            self._file = os.memfd_create("fusionlayer")
+            os.truncate(self._file, _SLOTS * SLOT_BYTES)
+            os.pwrite(self._file, self._token, 0)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener.bind(_address(self._token))
+            self._listener.listen(1024)
+
+    @property
+    def record(self) -> Tensor:
+        """What another process must be told, (48,) uint8."""
+        known = (0, 0) if self._listener is None else (os.getpid(), self._file)
+        return torch.frombuffer(bytearray(_RECORD.pack(self._place, self._token, *known)), dtype=torch.uint8)
+
+    def accept(self, records: Sequence[Tensor]) -> bool:
+        """Map every rank's memory and call the ranks before this one; return whether that was possible.
+
+        Args:
+            records: of all ranks.
+        """
+        self._records = [_RECORD.unpack(record.numpy().tobytes()) for record in records]
+        try:
+            for rank, (place, token, pid, file) in enumerate(self._records):
+                if not pid or place != self._place:
+                    return False
+                self._memory.append(_map(f"/proc/{pid}/fd/{file}", token))
+                if rank < self._rank:
+                    end = self._ends[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    end.settimeout(_PATIENCE)
+                    end.connect(_address(token))
+                    end.send(self._token)
+        except (OSError, RuntimeError):
+            return False
+        return True
+
+    def welcome(self) -> bool:
+        """Take the calls of the ranks behind this one, which all have accepted; return whether that was possible."""
+        callers = {token: rank for rank, (_, token, _, _) in enumerate(self._records) if rank > self._rank}
+        assert self._listener is not None
+        self._listener.settimeout(_PATIENCE)
+        try:
+            while callers:
+                end, _ = self._listener.accept()
+                end.settimeout(_PATIENCE)
+                given = end.recv(16)
+                token = next((token for token in callers if hmac.compare_digest(token, given)), None)
+                if token is None:
+                    end.close()
+                else:
+                    self._ends[callers.pop(token)] = end
+        except OSError:
+            return False
+        return True
+
+    def keep(self) -> SharedMemory:
+        """Return what was accepted and welcomed."""
+        ends, self._ends = self._ends, {}
+        return SharedMemory(self._rank, self._memory, ends)
+
+    def close(self) -> None:
+        """Offer nothing any longer; what is kept stays."""
+        for end in self._ends.values():
+            end.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class SharedMemory:
+    """The memory of all ranks, as one of them sees it. Each writes its own alone.
+
+    Args:
+        rank: this rank.
+        memory: of every rank, (slots * bytes of a slot,) uint8.
+        ends: of the connections to every other rank.
+    """
+
+    def __init__(self, rank: int, memory: Sequence[Tensor], ends: Mapping[int, socket.socket]) -> None:
+        self._rank = rank
+        self._ends = ends
+        self._slots: list[Sequence[Tensor]] = [each.split(SLOT_BYTES) for each in memory]
+        self._turn = 0
+
+    def all_reduce(self, x: Tensor, key: int, deadline: float) -> None:
+        """Replace ``x`` (n,) by its sum over ranks, added in rank order.
+
+        Args:
+            x: of the same length and type on all ranks.
+            key: equal on all ranks, unlike that of any other call.
+            deadline: of the monotonic clock.
+
+        Raises:
+            LinkError: a rank is gone, late, or in another call.
+        """
+        pieces = x.split(SLOT_BYTES // x.element_size())
+        # With two ranks each adds all of it: as much memory is read as by halves, and they meet once less.
+        whole = len(self._slots) == 2
+        lag = 1 if whole else 2
+        for phase in range(len(pieces) + lag):
+            turn = self._turn + phase
+            if phase:
+                self._meet(_WORD.pack(key, phase), deadline)
+            if phase >= lag:
+                (self._add_whole if whole else self._read_shares)(pieces[phase - lag], turn - lag)
+            if not whole and 0 < phase <= len(pieces):
+                self._add_share(pieces[phase - 1], turn - 1)
+            if phase < len(pieces):
+                self._slot(self._rank, pieces[phase], turn).copy_(pieces[phase])
+        # Each slot is written again only after a meeting that follows the last reading of it.
+        self._turn += len(pieces)
+
+    def close(self) -> None:
+        """End what is in flight here and at the peers. Any thread may call it; twice is once."""
+        for end in self._ends.values():
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _meet(self, word: bytes, deadline: float) -> None:
+        """Return when every rank has come here."""
+        peer = self._rank
+        try:
+            for peer, end in self._ends.items():  # noqa: B007 - the except clause reads `peer`
+                end.send(word)
+            for peer, end in self._ends.items():
+                end.settimeout(max(deadline - time.monotonic(), 0.001))
+                heard = end.recv(_WORD.size)
+                if heard != word:
+                    raise LinkError(peer, "the rank is in another call" if heard else "the connection was closed")
+        except OSError as error:
+            raise LinkError(peer, str(error)) from None
+
+    def _add_whole(self, piece: Tensor, turn: int) -> None:
+        parts = [self._slot(rank, piece, turn) for rank in range(len(self._slots))]
+        parts[self._rank] = piece
+        sum_in_rank_order(parts, piece)
+
+    def _add_share(self, piece: Tensor, turn: int) -> None:
+        parts = [self._share(rank, self._rank, piece, turn) for rank in range(len(self._slots))]
+        sum_in_rank_order(parts, parts[self._rank])
+
+    def _read_shares(self, piece: Tensor, turn: int) -> None:
+        for rank, share in enumerate(piece.tensor_split(len(self._slots))):
+            share.copy_(self._share(rank, rank, piece, turn))
+
+    def _share(self, rank: int, summed_by: int, piece: Tensor, turn: int) -> Tensor:
+        """Return the elements in a rank's slot that another rank, or itself, sums."""
+        shares: Sequence[Tensor] = self._slot(rank, piece, turn).tensor_split(len(self._slots))
+        return shares[summed_by]
+
+    def _slot(self, rank: int, like: Tensor, turn: int) -> Tensor:
+        """Return where a rank's elements of one piece are."""
+        slot: Tensor = self._slots[rank][turn % _SLOTS]
+        return slot.view(like.dtype)[: like.numel()]
+
+
+def _address(token: bytes) -> str:
+    """Return a name that lies in no file system, and that only who was told the token knows."""
+    return f"\0fusionlayer-{hashlib.sha256(token).hexdigest()}"
+
+
+def _map(path: str, token: bytes) -> Tensor:
+    # A process of another host may have this number, and anything at all open.
+    file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if os.pread(file, len(token), 0) != token:
+            raise OSError(f"{path} is not the memory that was offered")
+        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=_SLOTS * SLOT_BYTES, dtype=torch.uint8)
+    finally:
+        os.close(file)
