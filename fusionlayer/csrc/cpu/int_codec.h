@@ -33,14 +33,22 @@ class IntCodec {
 
   template <class T>
   void encode(const T *x, int n, Message out, int64_t unit) const {
+    encode(x, n, out, unit, [&](int g, int) FL_LAMBDA {
+      const T *next = x + n + g * group_;  // most often the next tile
+      for (int i = 0; i < group_; i += kBlock) prefetch_block(next + i);
+    });
+  }
+
+  // The same; fetch(g, groups) is called before group g of so many is quantised, which leaves the memory idle.
+  template <class T, class Fetch>
+  FL_INLINE void encode(const T *x, int n, Message out, int64_t unit, const Fetch &fetch) const {
     alignas(64) float tile[kMaxTile], inverse[kMaxGroups];
     vi top[kMaxGroups];
     const int groups = (n + group_ - 1) / group_;
     const float *values = transform(x, groups, tile, top);
     make_scales(top, groups, out.scales, inverse);
-    const T *next = x + n;  // most often the next tile: it is on its way while this one is quantised
-    for (int g = 0; g < groups; ++g, values += group_, next += group_, out.codes += group_bytes()) {
-      for (int i = 0; i < group_; i += kBlock) prefetch_block(next + i);
+    for (int g = 0; g < groups; ++g, values += group_, out.codes += group_bytes()) {
+      fetch(g, groups);
       const uint64_t first = offset_ + uint64_t(unit + g) * group_;
       if (__builtin_expect(inverse[g] == 0.0f, 0))
         __builtin_memset(out.codes, 0, size_t(group_bytes()));
@@ -67,15 +75,22 @@ class IntCodec {
   }
 
   // v = the sum of n elements of all messages in their order, with `add` after v itself. Blocks of it stay in registers
-  // while messages are added.
-  __attribute__((noinline)) void sum(const fl_messages &in, int64_t unit, int n, bool add, float *v) const {
+  // while messages are added. Meanwhile one line in `share` of what most often comes next is fetched; the others are left
+  // to the caller.
+  __attribute__((noinline)) Ahead sum(const fl_messages &in, int64_t unit, int n, bool add, int share, float *v) const {
     if (!add && !in.count) __builtin_memset(v, 0, size_t(n) * sizeof(float));
+    Ahead ahead;
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
       Message messages[kTogether];
       for (int m = 0; m < count; ++m) messages[m] = at(in, first + m, unit);
-      with_parts([&](auto parts) FL_LAMBDA { sum_parts<decltype(parts)::value>(messages, count, n, add || first, v); });
+      const int bytes = n * kBits / 8;
+      ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
+      with_parts([&](auto parts) FL_LAMBDA {
+        sum_parts<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
+      });
     }
+    return ahead;
   }
 
  private:
@@ -101,32 +116,40 @@ class IntCodec {
   }
 
   template <int N>
-  FL_INLINE void sum_parts(const Message *messages, int count, int n, bool add, float *v) const {
+  FL_INLINE void sum_parts(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
+                           float *v) const {
     constexpr int kWide = kSideBySide > N ? kSideBySide / N : 1;
-    const int reach = group_ / N, ahead = n * kBits / 8;  // most often the next tile's codes
+    const int reach = group_ / N;
+    const int lines = (count * group_bytes() + 64 * share - 1) / (64 * share);  // to fetch while a group is summed
+    const int steps = reach >= kWide * kBlock ? reach / (kWide * kBlock) : 1;
     float scales[kTogether];
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
-      for (int m = 0; m < count; ++m) scales[m] = decode_scale(messages[m].scales[g], kHadamard);
+      for (int m = 0; m < count; ++m) {
+        __builtin_prefetch(messages[m].scales + g + 16);
+        scales[m] = decode_scale(messages[m].scales[g], kHadamard);
+      }
       const int codes = g * group_bytes();
       int i = 0;
-      for (; i + kWide * kBlock <= reach; i += kWide * kBlock)
-        sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
+      for (; i + kWide * kBlock <= reach; i += kWide * kBlock) {
+        ahead.fetch((lines + steps - 1) / steps);
+        sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
+      }
+      if (i < reach) ahead.fetch(lines);
       for (; i < reach; i += kBlock)
-        sum_blocks<1, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
+        sum_blocks<1, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
     }
   }
 
   // kWide blocks of each of N parts of a group, which lie so many elements apart.
   template <int kWide, int N>
   static FL_INLINE void sum_blocks(const Message *messages, int count, int codes, const float *scales, int apart,
-                                   int ahead, bool add, float *v) {
+                                   bool add, float *v) {
     Block sum[kWide][N] = {};
     if (add)
       for (int w = 0; w < kWide; ++w)
         for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
     for (int m = 0; m < count; ++m) {
       const vf scale = broadcast(scales[m]);
-      for (int i = 0; i < kWide * kBlock; i += 64) __builtin_prefetch(messages[m].codes + codes + ahead + i);
       for (int w = 0; w < kWide; ++w) {
         Block b[N];
         unpack(messages[m].codes + codes + w * kBlock, b);
@@ -236,7 +259,7 @@ class IntCodec {
   static FL_INLINE void round16(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[kQuad]) {
     for (int j = 0; j < kQuad; ++j) {
       vf v = load(values + j * kLanes) * inverse;
-      if constexpr (kStochastic) v = clamp(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
+      if constexpr (kStochastic) v = clamp_number(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
       codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h; without noise no code exceeds qmax
     }
   }
@@ -254,7 +277,7 @@ class IntCodec {
       for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
         round16(values + i, inverse, key, spread, low);
         round16(values + half + i, inverse, key, spread + half * kSpread, high);
-        for (int j = 0; j < kQuad; ++j) low[j] = (low[j] & 15) | high[j] << 4;
+        for (int j = 0; j < kQuad; ++j) low[j] = join_nibbles(low[j], high[j]);
         store_low_bytes(codes + i, low);
       }
     }
@@ -272,18 +295,18 @@ template <int kBits, bool kHadamard, bool kStochastic>
 FL_INLINE void add_messages(const IntCodec<kBits, kHadamard, kStochastic> &codec,
                             Values<float, IntCodec<kBits, kHadamard, kStochastic>> &values, const Job &job,
                             int64_t unit) {
-  codec.sum(*job.in, unit, values.size(), true, values.data());
+  codec.sum(*job.in, unit, values.size(), true, 1, values.data());
 }
 
-// v = the sum of n elements from number `element` on of all messages of job.source.
-using SumOfSource = void(const Job &job, int64_t element, int n, float *v);
+// v = the sum of n elements from number `element` on of all messages of job.source. Returns what to fetch before the next.
+using SumOfSource = Ahead(const Job &job, int64_t element, int n, float *v);
 
 template <int kBits, bool kHadamard>
-void sum_of_source(const Job &job, int64_t element, int n, float *v) {
+Ahead sum_of_source(const Job &job, int64_t element, int n, float *v) {
   Job reading = job;
   reading.spec = job.source;
   const IntCodec<kBits, kHadamard, false> codec(reading);
-  codec.sum(*job.in, element / codec.unit(), n, false, v);
+  return codec.sum(*job.in, element / codec.unit(), n, false, 2, v);
 }
 
 inline SumOfSource *sum_of(const fl_spec &source) {
