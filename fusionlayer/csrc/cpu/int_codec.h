@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "code_rotation.h"
 #include "int_group.h"
 #include "kernels.h"
 #include "random.h"
@@ -59,6 +60,9 @@ class IntCodec {
 
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
+#if defined(FL_CODE_ROTATION)
+    if constexpr (kHadamard) return decode_rotated(in, n, sink);
+#endif
     with_parts([&](auto parts) FL_LAMBDA {
       constexpr int N = decltype(parts)::value;
       const int reach = group_ / N;
@@ -86,6 +90,14 @@ class IntCodec {
       for (int m = 0; m < count; ++m) messages[m] = at(in, first + m, unit);
       const int bytes = n * kBits / 8;
       ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
+#if defined(FL_CODE_ROTATION)
+      if constexpr (kHadamard) {
+        with_rotated([&](auto parts) FL_LAMBDA {
+          sum_rotated<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
+        });
+        continue;
+      }
+#endif
       with_parts([&](auto parts) FL_LAMBDA {
         sum_parts<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
       });
@@ -120,14 +132,11 @@ class IntCodec {
                            float *v) const {
     constexpr int kWide = kSideBySide > N ? kSideBySide / N : 1;
     const int reach = group_ / N;
-    const int lines = (count * group_bytes() + 64 * share - 1) / (64 * share);  // to fetch while a group is summed
+    const int lines = lines_of_group(count, share);
     const int steps = reach >= kWide * kBlock ? reach / (kWide * kBlock) : 1;
     float scales[kTogether];
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
-      for (int m = 0; m < count; ++m) {
-        __builtin_prefetch(messages[m].scales + g + 16);
-        scales[m] = decode_scale(messages[m].scales[g], kHadamard);
-      }
+      load_scales(messages, count, g, scales);
       const int codes = g * group_bytes();
       int i = 0;
       for (; i + kWide * kBlock <= reach; i += kWide * kBlock) {
@@ -135,10 +144,82 @@ class IntCodec {
         sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
       }
       if (i < reach) ahead.fetch(lines);
-      for (; i < reach; i += kBlock)
-        sum_blocks<1, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
+      for (; i < reach; i += kBlock) sum_blocks<1, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
     }
   }
+
+  // Lines to fetch while a group is summed.
+  int lines_of_group(int count, int share) const { return (count * group_bytes() + 64 * share - 1) / (64 * share); }
+
+  static FL_INLINE void load_scales(const Message *messages, int count, int group, float *scales) {
+    for (int m = 0; m < count; ++m) {
+      __builtin_prefetch(messages[m].scales + group + 64 / sizeof(float));
+      scales[m] = decode_scale(messages[m].scales[group], kHadamard);
+    }
+  }
+
+#if defined(FL_CODE_ROTATION)
+  // Calls body with the number of blocks that are rotated together.
+  template <class Body>
+  FL_INLINE void with_rotated(const Body &body) const {
+    if (group_ > kBlock && (kBits == 4 || kWideBlocks == 2))
+      body(Parts<2>{});
+    else
+      body(Parts<1>{});
+  }
+  // How far apart the blocks lie, how many elements to the next ones, and to the end of those that come first.
+  int apart() const { return kBits == 4 ? group_ / 2 : kBlock; }
+  template <int N>
+  static constexpr int kStep = kBits == 4 ? kBlock : N * kBlock;
+  template <int N>
+  int reach() const {
+    return kBits == 4 ? group_ / N : group_;
+  }
+
+  template <class Sink>
+  FL_INLINE void decode_rotated(Message in, int n, const Sink &sink) const {
+    with_rotated([&](auto parts) FL_LAMBDA {
+      constexpr int N = decltype(parts)::value;
+      for (int begin = 0; begin < n; begin += group_, ++in.scales, in.codes += group_bytes()) {
+        const vf scale = broadcast(decode_scale(*in.scales, true));
+        for (int i = 0; i < reach<N>(); i += kStep<N>) {
+          vf v[kRotatedVectors<N>];
+          rotated_codes<kBits, N>(in.codes + i, v);
+          for (vf &x : v) x *= scale;
+          Block b[N];
+          in_order(v, b);
+          for (int k = 0; k < N; ++k) sink(begin + k * apart() + i, b[k]);
+        }
+      }
+    });
+  }
+
+  template <int N>
+  FL_INLINE void sum_rotated(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
+                             float *v) const {
+    const int steps = reach<N>() / kStep<N>, lines = (lines_of_group(count, share) + steps - 1) / steps;
+    float scales[kTogether];
+    for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
+      load_scales(messages, count, g, scales);
+      for (int i = 0; i < reach<N>(); i += kStep<N>) {
+        ahead.fetch(lines);
+        Block b[N];
+        vf sum[kRotatedVectors<N>] = {};
+        if (add) {
+          for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
+          out_of_order(b, sum);
+        }
+        for (int m = 0; m < count; ++m) {
+          vf rotated[kRotatedVectors<N>];
+          rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + i, rotated);
+          for (int j = 0; j < kRotatedVectors<N>; ++j) sum[j] += rotated[j] * broadcast(scales[m]);
+        }
+        in_order(sum, b);
+        for (int k = 0; k < N; ++k) store_block(v + begin + k * apart() + i, b[k]);
+      }
+    }
+  }
+#endif
 
   // kWide blocks of each of N parts of a group, which lie so many elements apart.
   template <int kWide, int N>
@@ -259,7 +340,8 @@ class IntCodec {
   static FL_INLINE void round16(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[kQuad]) {
     for (int j = 0; j < kQuad; ++j) {
       vf v = load(values + j * kLanes) * inverse;
-      if constexpr (kStochastic) v = clamp_number(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
+      if constexpr (kStochastic)
+        v = clamp_number(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
       codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h; without noise no code exceeds qmax
     }
   }
