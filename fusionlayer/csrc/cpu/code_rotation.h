@@ -99,12 +99,13 @@ FL_INLINE void rotate_codes(Wide codes, vf *v) {
   v[3] = FL_WIDE(cvtepi32_ps)(FL_WIDE(madd_epi16)(difference, first_minus_second));
 }
 
-// H32 of each of N blocks of codes that lie one behind the other, or of the low and the high nibbles of bytes.
+// H32 of each of N blocks of codes that lie one behind the other, or of the low and the high nibbles of bytes: the vectors of
+// register `r`.
 template <int kBits, int N>
-FL_INLINE void rotated_codes(const uint8_t *p, vf (&v)[kRotatedVectors<N>]) {
+FL_INLINE void rotated_codes(const uint8_t *p, int r, vf *v) {
   Wide codes[kRotatedVectors<N> / 4];
   load_codes<kBits, N>(p, codes);
-  for (int r = 0; r < kRotatedVectors<N> / 4; ++r) rotate_codes(codes[r], v + 4 * r);
+  rotate_codes(codes[r], v);
 }
 
 // The blocks of such vectors, and such vectors of blocks. Vectors 0 and 1, and 2 and 3, alternate by two lanes.

@@ -184,7 +184,7 @@ class IntCodec {
         const vf scale = broadcast(decode_scale(*in.scales, true));
         for (int i = 0; i < reach<N>(); i += kStep<N>) {
           vf v[kRotatedVectors<N>];
-          rotated_codes<kBits, N>(in.codes + i, v);
+          for (int r = 0; r < kRotatedVectors<N> / 4; ++r) rotated_codes<kBits, N>(in.codes + i, r, v + 4 * r);
           for (vf &x : v) x *= scale;
           Block b[N];
           in_order(v, b);
@@ -209,11 +209,14 @@ class IntCodec {
           for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
           out_of_order(b, sum);
         }
-        for (int m = 0; m < count; ++m) {
-          vf rotated[kRotatedVectors<N>];
-          rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + i, rotated);
-          for (int j = 0; j < kRotatedVectors<N>; ++j) sum[j] += rotated[j] * broadcast(scales[m]);
-        }
+        // The sums of one register of codes leave room for its transform.
+        FL_UNROLL
+        for (int r = 0; r < kRotatedVectors<N>; r += 4)
+          for (int m = 0; m < count; ++m) {
+            vf rotated[4];
+            rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + i, r / 4, rotated);
+            for (int j = 0; j < 4; ++j) sum[r + j] += rotated[j] * broadcast(scales[m]);
+          }
         in_order(sum, b);
         for (int k = 0; k < N; ++k) store_block(v + begin + k * apart() + i, b[k]);
       }
