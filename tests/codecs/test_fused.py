@@ -117,3 +117,36 @@ def test_a_difference_of_other_tensors_is_refused() -> None:
             codec.encode_difference(x, base, payload)
     with pytest.raises(ConfigError, match="expected a flat contiguous one"):
         codec.encode_difference(torch.zeros(8), torch.zeros(8, dtype=torch.float64), payload)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [32, 64, 128, 4096])
+def test_rotated_messages_of_any_bytes_decode_to_what_integers_say(bits: int, group: int, restored: None) -> None:
+    """Also codes and scales that no encoder writes: -128, a negative scale, one whose products are subnormal, Inf."""
+    n, count = 3 * 4096, 3
+    codec = Int(bits, group, hadamard=True, header=False)
+    generator = torch.Generator().manual_seed(group + bits)
+    messages = torch.randint(0, 256, (count, codec.wire(n).capacity), dtype=torch.uint8, generator=generator)
+    groups = n // group
+    scales = torch.rand(count, groups, generator=generator) - 0.5
+    scales[:, 0], scales[1, 1], scales[2, -1] = 0.0, 2.0**-140, torch.inf
+    codes = messages[:, -n * bits // 8 :].view(count, groups, -1)
+    messages[:, : 4 * groups] = scales.view(torch.uint8)
+    codes[:, 2, : 8 * bits] = 0x80 if bits == 8 else 0x88
+    values = codes.view(torch.int8)
+    if bits == 4:
+        values = torch.cat([(codes << 4).view(torch.int8) >> 4, values >> 4], 2)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(5):
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    rotated = (values.view(count, groups, -1, 32).double() @ hadamard).view(count, groups, -1).float()
+    decoded = (rotated * (scales / 32).unsqueeze(-1)).masked_fill_(~scales.isfinite().unsqueeze(-1), torch.nan)
+    expected = decoded.view(count, n)
+    for isa in available():
+        native.select_isa(isa)
+        out, total = torch.empty(n), torch.empty(n)
+        for message, want in zip(messages, expected, strict=True):
+            codec.decode(message, out)
+            assert same_bits(out, want)
+        codec.decode_sum(messages, total)
+        assert same_bits(total, torch.zeros(n) + expected[0] + expected[1] + expected[2])

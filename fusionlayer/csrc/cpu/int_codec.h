@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "code_rotation.h"
 #include "int_group.h"
 #include "kernels.h"
 #include "random.h"
@@ -33,14 +34,22 @@ class IntCodec {
 
   template <class T>
   void encode(const T *x, int n, Message out, int64_t unit) const {
+    encode(x, n, out, unit, [&](int g, int) FL_LAMBDA {
+      const T *next = x + n + g * group_;  // most often the next tile
+      for (int i = 0; i < group_; i += kBlock) prefetch_block(next + i);
+    });
+  }
+
+  // The same; fetch(g, groups) is called before group g of so many is quantised, which leaves the memory idle.
+  template <class T, class Fetch>
+  FL_INLINE void encode(const T *x, int n, Message out, int64_t unit, const Fetch &fetch) const {
     alignas(64) float tile[kMaxTile], inverse[kMaxGroups];
     vi top[kMaxGroups];
     const int groups = (n + group_ - 1) / group_;
     const float *values = transform(x, groups, tile, top);
     make_scales(top, groups, out.scales, inverse);
-    const T *next = x + n;  // most often the next tile: it is on its way while this one is quantised
-    for (int g = 0; g < groups; ++g, values += group_, next += group_, out.codes += group_bytes()) {
-      for (int i = 0; i < group_; i += kBlock) prefetch_block(next + i);
+    for (int g = 0; g < groups; ++g, values += group_, out.codes += group_bytes()) {
+      fetch(g, groups);
       const uint64_t first = offset_ + uint64_t(unit + g) * group_;
       if (__builtin_expect(inverse[g] == 0.0f, 0))
         __builtin_memset(out.codes, 0, size_t(group_bytes()));
@@ -51,6 +60,9 @@ class IntCodec {
 
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
+#if defined(FL_CODE_ROTATION)
+    if constexpr (kHadamard) return decode_rotated(in, n, sink);
+#endif
     with_parts([&](auto parts) FL_LAMBDA {
       constexpr int N = decltype(parts)::value;
       const int reach = group_ / N;
@@ -67,15 +79,30 @@ class IntCodec {
   }
 
   // v = the sum of n elements of all messages in their order, with `add` after v itself. Blocks of it stay in registers
-  // while messages are added.
-  __attribute__((noinline)) void sum(const fl_messages &in, int64_t unit, int n, bool add, float *v) const {
+  // while messages are added. Meanwhile one line in `share` of what most often comes next is fetched; the others are left
+  // to the caller.
+  __attribute__((noinline)) Ahead sum(const fl_messages &in, int64_t unit, int n, bool add, int share, float *v) const {
     if (!add && !in.count) __builtin_memset(v, 0, size_t(n) * sizeof(float));
+    Ahead ahead;
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
       Message messages[kTogether];
       for (int m = 0; m < count; ++m) messages[m] = at(in, first + m, unit);
-      with_parts([&](auto parts) FL_LAMBDA { sum_parts<decltype(parts)::value>(messages, count, n, add || first, v); });
+      const int bytes = n * kBits / 8;
+      ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
+#if defined(FL_CODE_ROTATION)
+      if constexpr (kHadamard) {
+        with_rotated([&](auto parts) FL_LAMBDA {
+          sum_rotated<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
+        });
+        continue;
+      }
+#endif
+      with_parts([&](auto parts) FL_LAMBDA {
+        sum_parts<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
+      });
     }
+    return ahead;
   }
 
  private:
@@ -101,32 +128,112 @@ class IntCodec {
   }
 
   template <int N>
-  FL_INLINE void sum_parts(const Message *messages, int count, int n, bool add, float *v) const {
+  FL_INLINE void sum_parts(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
+                           float *v) const {
     constexpr int kWide = kSideBySide > N ? kSideBySide / N : 1;
-    const int reach = group_ / N, ahead = n * kBits / 8;  // most often the next tile's codes
+    const int reach = group_ / N;
+    const int lines = lines_of_group(count, share);
+    const int steps = reach >= kWide * kBlock ? reach / (kWide * kBlock) : 1;
     float scales[kTogether];
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
-      for (int m = 0; m < count; ++m) scales[m] = decode_scale(messages[m].scales[g], kHadamard);
+      load_scales(messages, count, g, scales);
       const int codes = g * group_bytes();
       int i = 0;
-      for (; i + kWide * kBlock <= reach; i += kWide * kBlock)
-        sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
-      for (; i < reach; i += kBlock)
-        sum_blocks<1, N>(messages, count, codes + i, scales, reach, ahead, add, v + begin + i);
+      for (; i + kWide * kBlock <= reach; i += kWide * kBlock) {
+        ahead.fetch((lines + steps - 1) / steps);
+        sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
+      }
+      if (i < reach) ahead.fetch(lines);
+      for (; i < reach; i += kBlock) sum_blocks<1, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
     }
   }
+
+  // Lines to fetch while a group is summed.
+  int lines_of_group(int count, int share) const { return (count * group_bytes() + 64 * share - 1) / (64 * share); }
+
+  static FL_INLINE void load_scales(const Message *messages, int count, int group, float *scales) {
+    for (int m = 0; m < count; ++m) {
+      __builtin_prefetch(messages[m].scales + group + 64 / sizeof(float));
+      scales[m] = decode_scale(messages[m].scales[group], kHadamard);
+    }
+  }
+
+#if defined(FL_CODE_ROTATION)
+  // Calls body with the number of blocks that are rotated together.
+  template <class Body>
+  FL_INLINE void with_rotated(const Body &body) const {
+    if (group_ > kBlock && (kBits == 4 || kWideBlocks == 2))
+      body(Parts<2>{});
+    else
+      body(Parts<1>{});
+  }
+  // How far apart the blocks lie, how many elements to the next ones, and to the end of those that come first.
+  int apart() const { return kBits == 4 ? group_ / 2 : kBlock; }
+  template <int N>
+  static constexpr int kStep = kBits == 4 ? kBlock : N * kBlock;
+  template <int N>
+  int reach() const {
+    return kBits == 4 ? group_ / N : group_;
+  }
+
+  template <class Sink>
+  FL_INLINE void decode_rotated(Message in, int n, const Sink &sink) const {
+    with_rotated([&](auto parts) FL_LAMBDA {
+      constexpr int N = decltype(parts)::value;
+      for (int begin = 0; begin < n; begin += group_, ++in.scales, in.codes += group_bytes()) {
+        const vf scale = broadcast(decode_scale(*in.scales, true));
+        for (int i = 0; i < reach<N>(); i += kStep<N>) {
+          vf v[kRotatedVectors<N>];
+          for (int r = 0; r < kRotatedVectors<N> / 4; ++r) rotated_codes<kBits, N>(in.codes + i, r, v + 4 * r);
+          for (vf &x : v) x *= scale;
+          Block b[N];
+          in_order(v, b);
+          for (int k = 0; k < N; ++k) sink(begin + k * apart() + i, b[k]);
+        }
+      }
+    });
+  }
+
+  template <int N>
+  FL_INLINE void sum_rotated(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
+                             float *v) const {
+    const int steps = reach<N>() / kStep<N>, lines = (lines_of_group(count, share) + steps - 1) / steps;
+    float scales[kTogether];
+    for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
+      load_scales(messages, count, g, scales);
+      for (int i = 0; i < reach<N>(); i += kStep<N>) {
+        ahead.fetch(lines);
+        Block b[N];
+        vf sum[kRotatedVectors<N>] = {};
+        if (add) {
+          for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
+          out_of_order(b, sum);
+        }
+        // The sums of one register of codes leave room for its transform.
+        FL_UNROLL
+        for (int r = 0; r < kRotatedVectors<N>; r += 4)
+          for (int m = 0; m < count; ++m) {
+            vf rotated[4];
+            rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + i, r / 4, rotated);
+            for (int j = 0; j < 4; ++j) sum[r + j] += rotated[j] * broadcast(scales[m]);
+          }
+        in_order(sum, b);
+        for (int k = 0; k < N; ++k) store_block(v + begin + k * apart() + i, b[k]);
+      }
+    }
+  }
+#endif
 
   // kWide blocks of each of N parts of a group, which lie so many elements apart.
   template <int kWide, int N>
   static FL_INLINE void sum_blocks(const Message *messages, int count, int codes, const float *scales, int apart,
-                                   int ahead, bool add, float *v) {
+                                   bool add, float *v) {
     Block sum[kWide][N] = {};
     if (add)
       for (int w = 0; w < kWide; ++w)
         for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
     for (int m = 0; m < count; ++m) {
       const vf scale = broadcast(scales[m]);
-      for (int i = 0; i < kWide * kBlock; i += 64) __builtin_prefetch(messages[m].codes + codes + ahead + i);
       for (int w = 0; w < kWide; ++w) {
         Block b[N];
         unpack(messages[m].codes + codes + w * kBlock, b);
@@ -236,7 +343,8 @@ class IntCodec {
   static FL_INLINE void round16(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[kQuad]) {
     for (int j = 0; j < kQuad; ++j) {
       vf v = load(values + j * kLanes) * inverse;
-      if constexpr (kStochastic) v = clamp(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
+      if constexpr (kStochastic)
+        v = clamp_number(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
       codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h; without noise no code exceeds qmax
     }
   }
@@ -254,7 +362,7 @@ class IntCodec {
       for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
         round16(values + i, inverse, key, spread, low);
         round16(values + half + i, inverse, key, spread + half * kSpread, high);
-        for (int j = 0; j < kQuad; ++j) low[j] = (low[j] & 15) | high[j] << 4;
+        for (int j = 0; j < kQuad; ++j) low[j] = join_nibbles(low[j], high[j]);
         store_low_bytes(codes + i, low);
       }
     }
@@ -272,18 +380,18 @@ template <int kBits, bool kHadamard, bool kStochastic>
 FL_INLINE void add_messages(const IntCodec<kBits, kHadamard, kStochastic> &codec,
                             Values<float, IntCodec<kBits, kHadamard, kStochastic>> &values, const Job &job,
                             int64_t unit) {
-  codec.sum(*job.in, unit, values.size(), true, values.data());
+  codec.sum(*job.in, unit, values.size(), true, 1, values.data());
 }
 
-// v = the sum of n elements from number `element` on of all messages of job.source.
-using SumOfSource = void(const Job &job, int64_t element, int n, float *v);
+// v = the sum of n elements from number `element` on of all messages of job.source. Returns what to fetch before the next.
+using SumOfSource = Ahead(const Job &job, int64_t element, int n, float *v);
 
 template <int kBits, bool kHadamard>
-void sum_of_source(const Job &job, int64_t element, int n, float *v) {
+Ahead sum_of_source(const Job &job, int64_t element, int n, float *v) {
   Job reading = job;
   reading.spec = job.source;
   const IntCodec<kBits, kHadamard, false> codec(reading);
-  codec.sum(*job.in, element / codec.unit(), n, false, v);
+  return codec.sum(*job.in, element / codec.unit(), n, false, 2, v);
 }
 
 inline SumOfSource *sum_of(const fl_spec &source) {

@@ -100,7 +100,34 @@ FL_INLINE void prefetch_block(const T *p) {
   for (int i = 0; i < kBlock * int(sizeof(T)); i += 64) __builtin_prefetch(reinterpret_cast<const char *>(p) + i);
 }
 
-// v limited to -bound..bound; not for NaN.
+// Runs of so many bytes, a stride apart, that are to be read soon. They are fetched run after run, some lines at a time: the
+// processor's own prefetchers follow a run, but not many that advance by turns.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const uint8_t *first, int64_t stride, int runs, int bytes)
+      : at_(first), end_(first + bytes), stride_(stride), bytes_(bytes), runs_(runs) {}
+
+  // How many are left.
+  int lines() const { return runs_ > 0 ? ((runs_ - 1) * bytes_ + int(end_ - at_)) / 64 : 0; }
+
+  FL_INLINE void fetch(int lines) {
+    while (lines > 0 && runs_ > 0) {
+      for (; lines > 0 && at_ < end_; at_ += 64, --lines) __builtin_prefetch(at_);
+      if (at_ < end_) return;
+      --runs_;
+      end_ += stride_;
+      at_ = end_ - bytes_;
+    }
+  }
+
+ private:
+  const uint8_t *at_ = nullptr, *end_ = nullptr;
+  int64_t stride_ = 0;
+  int bytes_ = 0, runs_ = 0;
+};
+
+// v limited to -bound..bound; NaN becomes bound.
 FL_INLINE vf clamp(vf v, float bound) {
   const vf high = broadcast(bound), low = broadcast(-bound);
 #if defined(FL_AVX512)
@@ -110,6 +137,15 @@ FL_INLINE vf clamp(vf v, float bound) {
 #else
   const vf limited = v < high ? v : high;
   return limited > low ? limited : low;
+#endif
+}
+
+// The same of numbers.
+FL_INLINE vf clamp_number(vf v, float bound) {
+#if defined(FL_AVX512)
+  return _mm512_range_ps(v, broadcast(bound), 2);  // the smaller magnitude, with the sign of v
+#else
+  return clamp(v, bound);
 #endif
 }
 
@@ -333,6 +369,15 @@ FL_INLINE void store_low_bytes(uint8_t *p, const vi (&v)[kQuad]) {
   store(p, _mm_packus_epi16(a, b));
 #else
   for (int i = 0; i < 16; ++i) p[i] = uint8_t(v[i / kLanes][i % kLanes]);
+#endif
+}
+
+// The low nibbles of a, and those of b above them; what is above is not zero.
+FL_INLINE vi join_nibbles(vi a, vi b) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_ternarylogic_epi32((__m512i)broadcast(15), (__m512i)a, (__m512i)(b << 4), 0xca);
+#else
+  return (a & 15) | b << 4;
 #endif
 }
 

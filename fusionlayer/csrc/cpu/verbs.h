@@ -85,10 +85,12 @@ class Values {
     codec_.decode(message, n_, [this](int i, const Block &b) FL_LAMBDA { add(i, b); });
   }
 
-  void encode(typename Codec::Message out, int64_t unit) {
+  // What follows `unit` goes to the codec.
+  template <class... More>
+  void encode(typename Codec::Message out, int64_t unit, const More &...more) {
     const int rest = n_ % codec_.unit();
     if (rest) __builtin_memset(v_ + n_, 0, size_t(codec_.unit() - rest) * sizeof(T));
-    codec_.encode(v_, n_, out, unit);
+    codec_.encode(v_, n_, out, unit, more...);
   }
 
   template <class X>
@@ -216,13 +218,14 @@ struct CommonUnit {
 template <class Codec, class Sum>
 void recode_from(const Codec &codec, int source_unit, const Sum &sum, const Job &job, int64_t begin, int64_t end) {
   const CommonUnit common{source_unit > codec.unit() ? source_unit : codec.unit()};
-  for_each_tile(common, kTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(common, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t unit = tile.element / codec.unit();
     Values<float, Codec> values(codec, tile.size);
-    sum(job, tile.element, tile.size, values.data());
+    Ahead ahead = sum(job, tile.element, tile.size, values.data());
     const auto out = codec.at(*job.out, 0, unit);
     if (job.residual) values.add(job.residual + tile.element);
-    values.encode(out, unit);
+    const int lines = ahead.lines();
+    values.encode(out, unit, [&](int, int groups) FL_LAMBDA { ahead.fetch(lines / groups + 1); });
     if (job.residual) values.lose(out, job.residual + tile.element);
   });
 }
