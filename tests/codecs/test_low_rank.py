@@ -48,6 +48,19 @@ def test_sums_of_products_are_exact() -> None:
         assert abs(Fraction(found[i][j]) - exact) <= abs(exact) * Fraction(1, 1 << 42)
 
 
+@pytest.mark.parametrize("length", [1000, 1024, 1025, 65_536])
+def test_sums_of_the_largest_products_need_no_more_bits_than_there_are(length: int) -> None:
+    """All near 1 and of one sign: with a bit more in each integer the sums would depend on their order."""
+    rows = (1.0 - gradient(2 * length, 7).double().abs() / 64).view(1, 2, length)
+    found = _gram(rows)
+    for order in (torch.arange(length - 1, -1, -1), torch.randperm(length, generator=torch.Generator().manual_seed(1))):
+        assert torch.equal(_gram(rows[..., order]), found)
+    for i, j in ((0, 0), (0, 1)):
+        pairs = zip(rows[0, i].tolist(), rows[0, j].tolist(), strict=True)
+        exact = sum(Fraction(x) * Fraction(y) for x, y in pairs)
+        assert abs(Fraction(found[0, i, j].item()) - exact) <= exact * Fraction(1, 1 << 34)
+
+
 def test_a_factor_has_the_same_bits_alone_among_others_and_with_more_threads() -> None:
     factors = gradient(3 * 4 * 700, 4).view(3, 4, 700)
     together = orthonormal(factors)
