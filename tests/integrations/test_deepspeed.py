@@ -280,3 +280,28 @@ def test_mistakes_that_show_when_processes_meet(plain: Found, found: Found) -> N
     for mine in found:
         kind, message = mine["mismatch"]
         assert kind == "PlanMismatch" and 'the section "fusionlayer"' in message
+
+
+def pipelines_on_gloo(rank: int, world: int, port: int) -> tuple[list[float], str]:
+    training.join(rank, world, port)
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    return training.train(deepspeed.initialize, "pipeline", STEPS)
+
+
+def pipelines_compressed(rank: int, world: int, port: int) -> list[dict[str, Any]]:
+    training.join(rank, world, port)
+    fl.deepspeed.init_distributed(training.settings("pipeline", {"gradients": "raw"}))
+    return [_train("pipeline", section) for section in ({"gradients": "raw"}, {"gradients": INT8, "activations": INT8})]
+
+
+def test_two_pipelines_of_two_stages_average_their_gradients() -> None:
+    expected = run_ranks(pipelines_on_gloo, 4, free_port(), backend=None, timeout=100)
+    found = run_ranks(pipelines_compressed, 4, free_port(), backend=None, timeout=100)
+    for (losses, digest), (raw, coded) in zip(expected, found, strict=True):
+        assert (raw["losses"], raw["digest"]) == (losses, digest) and not raw["calls"]
+        assert coded["losses"] == pytest.approx(losses, rel=5e-3) and coded["digest"] != digest
+        assert "all_reduce" in coded["calls"] and {"send", "recv"} & set(coded["calls"])
+    parts = [coded["digest"] for _, coded in found]
+    assert len(set(parts)) == 2 and all(parts.count(part) == 2 for part in parts), "replicas of a stage differ"
