@@ -21,6 +21,7 @@ FUSIONLAYER = {
     "FUSIONLAYER_ISA": "instruction set of the CPU core",
     "FUSIONLAYER_CUDA": "read when building",
     "FUSIONLAYER_NVCC": "read when building",
+    "FUSIONLAYER_CUDA_ARCHS": "read when building",
     "FUSIONLAYER_WERROR": "read when building",
 }
 

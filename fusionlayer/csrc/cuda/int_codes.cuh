@@ -123,7 +123,8 @@ FL_DEVICE void unpack_alone(const IntLayout &layout, const Packed &packed, const
   const int half = layout.blocks() / 2;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    const uint32_t word = packed.codes[half ? i / 4 : 0].word[i % 4] ^ 0x88888888u;
+    const uint32_t later = half ? packed.codes[1].word[i % 4] : packed.codes[0].word[i % 4];
+    const uint32_t word = (i < 4 ? packed.codes[0].word[i % 4] : later) ^ 0x88888888u;
     const bool upper = half ? (at.block & half) != 0 : i >= 4;
     bytes[i] = (upper ? word >> 4 : word) & 0x0f0f0f0fu;
   }

@@ -14,7 +14,7 @@ struct DecodeArguments {
   int64_t tiles;       // of runs for all lanes
 };
 
-__global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 5) decode_kernel(const DecodeArguments a) {
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.in.count; m += gridDim.y)
     for (int64_t tile = warp_index(); tile < a.tiles; tile += warp_count()) {

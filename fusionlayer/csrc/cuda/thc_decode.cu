@@ -50,7 +50,7 @@ FL_DEVICE void load_run(const DecodeArguments &a, int64_t message, const ThcRun 
   reconstruct(a.shape, a.signs, run.first, lane, *byte_offset(a.in.rms, message * a.in.stride), v);
 }
 
-__global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 5) decode_kernel(const DecodeArguments a) {
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.in.count; m += gridDim.y)
     for (int64_t tile = warp_index(); tile * kLanes * kBlock < a.shape.count(); tile += warp_count()) {
