@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -183,6 +184,9 @@ class LinkedTransport(Transport):
         """Meet the other ranks and connect to them."""
         meeting, links = self._meeting, self._links
         try:
+            # A client of its own: one that waits would keep other threads from telling what their peers wait for.
+            store: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]
+            store.set_timeout(timedelta(seconds=self.timeout))
             watch = Watch(
                 meeting.store,
                 meeting.name,
@@ -194,17 +198,15 @@ class LinkedTransport(Transport):
                 is_overdue=lambda: any(link.is_overdue() for link in links.values()),
                 interrupt=lambda: _close_all(links),
             )
-            failure = watch.meet(self.timeout)
+            failure = watch.meet(store, self.timeout)
         except RuntimeError as error:
             lost = lost_store(meeting.store, meeting.keeper)
             raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
         if failure:
             raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
         self._watch = watch
-        # A client of its own: one that waits would keep other threads from telling what their peers wait for.
-        store = dist.PrefixStore(meeting.name, meeting.store.clone())  # type: ignore[attr-defined]
         try:
-            for device, link in self._make_links(store):
+            for device, link in self._make_links(dist.PrefixStore(meeting.name, store)):
                 links[device] = link
         except RuntimeError as error:
             raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error

@@ -77,6 +77,7 @@ class Watch:
         self.rank = rank
         self.size = size
         self.interval = min(max(timeout / 8, 0.25), 5.0)
+        self._name = name
         self._store = dist.PrefixStore(name, monitor.own_store(store))
         self._lost_store = lost_store(store, keeper)
         self._is_overdue = is_overdue
@@ -96,13 +97,19 @@ class Watch:
         self._seen_first: list[Sign] = []
         self._found = threading.Event()
         self._finding: Finding | None = None
+
+    def meet(self, store: dist.Store, timeout: float) -> Finding | None:
+        """Learn who the other ranks are; return why that failed, such as one not coming in ``timeout`` seconds.
+
+        Args:
+            store: a client of the same store, for this call alone; it may be slow to answer while many processes start.
+            timeout: seconds.
+        """
+        deadline = time.monotonic() + timeout
+        later, self._store = self._store, dist.PrefixStore(self._name, store)
         self._store.set("ask", "")
         self.write_state()
-        self._store.set(f"who/{rank}", json.dumps(asdict(self._identity)))
-
-    def meet(self, timeout: float) -> Finding | None:
-        """Learn who the other ranks are; return why that failed, such as one not coming in ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
+        self._store.set(f"who/{self.rank}", json.dumps(asdict(self._identity)))
         keys = [f"who/{rank}" for rank in range(self.size)]
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -116,6 +123,7 @@ class Watch:
             if "text" in state:
                 return Finding(tuple(state["ranks"]), state["text"], True)
         self._identities = [Identity(**json.loads(text)) for text in self._store.multi_get(keys)]
+        self._store = later
         monitor.add(self)
         return None
 

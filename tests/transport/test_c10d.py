@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +22,8 @@ from torch import Tensor
 
 from fusionlayer.errors import ConfigError, TransportError, UsageError
 from fusionlayer.transport import C10dTransport, Transport, _linked
+from fusionlayer.transport._monitor import STORE_PATIENCE
+from fusionlayer.transport.heartbeat import Watch
 from tests.harness import run_ranks
 
 from .conformance import CHECKS
@@ -59,6 +66,48 @@ def conform_from_afar(rank: int, world: int) -> None:
 
 def test_conformance_with_tensors_out_of_the_links_reach() -> None:
     run_ranks(conform_from_afar, 3, timeout=50)
+
+
+KEEPER = """
+import datetime, sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def meet_by_a_slow_store(rank: int, world: int, port: int, keeper: int) -> float:
+    store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=30), wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    first = C10dTransport(timeout=TIMEOUT)
+    read_states = Watch.read_states
+
+    def read_slowly(watch: Watch, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        os.kill(keeper, signal.SIGSTOP)
+        threading.Timer(1.5 * STORE_PATIENCE, os.kill, (keeper, signal.SIGCONT)).start()
+        return read_states(watch, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Watch, "read_states", read_slowly)
+        second = first.duplicate()
+    x = torch.ones(5)
+    second.all_reduce(x)
+    first.close()
+    second.close()
+    return x.sum().item()
+
+
+def test_ranks_meet_though_their_store_is_slow() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as keeper:
+        assert keeper.stdout is not None
+        try:
+            port = int(keeper.stdout.readline())
+            assert run_ranks(meet_by_a_slow_store, 2, port, keeper.pid, backend=None) == [10.0, 10.0]
+        finally:
+            keeper.kill()
 
 
 def use_groups(rank: int, world: int) -> list[float]:
