@@ -26,7 +26,7 @@ from tests.integrations.training import loss_of, make_model, train
 
 pytestmark = pytest.mark.medium
 
-TIMEOUT = "4"
+TIMEOUT = "8"
 
 
 def join(rank: int, world: int, folder: str, **settings: str) -> None:
