@@ -20,7 +20,7 @@ MAPS = Path("/proc/self/smaps")
     not (MAPS.exists() and Path("/sys/kernel/mm/transparent_hugepage").exists()), reason="a system without large pages"
 )
 def test_large_memory_is_of_large_pages() -> None:
-    # A mapping of its own: torch's may be next to one that has had the advice, and then counts as one with it.
+    # A mapping of its own: memory that torch gives out, after other tests, may have the advice already.
     memory = mmap.mmap(-1, 40 << 20)
     x = torch.frombuffer(memory, dtype=torch.uint8)
     assert "hg" not in _flags(x)
