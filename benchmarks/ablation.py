@@ -35,10 +35,10 @@ from benchmarks.training.summary import interval
 from benchmarks.training.workloads import MODELS
 from benchmarks.variants import SEPARATOR
 from fusionlayer.plan import FusionPlan
+from fusionlayer.planning.plans import make_plan, plan_costs, predict_plan
+from fusionlayer.planning.profile import Profile
+from fusionlayer.planning.projection import Scenario
 from fusionlayer.scheduler.planners import Prediction
-from fusionlayer.scheduler.planning import make_plan, plan_costs, predict_plan
-from fusionlayer.scheduler.profile import Profile
-from fusionlayer.scheduler.projection import Scenario
 
 __all__ = ["main"]
 

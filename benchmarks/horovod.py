@@ -159,7 +159,7 @@ class Side:
     def __init__(self, name: str, ranks: int) -> None:
         self.name = name
         self._server: Any = None
-        common = self._meeting(ranks)
+        common = self._rendezvous(ranks)
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.horovod", "--worker", name],
@@ -210,7 +210,7 @@ class Side:
             answers.append(json.loads(line))
         return answers
 
-    def _meeting(self, ranks: int) -> dict[str, str]:
+    def _rendezvous(self, ranks: int) -> dict[str, str]:
         if self.name != PEER:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]

@@ -19,7 +19,7 @@ import torch
 from torch import device as Device  # noqa: N812 - in the class below `torch` is a field
 
 import fusionlayer
-from fusionlayer.scheduler.profiler import cpu_name
+from fusionlayer.planning.profiler import cpu_name
 
 __all__ = ["Environment", "result_path", "table", "write"]
 

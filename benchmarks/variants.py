@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 import fusionlayer as fl
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
+from fusionlayer.planning.codec_rules import AUTO, FIDELITIES
 from fusionlayer.registry import nearest
-from fusionlayer.scheduler.policy import AUTO, FIDELITIES
 
 __all__ = ["OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from train_gpt import VALIDATION_PIECES, Traffic, average, join_job, option, positive, progress, warmup_and_cosine
 
 import fusionlayer as fl
-from fusionlayer.scheduler.policy import Policy, Rule
 
 CODECS = ["auto", *fl.codecs.names()]  # auto: zip where that is measured to be faster
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -168,7 +167,9 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     mine = torch.optim.AdamW(of_experts, lr=options.learning_rate, foreach=False)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(shared.values(), lr=options.learning_rate, foreach=False)
     optimizer = fl.DistributedOptimizer(
-        optimizer, shared.items(), policy=Policy((Rule("raw", match="*.router.*"), Rule(options.data_codec)))
+        optimizer,
+        shared.items(),
+        policy=fl.CodecRules((fl.CodecRule("raw", match="*.router.*"), fl.CodecRule(options.data_codec))),
     )
     optimizers = [optimizer, mine]
     schedules = [

@@ -23,8 +23,9 @@ from .integrations import ddp
 from .integrations.optimizer import DistributedOptimizer
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
+from .planning.autotune import Autotune
+from .planning.codec_rules import CodecRule, CodecRules
 from .scheduler import planners
-from .scheduler.autotune import Autotune
 
 if TYPE_CHECKING:
     from .integrations import deepspeed, fsdp, moe, pipeline, tensor_parallel
@@ -34,6 +35,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Autotune",
     "Average",
+    "CodecRule",
+    "CodecRules",
     "ConfigError",
     "DistributedOptimizer",
     "FusionLayerError",

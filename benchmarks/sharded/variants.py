@@ -157,9 +157,9 @@ def counted(variant: Variant, parts: Sequence[Part], nodes: int, per_node: int) 
     message to its twin in every other node, without them to every rank there.
     """
     weights, gradients = variant.both
-    twins, everyone = nodes - 1, (nodes - 1) * per_node
-    gather_to = everyone if variant.flat or weights.codec.lossless else twins
-    reduce_to = twins if gradients.collective == "two_level" and not variant.flat else everyone
+    cross_ranks, everyone = nodes - 1, (nodes - 1) * per_node
+    gather_to = everyone if variant.flat or weights.codec.lossless else cross_ranks
+    reduce_to = cross_ranks if gradients.collective == "two_level" and not variant.flat else everyone
     if variant.optimizer:
         parts = [Part(sum(part.shard for part in parts), 1)]
     leaving = whole = 0

@@ -21,8 +21,8 @@ from benchmarks.quiet import refuse_if_busy
 from benchmarks.report import Environment, result_path, table, write
 from benchmarks.training.workloads import MODELS
 from fusionlayer.errors import FusionLayerError
-from fusionlayer.scheduler.cost_model import parse_rate
-from fusionlayer.scheduler.profile import Profile
+from fusionlayer.planning.cost_model import parse_rate
+from fusionlayer.planning.profile import Profile
 
 from .measure import FULL, QUICK, measure
 from .validate import compare, read_cells, summarize

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.lab import Network, launch, why_not
 from benchmarks.report import Environment
-from fusionlayer.scheduler.profile import PROFILE_VERSION, Machine, Profile
-from fusionlayer.scheduler.profiler import as_codecs, as_curve, as_link, as_model
+from fusionlayer.planning.profile import PROFILE_VERSION, Machine, Profile
+from fusionlayer.planning.profiler import as_codecs, as_curve, as_link, as_model
 
 from .worker import Job
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fusionlayer.errors import ConfigError
-from fusionlayer.scheduler.cost_model import parse_rate
-from fusionlayer.scheduler.profile import Profile, Validation
-from fusionlayer.scheduler.projection import Method, Scenario, project
-from fusionlayer.scheduler.simulation import Compute, run_step
+from fusionlayer.planning.cost_model import parse_rate
+from fusionlayer.planning.profile import Profile, Validation
+from fusionlayer.planning.projection import Method, Scenario, project
+from fusionlayer.planning.simulation import Compute, run_step
 
 __all__ = ["Comparison", "compare", "read_cells", "summarize"]
 

@@ -13,7 +13,7 @@ import fusionlayer as fl
 from benchmarks.training.workloads import make_workload
 from benchmarks.variants import codec_presets
 from fusionlayer import context
-from fusionlayer.scheduler.profiler import (
+from fusionlayer.planning.profiler import (
     average,
     measure_call,
     measure_codecs,

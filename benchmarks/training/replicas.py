@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.variants import Variant
-from fusionlayer.scheduler.policy import AUTO
+from fusionlayer.planning.codec_rules import AUTO
 
 from .methods import COMPUTE
 from .timed_codec import Clock, timed

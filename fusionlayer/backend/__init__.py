@@ -2,10 +2,13 @@
 
 from .hints import hint
 from .living import adopt
-from .policy import OPS, Policy, Rule
+from .policy import OPS, CallPolicy, CallRule
 from .registration import register, traffic, use
 
 NAME = "fusionlayer"
 """Of the backend, among torch's."""
 
-__all__ = ["NAME", "OPS", "Policy", "Rule", "adopt", "hint", "register", "traffic", "use"]
+Policy, Rule = CallPolicy, CallRule
+"""Their names in users' programs."""
+
+__all__ = ["NAME", "OPS", "CallPolicy", "CallRule", "Policy", "Rule", "adopt", "hint", "register", "traffic", "use"]

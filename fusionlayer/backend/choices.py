@@ -11,22 +11,22 @@ from torch import Tensor
 from ..codecs import Codec
 from ..wire import DTYPE_CODES
 from . import hints
-from .policy import Policy, Rule
+from .policy import CallPolicy, CallRule
 
-__all__ = ["Choice", "Choices"]
+__all__ = ["CallChoice", "CallChoices"]
 
 _MOST_SIZES = 4096
 
 
 @dataclass(frozen=True)
-class Choice:
+class CallChoice:
     """A codec, and the collective that a rule wants for it, if it does."""
 
     codec: Codec
     algorithm: str | None
 
 
-class Choices:
+class CallChoices:
     """Finds the rule of a call; equal calls give the same on all ranks of a group.
 
     Args:
@@ -39,7 +39,7 @@ class Choices:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: CallPolicy,
         names: Sequence[str],
         size: int,
         *,
@@ -51,9 +51,9 @@ class Choices:
         self._threshold = policy.min_bytes
         self._size = size
         self._devices = devices
-        self._known: dict[tuple[str, torch.dtype, str, int], Choice | None] = {}
+        self._known: dict[tuple[str, torch.dtype, str, int], CallChoice | None] = {}
 
-    def of(self, op: str, tensors: Sequence[Tensor]) -> Choice | None:
+    def of(self, op: str, tensors: Sequence[Tensor]) -> CallChoice | None:
         """Return how a call of which ``tensors`` are the whole travels; None if it passes."""
         if not self._fit(tensors):
             return None
@@ -93,7 +93,7 @@ class Choices:
             y.dtype == x.dtype and y.device == x.device and y.layout is torch.strided for y in tensors
         )
 
-    def _of_size(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> Choice | None:
+    def _of_size(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> CallChoice | None:
         key = op, dtype, device, nbytes
         if key not in self._known:
             if len(self._known) >= _MOST_SIZES:
@@ -101,15 +101,15 @@ class Choices:
             self._known[key] = self._look_up(*key)
         return self._known[key]
 
-    def _look_up(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> Choice | None:
+    def _look_up(self, op: str, dtype: torch.dtype, device: str, nbytes: int) -> CallChoice | None:
         for rule, choice in self._rules if nbytes else ():
             if rule.concerns(op, dtype) and rule.spans(nbytes, self._threshold):
                 return choice if device in self._devices else None
         return None
 
 
-def _choice(rule: Rule, checksum: bool) -> Choice | None:
+def _choice(rule: CallRule, checksum: bool) -> CallChoice | None:
     if rule.passes:
         return None
     codec = rule.make_codec()
-    return Choice(codec.checked if checksum else codec.bare, rule.algorithm)
+    return CallChoice(codec.checked if checksum else codec.bare, rule.algorithm)

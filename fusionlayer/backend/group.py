@@ -21,11 +21,11 @@ from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport.c10d import C10dTransport
 from . import arguments, calls, hints
-from .choices import Choices
-from .lane import Lane
-from .messages import Messages
+from .call_queue import CallQueue
+from .choices import CallChoices
+from .messages import PointToPoint
 from .native import Native
-from .policy import Policy
+from .policy import CallPolicy
 from .work import JoinedWork
 
 __all__ = ["NAME", "CompressingGroup", "Traffic"]
@@ -79,7 +79,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         rank: int,
         ranks: Sequence[int],
         timeout: timedelta,
-        policy: Policy,
+        policy: CallPolicy,
         nccl_options: Any = None,
         devices: frozenset[str] | None = None,
     ) -> None:
@@ -95,11 +95,11 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._native = Native(store, rank, size, ranks, timeout, nccl_options)
         self._native.register_with(self)
         self._native.agree(policy.facts)
-        self._chosen: Choices | None = None
+        self._chosen: CallChoices | None = None
         self._calls: Counter[str] = Counter()
         self._seed = derive_seed(self._ranks[0])
-        self._messages = Messages(derive_seed(self._seed, rank))
-        self._lane: Lane | None = None
+        self._messages = PointToPoint(derive_seed(self._seed, rank))
+        self._lane: CallQueue | None = None
         self._lane_lock = threading.Lock()
 
     # ---- what torch asks a group ------------------------------------------------------------------------------------
@@ -126,11 +126,11 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         lane = self._lane
         return Traffic(Counter(self._calls), self._messages.bytes_sent + (0 if lane is None else lane.bytes_sent))
 
-    def agree(self, policy: Policy) -> None:
+    def agree(self, policy: CallPolicy) -> None:
         """Compare a policy over the ranks of the group; ``PlanMismatch`` if they have different ones."""
         self._native.agree(policy.facts)
 
-    def take(self, policy: Policy) -> None:
+    def take(self, policy: CallPolicy) -> None:
         """Have calls from now on travel by a policy that the ranks have agreed on."""
         self.policy, self._chosen = policy, None
 
@@ -376,24 +376,24 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._messages.join_batch(work)
         return work
 
-    def _open_lane(self) -> Lane:
+    def _open_lane(self) -> CallQueue:
         with self._lane_lock:
             if self._lane is None:
                 name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
                 device = torch.cuda.current_device() if nccl else None
                 connect = partial(_connect, self._ranks, name, self._timeout, self._settings, device)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
-                self._lane = Lane(self.group_desc if described else name, connect)
+                self._lane = CallQueue(self.group_desc if described else name, connect)
                 weakref.finalize(self, self._lane.close, wait=False).atexit = False
             return self._lane
 
     @property
-    def _choices(self) -> Choices:
+    def _choices(self) -> CallChoices:
         """What the policy makes of this group, which gets its name after it is made."""
         if self._chosen is None:
             names = (self.group_desc, self.group_name)
             checksum = self._settings.checksum
-            self._chosen = Choices(self.policy, names, self._size, checksum=checksum, devices=self._compressing())
+            self._chosen = CallChoices(self.policy, names, self._size, checksum=checksum, devices=self._compressing())
         return self._chosen
 
     def _compressing(self) -> frozenset[str]:

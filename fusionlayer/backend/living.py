@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import UsageError
-from .policy import Policy
+from .policy import CallPolicy
 from .registration import use
 
 __all__ = ["adopt"]
 
 
-def adopt(policy: Policy | Mapping[str, Any] | str | Path | None) -> None:
+def adopt(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> None:
     """Give a policy to all groups of this process, and to those that it makes from now on; all ranks call it together.
 
     Calls that were made before keep what they had.
@@ -30,7 +30,7 @@ def adopt(policy: Policy | Mapping[str, Any] | str | Path | None) -> None:
     world = dist.group.WORLD
     if not isinstance(world, CompressingGroup):
         raise UsageError("backend.adopt needs a default group of the backend 'fusionlayer'; start it first")
-    parsed = Policy.of(policy)
+    parsed = CallPolicy.of(policy)
     world.agree(parsed)
     use(parsed)
     for group in list(dist.distributed_c10d._world.pg_map):

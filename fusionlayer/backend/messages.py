@@ -14,12 +14,12 @@ from ..codecs import Codec
 from ..seeds import derive_seed
 from .work import DecodedWork, JoinedWork
 
-__all__ = ["Messages"]
+__all__ = ["PointToPoint"]
 
 Native = Callable[[list[Tensor]], dist.Work]
 
 
-class Messages:
+class PointToPoint:
     """What one rank of a group sends to and receives from single ranks.
 
     Args:

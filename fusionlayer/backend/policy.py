@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..registry import nearest
 from ..wire import DTYPE_CODES, WIRE_VERSION
 
-__all__ = ["OPS", "Policy", "Rule"]
+__all__ = ["OPS", "CallPolicy", "CallRule"]
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 """What rules are about; a receive follows the rule of the send that it belongs to."""
@@ -27,7 +27,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
 
 @dataclass(frozen=True)
-class Rule:
+class CallRule:
     """A codec for the calls that all of its conditions fit.
 
     Attributes:
@@ -145,7 +145,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Policy:
+class CallPolicy:
     """An ordered list of rules; the first that fits a call decides. A call that none fits passes through unchanged.
 
     Whatever rules say, these pass: groups of one rank, other types than float32, bfloat16 and float16, reductions that
@@ -159,7 +159,7 @@ class Policy:
         min_bytes: smaller calls pass, where a rule has no ``min_bytes`` of its own.
     """
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[CallRule, ...] = ()
     min_bytes: int = 16384
 
     def __post_init__(self) -> None:
@@ -168,17 +168,17 @@ class Policy:
             raise ConfigError(f"policy: min_bytes={self.min_bytes}; expected a number of bytes, 0 for none")
 
     @classmethod
-    def of(cls, source: Policy | Mapping[str, Any] | str | Path | None) -> Policy:
+    def of(cls, source: CallPolicy | Mapping[str, Any] | str | Path | None) -> CallPolicy:
         """Return the policy that ``source`` means: one, a mapping of its attributes, or a YAML file with them.
 
-        Rules are mappings of the attributes of ``Rule``. None means that all passes.
+        Rules are mappings of the attributes of ``CallRule``. None means that all passes.
 
         Raises:
             ConfigError: the file cannot be read, an unknown key, or a value that cannot be used.
         """
         if source is None:
             return cls()
-        if isinstance(source, Policy):
+        if isinstance(source, CallPolicy):
             return source
         if isinstance(source, Mapping):
             return cls._parse(source)
@@ -197,13 +197,15 @@ class Policy:
             raise ConfigError(f"{source}: {error}") from None
 
     @classmethod
-    def _parse(cls, data: object) -> Policy:
+    def _parse(cls, data: object) -> CallPolicy:
         _check_keys("policy", data, cls)
         assert isinstance(data, Mapping)
         entries = data.get("rules", ())
         if not isinstance(entries, (list, tuple)):
             raise ConfigError(f"policy: rules={entries!r:.60}; expected a list of rules")
-        rules = [entry if isinstance(entry, Rule) else _rule(number, entry) for number, entry in enumerate(entries, 1)]
+        rules = [
+            entry if isinstance(entry, CallRule) else _rule(number, entry) for number, entry in enumerate(entries, 1)
+        ]
         return cls(**{**data, "rules": tuple(rules)})
 
     @property
@@ -213,13 +215,13 @@ class Policy:
         return "\n".join([*rules, f"min_bytes {self.min_bytes}, wire version {WIRE_VERSION}"])
 
 
-def _rule(number: int, entry: object) -> Rule:
+def _rule(number: int, entry: object) -> CallRule:
     try:
-        _check_keys("rule", entry, Rule)
+        _check_keys("rule", entry, CallRule)
         assert isinstance(entry, Mapping)
         if "codec" not in entry:
             raise ConfigError(f"rule: {dict(entry)!r:.80} lacks 'codec'")
-        return Rule(**entry)
+        return CallRule(**entry)
     except ConfigError as error:
         raise ConfigError(f"policy, rule {number}: {str(error).removeprefix('rule: ')}") from None
 
@@ -230,7 +232,7 @@ def _listed(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _check_keys(what: str, data: object, kind: type[Policy] | type[Rule]) -> None:
+def _check_keys(what: str, data: object, kind: type[CallPolicy] | type[CallRule]) -> None:
     known = [f.name for f in fields(kind)]
     if not isinstance(data, Mapping):
         raise ConfigError(f"{what}: {data!r:.60}; expected keys and values, of: {', '.join(known)}")

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from .. import config
 from ..errors import UsageError
 from . import arguments
-from .policy import Policy
+from .policy import CallPolicy
 
 __all__ = ["register", "traffic", "use"]
 
 _NAME = "fusionlayer"
 
-_default: Policy | None = None
+_default: CallPolicy | None = None
 
 
 def register() -> None:
@@ -26,13 +26,13 @@ def register() -> None:
         dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def use(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | None:
+def use(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> CallPolicy | None:
     """Give the groups that this process makes from now on a policy; None takes it back.
 
     It goes before that of the default group and that of the settings' ``backend``, and behind ``pg_options``.
 
     Args:
-        policy: one, or what ``Policy.of`` makes one of.
+        policy: one, or what ``CallPolicy.of`` makes one of.
 
     Returns:
         The policy that was in use before.
@@ -41,7 +41,7 @@ def use(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | None
         ConfigError: it cannot be used.
     """
     global _default
-    before, _default = _default, None if policy is None else Policy.of(policy)
+    before, _default = _default, None if policy is None else CallPolicy.of(policy)
     return before
 
 
@@ -72,13 +72,13 @@ def _create(options: Any, given: Any) -> dist.ProcessGroup:
     return CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
 
 
-def _settled(given: Any) -> Policy:
+def _settled(given: Any) -> CallPolicy:
     from .group import CompressingGroup
 
     if given is not None:
-        return Policy.of(given)
+        return CallPolicy.of(given)
     if _default is not None:
         return _default
     if dist.is_initialized() and isinstance(dist.group.WORLD, CompressingGroup):
         return dist.group.WORLD.policy
-    return Policy.of(config.load().backend)
+    return CallPolicy.of(config.load().backend)

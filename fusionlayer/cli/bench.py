@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import __version__, codecs, collectives, context, functional, launch
 from ..errors import ConfigError
-from ..scheduler.profiler import describe_machine
+from ..planning.profiler import describe_machine
 from ..transport import Transport
 from .arguments import names, positive
 from .spawn import run_on_ranks

@@ -24,7 +24,7 @@ from .. import __version__, codecs, config, launch, native
 from ..codecs import Codec
 from ..errors import FusionLayerError
 from ..functional import Sum, all_reduce
-from ..scheduler.profiler import describe_machine
+from ..planning.profiler import describe_machine
 from ..transport import local
 from ..transport._interfaces import ipv4_addresses
 from . import environment

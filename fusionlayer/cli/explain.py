@@ -10,11 +10,11 @@ from typing import Any
 
 from .. import codecs
 from ..plan import Bucket, FusionPlan
+from ..planning.plans import bucket_costs, codec_cost, codec_of, plan_costs, predict_plan, short_name
+from ..planning.profile import Profile
+from ..planning.projection import Scenario
+from ..planning.zipped_costs import expected_costs
 from ..scheduler.planners import Prediction, StepCosts
-from ..scheduler.planning import bucket_costs, codec_cost, codec_of, plan_costs, predict_plan, short_name
-from ..scheduler.profile import Profile
-from ..scheduler.projection import Scenario
-from ..scheduler.switch import expected_costs
 from .arguments import add_cluster, scenario_of
 from .tables import print_table
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..plan import FusionPlan
+from ..planning.profile import Profile
 from ..scheduler.planners import Prediction, StepCosts
-from ..scheduler.profile import Profile
 
 __all__ = ["draw"]
 

@@ -10,14 +10,14 @@ from typing import Any
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..plan import FusionPlan
+from ..planning.codec_rules import AUTO, FIDELITIES, CodecRule, CodecRules
+from ..planning.cost_model import parse_rate
+from ..planning.plans import make_plan, plan_costs, predict_plan, short_name
+from ..planning.profile import Profile
+from ..planning.projection import Scenario
+from ..planning.selection import Selection, select
 from ..scheduler import planners
-from ..scheduler.cost_model import parse_rate
 from ..scheduler.planners import Planner, Prediction
-from ..scheduler.planning import make_plan, plan_costs, predict_plan, short_name
-from ..scheduler.policy import AUTO, FIDELITIES, Policy, Rule
-from ..scheduler.profile import Profile
-from ..scheduler.projection import Scenario
-from ..scheduler.selection import Selection, select
 from .arguments import add_cluster, as_options, get_codec, key_value, names, positive, scenario_of
 from .tables import print_table
 
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         show(profile, codec, scenarios, options)
     if options.out is not None:
         scenario = scenario_of(options, profile)
-        if isinstance(codec, Policy):
+        if isinstance(codec, CodecRules):
             chosen = _select(profile, planner, codec, scenario, options)
             _show_codecs(profile, chosen)
             plan, found = chosen.plan, chosen.prediction
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
-def _codec(options: argparse.Namespace) -> Codec | Policy:
+def _codec(options: argparse.Namespace) -> Codec | CodecRules:
     """Return the codec of all gradients, or the policy that gives each its own."""
     if options.policy is None and options.codec != AUTO:
         if options.fidelity:
@@ -114,14 +114,14 @@ def _codec(options: argparse.Namespace) -> Codec | Policy:
     if options.algorithm is not None or options.ahead is not None:
         raise ConfigError("--algorithm and --ahead are for one codec; those of a policy and of auto go their own ways")
     if options.policy is None:
-        return Policy((Rule(AUTO),), options.fidelity or "near_lossless")
+        return CodecRules((CodecRule(AUTO),), options.fidelity or "near_lossless")
     if options.fidelity:
         raise ConfigError("--fidelity is for --codec auto; a policy's stands in its file")
-    return Policy.from_yaml(options.policy)
+    return CodecRules.from_yaml(options.policy)
 
 
 def _select(
-    profile: Profile, planner: Planner, policy: Policy, scenario: Scenario, options: argparse.Namespace
+    profile: Profile, planner: Planner, policy: CodecRules, scenario: Scenario, options: argparse.Namespace
 ) -> Selection:
     return select(profile, policy, planner, scenario, options.workers, measured=_measured(options))
 
@@ -150,12 +150,12 @@ def _measured(options: argparse.Namespace) -> bool:
 def predicted(
     profile: Profile,
     planner: Planner,
-    codec: Codec | Policy,
+    codec: Codec | CodecRules,
     scenario: Scenario,
     options: argparse.Namespace,
 ) -> tuple[FusionPlan, Prediction]:
     """Return a planner's plan and its timeline."""
-    if isinstance(codec, Policy):
+    if isinstance(codec, CodecRules):
         chosen = _select(profile, planner, codec, scenario, options)
         return chosen.plan, chosen.prediction
     measured = _measured(options)
@@ -172,7 +172,9 @@ def predicted(
     return plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured))
 
 
-def show(profile: Profile, codec: Codec | Policy, scenarios: Sequence[Scenario], options: argparse.Namespace) -> None:
+def show(
+    profile: Profile, codec: Codec | CodecRules, scenarios: Sequence[Scenario], options: argparse.Namespace
+) -> None:
     """Print a row for each planner, and in it for each rate what is predicted of its plan."""
     rows = []
     for name in planners.names():

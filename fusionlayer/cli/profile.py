@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from .. import __version__, codecs, context
 from ..codecs import Codec
-from ..scheduler.cost_model import parse_rate
-from ..scheduler.profiler import Sizes, describe_machine, file_name, measure_profile
+from ..planning.cost_model import parse_rate
+from ..planning.profiler import Sizes, describe_machine, file_name, measure_profile
 from ..transport import Transport, local
 from .arguments import names, positive
 

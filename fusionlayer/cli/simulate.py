@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..planning.profile import Profile
+from ..planning.projection import BASELINE, Band, Method, Scenario, break_even, project, projected_band
+from ..planning.simulation import ALGORITHMS, Step
 from ..scheduler import planners
-from ..scheduler.profile import Profile
-from ..scheduler.projection import BASELINE, Band, Method, Scenario, break_even, project, projected_band
-from ..scheduler.simulation import ALGORITHMS, Step
 from .arguments import join, names, numbers, positive
 from .tables import print_table
 

@@ -2,12 +2,12 @@
 
 from ..codecs import Codec
 from ..errors import ConfigError
-from ._base import AllReduce, Gather, Message, collective, gather_collective, gathers, registry
+from ._base import AllReduce, Gather, MessageSpan, collective, gather_collective, gathers, registry
 
 __all__ = [
     "AllReduce",
     "Gather",
-    "Message",
+    "MessageSpan",
     "choose",
     "collective",
     "gather_collective",

@@ -13,7 +13,16 @@ from ..codecs import Codec
 from ..registry import Registry
 from ..transport import Transport
 
-__all__ = ["AllReduce", "Gather", "Message", "collective", "gather_collective", "gathers", "registry", "split_evenly"]
+__all__ = [
+    "AllReduce",
+    "Gather",
+    "MessageSpan",
+    "collective",
+    "gather_collective",
+    "gathers",
+    "registry",
+    "split_evenly",
+]
 
 
 class AllReduce(Protocol):
@@ -34,7 +43,7 @@ class AllReduce(Protocol):
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageSpan:
     """Where a tensor's message lies in a payload: bytes ``start`` to ``stop``, of ``numel`` elements of ``dtype``."""
 
     numel: int
@@ -47,7 +56,7 @@ class Gather(Protocol):
     """The signature of a collective of messages."""
 
     def __call__(
-        self, payload: Tensor, every: Tensor, messages: Sequence[Message], codec: Codec, transport: Transport
+        self, payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], codec: Codec, transport: Transport
     ) -> None:
         """Fill row r of ``every`` (size, nbytes) with the messages of rank r's ``payload`` (nbytes,), both uint8.
 

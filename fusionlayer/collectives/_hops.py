@@ -15,7 +15,7 @@ from ..seeds import derive_seed
 from ..transport import Transport
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
-__all__ = ["NOTHING", "Hop", "Schedule", "balanced", "multi_hop", "segments", "send_and_receive"]
+__all__ = ["NOTHING", "Hop", "HopSchedule", "balanced", "multi_hop", "segments", "send_and_receive"]
 
 NOTHING = range(0)
 
@@ -42,7 +42,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class HopSchedule:
     """One rank's part in an all-reduce; all ranks have equally many hops.
 
     Attributes:
@@ -88,7 +88,7 @@ def multi_hop(
     codec: Codec,
     transport: Transport,
     name: str,
-    schedule: Schedule,
+    schedule: HopSchedule,
     *,
     seed: int,
     residual: Tensor | None,
@@ -129,7 +129,7 @@ def _carry_out(
     parts: Sequence[slice],
     codec: Codec,
     transport: Transport,
-    schedule: Schedule,
+    schedule: HopSchedule,
     seed: int,
 ) -> None:
     """Sum ``x`` into ``out``, both in the order of travel, with this rank's ``seed``."""

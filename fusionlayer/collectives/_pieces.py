@@ -47,19 +47,19 @@ def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device
         return
     waiting: deque[tuple[Piece, Callable[[], object]]] = deque()
 
-    def advance(piece: Piece, courier: _Courier) -> bool:
+    def advance(piece: Piece, courier: CommWorker) -> bool:
         """Compute a piece up to its next call and hand that over; return whether there was one."""
         travel = next(piece, None)
         if travel is not None:
             waiting.append((piece, courier.send(travel)))
         return travel is not None
 
-    def start(courier: _Courier) -> None:
+    def start(courier: CommWorker) -> None:
         """Begin with further pieces until there is one that has to travel."""
         any(advance(piece, courier) for piece in rest)
 
     rest = iter(pieces)
-    with _Stream(device) if device.type == "cuda" else _Thread() as courier:
+    with _StreamWorker(device) if device.type == "cuda" else _ThreadWorker() as courier:
         try:
             for _ in range(IN_FLIGHT):
                 start(courier)
@@ -74,14 +74,14 @@ def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device
             raise
 
 
-class _Courier(ABC):
+class CommWorker(ABC):
     """Makes calls one after the other, beside what the calling thread does."""
 
     @abstractmethod
     def send(self, travel: Callable[[], None]) -> Callable[[], object]:
         """Have ``travel`` called; return what waits for it and raises what it raised."""
 
-    def __enter__(self) -> _Courier:
+    def __enter__(self) -> CommWorker:
         return self
 
     @abstractmethod
@@ -89,7 +89,7 @@ class _Courier(ABC):
         """Wait for the calls under way: what they use may be freed after."""
 
 
-class _Thread(_Courier):
+class _ThreadWorker(CommWorker):
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "fusionlayer courier")
 
@@ -100,7 +100,7 @@ class _Thread(_Courier):
         self._pool.shutdown()
 
 
-class _Stream(_Courier):
+class _StreamWorker(CommWorker):
     def __init__(self, device: torch.device) -> None:
         self._computing = torch.cuda.current_stream(device)
         self._travelling = torch.cuda.Stream(device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..codecs import Codec
 from ..transport import Transport
 from ._base import collective
-from ._hops import NOTHING, Hop, Schedule, multi_hop
+from ._hops import NOTHING, Hop, HopSchedule, multi_hop
 
 __all__ = ["butterfly", "schedule"]
 
@@ -45,7 +45,7 @@ def butterfly(
 
 
 @lru_cache(maxsize=1024)
-def schedule(rank: int, size: int) -> Schedule:
+def schedule(rank: int, size: int) -> HopSchedule:
     """Return what ``rank`` sends and receives; there is a chunk for each rank below the largest power of two."""
     steps = size.bit_length() - 1
     inner = 1 << steps
@@ -53,7 +53,7 @@ def schedule(rank: int, size: int) -> Schedule:
     if rank >= inner:
         home = rank - inner
         leave, back = Hop(home, everything, home, NOTHING), Hop(home, NOTHING, home, everything)
-        return Schedule(inner, (leave, *[idle] * steps), (*[idle] * steps, back))
+        return HopSchedule(inner, (leave, *[idle] * steps), (*[idle] * steps, back))
 
     halving, doubling = [], []
     held = everything
@@ -70,4 +70,4 @@ def schedule(rank: int, size: int) -> Schedule:
         comes, goes = Hop(guest, NOTHING, guest, everything), Hop(guest, everything, guest, NOTHING)
         halving.insert(0, comes if guest < size else idle)
         doubling.append(goes if guest < size else idle)
-    return Schedule(inner, tuple(halving), tuple(doubling))
+    return HopSchedule(inner, tuple(halving), tuple(doubling))

@@ -9,19 +9,21 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..transport import Transport
-from ._base import Message, gather_collective
+from ._base import MessageSpan, gather_collective
 
 __all__ = ["gather", "gather_v"]
 
 
 @gather_collective("gather")
-def gather(payload: Tensor, every: Tensor, messages: Sequence[Message], codec: Codec, transport: Transport) -> None:
+def gather(payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], codec: Codec, transport: Transport) -> None:
     """All-gather payloads of one fixed size: one round trip, no sizes, (size - 1) payloads sent by each rank."""
     transport.all_gather(payload, every)
 
 
 @gather_collective("gather_v")
-def gather_v(payload: Tensor, every: Tensor, messages: Sequence[Message], codec: Codec, transport: Transport) -> None:
+def gather_v(
+    payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], codec: Codec, transport: Transport
+) -> None:
     """Exchange the sizes of the messages, then only the bytes that they use: fewer bytes, one more round trip.
 
     This is how sparse gradients are gathered where their number is not bounded (SAFusion, section 3.1); here it is for

@@ -55,7 +55,7 @@ def all_gather(
     if here is None:
         here, codec = two_level.flat(transport), two_level.one_level(codec, transport)
 
-    def run(index: int, part: slice) -> Iterator[two_level.Hop]:
+    def run(index: int, part: slice) -> Iterator[two_level.TwoLevelHop]:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
         slot = two_level.slot_of(index, here)
         every = two_level.room(transport, here, f"incoming {slot}", capacity, x.device)

@@ -48,7 +48,7 @@ def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
         _as_square(x, codec, transport, seed, residual)
         return
     wanted = x.float() if residual is None else x + residual
-    work = _Work.of(codec, wanted, seed)
+    work = _FactorMessages.of(codec, wanted, seed)
     for each in work.matrices:
         torch.mm(each.start, each.matrix.T, out=each.left)
     _sum(work.lefts, codec, transport, derive_seed(seed, 0))
@@ -110,7 +110,7 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _FactorMessages:
     """The messages of one sum.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Work:
     rights: Tensor
 
     @classmethod
-    def of(cls, codec: PowerSGD, wanted: Tensor, seed: int) -> _Work:
+    def of(cls, codec: PowerSGD, wanted: Tensor, seed: int) -> _FactorMessages:
         assert codec.parts is not None
         shapes = [(part, *_matrix_shape(part)) for part in codec.parts]
         thin = [(part, n, m, rank) for part, n, m in shapes if (rank := codec.rank_of(n, m))]
@@ -179,7 +179,7 @@ def _sum(flat: Tensor, codec: PowerSGD, transport: Transport, seed: int, residua
     reduce(flat, codecs.get("bf16").bare, transport, seed=seed, residual=residual)
 
 
-def _keep(residual: Tensor, wanted: Tensor, work: _Work, sent: Tensor) -> None:
+def _keep(residual: Tensor, wanted: Tensor, work: _FactorMessages, sent: Tensor) -> None:
     """Make ``residual`` what of ``wanted`` this rank has not sent: its part of the second message was ``sent``."""
     places = zip(work.matrices, _like(sent, [each.right for each in work.matrices]), strict=True)
     for each, right in places:
@@ -199,7 +199,7 @@ def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def _remember(work: _Work, seed: int) -> None:
+def _remember(work: _FactorMessages, seed: int) -> None:
     """Keep the right factors for the next step, unless an overflow has spoilt them.
 
     A row of zeros would stay one for ever: the matrix had a smaller rank, and the next one may not.

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..codecs import Codec
 from ..transport import Transport
 from ._base import collective
-from ._hops import Hop, Schedule, multi_hop
+from ._hops import Hop, HopSchedule, multi_hop
 
 __all__ = ["ring", "schedule"]
 
@@ -43,14 +43,14 @@ def ring(
 
 
 @lru_cache(maxsize=1024)
-def schedule(rank: int, size: int) -> Schedule:
+def schedule(rank: int, size: int) -> HopSchedule:
     """Return what ``rank`` sends and receives; chunk j is summed at rank j."""
 
     def hop(sent: int) -> Hop:
         sent, received = sent % size, (sent - 1) % size
         return Hop((rank + 1) % size, range(sent, sent + 1), (rank - 1) % size, range(received, received + 1))
 
-    return Schedule(
+    return HopSchedule(
         size,
         reduce=tuple(hop(rank - 1 - step) for step in range(size - 1)),
         gather=tuple(hop(rank - step) for step in range(size - 1)),

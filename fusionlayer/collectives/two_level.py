@@ -20,7 +20,7 @@ from .two_shot import two_shot
 
 __all__ = [
     "Grid",
-    "Hop",
+    "TwoLevelHop",
     "flat",
     "gather",
     "grid",
@@ -48,7 +48,7 @@ class Grid:
     local: int
 
     @property
-    def mates(self) -> tuple[int, ...]:
+    def node_ranks(self) -> tuple[int, ...]:
         """The ranks of this node."""
         return self.ranks[self.node]
 
@@ -58,7 +58,7 @@ class Grid:
         return tuple(rank for column in zip(*self.ranks, strict=True) for rank in column)
 
     @property
-    def twins(self) -> tuple[int, ...]:
+    def cross_ranks(self) -> tuple[int, ...]:
         """The ranks that stand where this one does, one in each node."""
         return tuple(row[self.local] for row in self.ranks)
 
@@ -101,11 +101,11 @@ def two_level(
     """Sum inside nodes, then between them (SDP4Bit, section 3.2 and Algorithm 3; ZeRO++), three quantisations.
 
     1. Encode, by ``codec.within``: every chunk of ``x``, one for each rank of the job.
-    2. All-to-all inside nodes: a rank gets its mates' messages for its own chunk and for those of its twins, the ranks
-       that stand where it does in other nodes.
+    2. All-to-all inside nodes: a rank gets its node's messages for its own chunk and for those of its ``cross_ranks``,
+       the ranks that stand where it does in other nodes.
     3. Recode: their sum over the node becomes a message of ``codec``.
-    4. All-to-all between twins; each rank recodes the sum of its own chunk.
-    5. All-gather between twins, then inside nodes; all ranks decode the same bytes.
+    4. All-to-all between cross_ranks; each rank recodes the sum of its own chunk.
+    5. All-gather between cross_ranks, then inside nodes; all ranks decode the same bytes.
 
     Of the tensor's message each node sends 2 (nodes - 1) / nodes, whatever the number of its ranks. Where there are no
     two levels this is ``two_shot``, on one node with ``codec.within``.
@@ -127,7 +127,7 @@ def two_level(
     coding = _Coding.of(codec, raw=residual is None)
     seed = derive_seed(seed, transport.rank)
 
-    def run(index: int, part: slice) -> Iterator[Hop]:
+    def run(index: int, part: slice) -> Iterator[TwoLevelHop]:
         chunk = split_evenly(part.stop - part.start, size, codec.block)
         starts = [min(part.start + rank * chunk, part.stop) for rank in range(size + 1)]
         spans = [slice(*starts[rank : rank + 2]) for rank in range(size)]
@@ -176,7 +176,7 @@ def reduce_scatter(
     padded = -(-numel // codec.block) * codec.block
     coding, seed = _Coding.of(codec, raw=True), derive_seed(seed, transport.rank)
 
-    def run(index: int, part: slice) -> Iterator[Hop]:
+    def run(index: int, part: slice) -> Iterator[TwoLevelHop]:
         starts = [to * padded + part.start for to in range(transport.size)]
         rows = [row[part] for row in x]
         received = yield from _reduce(rows, None, starts, coding, transport, here, seed, slot_of(index, here))
@@ -187,13 +187,13 @@ def reduce_scatter(
 
 
 def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch.device) -> Tensor:
-    """Return scratch memory (mates, nodes, nbytes) for a message of each rank: that of rank (a, b) goes to [b, a]."""
-    ranks = len(here.mates), len(here.ranks)
+    """Return scratch memory (ranks of a node, nodes, nbytes) for a message of each rank; [b, a] is that of (a, b)."""
+    ranks = len(here.node_ranks), len(here.ranks)
     return transport.scratch(name, ranks[0] * ranks[1] * nbytes, device).view(*ranks, nbytes)
 
 
 @dataclass(frozen=True)
-class Hop:
+class TwoLevelHop:
     """Messages under way to some ranks and from them, all in one exchange.
 
     Attributes:
@@ -205,7 +205,9 @@ class Hop:
     messages: Mapping[int, tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, transport: Transport, peers: Sequence[int], sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Hop:
+    def of(
+        cls, transport: Transport, peers: Sequence[int], sends: Sequence[Tensor], recvs: Sequence[Tensor]
+    ) -> TwoLevelHop:
         """Return the hop that sends ``sends[i]`` to rank ``peers[i]``; what this rank has for itself is copied now."""
         messages = dict(zip(peers, zip(sends, recvs, strict=True), strict=True))
         mine = messages.pop(transport.rank, None)
@@ -213,12 +215,12 @@ class Hop:
             mine[1].copy_(mine[0])
         return cls(transport, messages)
 
-    def meets(self, other: Hop) -> bool:
+    def meets(self, other: TwoLevelHop) -> bool:
         """Return whether both have messages to one rank."""
         return not self.messages.keys().isdisjoint(other.messages)
 
-    def __or__(self, other: Hop) -> Hop:
-        return Hop(self.transport, {**self.messages, **other.messages})
+    def __or__(self, other: TwoLevelHop) -> TwoLevelHop:
+        return TwoLevelHop(self.transport, {**self.messages, **other.messages})
 
     def __call__(self) -> None:
         """Make it; one rank alone has none to make."""
@@ -231,13 +233,13 @@ class Hop:
         self.transport.exchange(sends, recvs)
 
 
-def overlap(pieces: Sequence[Iterator[Hop]], transport: Transport, here: Grid, device: torch.device) -> None:
+def overlap(pieces: Sequence[Iterator[TwoLevelHop]], transport: Transport, here: Grid, device: torch.device) -> None:
     """Run all ``pieces`` of a collective, computing and travelling at a time, and on both levels at a time.
 
     Every second piece is of one stream. Of two pieces of a stream the next hops travel together where one is inside
     nodes and one between them; meanwhile the other stream's pieces are computed.
     """
-    if len(here.mates) == 1:
+    if len(here.node_ranks) == 1:
         return pipeline(pieces, transport, device)
     streams = [pieces[first::IN_FLIGHT] for first in range(min(IN_FLIGHT, len(pieces)))]
     pipeline([_stream(stream) for stream in streams], transport, device)
@@ -245,17 +247,17 @@ def overlap(pieces: Sequence[Iterator[Hop]], transport: Transport, here: Grid, d
 
 def slot_of(index: int, here: Grid) -> int:
     """Return a number that no other piece under way has, for scratch memory of piece ``index``."""
-    return index % (IN_FLIGHT if len(here.mates) == 1 else _OF_STREAM * IN_FLIGHT)
+    return index % (IN_FLIGHT if len(here.node_ranks) == 1 else _OF_STREAM * IN_FLIGHT)
 
 
 _OF_STREAM = 2
 """Pieces of a stream that are under way: one on each level."""
 
 
-def _stream(pieces: Sequence[Iterator[Hop]]) -> Piece:
+def _stream(pieces: Sequence[Iterator[TwoLevelHop]]) -> Piece:
     """Yield the hops of all ``pieces``, those of two that do not meet as one."""
     rest = iter(pieces)
-    under_way: list[tuple[Iterator[Hop], Hop]] = []
+    under_way: list[tuple[Iterator[TwoLevelHop], TwoLevelHop]] = []
     while True:
         while len(under_way) < _OF_STREAM and (piece := next(rest, None)) is not None:
             under_way += _onward([piece])
@@ -268,17 +270,19 @@ def _stream(pieces: Sequence[Iterator[Hop]]) -> Piece:
         under_way = [*_onward([piece for piece, _ in leaving]), *waiting]
 
 
-def _onward(pieces: Sequence[Iterator[Hop]]) -> list[tuple[Iterator[Hop], Hop]]:
+def _onward(pieces: Sequence[Iterator[TwoLevelHop]]) -> list[tuple[Iterator[TwoLevelHop], TwoLevelHop]]:
     """Compute pieces up to their next hops; return those that have one, with it."""
     return [(piece, hop) for piece in pieces if (hop := next(piece, None)) is not None]
 
 
-def gather(every: Tensor, transport: Transport, here: Grid) -> Iterator[Hop]:
-    """Yield what brings every rank's message of ``room`` to all: between twins first, then inside nodes."""
+def gather(every: Tensor, transport: Transport, here: Grid) -> Iterator[TwoLevelHop]:
+    """Yield what brings every rank's message of ``room`` to all: between nodes first, then inside them."""
     own = every[here.local]
-    yield Hop.of(transport, here.twins, [own[here.node]] * len(here.twins), own.unbind(0))
-    if len(here.mates) > 1:
-        yield Hop.of(transport, here.mates, [own.view(-1)] * len(here.mates), every.flatten(1).unbind(0))
+    yield TwoLevelHop.of(transport, here.cross_ranks, [own[here.node]] * len(here.cross_ranks), own.unbind(0))
+    if len(here.node_ranks) > 1:
+        yield TwoLevelHop.of(
+            transport, here.node_ranks, [own.view(-1)] * len(here.node_ranks), every.flatten(1).unbind(0)
+        )
 
 
 @dataclass(frozen=True)
@@ -319,7 +323,7 @@ def _reduce(
     here: Grid,
     seed: int,
     slot: int,
-) -> Generator[Hop, None, Tensor]:
+) -> Generator[TwoLevelHop, None, Tensor]:
     """Send all ``values``, one tensor for each rank; return the messages (nodes, nbytes) of the nodes' sums for this.
 
     Args:
@@ -333,15 +337,15 @@ def _reduce(
         slot: number of the scratch memory to use.
     """
     dtype, device = values[0].dtype, values[0].device
-    nodes, mates = len(here.ranks), len(here.mates)
+    nodes, node_ranks = len(here.ranks), len(here.node_ranks)
     longest = max(len(part) for part in values)
 
     def memory(name: str, rows: int, codec: Codec) -> Tensor:
         capacity = codec.wire(longest, dtype).capacity
         return transport.scratch(f"{name} {slot}", rows * nodes * capacity, device).view(rows, nodes, capacity)
 
-    outgoing, incoming = (memory(name, mates, coding.within) for name in ("outgoing", "incoming"))
-    for b in range(mates):
+    outgoing, incoming = (memory(name, node_ranks, coding.within) for name in ("outgoing", "incoming"))
+    for b in range(node_ranks):
         for a, row in enumerate(here.ranks):
             part = values[row[b]]
             if not len(part):
@@ -354,9 +358,9 @@ def _reduce(
                 offset=starts[row[b]],
                 residual=None if feedback is None else feedback[row[b]],
             )
-    yield Hop.of(transport, here.mates, outgoing.flatten(1).unbind(0), incoming.flatten(1).unbind(0))
+    yield TwoLevelHop.of(transport, here.node_ranks, outgoing.flatten(1).unbind(0), incoming.flatten(1).unbind(0))
     sent, received = (memory(name, 1, coding.between)[0] for name in ("sums out", "sums in"))
-    for a, twin in enumerate(here.twins):
+    for a, twin in enumerate(here.cross_ranks):
         coding.between.recode(
             incoming[:, a],
             sent[a],
@@ -367,5 +371,5 @@ def _reduce(
             offset=starts[twin],
             residual=None if feedback is None else feedback[twin],
         )
-    yield Hop.of(transport, here.twins, sent.unbind(0), received.unbind(0))
+    yield TwoLevelHop.of(transport, here.cross_ranks, sent.unbind(0), received.unbind(0))
     return received

@@ -19,12 +19,12 @@ from .pages import by_large_pages
 from .reductions import average_, combine, neutral, reduce_flat, scale_
 from .requests import Item, Signature
 
-__all__ = ["Part", "execute"]
+__all__ = ["OperationPart", "execute"]
 
 Span = Callable[[str], AbstractContextManager[None]]
 
 
-class Part:
+class OperationPart:
     """One operation of a message, as this rank sees it.
 
     Args:
@@ -67,7 +67,7 @@ class Part:
         return list(operation.outputs)
 
 
-def execute(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+def execute(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     """Run operations of one kind over the ranks of their process set and leave results with them.
 
     Args:
@@ -79,11 +79,11 @@ def execute(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], s
     _KINDS[parts[0].signature.kind](parts, transport, ranks, span)
 
 
-def _allreduce(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+def _allreduce(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     signature = parts[0].signature
     reduce = parts[0].operation.reduce if parts[0].operation else None
     by_dtype: defaultdict[torch.dtype, list[tuple[Tensor, Tensor | None]]] = defaultdict(list)
-    places: list[tuple[Part, list[tuple[torch.dtype, int]]]] = []
+    places: list[tuple[OperationPart, list[tuple[torch.dtype, int]]]] = []
     for part in parts:
         inputs = part.inputs()
         outs: Sequence[Tensor | None] = [None] * len(inputs)
@@ -156,7 +156,7 @@ def _reduce(flat: Tensor, signature: Signature, reduce: Reduce | None, transport
     scale_(flat, signature.postscale)
 
 
-def _allgather(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+def _allgather(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     tensors: list[Tensor] = []
     lengths: list[list[int]] = []
     for part in parts:
@@ -187,7 +187,7 @@ def _allgather(parts: Sequence[Part], transport: Transport, ranks: Sequence[int]
             part.operation.result = [next(results) for _ in part.operation.tensors]
 
 
-def _broadcast(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+def _broadcast(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     root = parts[0].signature.root
     assert root is not None
     place = ranks.index(root)
@@ -216,7 +216,7 @@ def _broadcast(parts: Sequence[Part], transport: Transport, ranks: Sequence[int]
             part.operation.result = part.operation.outputs
 
 
-def _alltoall(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+def _alltoall(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     for part in parts:
         operation = part.operation
         assert operation is not None
@@ -228,7 +228,7 @@ def _alltoall(parts: Sequence[Part], transport: Transport, ranks: Sequence[int],
         operation.result = (out, received)
 
 
-def _reducescatter(parts: Sequence[Part], transport: Transport, ranks: Sequence[int], span: Span) -> None:
+def _reducescatter(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     for part in parts:
         operation = part.operation
         assert operation is not None

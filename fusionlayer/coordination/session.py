@@ -21,7 +21,7 @@ from ..transport import Transport
 from ..transport.star import Center, Connection, connect
 from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
-from .execution import Part, execute
+from .execution import OperationPart, execute
 from .matching import describe
 from .operation import Operation, Reduce
 from .requests import (
@@ -431,7 +431,9 @@ class Session:
         taken = self._take(response.items)
         operations = [operation for operation in taken if operation is not None]
         try:
-            self._execute([Part(operation, item) for operation, item in zip(taken, response.items, strict=True)])
+            self._execute(
+                [OperationPart(operation, item) for operation, item in zip(taken, response.items, strict=True)]
+            )
         except Exception as error:
             self._break(error, operations)
         else:
@@ -440,7 +442,7 @@ class Session:
             if self._coordinator is not None:
                 self._coordinator.note_done()
 
-    def _execute(self, parts: Sequence[Part]) -> None:
+    def _execute(self, parts: Sequence[OperationPart]) -> None:
         signature = parts[0].signature
         kind = signature.kind
         now = time.perf_counter_ns()
@@ -466,7 +468,7 @@ class Session:
             for operation in operations:
                 self.timeline.record(kind.upper(), now, end, row=operation.label)
 
-    def _add_process_set(self, part: Part) -> None:
+    def _add_process_set(self, part: OperationPart) -> None:
         (number,), ranks = part.numbers, part.signature.ranks
         assert ranks is not None
         transport = self._transport.subset(ranks) if self.rank in ranks else None

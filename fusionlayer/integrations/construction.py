@@ -15,19 +15,19 @@ from ..config import Config
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
-from ..scheduler import CPU_LANES, Engine, Scaling, Steering, planners
-from ..scheduler.autotune import Autotune, Autotuner
+from ..planning.autotune import Autotune, Autotuner
+from ..planning.codec_rules import AUTO, CodecRule, CodecRules
+from ..planning.profile import Profile
+from ..scheduler import CPU_LANES, Engine, PlanController, Scaling, planners
 from ..scheduler.planners import Planner
-from ..scheduler.policy import AUTO, Policy, Rule
-from ..scheduler.profile import Profile
 from ..timeline import Timeline
 from ..transport import Transport
 
-__all__ = ["Wishes", "autotuning", "make_engine"]
+__all__ = ["GradientOptions", "autotuning", "make_engine"]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class GradientOptions:
     """How gradients are to be fused and encoded: arguments of ``DistributedOptimizer``; None: as settings have it."""
 
     codec: str | Codec | None = None
@@ -37,7 +37,7 @@ class Wishes:
     planner: str | Planner | None = None
     plan: FusionPlan | str | Path | None = None
     profile: Profile | str | Path | None = None
-    policy: Policy | str | Path | None = None
+    policy: CodecRules | str | Path | None = None
     fidelity: str | None = None
     replan: bool | None = None
     error_feedback: bool | None = None
@@ -45,7 +45,7 @@ class Wishes:
 
 
 def make_engine(
-    wishes: Wishes,
+    options: GradientOptions,
     tensors: Sequence[TensorInfo],
     transport: Transport,
     device: torch.device,
@@ -54,37 +54,37 @@ def make_engine(
     timeline: Timeline,
     overlap_forward: bool,
 ) -> Engine:
-    """Return an engine as ``wishes`` and the job's settings want it, on a duplicate of ``transport``.
+    """Return an engine as ``options`` and the job's settings want it, on a duplicate of ``transport``.
 
     Raises:
-        ConfigError: what the wishes cannot be, with what they can.
+        ConfigError: what the options cannot be, with what they can.
     """
     settings = context.settings()
-    codec = _codec(wishes, settings)
-    algorithm = wishes.algorithm if wishes.algorithm is not None else settings.algorithm
-    ahead = wishes.ahead if wishes.ahead is not None else settings.ahead
-    planner = _planner(wishes.planner, settings)
-    plan = FusionPlan.from_yaml(wishes.plan) if isinstance(wishes.plan, (str, Path)) else wishes.plan
+    codec = _codec(options, settings)
+    algorithm = options.algorithm if options.algorithm is not None else settings.algorithm
+    ahead = options.ahead if options.ahead is not None else settings.ahead
+    planner = _planner(options.planner, settings)
+    plan = FusionPlan.from_yaml(options.plan) if isinstance(options.plan, (str, Path)) else options.plan
     first = codec if isinstance(codec, Codec) else _by_rules(codec, tensors)
-    by_costs = planner.needs_costs or isinstance(codec, Policy) and _has_auto(codec, tensors)
-    if isinstance(codec, Policy) and plan is None and not (algorithm is None and ahead is None):
+    by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
+    if isinstance(codec, CodecRules) and plan is None and not (algorithm is None and ahead is None):
         raise ConfigError(
             f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, whose codecs each go their "
             "own way; leave them out"
         )
-    tuning = autotuning(wishes.autotune)
-    replan = settings.replan if wishes.replan is None else wishes.replan
-    if tuning is not None and wishes.replan:
+    tuning = autotuning(options.autotune)
+    replan = settings.replan if options.replan is None else options.replan
+    if tuning is not None and options.replan:
         raise ConfigError("replan=True beside autotune, which itself looks for drift, by measured steps; leave one out")
-    steering: Steering | None = None
+    plan_controller: PlanController | None = None
     if plan is None and by_costs:
         _refuse_cuda(device, planner)
-        from ..scheduler.online import OnlinePlanner  # not above: it brings the profiler along
+        from ..planning.online import OnlinePlanner  # not above: it brings the profiler along
 
-        steering = by_measuring = OnlinePlanner(
+        plan_controller = by_measuring = OnlinePlanner(
             tensors,
             planner,
-            codec if isinstance(codec, Policy) and _has_auto(codec, tensors) else first,
+            codec if isinstance(codec, CodecRules) and _has_auto(codec, tensors) else first,
             transport.rank,
             transport.size,
             algorithm=algorithm,
@@ -92,12 +92,17 @@ def make_engine(
             replan=replan and tuning is None,
             local_size=context.local_size(),
         )
-        profile = wishes.profile if wishes.profile is not None else settings.profile
+        profile = options.profile if options.profile is not None else settings.profile
         if profile is not None:
             plan = by_measuring.plan_by(Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile)
     if tuning is not None:
-        steering = Autotuner(
-            tensors, tuning, transport.rank, device, overlap_forward, first=None if plan is not None else steering
+        plan_controller = Autotuner(
+            tensors,
+            tuning,
+            transport.rank,
+            device,
+            overlap_forward,
+            first=None if plan is not None else plan_controller,
         )
     return Engine(
         tensors,
@@ -108,13 +113,13 @@ def make_engine(
         planner=planners.get(Config.planner) if planner.needs_costs else planner,
         plan=plan,
         device=device,
-        error_feedback=wishes.error_feedback if wishes.error_feedback is not None else settings.error_feedback,
+        error_feedback=options.error_feedback if options.error_feedback is not None else settings.error_feedback,
         scaling=scaling,
         checksum=settings.checksum,
         timeline=timeline,
         lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
         overlap_forward=overlap_forward,
-        steering=steering,
+        plan_controller=plan_controller,
     )
 
 
@@ -133,24 +138,26 @@ def autotuning(asked: bool | Autotune | None) -> Autotune | None:
     return Autotune.of(settings.autotune_options) if wanted else None
 
 
-def _codec(wishes: Wishes, settings: Config) -> Codec | Policy:
+def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
     """Return the codec of all gradients, or the policy that gives each its own."""
-    policy, fidelity = wishes.policy, wishes.fidelity
-    if wishes.codec is None and policy is None:
+    policy, fidelity = options.policy, options.fidelity
+    if options.codec is None and policy is None:
         policy = settings.policy
-    elif wishes.codec is not None and policy is not None:
+    elif options.codec is not None and policy is not None:
         raise ConfigError("got a codec and a policy; a policy names the codecs, so leave the codec out")
     if policy is not None:
-        if wishes.codec_options or fidelity is not None:
+        if options.codec_options or fidelity is not None:
             raise ConfigError("options of a codec and fidelity stand in the policy's file; leave them out")
-        return Policy.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
-    if (settings.codec if wishes.codec is None else wishes.codec) == AUTO:
-        if wishes.codec_options:
-            raise ConfigError(f"codec 'auto' takes no options, got {dict(wishes.codec_options)}; name them in a policy")
-        return Policy((Rule(AUTO),), settings.fidelity if fidelity is None else fidelity)
+        return CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
+    if (settings.codec if options.codec is None else options.codec) == AUTO:
+        if options.codec_options:
+            raise ConfigError(
+                f"codec 'auto' takes no options, got {dict(options.codec_options)}; name them in a policy"
+            )
+        return CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity)
     if fidelity is not None:
         raise ConfigError(f"fidelity={fidelity!r} is for codec='auto'; a codec that is named is what it is")
-    return make_codec(wishes.codec, wishes.codec_options).bare
+    return make_codec(options.codec, options.codec_options).bare
 
 
 def _planner(planner: str | Planner | None, settings: Config) -> Planner:
@@ -161,7 +168,7 @@ def _planner(planner: str | Planner | None, settings: Config) -> Planner:
     return planners.get(settings.planner, **settings.planner_options)
 
 
-def _by_rules(policy: Policy, tensors: Sequence[TensorInfo]) -> dict[str, Codec]:
+def _by_rules(policy: CodecRules, tensors: Sequence[TensorInfo]) -> dict[str, Codec]:
     """Return the codec of each gradient until costs are known: as it is, where the policy leaves it to them."""
     rules = {tensor.name: policy.rule_for(tensor)[1] for tensor in tensors}
     return {
@@ -170,7 +177,7 @@ def _by_rules(policy: Policy, tensors: Sequence[TensorInfo]) -> dict[str, Codec]
     }
 
 
-def _has_auto(policy: Policy, tensors: Sequence[TensorInfo]) -> bool:
+def _has_auto(policy: CodecRules, tensors: Sequence[TensorInfo]) -> bool:
     return any(policy.rule_for(tensor)[1].codec == AUTO for tensor in tensors)
 
 

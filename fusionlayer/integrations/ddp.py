@@ -18,13 +18,13 @@ from ..codecs import Codec
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import Bucket, Slot
+from ..planning.autotune import Autotune
 from ..scheduler import AheadBuffer, Job, Memory, Worker, located
-from ..scheduler.autotune import Autotune
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
 from ..wire import WIRE_VERSION
-from .construction import Wishes, autotuning
+from .construction import GradientOptions, autotuning
 from .ddp_fused import FusingHook
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def register(
     transport = context.transport(model.process_group)
     tuning = autotuning(autotune)
     if tuning is not None and transport.size > 1:
-        wishes = Wishes(
+        options = GradientOptions(
             codec=codec,
             codec_options=codec_options,
             algorithm=algorithm,
@@ -89,7 +89,7 @@ def register(
             error_feedback=error_feedback,
             autotune=tuning,
         )
-        fusing = FusingHook(model, wishes)
+        fusing = FusingHook(model, options)
         model.register_comm_hook(fusing, lambda hook, bucket: hook(bucket))
         return fusing
     chosen = make_codec(codec, codec_options)

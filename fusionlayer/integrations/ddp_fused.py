@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import context
 from ..scheduler import Engine, Scaling
 from ..timeline import Timeline
-from .construction import Wishes, make_engine
+from .construction import GradientOptions, make_engine
 from .parameters import describe, one_device
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ class FusingHook:
 
     Args:
         model: wrapped by DDP.
-        wishes: how gradients are fused and encoded.
+        options: how gradients are fused and encoded.
 
     Raises:
-        ConfigError: what the wishes cannot be, with what they can.
+        ConfigError: what the options cannot be, with what they can.
     """
 
-    def __init__(self, model: DistributedDataParallel, wishes: Wishes) -> None:
+    def __init__(self, model: DistributedDataParallel, options: GradientOptions) -> None:
         transport = context.transport(model.process_group)
         self._names = {
             parameter: name
@@ -44,7 +44,7 @@ class FusingHook:
             if parameter.requires_grad and name not in model.parameters_to_ignore
         }
         self._engine: Engine = make_engine(
-            wishes,
+            options,
             describe(self._names, None),
             transport,
             one_device(self._names),

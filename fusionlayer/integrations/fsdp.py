@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..functional import AUTO
-from .choice import Choice
+from .codec_or_auto import CodecOrAuto
 from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
 from .fsdp_shards import Shards
 from .weights import NAMES, Weights, both_ways
 
-__all__ = ["Compression", "compress"]
+__all__ = ["FSDPCompression", "compress"]
 
 
 class _Given(Enum):
@@ -39,7 +39,7 @@ class _Module:
         return self.gather if isinstance(self.gather, ReplicaGather) else None
 
 
-class Compression:
+class FSDPCompression:
     """What ``compress`` has put in the place of torch's collectives.
 
     It is ``Stateful``, as ``torch.distributed.checkpoint`` calls it: save it beside the model and the optimizer, and
@@ -126,7 +126,7 @@ def compress(
     nodes: int | None = None,
     all_gather: str | Codec | None | _Given = _Given.NOT,
     reduce_scatter: str | Codec | None | _Given = _Given.NOT,
-) -> Compression:
+) -> FSDPCompression:
     """Let the weights and gradients of ``model``, to which ``fully_shard`` has been applied, travel compressed.
 
     Every module of it that ``fully_shard`` was applied to sends its weights by an all-gather before it is used, and its
@@ -193,7 +193,7 @@ def compress(
             module.set_custom_all_gather(ours.gather)  # type: ignore[arg-type]
         if ours.scatter:
             module.set_custom_reduce_scatter(ours.scatter)  # type: ignore[arg-type]
-    return Compression(list(by_shards.values()), gathering, reducing)
+    return FSDPCompression(list(by_shards.values()), gathering, reducing)
 
 
 def _check_nodes(nodes: int | None) -> None:
@@ -231,8 +231,8 @@ def _one_of(name: str, value: str | Codec | None, alias: str, other: str | Codec
     return other
 
 
-def _choice(name: str, value: str | Codec) -> Choice:
-    choice = Choice.of(value, {})
+def _choice(name: str, value: str | Codec) -> CodecOrAuto:
+    choice = CodecOrAuto.of(value, {})
     if choice.codec.needs_feedback:
         raise ConfigError(
             f"fsdp.compress got {name}={choice}, which leaves most elements out, or most of what they are, and needs "

@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES, WIRE_VERSION
-from .choice import Choice
+from .codec_or_auto import CodecOrAuto
 from .fsdp_shards import Shards
 from .replica import Replica
 
@@ -45,7 +45,9 @@ class Direction:
         ranks_per_node: as ``context.transport`` takes it.
     """
 
-    def __init__(self, what: str, choice: Choice, differences: bool = False, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self, what: str, choice: CodecOrAuto, differences: bool = False, ranks_per_node: int | None = None
+    ) -> None:
         self.choice = choice
         self.differences = differences
         self.bytes_sent = 0

@@ -21,12 +21,12 @@ from ..errors import ConfigError, PlanMismatch
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES, WIRE_VERSION
-from .choice import Choice
+from .codec_or_auto import CodecOrAuto
 from .groups import resolve
 
 __all__ = ["Dispatcher", "Experts", "Route"]
 
-_Way = tuple[Sequence[int], int, Choice]
+_Way = tuple[Sequence[int], int, CodecOrAuto]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Dispatcher:
         gradient_codec: str | Codec | None = None,
         **codec_options: Any,
     ) -> None:
-        self._forward = Choice.of(codec, codec_options)
-        self._backward = self._forward if gradient_codec is None else Choice.of(gradient_codec, {})
+        self._forward = CodecOrAuto.of(codec, codec_options)
+        self._backward = self._forward if gradient_codec is None else CodecOrAuto.of(gradient_codec, {})
         self._transport = context.transport(resolve(group, "expert parallelism", "ep"))
         self.rank, self.size = self._transport.rank, self._transport.size
         self.bytes_sent = 0
@@ -161,7 +161,7 @@ class Dispatcher:
         arrived: Tensor = _Travel.apply(rows, *ways, self)  # type: ignore[no-untyped-call]
         return arrived
 
-    def _move(self, rows: Tensor, sends: Sequence[int], recvs: Sequence[int], most: int, choice: Choice) -> Tensor:
+    def _move(self, rows: Tensor, sends: Sequence[int], recvs: Sequence[int], most: int, choice: CodecOrAuto) -> Tensor:
         out = rows.new_empty(sum(recvs), *rows.shape[1:])
         width = math.prod(rows.shape[1:])
         counts = [width * n for n in sends], [width * n for n in recvs]

@@ -22,14 +22,14 @@ from ..codecs import Codec
 from ..errors import ConfigError, UsageError
 from ..functional import Average, Group, ReduceOp, check_op
 from ..plan import FusionPlan
+from ..planning.autotune import Autotune, Autotuner
+from ..planning.codec_rules import CodecRules
+from ..planning.profile import Profile
 from ..scheduler import Engine, Scaling
-from ..scheduler.autotune import Autotune, Autotuner
 from ..scheduler.planners import Planner
-from ..scheduler.policy import Policy
-from ..scheduler.profile import Profile
 from ..timeline import Timeline
 from . import overlap
-from .construction import Wishes, make_engine
+from .construction import GradientOptions, make_engine
 from .overlap import ForwardOverlap
 from .parameters import describe, local_part, name_parameters, one_device
 from .phases import StepPhases
@@ -68,7 +68,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     ahead: bool | None = None,
     group: Group = None,
     profile: Profile | str | Path | None = None,
-    policy: Policy | str | Path | None = None,
+    policy: CodecRules | str | Path | None = None,
     fidelity: str | None = None,
     replan: bool | None = None,
     autotune: bool | Autotune | None = None,
@@ -142,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         overlap.check(optimizer, names, overlap_forward)
     if isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
         raise ConfigError("LBFGS decides by its rank's own loss, so ranks would part; use another optimizer")
-    wishes = Wishes(
+    options = GradientOptions(
         codec=codec,
         codec_options=codec_options,
         algorithm=algorithm,
@@ -169,7 +169,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         device = one_device(names)
         timeline = Timeline(context.settings().timeline, transport.rank)
         engine = make_engine(
-            wishes,
+            options,
             describe(names, groups),
             transport,
             device,
@@ -268,11 +268,11 @@ class _Distributed(Optimizer):
 
         Saved by its ``to_yaml`` it serves ``fusionlayer explain`` beside the plan, and as ``profile`` the next run.
         """
-        from ..scheduler.online import OnlinePlanner  # not above: it brings the profiler along
+        from ..planning.online import OnlinePlanner  # not above: it brings the profiler along
 
-        steering = None if self._fl_engine is None else self._fl_engine.steering
-        steering = steering.first if isinstance(steering, Autotuner) else steering
-        return steering.profile if isinstance(steering, OnlinePlanner) else None
+        plan_controller = None if self._fl_engine is None else self._fl_engine.plan_controller
+        plan_controller = plan_controller.first if isinstance(plan_controller, Autotuner) else plan_controller
+        return plan_controller.profile if isinstance(plan_controller, OnlinePlanner) else None
 
     def _fl_take(self, parameter: Tensor) -> None:
         """Hand a gradient over; called by backward when it has been accumulated."""
@@ -598,7 +598,7 @@ class _Distributed(Optimizer):
             ConfigError: the plan is not for these parameters, or names what there is not.
         """
         engine = self._fl_engine
-        if engine is None or engine.steering is not None or plan.world_size != engine.size:
+        if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
             return
         planned = {name for bucket in plan.buckets for name in bucket.names}
         if self._fl_by_name is None or not planned < set(self._fl_names.values()):

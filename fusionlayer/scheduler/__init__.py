@@ -5,7 +5,7 @@ from .engine import Engine, Scaling
 from .failure import located
 from .lane import CPU_LANES
 from .memory import Memory
-from .steering import Steering, StepSeconds
+from .plan_controller import PlanController, StepSeconds
 from .worker import Job, Worker
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Job",
     "Memory",
     "Scaling",
-    "Steering",
+    "PlanController",
     "StepSeconds",
     "Worker",
     "located",

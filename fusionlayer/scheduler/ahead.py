@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec, TensorState
-from ..collectives import Gather, Message
+from ..collectives import Gather, MessageSpan
 from ..plan import Bucket
 from ..seeds import derive_seed
 from ..timeline import Timeline
@@ -21,10 +21,10 @@ __all__ = ["AheadBuffer"]
 
 
 @dataclass
-class _Place:
+class _MessagePlace:
     """One tensor's part of the buffer: its message, what is kept of it, and (n,) memory where it needs some."""
 
-    message: Message
+    message: MessageSpan
     payload: Tensor
     state: TensorState
     number: int
@@ -75,10 +75,10 @@ class AheadBuffer(Buffer):
         end = 0
         for slot in bucket.slots:
             start, end = end, end + codec.wire(slot.numel, self._dtype).capacity
-            self._messages.append(Message(slot.numel, self._dtype, start, end))
+            self._messages.append(MessageSpan(slot.numel, self._dtype, start, end))
         self._payload = torch.zeros(aligned(end), dtype=torch.uint8, device=device)
         self._places = {
-            slot.name: _Place(
+            slot.name: _MessagePlace(
                 message,
                 self._payload[message.start : message.stop],
                 states[slot.name],
@@ -110,7 +110,7 @@ class AheadBuffer(Buffer):
                 )
         super().put(name, gradient, step)
 
-    def _seed(self, place: _Place, step: int) -> int:
+    def _seed(self, place: _MessagePlace, step: int) -> int:
         """Return the tensor's seed, whatever bucket it is in. Noise differs between ranks, a selection does not."""
         return derive_seed(step, place.number) if self.codec.ahead else derive_seed(step, place.number, self._rank)
 
@@ -142,7 +142,7 @@ class AheadBuffer(Buffer):
                 self._gather(self._payload, every, self._messages, self.codec, transport)
         return every
 
-    def _target(self, place: _Place, gradient: Tensor) -> Tensor:
+    def _target(self, place: _MessagePlace, gradient: Tensor) -> Tensor:
         """Return (n,) memory for a result: the gradient's own if that will do."""
         if not self._in_place:
             if place.result is None:

@@ -28,8 +28,8 @@ from .fusing import fuse
 from .lane import Lane
 from .memory import Memory
 from .order import SendOrder
+from .plan_controller import PlanController, StepTimer
 from .planners import Planner
-from .steering import Steering, StepWatch
 from .worker import Job
 
 __all__ = ["Engine", "Scaling"]
@@ -69,11 +69,11 @@ class Engine:
         lanes: buckets that are under way at once; while one is encoded or decoded, another travels.
         overlap_forward: buckets are taken one by one while the next forward runs, and after some steps leave in the
             order in which it wants them: of those that are complete, the one that backward completed last.
-        steering: watches the steps and may bring another plan between two of them.
+        plan_controller: watches the steps and may bring another plan between two of them.
         name: of the threads.
 
     Attributes:
-        steering: as given.
+        plan_controller: as given.
         failure: what a step has failed with, or None. The engine is closed by then and raises it again and again.
     """
 
@@ -95,7 +95,7 @@ class Engine:
         timeline: Timeline | None = None,
         lanes: int = 1,
         overlap_forward: bool = False,
-        steering: Steering | None = None,
+        plan_controller: PlanController | None = None,
         name: str = "fusionlayer",
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
@@ -111,8 +111,8 @@ class Engine:
         self._checksum = checksum
         self._timeline = timeline or Timeline(None, transport.rank)
         self._overlap_forward = overlap_forward
-        self.steering = steering
-        self._watch = None if steering is None else StepWatch()
+        self.plan_controller = plan_controller
+        self._watch = None if plan_controller is None else StepTimer()
         self.rank = transport.rank
         self.size = transport.size
         self.step = 0
@@ -162,7 +162,7 @@ class Engine:
     def may_leave_out(self) -> bool:
         """Whether ``leave_out`` is possible: nothing has been planned yet, nor will be from what was measured."""
         no_plan = self.plan is None and self._next_plan is None
-        return no_plan and self.steering is None and not self._overlap_forward
+        return no_plan and self.plan_controller is None and not self._overlap_forward
 
     def leave_out(self, names: Collection[str]) -> frozenset[str]:
         """Do without the tensors that any rank names; return which they are. All ranks call it, in the first step.
@@ -258,9 +258,9 @@ class Engine:
         self._ended_bucket_of = self._bucket_of
         self._jobs = {}
         self.step += 1
-        if self.steering is not None and self.steering.due(self.step - 1):
+        if self.plan_controller is not None and self.plan_controller.due(self.step - 1):
             with self._failing():
-                self._steer(self.steering)
+                self._ask_controller(self.plan_controller)
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
@@ -305,10 +305,10 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Adopt a plan that is due and what the codecs are in this step."""
-        if self._watch is not None and self.steering is not None:
+        if self._watch is not None and self.plan_controller is not None:
             last = self._watch.begin(self.step)
             if last is not None:
-                self.steering.note_step(self, self.step - 1, last)
+                self.plan_controller.note_step(self, self.step - 1, last)
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None
             self._agree_first(partial(self._agree, self.step, self.plan))
@@ -317,7 +317,7 @@ class Engine:
             assert self.plan is not None
             self._make_buffers(self.plan)
 
-    def _steer(self, steering: Steering) -> None:
+    def _ask_controller(self, plan_controller: PlanController) -> None:
         """Ask for the next plan on a lane, when all of them are idle."""
         for index, (job, _) in self._ended.items():
             self._wait_for(index, job)
@@ -326,7 +326,7 @@ class Engine:
 
         def ask(transport: Transport) -> None:
             with self._timeline.span("PLAN", step=self.step - 1):
-                plans.append(steering.next_plan(transport))
+                plans.append(plan_controller.next_plan(transport))
 
         self._lanes[0].put(ask).wait()
         if plans[0] is not None:
@@ -442,7 +442,7 @@ class Engine:
             f"feedback {self._error_feedback}",
             f"overlap {self._overlap_forward}",
             f"step {step}",
-            f"steering {self.steering}",
+            f"plan_controller {self.plan_controller}",
         ]
         if plan is not None:
             parts.append(plan.digest().hex())

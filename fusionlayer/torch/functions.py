@@ -54,7 +54,7 @@ def broadcast_parameters(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """Where a tensor stood in a nested state."""
 
     index: int
@@ -99,20 +99,20 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
     """Return ``value`` with places instead of its tensors, which are appended to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
+        return _TensorPlace(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
     return _map(value, lambda inner: _take_out(inner, tensors))
 
 
 def _make_room(value: Any, tensors: list[Tensor]) -> None:
     """Append an empty tensor to ``tensors`` for each place in ``value``."""
-    if isinstance(value, _Place):
+    if isinstance(value, _TensorPlace):
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
     else:
         _map(value, lambda inner: _make_room(inner, tensors))
 
 
 def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Place):
+    if isinstance(value, _TensorPlace):
         return tensors[value.index]
     return _map(value, lambda inner: _put_back(inner, tensors))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._calls import nbytes
-from ._link import Link, Message
+from ._link import Link, LinkMessage
 from ._sum import sum_in_rank_order
 
 __all__ = ["ExchangeLink"]
@@ -32,10 +32,10 @@ class ExchangeLink(Link):
         self._timeout = timeout
 
     @abstractmethod
-    def _exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message], deadline: float) -> None:
+    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
         """Do what ``exchange`` does, by ``deadline`` of the monotonic clock."""
 
-    def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+    def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
         self._exchange(outgoing, incoming, self._deadline())
 
     def all_reduce(self, x: Tensor, key: int) -> None:
@@ -73,8 +73,8 @@ class ExchangeLink(Link):
         """Send ``sends[j]`` to rank j, receive ``recvs[j]`` from it; the entries of this rank are left alone."""
         around = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._exchange(
-            [Message(peer, sends[peer].view(torch.uint8), key) for peer in around if sends[peer].numel()],
-            [Message(peer, recvs[peer].view(torch.uint8), key) for peer in reversed(around) if recvs[peer].numel()],
+            [LinkMessage(peer, sends[peer].view(torch.uint8), key) for peer in around if sends[peer].numel()],
+            [LinkMessage(peer, recvs[peer].view(torch.uint8), key) for peer in reversed(around) if recvs[peer].numel()],
             deadline,
         )
 

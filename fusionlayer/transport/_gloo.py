@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ._calls import nbytes
 from ._exchange_link import ExchangeLink
-from ._link import LinkError, Message
+from ._link import LinkError, LinkMessage
 from ._shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
@@ -68,7 +68,7 @@ class GlooLink(ExchangeLink):
             dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout)
         )
 
-    def _exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message], deadline: float) -> None:
+    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
         group = self._open_group()
         peer = self._rank
         try:
@@ -169,7 +169,7 @@ class GlooLink(ExchangeLink):
         # gloo would abort the process if a neighbour in its ring were in another call, or had another length. This byte
         # arrives only if the neighbour is in the same.
         note = torch.zeros(2, dtype=torch.uint8)
-        self._exchange([Message(following, note[:1], key)], [Message(previous, note[1:], key)], deadline)
+        self._exchange([LinkMessage(following, note[:1], key)], [LinkMessage(previous, note[1:], key)], deadline)
         try:
             _wait(self._open_group().allreduce([x]), deadline)
         except RuntimeError as error:

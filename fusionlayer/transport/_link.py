@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Link", "LinkError", "Message"]
+__all__ = ["Link", "LinkError", "LinkMessage"]
 
 
-class Message(NamedTuple):
+class LinkMessage(NamedTuple):
     """A tensor for, or from, a peer. ``key`` is 32 bits, equal on both ends, unlike that of any other under way."""
 
     peer: int
@@ -38,7 +38,7 @@ class Link(ABC):
     device: torch.device
 
     @abstractmethod
-    def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+    def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
         """Send and receive all of them at once; uint8, none of them empty."""
 
     @abstractmethod

@@ -19,20 +19,20 @@ from torch import Tensor
 from ..errors import TransportError
 from ._base import Transport
 from ._calls import Call, nbytes
-from ._link import Link, LinkError, Message
+from ._link import Link, LinkError, LinkMessage
 from ._processes import node_name
-from ._signs import Finding, lost_store
+from ._signs import Diagnosis, lost_store
 from ._staging import bring, bring_back, space
 from .heartbeat import Watch
 
-__all__ = ["LinkedTransport", "Meeting"]
+__all__ = ["LinkedTransport", "Rendezvous"]
 
 Self = TypeVar("Self", bound="LinkedTransport")
-AnyMeeting = TypeVar("AnyMeeting", bound="Meeting")
+AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where processes find each other, and as what; equal on all of them but for ``rank``.
 
     Attributes:
@@ -40,31 +40,31 @@ class Meeting:
         name: of the transport they make, its own within the store.
         rank: this process.
         size: number of processes.
-        keeper: the rank whose process keeps the store, if one of them does.
+        store_rank: the rank whose process keeps the store, if one of them does.
     """
 
     store: dist.Store
     name: str
     rank: int
     size: int
-    keeper: int | None
+    store_rank: int | None
 
-    def narrowed(self: AnyMeeting, ranks: tuple[int, ...], name: str) -> AnyMeeting:
-        """Return the meeting, under another name, of some of the processes, this one among them."""
-        keeper = ranks.index(self.keeper) if self.keeper in ranks else None
-        return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), keeper=keeper)
+    def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
+        """Return the rendezvous, under another name, of some of the processes, this one among them."""
+        store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None
+        return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), store_rank=store_rank)
 
 
 class LinkedTransport(Transport):
     """One process's end of a group of processes, over links of its own, watched through a store."""
 
-    _meeting: Meeting
+    _rendezvous: Rendezvous
 
-    def _open(self, meeting: Meeting, timeout: float, stall_warning: float, node: str | None) -> None:
+    def _open(self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None) -> None:
         """Make the transport; the constructors of subclasses call it.
 
         Args:
-            meeting: where the processes find each other.
+            rendezvous: where the processes find each other.
             timeout: seconds that a call, and the making of the transport, may wait for other ranks.
             stall_warning: seconds of waiting after which a warning that names the late ranks is logged, once per call.
             node: what ranks of this one's node have in common; None: a host and its network.
@@ -72,10 +72,10 @@ class LinkedTransport(Transport):
         Raises:
             TransportError: not all ranks came in time.
         """
-        self.rank = meeting.rank
-        self.size = meeting.size
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
         self.timeout = timeout
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._stall_warning = stall_warning
         self._node = node_name() if node is None else node
         self._duplicates = 0
@@ -91,7 +91,7 @@ class LinkedTransport(Transport):
         """Connect to the other ranks, all of which do so; yield each link and the type of the devices that it serves.
 
         Args:
-            store: this transport's part of the store of its meeting.
+            store: this transport's part of the store of its rendezvous.
         """
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
@@ -108,8 +108,8 @@ class LinkedTransport(Transport):
             near, targets = bring([sends[peer] for peer in to], link.device), space(wanted, link.device)
             key = call.key(self.sequence)
             link.exchange(
-                [Message(peer, x, key) for peer, x in zip(to, near, strict=True)],
-                [Message(peer, x, key) for peer, x in zip(source, targets, strict=True)],
+                [LinkMessage(peer, x, key) for peer, x in zip(to, near, strict=True)],
+                [LinkMessage(peer, x, key) for peer, x in zip(source, targets, strict=True)],
             )
             bring_back(targets, wanted)
             self.bytes_sent += sum(call.sends) - call.sends[self.rank]
@@ -141,7 +141,7 @@ class LinkedTransport(Transport):
         with self._in(call, counted=False):
             link = self._link_for(x)
             (near,) = bring([x.view(-1).view(torch.uint8)], link.device)
-            link.exchange([Message(to, near, call.key())] if near.numel() else [], [])
+            link.exchange([LinkMessage(to, near, call.key())] if near.numel() else [], [])
             self.bytes_sent += nbytes(x)
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
@@ -150,12 +150,12 @@ class LinkedTransport(Transport):
             link = self._link_for(x)
             flat = x.view(-1).view(torch.uint8)
             (near,) = space([flat], link.device)
-            link.exchange([], [Message(source, near, call.key())] if near.numel() else [])
+            link.exchange([], [LinkMessage(source, near, call.key())] if near.numel() else [])
             bring_back([near], [flat])
 
     def duplicate(self: Self) -> Self:
         self._duplicates += 1
-        return self._another(replace(self._meeting, name=f"{self._meeting.name}/{self._duplicates}"))
+        return self._another(replace(self._rendezvous, name=f"{self._rendezvous.name}/{self._duplicates}"))
 
     def subset(self: Self, ranks: Sequence[int]) -> Self:
         """Return a transport over some of the ranks, this one among them, ranked in the order given.
@@ -166,11 +166,11 @@ class LinkedTransport(Transport):
         chosen = tuple(ranks)
         self._subsets[chosen] += 1
         part = f"{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
-        return self._another(self._meeting.narrowed(chosen, f"{self._meeting.name}/{part}"))
+        return self._another(self._rendezvous.narrowed(chosen, f"{self._rendezvous.name}/{part}"))
 
-    def _another(self: Self, meeting: Meeting) -> Self:
+    def _another(self: Self, rendezvous: Rendezvous) -> Self:
         made = type(self).__new__(type(self))
-        made._open(meeting, self.timeout, self._stall_warning, self._node)
+        made._open(rendezvous, self.timeout, self._stall_warning, self._node)
         return made
 
     def close(self) -> None:
@@ -182,31 +182,31 @@ class LinkedTransport(Transport):
 
     def _connect(self) -> None:
         """Meet the other ranks and connect to them."""
-        meeting, links = self._meeting, self._links
+        rendezvous, links = self._rendezvous, self._links
         try:
             # A client of its own: one that waits would keep other threads from telling what their peers wait for.
-            store: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]
+            store: dist.Store = rendezvous.store.clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=self.timeout))
             watch = Watch(
-                meeting.store,
-                meeting.name,
+                rendezvous.store,
+                rendezvous.name,
                 self.rank,
                 self.size,
                 self.timeout,
                 self._stall_warning,
-                meeting.keeper,
+                rendezvous.store_rank,
                 is_overdue=lambda: any(link.is_overdue() for link in links.values()),
                 interrupt=lambda: _close_all(links),
             )
             failure = watch.meet(store, self.timeout)
         except RuntimeError as error:
-            lost = lost_store(meeting.store, meeting.keeper)
+            lost = lost_store(rendezvous.store, rendezvous.store_rank)
             raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
         if failure:
             raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
         self._watch = watch
         try:
-            for device, link in self._make_links(dist.PrefixStore(meeting.name, store)):
+            for device, link in self._make_links(dist.PrefixStore(rendezvous.name, store)):
                 links[device] = link
         except RuntimeError as error:
             raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error
@@ -234,7 +234,7 @@ class LinkedTransport(Transport):
         except BaseException as error:
             # What the peers have received of this call is unknown, so there can be no next one.
             text = f"rank {self.rank} raised {type(error).__name__}: {error}"
-            self._shut(TransportError(text, [self.rank], sequence=self.sequence), Finding((self.rank,), text, True))
+            self._shut(TransportError(text, [self.rank], sequence=self.sequence), Diagnosis((self.rank,), text, True))
             raise
         self._watch.leave()
 
@@ -249,7 +249,7 @@ class LinkedTransport(Transport):
         finding = self._watch.diagnose()
         if not finding.ranks:
             lost = f"the connection to rank {error.peer} was lost, though its process is alive"
-            finding = Finding((error.peer,), finding.text or lost, True)
+            finding = Diagnosis((error.peer,), finding.text or lost, True)
         failure = TransportError(
             f"rank {self.rank}: collective {self.sequence} ({what}): {finding.text}",
             finding.ranks,
@@ -258,7 +258,7 @@ class LinkedTransport(Transport):
         self._shut(failure, finding)
         return failure
 
-    def _shut(self, failure: TransportError, finding: Finding | None) -> None:
+    def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:
         """Make every later call raise ``failure``, and leave word of the finding, if it was one that ends it."""
         self._failure = failure
         _close_all(self._links)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._link import Link, LinkError, Message
+from ._link import Link, LinkError, LinkMessage
 
 __all__ = ["NcclLink"]
 
@@ -38,7 +38,7 @@ class NcclLink(Link):
         self._pending: deque[tuple[float, torch.cuda.Event]] = deque()
         self._lost = False
 
-    def exchange(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+    def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
         if not outgoing and not incoming:
             return
         with self._operation():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ._calls import Call
 
-__all__ = ["EVIDENT", "Finding", "Sign", "judge", "lost_store"]
+__all__ = ["EVIDENT", "Diagnosis", "Sign", "judge", "lost_store"]
 
 # What can be the matter with a rank, and whether it is final; in the order of blame, for a later kind may be the
 # consequence of an earlier one.
@@ -29,7 +29,7 @@ EVIDENT = ("gone", "conflict", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """Why a call does not end.
 
     Attributes:
@@ -53,7 +53,7 @@ class Sign:
     ranks: tuple[int, ...] = ()
 
 
-def judge(signs: Iterable[Sign], call: Call | None) -> Finding | None:
+def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
     """Return the finding that the signs amount to, None if they speak against no rank."""
     signs = list(signs)
     if call is not None and call.partner is not None:
@@ -61,19 +61,19 @@ def judge(signs: Iterable[Sign], call: Call | None) -> Finding | None:
     for kind, final in _KINDS.items():
         found = [sign for sign in signs if sign.kind == kind]
         if found and kind in ("told", "conflict"):
-            return Finding(found[0].ranks, found[0].text, final)
+            return Diagnosis(found[0].ranks, found[0].text, final)
         if found:
-            return Finding(tuple(sign.rank for sign in found), "; ".join(sign.text for sign in found), final)
+            return Diagnosis(tuple(sign.rank for sign in found), "; ".join(sign.text for sign in found), final)
     return None
 
 
-def lost_store(store: dist.Store, keeper: int | None) -> Finding:
-    """Return what it means that the store cannot be asked. ``keeper``: the rank whose process keeps it, if one does."""
+def lost_store(store: dist.Store, store_rank: int | None) -> Diagnosis:
+    """Return what it means that the store cannot be asked; the process of ``store_rank`` keeps it, if one does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
-        return Finding((), f"the {type(store).__name__} by which the ranks met does not answer", False)
+        return Diagnosis((), f"the {type(store).__name__} by which the ranks met does not answer", False)
     place = f"the store at {store.host}:{store.port}"
-    if keeper is None:
-        return Finding((), f"{place}, kept by the launcher, does not answer", False)
-    return Finding((keeper,), f"{place}, kept by rank {keeper}, does not answer", False)
+    if store_rank is None:
+        return Diagnosis((), f"{place}, kept by the launcher, does not answer", False)
+    return Diagnosis((store_rank,), f"{place}, kept by rank {store_rank}, does not answer", False)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import UsageError
 from ._gloo import GlooLink
 from ._link import Link
-from ._linked import LinkedTransport, Meeting
+from ._linked import LinkedTransport, Rendezvous
 from ._nccl import NcclLink
 
 __all__ = ["C10dTransport"]
@@ -24,8 +24,8 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Meeting(Meeting):
-    """A meeting of processes of torch.distributed.
+class _GroupRendezvous(Rendezvous):
+    """A rendezvous of processes of torch.distributed.
 
     Attributes:
         nccl: whether CUDA tensors travel by NCCL.
@@ -92,29 +92,29 @@ class C10dTransport(LinkedTransport):
         Raises:
             TransportError: not all ranks came in time.
         """
-        meeting = _Meeting(
+        rendezvous = _GroupRendezvous(
             store=dist.distributed_c10d._get_default_store(),
             name=f"fusionlayer/{name}",
             rank=ranks.index(dist.get_rank()),
             size=len(ranks),
-            keeper=_keeper(ranks),
+            store_rank=_keeper(ranks),
             nccl=nccl,
             gloo=True,
         )
         made = cls.__new__(cls)
-        made._open(meeting, timeout, stall_warning, node)
+        made._open(rendezvous, timeout, stall_warning, node)
         return made
 
-    _meeting: _Meeting
+    _rendezvous: _GroupRendezvous
 
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
-        if self._meeting.gloo:
+        if self._rendezvous.gloo:
             yield "cpu", GlooLink(store, self.rank, self.size, self.timeout, self._node)
-        if self._meeting.nccl:
+        if self._rendezvous.nccl:
             yield "cuda", NcclLink(store, self.rank, self.size, self.timeout)
 
 
-def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:
+def _meet_as(group: dist.ProcessGroup | None) -> _GroupRendezvous:
     """Return where the processes of a group find each other for one more transport."""
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
@@ -133,12 +133,12 @@ def _meet_as(group: dist.ProcessGroup | None) -> _Meeting:
     nccl = (
         backends.get("cuda", "gloo") not in ("gloo", "mpi") and dist.is_nccl_available() and torch.cuda.is_available()
     )
-    return _Meeting(
+    return _GroupRendezvous(
         store=store,
         name=f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
         rank=rank,
         size=len(ranks),
-        keeper=_keeper(ranks),
+        store_rank=_keeper(ranks),
         nccl=nccl,
         gloo="cpu" in backends or not nccl,
     )

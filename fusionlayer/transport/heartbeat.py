@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ._calls import Call
 from ._monitor import STORE_PATIENCE, monitor
 from ._processes import Identity
-from ._signs import EVIDENT, Finding, Sign, judge, lost_store
+from ._signs import EVIDENT, Diagnosis, Sign, judge, lost_store
 
 __all__ = ["Watch"]
 
@@ -30,7 +30,7 @@ _POLL = 0.1
 _MEETING_POLL = _LOOK_POLL = 0.01
 
 
-class _Place(NamedTuple):
+class _Progress(NamedTuple):
     """Where this rank is: replaced as a whole, so that another thread sees one moment.
 
     Attributes:
@@ -56,7 +56,7 @@ class Watch:
         size: number of ranks.
         timeout: seconds a call may wait; the interval is an eighth of it, at least 0.25 and at most 5 seconds.
         stall_warning: seconds of waiting after which a warning is logged.
-        keeper: rank whose process keeps a TCP store, or None.
+        store_rank: rank whose process keeps a TCP store, or None.
         is_overdue: whether something that no call waits for any more has run out of time; another thread calls it.
         interrupt: ends the wait of the call in flight with an error; another thread calls it.
     """
@@ -69,7 +69,7 @@ class Watch:
         size: int,
         timeout: float,
         stall_warning: float,
-        keeper: int | None,
+        store_rank: int | None,
         *,
         is_overdue: Callable[[], bool],
         interrupt: Callable[[], None],
@@ -79,13 +79,13 @@ class Watch:
         self.interval = min(max(timeout / 8, 0.25), 5.0)
         self._name = name
         self._store = dist.PrefixStore(name, monitor.own_store(store))
-        self._lost_store = lost_store(store, keeper)
+        self._lost_store = lost_store(store, store_rank)
         self._is_overdue = is_overdue
         self._stall_warning = stall_warning
         self._interrupt = interrupt
         self._identity = Identity.own()
         self._identities: list[Identity] = []
-        self._place = _Place(0, None, 0.0, ())
+        self._place = _Progress(0, None, 0.0, ())
         self._serial = 0
         self._answered = ""
         self._farewell: dict[str, Any] | None = None
@@ -96,9 +96,9 @@ class Watch:
         self._wanted = False
         self._seen_first: list[Sign] = []
         self._found = threading.Event()
-        self._finding: Finding | None = None
+        self._finding: Diagnosis | None = None
 
-    def meet(self, store: dist.Store, timeout: float) -> Finding | None:
+    def meet(self, store: dist.Store, timeout: float) -> Diagnosis | None:
         """Learn who the other ranks are; return why that failed, such as one not coming in ``timeout`` seconds.
 
         Args:
@@ -117,11 +117,11 @@ class Watch:
                 text = f"ranks {list(missing)} did not come within {timeout:g} s; make it on every rank of the group"
                 self._farewell = {"state": "failed", "ranks": missing, "text": text}
                 self.write_state()
-                return Finding(missing, text, True)
+                return Diagnosis(missing, text, True)
             time.sleep(_MEETING_POLL)
         for state in self.read_states(self.others()).values():
             if "text" in state:
-                return Finding(tuple(state["ranks"]), state["text"], True)
+                return Diagnosis(tuple(state["ranks"]), state["text"], True)
         self._identities = [Identity(**json.loads(text)) for text in self._store.multi_get(keys)]
         self._store = later
         monitor.add(self)
@@ -135,13 +135,13 @@ class Watch:
         recent = self._place.recent
         if call.partner is None:
             recent = (*recent[-1:], (sequence, call))
-        self._place = _Place(sequence, call, now, recent)
+        self._place = _Progress(sequence, call, now, recent)
 
     def leave(self) -> None:
         """The call has ended well."""
         self._place = self._place._replace(call=None, since=0.0)
 
-    def diagnose(self) -> Finding:
+    def diagnose(self) -> Diagnosis:
         """Return why the call in flight has failed. Takes a tenth of a second, or three intervals at most."""
         self._farewell = {"state": "failed"}
         self._wanted = True
@@ -160,7 +160,7 @@ class Watch:
         assert self._finding is not None
         return self._finding
 
-    def end(self, finding: Finding | None = None) -> None:
+    def end(self, finding: Diagnosis | None = None) -> None:
         """Leave word why this rank makes no more calls: it closed, or failed for the reason found. Never waits."""
         if finding is None:
             self._farewell = {"state": "closed"}
@@ -225,7 +225,7 @@ class Watch:
         """Return all ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def interpret(self, place: _Place, rank: int, state: dict[str, Any], fresh: bool, waited: float) -> Sign | None:
+    def interpret(self, place: _Progress, rank: int, state: dict[str, Any], fresh: bool, waited: float) -> Sign | None:
         """Return what speaks against a rank that has written ``state``, anew or before it was asked."""
         sequence, call = place.sequence, place.call
         behind = state["sequence"] < sequence
@@ -266,7 +266,7 @@ class Watch:
     def _look_around(self) -> list[Sign]:
         return [sign for rank in self.others() if (sign := self._look_at(rank))]
 
-    def _judge_without_store(self) -> Finding:
+    def _judge_without_store(self) -> Diagnosis:
         return judge(self._seen_first or self._look_around(), self._place.call) or self._lost_store
 
     def _is_time_to_look(self) -> bool:
@@ -278,14 +278,14 @@ class Watch:
         self._next_look = min(2 * now - since, warning if warning > now else float("inf"))
         return True
 
-    def _conclude(self, finding: Finding | None) -> None:
+    def _conclude(self, finding: Diagnosis | None) -> None:
         sequence, call, since, _ = self._inquiry.place if self._inquiry else self._place
         moved_on = call is None or self._place.since != since
         self._inquiry = None
         waited = time.monotonic() - since
         if self._wanted:
             self._wanted = False
-            self._finding = finding or Finding((), "", True)
+            self._finding = finding or Diagnosis((), "", True)
             self._found.set()
         elif moved_on:
             return
@@ -300,7 +300,7 @@ class Watch:
 class _Inquiry:
     """One round of asking the other ranks of a transport where they are."""
 
-    def __init__(self, watch: Watch, place: _Place, question: str) -> None:
+    def __init__(self, watch: Watch, place: _Progress, question: str) -> None:
         self.place = place
         self.signs: list[Sign] = []
         self._watch = watch

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError, UsageError
-from ._horovod import HorovodLink, import_horovod, load_horovod
+from ._horovod_link import HorovodLink, import_horovod, load_horovod
 from ._link import Link
-from ._linked import LinkedTransport, Meeting
+from ._linked import LinkedTransport, Rendezvous
 from ._side_store import open_store
 from ._waiting import wait_until
 
@@ -47,8 +47,8 @@ class HorovodTransport(LinkedTransport):
         _made += 1
         name = f"fusionlayer/horovod/{_made}"
         store = _store or dist.HashStore()
-        meeting = Meeting(store=store, name=name, rank=hvd.rank(), size=hvd.size(), keeper=0)
-        self._open(meeting, timeout, stall_warning, node)
+        rendezvous = Rendezvous(store=store, name=name, rank=hvd.rank(), size=hvd.size(), store_rank=0)
+        self._open(rendezvous, timeout, stall_warning, node)
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         raise UsageError("Horovod has no message from one rank to another alone; use exchange, or transport 'c10d'")
@@ -61,7 +61,7 @@ class HorovodTransport(LinkedTransport):
         raise UsageError("Horovod's transport is one of all processes; use transport 'c10d' for some of them")
 
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
-        yield "cpu", HorovodLink(self._meeting.name, self.timeout)
+        yield "cpu", HorovodLink(self._rendezvous.name, self.timeout)
 
 
 def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> HorovodTransport:

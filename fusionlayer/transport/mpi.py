@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import TransportError
 from ._link import Link
-from ._linked import LinkedTransport, Meeting
-from ._mpi import MpiLink, load_mpi
+from ._linked import LinkedTransport, Rendezvous
+from ._mpi_link import MpiLink, load_mpi
 from ._side_store import open_store
 from ._waiting import wait_until
 
@@ -44,8 +44,8 @@ _worlds: dict[tuple[int, ...], _World] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Meeting(Meeting):
-    """A meeting of processes of MPI.
+class _MpiRendezvous(Rendezvous):
+    """A rendezvous of processes of MPI.
 
     Attributes:
         comm: the communicator of which the transport's own is made.
@@ -55,7 +55,7 @@ class _Meeting(Meeting):
     comm: MPI.Intracomm | None
     members: tuple[int, ...] | None = None
 
-    def narrowed(self: _Meeting, ranks: tuple[int, ...], name: str) -> _Meeting:
+    def narrowed(self: _MpiRendezvous, ranks: tuple[int, ...], name: str) -> _MpiRendezvous:
         return replace(super().narrowed(ranks, name), members=ranks)
 
 
@@ -80,7 +80,7 @@ class MpiTransport(LinkedTransport):
         TransportError: not all ranks came in time, or rank 0 cannot be reached.
     """
 
-    _meeting: _Meeting
+    _rendezvous: _MpiRendezvous
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class MpiTransport(LinkedTransport):
         comm = mpi.COMM_WORLD if comm is None else comm
         assert comm is not None
         if comm.size == 1:
-            alone = _Meeting(store=dist.HashStore(), name="", rank=0, size=1, keeper=None, comm=None)
+            alone = _MpiRendezvous(store=dist.HashStore(), name="", rank=0, size=1, store_rank=None, comm=None)
             self._open(alone, timeout, stall_warning, node)
             return
         ranks = _world_ranks(mpi, comm)
@@ -105,29 +105,29 @@ class MpiTransport(LinkedTransport):
             _worlds[ranks] = world
         world.made += 1
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        meeting = _Meeting(
+        rendezvous = _MpiRendezvous(
             store=world.store,
             name=f"fusionlayer/mpi/{digest}/{world.made}",
             rank=comm.rank,
             size=comm.size,
-            keeper=0,
+            store_rank=0,
             comm=world.comm,
         )
-        self._open(meeting, timeout, stall_warning, node)
+        self._open(rendezvous, timeout, stall_warning, node)
 
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
-        comm, members = self._meeting.comm, self._meeting.members
+        comm, members = self._rendezvous.comm, self._rendezvous.members
         assert comm is not None
         if members is None:
             comm = _duplicate(comm, self.timeout)
         else:
             # It cannot be given up, but all its ranks have come by now: they have met in the store.
             comm = comm.Create_group(
-                comm.Get_group().Incl(members), zlib.crc32(self._meeting.name.encode()) % (1 << 15)
+                comm.Get_group().Incl(members), zlib.crc32(self._rendezvous.name.encode()) % (1 << 15)
             )
         # Two threads may duplicate two transports, each on the communicator of its own.
-        self._meeting = replace(self._meeting, comm=comm, members=None)
-        yield "cpu", MpiLink(comm, self._meeting.name, self.timeout)
+        self._rendezvous = replace(self._rendezvous, comm=comm, members=None)
+        yield "cpu", MpiLink(comm, self._rendezvous.name, self.timeout)
 
 
 def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> MpiTransport:

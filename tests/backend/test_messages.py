@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.backend.messages import Messages
+from fusionlayer.backend.messages import PointToPoint
 from fusionlayer.backend.work import JoinedWork
 from tests.synthetic import gradient
 
@@ -33,8 +33,8 @@ class Native(dist.Work):
         return True
 
 
-def pair(batch: bool) -> tuple[Messages, Native, Native, Tensor, Tensor, list[dist.Work]]:
-    messages, wire = Messages(7), {}
+def pair(batch: bool) -> tuple[PointToPoint, Native, Native, Tensor, Tensor, list[dist.Work]]:
+    messages, wire = PointToPoint(7), {}
     x, out = gradient(1000, 1), torch.zeros(10, 100).t()
     sends = Native(lambda: None)
 

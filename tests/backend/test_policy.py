@@ -9,29 +9,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.backend import OPS, Policy, Rule
-from fusionlayer.backend.choices import Choices
+from fusionlayer.backend import OPS, CallPolicy, CallRule
+from fusionlayer.backend.choices import CallChoices
 from fusionlayer.errors import ConfigError
 
 pytestmark = pytest.mark.short
 
 
-def chosen(policy: Policy, op: str, x: Tensor, *, names: tuple[str, ...] = ("default_pg", "0"), size: int = 2) -> str:
-    choices = Choices(policy, names, size, checksum=False, devices=frozenset({"cpu"}))
+def chosen(
+    policy: CallPolicy, op: str, x: Tensor, *, names: tuple[str, ...] = ("default_pg", "0"), size: int = 2
+) -> str:
+    choices = CallChoices(policy, names, size, checksum=False, devices=frozenset({"cpu"}))
     choice = choices.of(op, [x])
     assert choices.of(op, [x]) is choice
     return "passes" if choice is None else f"{choice.codec.name} {choice.algorithm}"
 
 
-def of(*rules: dict[str, Any], **rest: Any) -> Policy:
-    return Policy.of({"rules": list(rules), **rest})
+def of(*rules: dict[str, Any], **rest: Any) -> CallPolicy:
+    return CallPolicy.of({"rules": list(rules), **rest})
 
 
 BIG = torch.zeros(10_000)
 
 
 def test_without_rules_all_passes() -> None:
-    for policy in (Policy(), Policy.of(None), Policy.of({}), of({"codec": "raw"})):
+    for policy in (CallPolicy(), CallPolicy.of(None), CallPolicy.of({}), of({"codec": "raw"})):
         assert {chosen(policy, op, BIG) for op in OPS} == {"passes"}
 
 
@@ -102,23 +104,27 @@ def test_what_is_never_touched() -> None:
 )
 def test_errors_name_what_is_wrong(source: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Policy.of(source)
+        CallPolicy.of(source)
 
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text("min_bytes: 100\nrules:\n- {codec: int8, op: all_reduce}\n- {codec: taco, group: mesh_tp}\n")
-    read = Policy.of(path)
-    assert read == Policy((Rule("int8", op="all_reduce"), Rule("taco", group="mesh_tp")), 100) == Policy.of(str(path))
-    assert Policy.of(read) is read
+    read = CallPolicy.of(path)
+    assert (
+        read
+        == CallPolicy((CallRule("int8", op="all_reduce"), CallRule("taco", group="mesh_tp")), 100)
+        == CallPolicy.of(str(path))
+    )
+    assert CallPolicy.of(read) is read
     path.write_text("rules: [{codec: int8, gruop: x}]")
     with pytest.raises(ConfigError, match=r"policy.yaml: policy, rule 1: unknown key 'gruop'; did you mean 'group'\?"):
-        Policy.of(path)
+        CallPolicy.of(path)
     path.write_text("rules: [")
     with pytest.raises(ConfigError, match="policy.yaml cannot be read: "):
-        Policy.of(path)
+        CallPolicy.of(path)
     with pytest.raises(ConfigError, match="nowhere.yaml cannot be read: .*No such file"):
-        Policy.of(tmp_path / "nowhere.yaml")
+        CallPolicy.of(tmp_path / "nowhere.yaml")
 
 
 def test_facts_tell_all_policies_apart() -> None:

@@ -12,9 +12,9 @@ import pytest
 import fusionlayer as fl
 from benchmarks import ablation
 from benchmarks.lab import Network, why_not
-from fusionlayer.scheduler.profile import Profile
+from fusionlayer.planning.profile import Profile
 from tests.examples.places import ROOT
-from tests.scheduler.profiles import write_example
+from tests.planning.profiles import write_example
 
 
 def example_plans(folder: Path) -> list[ablation.Planned]:

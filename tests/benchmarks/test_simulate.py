@@ -17,11 +17,11 @@ from benchmarks.simulate.measure import measure
 from benchmarks.simulate.validate import compare, read_cells, summarize
 from benchmarks.simulate.worker import Job
 from fusionlayer.errors import ConfigError
-from fusionlayer.scheduler.cost_model import Curve
-from fusionlayer.scheduler.profile import Profile
-from fusionlayer.scheduler.projection import Method, Scenario, project
+from fusionlayer.planning.cost_model import Curve
+from fusionlayer.planning.profile import Profile
+from fusionlayer.planning.projection import Method, Scenario, project
 from tests.examples.places import needs_namespaces
-from tests.scheduler.profiles import write_example
+from tests.planning.profiles import write_example
 
 
 @pytest.fixture

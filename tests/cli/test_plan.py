@@ -12,12 +12,12 @@ from fusionlayer import context
 from fusionlayer.cli import main
 from fusionlayer.collectives.switching import KINDS
 from fusionlayer.plan import FusionPlan
+from fusionlayer.planning.profile import Profile
 from fusionlayer.scheduler import planners
-from fusionlayer.scheduler.profile import Profile
 from tests.cli.test_simulate import table_rows
 from tests.packaging.project_tree import ROOT
-from tests.scheduler.profiles import write_example
-from tests.scheduler.test_switch import ZIP
+from tests.planning.profiles import write_example
+from tests.planning.test_zipped_costs import ZIP
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 
 from fusionlayer.cli import main
 from fusionlayer.cli.tables import plain_table, print_table
-from fusionlayer.scheduler.profile import Profile, Validation
+from fusionlayer.planning.profile import Profile, Validation
 from tests.packaging.project_tree import ROOT
-from tests.scheduler.profiles import write_example
+from tests.planning.profiles import write_example
 
 pytestmark = pytest.mark.short
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec, HomomorphicCodec
 from fusionlayer.collectives import _hops, butterfly, ring
-from fusionlayer.collectives._hops import Schedule, balanced
+from fusionlayer.collectives._hops import HopSchedule, balanced
 from fusionlayer.errors import TransportError, WireError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
@@ -127,7 +127,7 @@ def test_where_the_order_does_not_matter_a_lossless_sum_is_the_dense_one(
     over_threads(world, body)
 
 
-def expected_sum(way: Callable[[int, int], Schedule], codec: Codec, inputs: list[Tensor], seed: int) -> Tensor:
+def expected_sum(way: Callable[[int, int], HopSchedule], codec: Codec, inputs: list[Tensor], seed: int) -> Tensor:
     """Return the sum by a schedule, made message by message with the codec's plain verbs."""
     size, numel = len(inputs), inputs[0].numel()
     ways = [way(rank, size) for rank in range(size)]

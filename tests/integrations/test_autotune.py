@@ -17,7 +17,7 @@ from fusionlayer import context
 from fusionlayer.config import Config
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.construction import autotuning
-from fusionlayer.scheduler.autotune import search
+from fusionlayer.planning.autotune import search
 from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_results import sgd

@@ -13,28 +13,28 @@ import torch
 
 from fusionlayer import ConfigError
 from fusionlayer.integrations.deepspeed.gradients import padding_of
-from fusionlayer.integrations.deepspeed.section import ROUTERS, Section, Traffic
-from fusionlayer.integrations.deepspeed.spans import Part, Spans
+from fusionlayer.integrations.deepspeed.section import ROUTERS, DeepSpeedSection, RoleCodec
+from fusionlayer.integrations.deepspeed.spans import GradientSpan, Spans
 
 pytestmark = pytest.mark.short
 
 
-def section(given: Any, stage: int = 2, **zero: Any) -> Section:
-    found = Section.of({"zero_optimization": {"stage": stage, **zero}, "fusionlayer": given})
+def section(given: Any, stage: int = 2, **zero: Any) -> DeepSpeedSection:
+    found = DeepSpeedSection.of({"zero_optimization": {"stage": stage, **zero}, "fusionlayer": given})
     assert found is not None
     return found
 
 
 def test_what_is_left_out_or_auto() -> None:
-    assert Section.of({"zero_optimization": {"stage": 3}}) is None
+    assert DeepSpeedSection.of({"zero_optimization": {"stage": 3}}) is None
     plain = section({})
     assert plain == section({"gradients": "auto", "weights": {"codec": "auto"}, "error_feedback": "auto"})
-    assert plain.gradients == Traffic("int8") and not plain.weights.compresses and not plain.activations.compresses
+    assert plain.gradients == RoleCodec("int8") and not plain.weights.compresses and not plain.activations.compresses
     assert plain.error_feedback and plain.exempt == ROUTERS and plain.warmup_steps == 0
     assert not section({}, stage=3).error_feedback, "each rank would keep all of a sharded model's gradients"
     assert not section({"gradients": "raw"}).error_feedback
     # Hugging Face fills in values that are "auto", and leaves those that it does not know.
-    assert Section.of({"zero_optimization": "auto", "fusionlayer": {}}) is not None
+    assert DeepSpeedSection.of({"zero_optimization": "auto", "fusionlayer": {}}) is not None
 
 
 def test_roles_become_rules_of_operations() -> None:
@@ -74,7 +74,7 @@ def test_the_sections_of_the_page_are_sections() -> None:
     (block,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert section(json.loads(block)).gradients.options == {"group_size": 64}
     rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
-    assert set(rows) == {*(f.name for f in fields(Section)), "zero_plus_plus", "one_bit"}
+    assert set(rows) == {*(f.name for f in fields(DeepSpeedSection)), "zero_plus_plus", "one_bit"}
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_spans_of_gradients_in_a_buffer_and_alone() -> None:
     buffer, alone = torch.zeros(100), torch.zeros(4, 5)
     spans.add_run(buffer[10:60], [("a", 20), ("b", 30)])
     spans.add("c", alone)
-    assert list(spans.parts(buffer[5:40])) == [Part("a", 0, 20, 5), Part("b", 0, 10, 25)]
-    assert list(spans.parts(buffer[35:])) == [Part("b", 5, 30, 0)]
-    assert list(spans.parts(alone)) == [Part("c", 0, 20, 0)]
+    assert list(spans.parts(buffer[5:40])) == [GradientSpan("a", 0, 20, 5), GradientSpan("b", 0, 10, 25)]
+    assert list(spans.parts(buffer[35:])) == [GradientSpan("b", 5, 30, 0)]
+    assert list(spans.parts(alone)) == [GradientSpan("c", 0, 20, 0)]
     assert list(spans.parts(torch.zeros(3))) == [] and list(spans.parts(buffer[60:])) == []
-    assert Part("b", 5, 30, 0).key == "b[5:30]"
+    assert GradientSpan("b", 5, 30, 0).key == "b[5:30]"
 
 
 @pytest.mark.parametrize(("numels", "size"), [([7], 2), ([8], 2), ([1, 2, 3], 4), ([10, 4, 1], 3), ([5, 5], 5)])

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError, UsageError
-from fusionlayer.integrations.fsdp import Compression
+from fusionlayer.integrations.fsdp import FSDPCompression
 from fusionlayer.integrations.weights import Weights
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_fsdp import BF16, FEATURES, WIDTH, Layer, batch, same_on_all_ranks, train
@@ -54,7 +54,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def main_and_replica(model: nn.Module, compression: Compression) -> tuple[Tensor, Tensor]:
+def main_and_replica(model: nn.Module, compression: FSDPCompression) -> tuple[Tensor, Tensor]:
     """Return this rank's weights as the optimizer has them, and as the ranks' copies do, flat."""
     reshard(model)
     state = compression.state_dict()
@@ -146,7 +146,7 @@ def hold_when(rank: int, world: int) -> None:
     hold_changes(model, compression, batch(0, 0)[0])
 
 
-def hold_changes(model: nn.Module, compression: Compression, x: Tensor) -> None:
+def hold_changes(model: nn.Module, compression: FSDPCompression, x: Tensor) -> None:
     """Weights that no step has changed are noticed; whoever says so gets them, and steps need not be said."""
     weight = model[2].weight  # type: ignore[index]
 

@@ -12,19 +12,19 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError
-from fusionlayer.integrations.construction import Wishes, make_engine
+from fusionlayer.integrations.construction import GradientOptions, make_engine
+from fusionlayer.planning.plans import plan_costs
+from fusionlayer.planning.profile import Profile
+from fusionlayer.planning.projection import Scenario
 from fusionlayer.scheduler import Scaling
-from fusionlayer.scheduler.planning import plan_costs
-from fusionlayer.scheduler.profile import Profile
-from fusionlayer.scheduler.projection import Scenario
 from fusionlayer.timeline import Timeline
 from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
 from tests.integrations.test_optimizer_results import assert_same_bits, sgd, trained
 from tests.integrations.training import make_model, reference, train, weights
+from tests.planning.measured import costs_measured
 from tests.scheduler.engines import MODEL
-from tests.scheduler.measured import costs_measured
 
 STEPS = 10  # the switch comes after the eighth
 BY_COSTS = [name for name in fl.planners.names() if fl.planners.get(name).needs_costs]
@@ -172,15 +172,16 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 @pytest.mark.short
 @pytest.mark.parametrize(
-    ("wishes", "what"), [(Wishes(planner="safusion"), "planner 'safusion'"), (Wishes(codec="auto"), "codec 'auto'")]
+    ("options", "what"),
+    [(GradientOptions(planner="safusion"), "planner 'safusion'"), (GradientOptions(codec="auto"), "codec 'auto'")],
 )
-def test_costs_of_a_gpu_are_not_guessed(wishes: Wishes, what: str) -> None:
+def test_costs_of_a_gpu_are_not_guessed(options: GradientOptions, what: str) -> None:
     def rank_main(rank: int) -> None:
         transport = local.current()
         assert transport is not None
         with pytest.raises(ConfigError, match=f"{what} plans by costs that are measured for the CPU only.* on cuda"):
             make_engine(
-                wishes,
+                options,
                 MODEL,
                 transport,
                 torch.device("cuda", 0),

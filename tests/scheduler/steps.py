@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from fusionlayer.plan import TensorInfo
-from fusionlayer.scheduler.cost_model import FREE, AlphaBeta, Cost
+from fusionlayer.planning.cost_model import FREE, AlphaBeta, Cost
 from fusionlayer.scheduler.planners import StepCosts
 
 __all__ = ["costs_of", "steps", "tensors_of"]

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import TensorInfo
+from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.scheduler import planners
-from fusionlayer.scheduler.cost_model import AlphaBeta
 from fusionlayer.scheduler.planners import Prediction, Span, StepCosts, predict
 from fusionlayer.scheduler.planners._costs import Pipeline
 from fusionlayer.scheduler.planners.safusion import _adaptive

@@ -76,15 +76,15 @@ sys.stdin.read()
 """
 
 
-def meet_by_a_slow_store(rank: int, world: int, port: int, keeper: int) -> float:
+def meet_by_a_slow_store(rank: int, world: int, port: int, store_rank: int) -> float:
     store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=30), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     first = C10dTransport(timeout=TIMEOUT)
     read_states = Watch.read_states
 
     def read_slowly(watch: Watch, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        os.kill(keeper, signal.SIGSTOP)
-        threading.Timer(1.5 * STORE_PATIENCE, os.kill, (keeper, signal.SIGCONT)).start()
+        os.kill(store_rank, signal.SIGSTOP)
+        threading.Timer(1.5 * STORE_PATIENCE, os.kill, (store_rank, signal.SIGCONT)).start()
         return read_states(watch, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -101,13 +101,13 @@ def meet_by_a_slow_store(rank: int, world: int, port: int, keeper: int) -> float
 def test_ranks_meet_though_their_store_is_slow() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as keeper:
-        assert keeper.stdout is not None
+    ) as store_rank:
+        assert store_rank.stdout is not None
         try:
-            port = int(keeper.stdout.readline())
-            assert run_ranks(meet_by_a_slow_store, 2, port, keeper.pid, backend=None) == [10.0, 10.0]
+            port = int(store_rank.stdout.readline())
+            assert run_ranks(meet_by_a_slow_store, 2, port, store_rank.pid, backend=None) == [10.0, 10.0]
         finally:
-            keeper.kill()
+            store_rank.kill()
 
 
 def use_groups(rank: int, world: int) -> list[float]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fusionlayer.transport._calls import Call
 from fusionlayer.transport._processes import Identity
-from fusionlayer.transport._signs import Finding, Sign, judge, lost_store
+from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
 
 pytestmark = pytest.mark.short
 
@@ -51,8 +51,8 @@ def test_nothing_speaks_against_anybody() -> None:
 
 def test_the_partner_of_a_message_is_blamed_before_others() -> None:
     call = Call("message with tag 0", sends=(4,), partner=4)
-    assert judge([STOPPED, LATE], call) == Finding((4,), LATE.text, False)
-    assert judge([STOPPED], call) == Finding((2,), STOPPED.text, False)
+    assert judge([STOPPED, LATE], call) == Diagnosis((4,), LATE.text, False)
+    assert judge([STOPPED], call) == Diagnosis((2,), STOPPED.text, False)
 
 
 def test_a_stopped_rank_may_come_back_and_a_dead_one_may_not() -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from ... import backend, context
 from ...errors import ConfigError
 from .gradients import Gradients, clear_padding_of_weights
-from .section import KEY, Section, Traffic
+from .section import KEY, DeepSpeedSection, RoleCodec
 
-__all__ = ["Gradients", "Section", "Traffic", "init_distributed", "initialize", "install", "read"]
+__all__ = ["Gradients", "DeepSpeedSection", "RoleCodec", "init_distributed", "initialize", "install", "read"]
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -35,7 +35,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     original = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
     call = inspect.signature(original).bind(*args, **kwargs)
     config, put = _configuration(call.arguments)
-    section = None if config is None else Section.of(config)
+    section = None if config is None else DeepSpeedSection.of(config)
     if config is None or section is None:
         return tuple(original(*args, **kwargs))
     put({key: value for key, value in config.items() if key != KEY})
@@ -62,7 +62,7 @@ def init_distributed(config: Mapping[str, Any] | str | Path, **kwargs: Any) -> N
     Raises:
         ConfigError, PlanMismatch: as ``initialize``.
     """
-    section = Section.of(read(config))
+    section = DeepSpeedSection.of(read(config))
     if section is None or not section.enabled:
         _deepspeed().init_distributed(**kwargs)
     else:
@@ -107,7 +107,7 @@ def read(config: object) -> dict[str, Any]:
         raise ConfigError(f"DeepSpeed configuration {config}: {' '.join(str(error).split())}") from error
 
 
-def _start(section: Section, **kwargs: Any) -> None:
+def _start(section: DeepSpeedSection, **kwargs: Any) -> None:
     """Start the backend with the section's policy, or see that it runs, and that all ranks have the same section."""
     deepspeed = _deepspeed()
     if dist.is_initialized() and backend.NAME not in dist.get_backend_config():

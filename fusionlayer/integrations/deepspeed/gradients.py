@@ -21,8 +21,8 @@ from ...backend import hints
 from ...errors import ConfigError
 from ...plan import Bucket, Slot
 from ...scheduler.memory import Memory
-from .section import Section
-from .spans import Part, Spans
+from .section import DeepSpeedSection
+from .spans import GradientSpan, Spans
 
 __all__ = ["Gradients", "clear_padding_of_weights", "padding_of"]
 
@@ -36,7 +36,7 @@ class Gradients:
         section: what the configuration says.
     """
 
-    def __init__(self, engine: Any, section: Section) -> None:
+    def __init__(self, engine: Any, section: DeepSpeedSection) -> None:
         self.section = section
         self._engine = engine
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
@@ -249,7 +249,7 @@ def clear_padding_of_weights(optimizer: Any) -> None:
                     master[place + filled : place + numel].zero_()
 
 
-def _slot(part: Part, total: int) -> Slot:
+def _slot(part: GradientSpan, total: int) -> Slot:
     return Slot(part.key, part.stop - part.start, total + part.offset)
 
 

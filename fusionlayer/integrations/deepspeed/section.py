@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ... import codecs, collectives
-from ...backend import Policy
-from ...backend.policy import Rule
+from ...backend import CallPolicy
+from ...backend.policy import CallRule
 from ...codecs import Codec
 from ...errors import ConfigError
 from ...registry import nearest
 
-__all__ = ["KEY", "ROUTERS", "Section", "Traffic"]
+__all__ = ["KEY", "ROUTERS", "DeepSpeedSection", "RoleCodec"]
 
 KEY = "fusionlayer"
 AUTO = "auto"
@@ -25,7 +25,7 @@ ROUTERS = ("*.gate.wg.weight", "*.gate.weight", "*router*")
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RoleCodec:
     """What carries the tensors of one role.
 
     Attributes:
@@ -51,7 +51,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Section:
+class DeepSpeedSection:
     """What the section says, every "auto" resolved.
 
     Attributes:
@@ -65,15 +65,15 @@ class Section:
     """
 
     enabled: bool = True
-    gradients: Traffic = Traffic("int8")
-    weights: Traffic = Traffic()
-    activations: Traffic = Traffic()
+    gradients: RoleCodec = RoleCodec("int8")
+    weights: RoleCodec = RoleCodec()
+    activations: RoleCodec = RoleCodec()
     exempt: tuple[str, ...] = ROUTERS
     error_feedback: bool = False
     warmup_steps: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Section | None:
+    def of(cls, config: Mapping[str, Any]) -> DeepSpeedSection | None:
         """Return the section of a whole DeepSpeed configuration; None if it has none.
 
         Raises:
@@ -116,7 +116,7 @@ class Section:
         return hashlib.sha256(repr(self).encode()).digest()
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> CallPolicy:
         """The rules of the backend: what it sees of a tensor's role is the operation."""
         with_residuals = self.error_feedback and self.gradients.make().needs_feedback
         roles = (
@@ -124,9 +124,9 @@ class Section:
             (("all_gather",), self.weights),
             (("all_to_all", "send"), self.activations),
         )
-        return Policy(
+        return CallPolicy(
             tuple(
-                Rule(
+                CallRule(
                     traffic.codec,
                     traffic.options,
                     op,
@@ -165,7 +165,7 @@ def _read(values: Mapping[str, Any], key: str, kind: type, default: Any, where: 
 _WORDS = {bool: "true or false", int: "a whole number", str: "a name", Mapping: "keys and values"}
 
 
-def _traffic(values: Mapping[str, Any], role: str, default: str) -> Traffic:
+def _traffic(values: Mapping[str, Any], role: str, default: str) -> RoleCodec:
     given = values.get(role, {})
     if isinstance(given, str):
         given = {"codec": given}
@@ -173,7 +173,7 @@ def _traffic(values: Mapping[str, Any], role: str, default: str) -> Traffic:
         raise _error(
             f"{role}={given!r} is a {type(given).__name__}; expected a codec's name, or keys and values with 'codec'"
         )
-    _known(given, [f.name for f in fields(Traffic)], role)
+    _known(given, [f.name for f in fields(RoleCodec)], role)
     given = {key: value for key, value in given.items() if value != AUTO}
     where = f"{role}."
     algorithm = given.get("algorithm")
@@ -181,18 +181,18 @@ def _traffic(values: Mapping[str, Any], role: str, default: str) -> Traffic:
         raise _error(f"{where}algorithm={algorithm!r}; only all-reduces of gradients have a choice: leave it out")
     if algorithm is not None and algorithm not in collectives.names():
         raise _error(f"{where}algorithm={algorithm!r}; {nearest(str(algorithm), collectives.names())}")
-    traffic = Traffic(
+    traffic = RoleCodec(
         _read(given, "codec", str, default, where),
         _read(given, "options", Mapping, {}, where),
         algorithm,
-        _read(given, "min_bytes", int, Traffic.min_bytes, where),
+        _read(given, "min_bytes", int, RoleCodec.min_bytes, where),
     )
     if traffic.min_bytes < 0:
         raise _error(f"{where}min_bytes={traffic.min_bytes}; expected 0 or more")
     try:
         if traffic.compresses:
             # Which refuses what no process group can carry.
-            Rule(traffic.codec, traffic.options, "all_reduce", error_feedback=role == "gradients")
+            CallRule(traffic.codec, traffic.options, "all_reduce", error_feedback=role == "gradients")
     except ConfigError as error:
         raise _error(f"{role}: {error}") from None
     return traffic
@@ -211,7 +211,7 @@ def _stage(config: Mapping[str, Any]) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def _feedback(values: Mapping[str, Any], gradients: Traffic, stage: int) -> bool:
+def _feedback(values: Mapping[str, Any], gradients: RoleCodec, stage: int) -> bool:
     codec = gradients.make()
     wanted: bool = _read(values, "error_feedback", bool, codec.feedback_pays and stage < 3)
     if wanted and stage == 3:
@@ -222,7 +222,7 @@ def _feedback(values: Mapping[str, Any], gradients: Traffic, stage: int) -> bool
     return wanted and not codec.lossless
 
 
-def _check(section: Section, config: Mapping[str, Any], stage: int) -> None:
+def _check(section: DeepSpeedSection, config: Mapping[str, Any], stage: int) -> None:
     """Refuse what DeepSpeed's own keys make impossible or send twice compressed."""
     given = config.get("zero_optimization")
     zero: Mapping[str, Any] = given if isinstance(given, Mapping) else {}

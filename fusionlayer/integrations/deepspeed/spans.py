@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Part", "Spans"]
+__all__ = ["GradientSpan", "Spans"]
 
 
 @dataclass(frozen=True)
-class Part:
+class GradientSpan:
     """Elements ``start`` to ``stop`` of a gradient, which are those from ``offset`` on of some tensor."""
 
     name: str
@@ -40,7 +40,7 @@ class Spans:
         """Note that ``buffer`` holds gradients of these names and numbers of elements, without gaps."""
         self._note(buffer, gradients)
 
-    def parts(self, tensor: Tensor) -> Iterator[Part]:
+    def parts(self, tensor: Tensor) -> Iterator[GradientSpan]:
         """Yield what ``tensor`` consists of, in order; elements that were never noted are in no part."""
         known = self._by_storage.get(tensor.untyped_storage().data_ptr(), [])
         first = int(tensor.storage_offset())
@@ -50,7 +50,7 @@ class Spans:
                 return
             low, high = max(start, first), min(stop, last)
             if low < high:
-                yield Part(name, low - start, high - start, low - first)
+                yield GradientSpan(name, low - start, high - start, low - first)
 
     def _note(self, tensor: Tensor, gradients: Iterable[tuple[str, int]]) -> None:
         known = self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])

@@ -1,0 +1,40 @@
+"""What a collective of a user's model carries: messages of a codec, or those of ``zip`` where they take less time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import codecs, context
+from ..codecs import Codec
+from ..functional import AUTO, make_codec
+
+__all__ = ["CodecOrAuto"]
+
+
+@dataclass(frozen=True)
+class CodecOrAuto:
+    """A codec, and whether it is used always.
+
+    Attributes:
+        codec: of the messages; with a header where the job's settings ask for checksums.
+        auto: elements travel as they are where that was measured to be faster; the codec is lossless.
+    """
+
+    codec: Codec
+    auto: bool = False
+
+    @classmethod
+    def of(cls, codec: str | Codec | None, options: Mapping[str, Any]) -> CodecOrAuto:
+        """Return what a user's ``codec`` and options name; without a name, what is configured.
+
+        Raises:
+            ConfigError: unknown name or option, or options beside a codec that is one already.
+        """
+        auto = codec == AUTO
+        chosen = codecs.get("zip", **options) if auto else make_codec(codec, options)
+        return cls(chosen.checked if context.settings().checksum else chosen.bare, auto)
+
+    def __str__(self) -> str:
+        return f"auto, {self.codec}" if self.auto else str(self.codec)

@@ -1,0 +1,1 @@
+"""Planning: measures what steps cost, predicts what plans would cost, and finds plans by it."""

@@ -1,0 +1,183 @@
+"""Policies: which codec each gradient travels by, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from .. import codecs
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..plan import TensorInfo
+from ..registry import nearest
+
+__all__ = ["AUTO", "FIDELITIES", "CodecChoice", "CodecRules", "CodecRule"]
+
+AUTO = "auto"
+FIDELITIES = ("lossless", "near_lossless", "aggressive")
+NEAR_LOSSLESS_ERROR = 1e-4
+"""Largest part of a Gaussian tensor's energy that a codec may change and still be called near-lossless."""
+_SAMPLE = 1 << 16
+
+Seconds = Callable[[Codec, TensorInfo], float]
+
+
+@dataclass(frozen=True)
+class CodecRule:
+    """A codec for the tensors that all of its conditions fit.
+
+    Attributes:
+        codec: registered name, or "auto": the fastest one by the cost model that the policy's fidelity allows.
+        options: of that codec; none for "auto".
+        match: pattern of the tensor's name, as of file names.
+        min_numel: least number of elements.
+        dtype: element type, as "float32"; None: any.
+    """
+
+    codec: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    match: str = "*"
+    min_numel: int = 0
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {
+            "codec": str,
+            "options": Mapping,
+            "match": str,
+            "min_numel": int,
+            "dtype": (str, type(None)),
+        }
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind) or isinstance(getattr(self, name), bool):
+                raise ConfigError(f"rule: {name}={getattr(self, name)!r} has type {type(getattr(self, name)).__name__}")
+        if self.codec != AUTO:
+            codecs.get(self.codec, **self.options)
+        elif self.options:
+            raise ConfigError(f"rule: codec 'auto' takes no options, got {dict(self.options)}")
+
+    def fits(self, tensor: TensorInfo) -> bool:
+        """Return whether the rule is for this tensor."""
+        return (
+            fnmatchcase(tensor.name, self.match)
+            and tensor.numel >= self.min_numel
+            and self.dtype in (None, tensor.dtype)
+        )
+
+    def __str__(self) -> str:
+        conditions = [f"match {self.match!r}"] if self.match != "*" else []
+        conditions += [f"at least {self.min_numel} elements"] if self.min_numel else []
+        conditions += [self.dtype] if self.dtype else []
+        return ", ".join(conditions) or "every tensor"
+
+
+@dataclass(frozen=True)
+class CodecChoice:
+    """The codec of a tensor, why it is that, and whether costs have decided it."""
+
+    codec: Codec
+    reason: str
+    auto: bool = False
+
+
+@dataclass(frozen=True)
+class CodecRules:
+    """An ordered list of rules; the first that fits a tensor names its codec.
+
+    Attributes:
+        rules: in order.
+        fidelity: what "auto" may choose from. "lossless": codecs that change no bit; "near_lossless": also those that
+            change at most 1e-4 of a Gaussian tensor's energy, as rounding to 8 or 16 bits does; "aggressive": all.
+    """
+
+    rules: tuple[CodecRule, ...]
+    fidelity: str = "near_lossless"
+
+    def __post_init__(self) -> None:
+        if self.fidelity not in FIDELITIES:
+            raise ConfigError(f"policy: fidelity={self.fidelity!r}; expected one of: {', '.join(FIDELITIES)}")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> CodecRules:
+        """Read a policy from a file with ``fidelity`` and ``rules``; ``ConfigError`` if it is none."""
+        try:
+            data = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"policy {path} cannot be read: {' '.join(str(error).split())}") from error
+        try:
+            _check_keys(data, cls)
+            rules = data.get("rules", [])
+            if not isinstance(rules, list):
+                raise ConfigError(f"rules are {rules!r:.60}; expected a list")
+            for rule in rules:
+                _check_keys(rule, CodecRule)
+                if "codec" not in rule:
+                    raise ConfigError(f"rule {rule} lacks 'codec'")
+            return cls(**{**data, "rules": tuple(CodecRule(**rule) for rule in rules)})
+        except ConfigError as error:
+            raise ConfigError(f"policy {path}: {error}") from None
+
+    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: Seconds) -> CodecChoice:
+        """Return the codec of a tensor.
+
+        Args:
+            tensor: that travels.
+            candidates: what "auto" chooses from, by name.
+            seconds: that a codec takes for a tensor that travels alone.
+
+        Raises:
+            ConfigError: no rule fits, or "auto" has nothing to choose from.
+        """
+        number, rule = self.rule_for(tensor)
+        if rule.codec != AUTO:
+            return CodecChoice(codecs.get(rule.codec, **rule.options), f"rule {number}: {rule}")
+        allowed = self.allowed(candidates)
+        if not allowed:
+            raise ConfigError(f"policy: of {', '.join(candidates) or 'no codecs'} none is {self.fidelity}")
+        taken = {name: seconds(codec, tensor) for name, codec in allowed.items()}
+        best, *others = sorted(taken, key=lambda name: (taken[name], name))
+        beaten = f", {others[0]} {taken[others[0]] * 1e3:.2f} ms" if others else ""
+        reason = f"rule {number}: auto, {self.fidelity}: {best} takes {taken[best] * 1e3:.2f} ms alone{beaten}"
+        return CodecChoice(allowed[best], reason, auto=True)
+
+    def rule_for(self, tensor: TensorInfo) -> tuple[int, CodecRule]:
+        """Return the first rule that fits a tensor, and its number from 1 on; ``ConfigError`` if none does."""
+        for number, rule in enumerate(self.rules, 1):
+            if rule.fits(tensor):
+                return number, rule
+        raise ConfigError(f"policy: no rule fits {tensor.name!r} ({tensor.numel} elements); end with a rule for all")
+
+    def allowed(self, candidates: Mapping[str, Codec]) -> dict[str, Codec]:
+        """Return those of the candidates that the fidelity lets "auto" choose from."""
+        return {name: codec for name, codec in candidates.items() if self._allows(codec)}
+
+    def _allows(self, codec: Codec) -> bool:
+        if self.fidelity == "aggressive":
+            return True
+        if codec.lossless or self.fidelity == "lossless":
+            return codec.lossless
+        return _error(codec.bare) <= NEAR_LOSSLESS_ERROR
+
+
+@lru_cache
+def _error(codec: Codec) -> float:
+    """Return the vNMSE of a codec: the energy of what it changes of a Gaussian tensor by that of the tensor."""
+    x = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0))
+    kept = codec.decompress(codec.compress(x), _SAMPLE)
+    return float((kept - x).square().sum() / x.square().sum())
+
+
+def _check_keys(data: object, kind: type[CodecRules] | type[CodecRule]) -> None:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{data!r:.60} where keys and values were expected")
+    known = [f.name for f in fields(kind)]
+    for key in data:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r}; {nearest(str(key), known)}")

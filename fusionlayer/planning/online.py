@@ -1,0 +1,294 @@
+"""Planning while training runs: measure the first steps, plan by that, and plan again when steps drift."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from .. import codecs
+from ..codecs import Codec
+from ..errors import ConfigError
+from ..plan import FusionPlan, TensorInfo
+from ..scheduler.engine import Engine
+from ..scheduler.plan_controller import PlanController, StepSeconds
+from ..scheduler.planners import Planner, Prediction
+from ..transport import Transport
+from .codec_rules import CodecChoice, CodecRules
+from .drift import Drift, Pace
+from .plans import codec_of, make_plan, plan_costs, predict_plan, short_name
+from .profile import Profile
+from .profiler import average, profile_training
+from .projection import Scenario
+from .selection import select
+from .simulation import ALGORITHMS
+
+__all__ = ["CANDIDATES", "OnlinePlanner", "ReplanSchedule"]
+
+CANDIDATES = ("raw", "bf16", "int8", "int4", "topk", "dgc")
+"""What "auto" chooses from in training, as far as the fidelity allows."""
+
+_logger = logging.getLogger("fusionlayer")
+
+
+@dataclass(frozen=True)
+class ReplanSchedule:
+    """When an online planner measures and looks; counted in steps.
+
+    Attributes:
+        warm_up: that do not count, after the first step and after each switch.
+        measured: that costs of backward are the medians of.
+        between_looks: of which each look takes the medians; doubled with every plan that is made again.
+        looks: in a row that must be off before anything is done.
+        tolerance: part by which a time may change.
+        gain: part of the predicted step that a new plan must save to take the place of one that drifted.
+    """
+
+    warm_up: int = 2
+    measured: int = 5
+    between_looks: int = 50
+    looks: int = 3
+    tolerance: float = 0.3
+    gain: float = 0.05
+
+
+class OnlinePlanner(PlanController):
+    """Gives an engine the plan of a planner, or the codecs of a policy, that need measured costs.
+
+    The engine begins with a plan that needs none. After ``ReplanSchedule.measured`` steps training waits while all
+    ranks measure codecs and collectives together and take the means; rank 0 plans, and every rank gets its plan. From
+    then on the ranks compare their steps with the first ones under that plan, in one small message at each look. When
+    several looks in a row are off, they measure and plan again.
+
+    Args:
+        tensors: of a step.
+        planner: makes the plans.
+        codec: of all gradients, of each by its name, or how it is chosen.
+        rank: this rank; 0 plans and tells the log about it.
+        size: number of ranks.
+        algorithm: collective; None chooses. A policy's codecs choose for themselves.
+        ahead: encode gradients one by one as they arrive; None: as the codec does by default.
+        replan: look for drift.
+        local_size: ranks of this host, which share its cores.
+        schedule: when to measure and look.
+
+    Attributes:
+        profile: the costs of the last plan; None until there are any.
+
+    Raises:
+        ConfigError: nothing is known of what the collective costs, or the profile is not of these tensors.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorInfo],
+        planner: Planner,
+        codec: Codec | Mapping[str, Codec] | CodecRules,
+        rank: int,
+        size: int,
+        *,
+        algorithm: str | None = None,
+        ahead: bool | None = None,
+        replan: bool = True,
+        local_size: int = 1,
+        schedule: ReplanSchedule = ReplanSchedule(),
+    ) -> None:
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise ConfigError(
+                f"planner {planner.name!r} plans by costs, and those of the collective {algorithm!r} are not known; "
+                f"choose one of: {', '.join(ALGORITHMS)}, or a planner that needs no costs"
+            )
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._planner = planner
+        self._codec = codec
+        self._rank = rank
+        self._size = size
+        self._algorithm = algorithm
+        self._ahead = ahead
+        self._replan = replan
+        self._local_size = local_size
+        self._schedule = schedule
+        self.profile: Profile | None = None
+        self._measuring = True
+        self._skip = schedule.warm_up
+        self._steps: list[StepSeconds] = []
+        self._paces: list[Pace] = []
+        self._drift = Drift(schedule.tolerance, schedule.looks)
+        self._plans = 0
+        self._present: FusionPlan | None = None
+        self._predicted: Prediction | None = None
+
+    def __str__(self) -> str:
+        codec = self._codec if not isinstance(self._codec, Mapping) else sorted(map(str, set(self._codec.values())))
+        return f"{self._planner} {codec} {self._algorithm} {self._ahead} {self._replan} {self._schedule}"
+
+    def plan_by(self, profile: Profile) -> FusionPlan:
+        """Return the plan that follows from measured costs, in place of what the first steps would show.
+
+        Raises:
+            ConfigError: the profile is of other tensors, or lacks costs.
+        """
+        known = {tensor.name: (tensor.numel, tensor.dtype) for tensor in self._tensors.values()}
+        given = {tensor.name: (tensor.numel, tensor.dtype) for tensor in profile.model.tensors}
+        differ = sorted(name for name in known.keys() | given.keys() if known.get(name) != given.get(name))
+        if differ:
+            raise ConfigError(
+                f"profile {profile.title!r} is of another model: {len(differ)} tensors differ, the first is "
+                f"{differ[0]!r}: profile has {given.get(differ[0], 'none')}, model has {known.get(differ[0], 'none')}; "
+                "measure one of this model, or leave it out to have the first steps measured"
+            )
+        self.profile, self._measuring, self._plans = profile, False, 1
+        plan, self._predicted = self._plan(profile)
+        self._say("planner %s by profile %r: %s", self._planner.name, profile.title, _words(plan, self._predicted))
+        return plan
+
+    # ---- PlanController ----------------------------------------------------------------------------------------------
+
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
+        """Keep what is needed of a step."""
+        self._present = engine.plan
+        if self._skip:
+            self._skip -= 1
+        elif self._measuring:
+            self._steps.append(seconds)
+        elif self._replan:
+            self._paces.append(Pace(seconds.backward, sum(seconds.buckets.values()), seconds.waiting))
+
+    def due(self, step: int) -> bool:
+        """Return whether it is time to plan or to look."""
+        if self._measuring:
+            return len(self._steps) >= self._schedule.measured
+        return len(self._paces) >= self._schedule.between_looks << min(max(0, self._plans - 1), 10)
+
+    def next_plan(self, transport: Transport) -> FusionPlan | None:
+        """Measure and plan, or take a look and perhaps begin to measure."""
+        if self._measuring:
+            return self._measure_and_plan(transport)
+        self._look(transport)
+        return None
+
+    # ---- on the communication thread --------------------------------------------------------------------------------
+
+    def _look(self, transport: Transport) -> None:
+        names = [field.name for field in fields(Pace)]
+        middle = [statistics.median(getattr(pace, name) for pace in self._paces) for name in names]
+        self._paces.clear()
+        pace = Pace(*average(middle, transport))
+        if self._drift.reference is None and self._predicted is not None:
+            self._say("the plan in use waits %s a step, %s predicted", _ms(pace.waiting), _ms(self._predicted.waiting))
+        drifted = self._drift.look(pace)
+        if drifted is not None:
+            self._measuring, self._skip = True, 0
+            self._say("training has drifted: %s; costs are measured again", drifted)
+
+    def _measure_and_plan(self, transport: Transport) -> FusionPlan | None:
+        self.profile = profile_training(self._steps, self._tensors, self._to_measure(), transport, self._local_size)
+        self._steps.clear()
+        self._measuring, self._skip = False, self._schedule.warm_up
+        self._drift = Drift(self._schedule.tolerance, self._schedule.looks)
+        self._plans += 1
+        plan = self._better(self.profile) if self._rank == 0 else None
+        return _from_rank_0(plan, transport)
+
+    def _to_measure(self) -> dict[str, Codec]:
+        """Return every codec that the present plan has or the next one may have, by a name it is registered by."""
+        assert self._present is not None
+        found = [codec_of(bucket) for bucket in self._present.buckets]
+        if isinstance(self._codec, CodecRules):
+            found += self._codec.allowed({name: codecs.get(name) for name in CANDIDATES}).values()
+        known = codecs.names()
+        by_name: dict[str, Codec] = {}
+        for codec in found:
+            name = short_name(codec)
+            by_name.setdefault(name if name in known else codec.name, codec)
+        return by_name
+
+    # ---- on rank 0 --------------------------------------------------------------------------------------------------
+
+    def _better(self, profile: Profile) -> FusionPlan | None:
+        """Return the plan to switch to; None if the present one is as good."""
+        assert self._present is not None
+        plan, prediction = self._plan(profile)
+        costs = plan_costs(profile, self._present, _scenario(profile), measured=True)
+        before = predict_plan(profile, self._present, costs)
+        stays = self._plans > 1 and prediction.step > (1 - self._schedule.gain) * before.step
+        if stays or plan.digest() == self._present.digest():
+            self._predicted = before
+            self._say("planner %s keeps the plan: %s", self._planner.name, _words(self._present, before))
+            return None
+        self._predicted = prediction
+        self._say(
+            "planner %s switches to %s; so far %s",
+            self._planner.name,
+            _words(plan, prediction),
+            _words(self._present, before),
+        )
+        return plan
+
+    def _plan(self, profile: Profile) -> tuple[FusionPlan, Prediction]:
+        scenario = _scenario(profile)
+        tensors = list(self._tensors.values())
+        if isinstance(self._codec, CodecRules):
+            found = select(profile, self._codec, self._planner, scenario, self._size, measured=True, tensors=tensors)
+            self._say("codecs by policy%s\n%s", found.verdict and f"; {found.verdict}", _table(profile, found.choices))
+            return found.plan, found.prediction
+        plan = make_plan(
+            profile,
+            self._planner,
+            self._codec,
+            scenario,
+            self._size,
+            algorithm=self._algorithm,
+            ahead=self._ahead,
+            measured=True,
+            tensors=tensors,
+        )
+        return plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured=True))
+
+    def _say(self, message: str, *details: object) -> None:
+        if self._rank == 0:
+            _logger.info(message, *details)
+
+
+def _from_rank_0(plan: FusionPlan | None, transport: Transport) -> FusionPlan | None:
+    """Return on all ranks what rank 0 has."""
+    found = b"" if plan is None else plan.to_bytes()
+    length = torch.tensor([len(found)])
+    transport.broadcast(length, 0)
+    if not length.item():
+        return None
+    data = torch.frombuffer(bytearray(found or int(length.item())), dtype=torch.uint8)
+    transport.broadcast(data, 0)
+    return FusionPlan.from_bytes(data.numpy().tobytes())
+
+
+def _scenario(profile: Profile) -> Scenario:
+    return Scenario(profile.fastest_rate)
+
+
+def _words(plan: FusionPlan, prediction: Prediction) -> str:
+    return (
+        f"{len(plan.buckets)} bucket{'s' * (len(plan.buckets) != 1)}, predicted to wait {_ms(prediction.waiting)} of "
+        f"{_ms(prediction.step)} from backward's first gradient to the last result"
+    )
+
+
+def _table(profile: Profile, choices: Mapping[str, CodecChoice]) -> str:
+    """Return a row for each codec, why it was chosen and for tensors of which size; tensors are often alike."""
+    alike: dict[tuple[int, str, str], list[str]] = {}
+    for tensor in profile.model.tensors:
+        choice = choices[tensor.name]
+        alike.setdefault((tensor.numel, short_name(choice.codec), choice.reason), []).append(tensor.name)
+    rows = [
+        (first + f" and {len(others)} more" * bool(others), str(numel), codec, reason)
+        for (numel, codec, reason), (first, *others) in alike.items()
+    ]
+    names, elements, kinds = (max(len(row[column]) for row in rows) for column in range(3))
+    return "\n".join(f"{row[0]:{names}}  {row[1]:>{elements}}  {row[2]:{kinds}}  {row[3]}" for row in rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,148 @@
+"""The profiler: measures what a cost profile has in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...codecs import Codec
+from ...transport import Transport
+from ..cost_model import LinkCost
+from ..profile import PROFILE_VERSION, Machine, Profile
+from .averages import Points, average
+from .codecs import cpu_seconds, measure_codecs, measure_copy
+from .disturbance import measure_disturbance
+from .link import measure_call, measure_collectives, measure_link
+from .machine import cpu_name, describe_machine, file_name
+from .models import BUILT_IN, load_model
+from .results import as_codecs, as_curve, as_link
+from .step import as_model, measure_step
+from .training import profile_training
+
+__all__ = [
+    "BUILT_IN",
+    "Points",
+    "Sizes",
+    "as_codecs",
+    "as_curve",
+    "as_link",
+    "as_model",
+    "average",
+    "cpu_name",
+    "cpu_seconds",
+    "describe_machine",
+    "file_name",
+    "load_model",
+    "measure_call",
+    "measure_codecs",
+    "measure_collectives",
+    "measure_copy",
+    "measure_disturbance",
+    "measure_link",
+    "measure_profile",
+    "measure_step",
+    "profile_training",
+]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        elements: of what codecs are given, and of buckets that are packed.
+        nbytes: of transfers.
+        steps: of the model that count; a quarter as many come before them.
+        repeats: calls for each size, of which the median counts.
+    """
+
+    elements: tuple[int, ...] = tuple(4**exponent for exponent in range(5, 12))
+    nbytes: tuple[int, ...] = tuple(4**exponent for exponent in range(5, 12))
+    steps: int = 20
+    repeats: int = 11
+
+
+def measure_profile(
+    model: str,
+    codecs: Mapping[str, Codec],
+    transport: Transport,
+    *,
+    pair: Transport | None = None,
+    local_size: int = 1,
+    rate: str | None = None,
+    sizes: Sizes = Sizes(),
+    environment: Mapping[str, str],
+) -> Profile:
+    """Return the profile of this job: means over ranks of each rank's medians. All ranks call it together.
+
+    One rank alone measures the model, codecs and copies; two or more also a link and collectives.
+
+    Args:
+        model: what ``load_model`` knows it by.
+        codecs: by name.
+        transport: all ranks.
+        pair: two of the ranks, on those two: the link between them is measured.
+        local_size: ranks of this host, which share its cores.
+        rate: of the link, in the words of tc; None names it by what its largest exchange achieved.
+        sizes: how much is measured.
+        environment: facts that are written into the profile.
+    """
+    module, batch = load_model(model)
+    found: dict[str, Any] = {
+        "model": measure_step(
+            module,
+            torch.optim.AdamW(module.parameters()),
+            lambda _: batch,
+            max(2, sizes.steps // 4),
+            sizes.steps,
+        ),
+        "copy": measure_copy(sizes.elements, sizes.repeats),
+        "codecs": measure_codecs(codecs, sizes.elements, sizes.repeats),
+    }
+    if transport.size > 1:
+        found["call"] = measure_call(transport, sizes.repeats)
+        found["disturbance"] = measure_disturbance(transport, sizes.repeats)
+        found["collectives"] = measure_collectives(transport, sizes.nbytes, sizes.repeats)
+    found = average(found, transport)
+    links: dict[str, LinkCost] = {}
+    if transport.size > 1:
+        link = _measured_by(pair, transport, sizes)
+        more = transport.size - 2
+        overhead = max(0.0, found["call"]["cpu"] - link["cpu"]) / more if more else link["cpu"]
+        links[rate or _achieved(link["exchange"])] = as_link(link, overhead)
+    name = model.rpartition(":")[2]
+    return Profile(
+        version=PROFILE_VERSION,
+        title=f"{name} on {environment['hardware']}, {transport.size} rank{'s' if transport.size > 1 else ''}",
+        machine=Machine(len(os.sched_getaffinity(0)), local_size, torch.get_num_threads()),
+        model=as_model(name, found["model"]),
+        copy=as_curve(found["copy"]),
+        codecs=as_codecs(found["codecs"]),
+        links=links,
+        collectives={
+            algorithm: {str(transport.size): as_curve(points)}
+            for algorithm, points in found.get("collectives", {}).items()
+        },
+        disturbance=found.get("disturbance", 0.0),
+        environment=environment,
+    )
+
+
+def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes) -> dict[str, Any]:
+    """Return on all ranks the mean of what the two ranks of ``pair`` have measured between them."""
+    empty = [[size, 0.0] for size in sizes.nbytes]
+    link: dict[str, Any] = {"latency": 0.0, "cpu": 0.0, "cpu_per_byte": 0.0, "exchange": empty, "all_reduce": empty}
+    if pair is not None:
+        measured = measure_link(pair, sizes.nbytes, sizes.repeats)
+        link = {key: measured[key] for key in link}
+    found: dict[str, Any] = average(link, transport, measured_by=2)
+    return found
+
+
+def _achieved(exchange: Points) -> str:
+    nbytes, seconds = exchange[-1]
+    return f"{max(1, round(8 * nbytes / seconds / 1e6))}mbit"

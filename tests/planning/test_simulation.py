@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusionlayer.errors import ConfigError
+from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
+from fusionlayer.planning.simulation import (
+    ALGORITHMS,
+    Cluster,
+    Compute,
+    Load,
+    Phase,
+    Step,
+    message_phases,
+    run_step,
+)
+
+pytestmark = pytest.mark.short
+
+COMPUTE = Compute(forward=1.0, backward=2.0, optimizer=0.5)
+NOTHING = CodecCost(32.0, FREE, FREE, FREE, FREE, lossless=True)
+
+
+def wire(seconds: float, cpu: float = 0.0) -> Phase:
+    return Phase(seconds, cpu, "between", 1.0)
+
+
+def codec(seconds: float) -> Phase:
+    return Phase(seconds, seconds)
+
+
+def load(ready: float, *phases: Phase, used: float = 0.0) -> Load:
+    return Load(ready, used, 1.0, phases)
+
+
+class TestByHand:
+    def test_without_communication(self) -> None:
+        assert run_step(COMPUTE, []) == Step(3.5, 3.5, 0, 0, ())
+        assert run_step(COMPUTE, [load(1), load(2)]).seconds == 3.5
+
+    def test_buckets_queue_for_the_lane(self) -> None:
+        step = run_step(COMPUTE, [load(1, wire(3)), load(2, wire(1))])
+        assert step.spans == ((1, 4), (4, 5))
+        assert step.seconds == 5 + 0.5 + 1
+        assert (step.alone, step.communication, step.sent) == (3.5, 4, 2)
+
+    def test_what_backward_hides_costs_nothing(self) -> None:
+        assert run_step(COMPUTE, [load(1, wire(1)), load(2)]).seconds == 3.5
+
+    def test_a_codec_takes_half_of_the_only_core(self) -> None:
+        step = run_step(COMPUTE, [load(1, codec(1))], cores=1)
+        assert step.spans == ((1, 3),), "1 s of work on half a core"
+        assert step.seconds == 3 + 0.5 + 1, "the last second of backward took two"
+        assert run_step(COMPUTE, [load(1, codec(1))], cores=2).seconds == 3.5
+
+    def test_a_transfer_takes_no_more_of_a_core_than_it_needs(self) -> None:
+        step = run_step(COMPUTE, [load(1, wire(1, cpu=0.25))], cores=1)
+        assert step.spans == ((1, 2),)
+        assert step.seconds == pytest.approx(2.25 + 0.5 + 1)
+
+    def test_computing_threads_have_their_fair_shares(self) -> None:
+        step = run_step(COMPUTE, [load(0, codec(1))], cores=2, threads=3)
+        assert step.spans == ((0, 2),), "a quarter of two cores"
+        assert step.alone == 3.5 * 1.5
+
+    def test_ranks_that_share_a_core_compute_slower(self) -> None:
+        assert run_step(COMPUTE, [], cores=0.5).seconds == run_step(COMPUTE, [], cores=0.5).alone == 7
+
+    def test_lanes_share_the_link(self) -> None:
+        loads = [load(0, codec(1), wire(1)), load(0, codec(1), wire(1))]
+        assert run_step(COMPUTE, loads, cores=3).spans == ((0, 2), (2, 4))
+        assert run_step(COMPUTE, loads, cores=3, lanes=2).spans == ((0, 3), (0, 3))
+        apart = [load(0, wire(1)), load(0, Phase(1, 0, "inside"))]
+        assert run_step(COMPUTE, apart, lanes=2).spans == ((0, 1), (0, 1))
+
+    def test_one_lane_encodes_while_another_sends(self) -> None:
+        loads = [load(0, codec(1), wire(1)), load(0.5, codec(0.5), wire(1))]
+        assert run_step(COMPUTE, loads, cores=3, lanes=2).spans == ((0, 3), (0.5, 3))
+        loads = [load(0, codec(1), wire(1)), load(1, codec(1), wire(1))]
+        assert run_step(COMPUTE, loads, cores=3, lanes=2).spans == ((0, 2), (1, 3))
+
+    def test_a_bucket_waits_for_those_before_it(self) -> None:
+        step = run_step(COMPUTE, [load(2, wire(1)), load(0.5, wire(1))], lanes=2)
+        assert step.spans == ((2, 4), (2, 4))
+
+    def test_forward_waits_for_one_bucket_at_a_time(self) -> None:
+        loads = [load(1, wire(3), used=0.5), load(2, wire(1))]
+        assert run_step(COMPUTE, loads, overlap_forward=True).seconds == 5 + 0.25 + 0.5 + 0.25 + 0.5
+        loads = [load(2, wire(1)), load(1, wire(3), used=0.5)]
+        step = run_step(COMPUTE, loads, overlap_forward=True)
+        assert step.spans == ((2, 3), (3, 6))
+        assert step.seconds == 6 + 0.25 + 0.5, "the first half of forward ran while the second bucket was on its way"
+        assert run_step(COMPUTE, loads).seconds == 6 + 0.5 + 1
+
+    def test_buckets_are_updated_in_proportion_to_their_elements(self) -> None:
+        loads = [load(2, wire(1)), replace(load(2, wire(9), used=1.0), elements=3.0)]
+        step = run_step(COMPUTE, loads, lanes=1, overlap_forward=True)
+        assert step.seconds == 2 + 10 + 0.375, "the first bucket's eighth of a second passed before"
+
+
+LINK = LinkCost(1e-3, 1e-4, 1e-9, AlphaBeta(1e-3, 1e-6), AlphaBeta(2e-3, 1e-6))
+FAST = LinkCost(1e-4, 1e-4, 1e-9, AlphaBeta(1e-4, 1e-7), AlphaBeta(2e-4, 1e-7))
+HALF = CodecCost(16.0, *(AlphaBeta(0.0, beta) for beta in (1e-3, 2e-3, 3e-3, 4e-3)))
+COPY = AlphaBeta(0.0, 1e-4)
+
+
+def cost(algorithm: str, workers: int, codec: CodecCost = HALF, per_host: int = 1) -> tuple[float, float, float]:
+    """Return seconds of codec and copies, other seconds, and bytes sent by a host, for 1200 elements."""
+    inside = FAST if per_host > 1 else None
+    phases = message_phases(algorithm, 1200, codec, Cluster(workers, LINK, per_host, inside), COPY)
+    cpu = sum(phase.seconds for phase in phases if phase.cpu == phase.seconds)
+    return cpu, sum(phase.seconds for phase in phases) - cpu, sum(phase.sent for phase in phases)
+
+
+class TestCollectives:
+    """Against formulas written out for 1200 elements: 2400 bytes as HALF."""
+
+    PACK = 2 * 0.12
+    ENCODE, DECODE, SUM, RECODE = 1.2, 2.4, 3.6, 4.8
+
+    def check(self, found: tuple[float, float, float], cpu: float, seconds: float, sent: float) -> None:
+        assert found == (pytest.approx(cpu), pytest.approx(seconds), pytest.approx(sent))
+
+    def test_dense(self) -> None:
+        cpu = self.PACK + self.ENCODE + self.DECODE
+        self.check(cost("dense", 2), cpu, 2e-3 + 2.4e-3, 2400)
+        self.check(cost("dense", 4), cpu, 6e-3 + 3.6e-3, 3600)
+        self.check(cost("dense", 4, replace(HALF, lossless=True)), self.PACK, 6e-3 + 3.6e-3, 3600)
+
+    def test_ring(self) -> None:
+        cpu = self.PACK + (self.ENCODE + 3 * self.RECODE) / 4 + self.DECODE
+        self.check(cost("ring", 4), cpu, 6e-3 + 3.6e-3, 3600)
+        assert cost("ring", 4, per_host=2)[2] == 3600, "a ring crosses each link once"
+
+    def test_butterfly(self) -> None:
+        recode = 3 * self.RECODE / 4 + self.DECODE
+        cpu = self.PACK + self.ENCODE / 2 + recode
+        self.check(cost("butterfly", 4), cpu, 4e-3 + 3.6e-3, 3600)
+        inside = 2 * (1e-4 + 1200e-7)
+        self.check(cost("butterfly", 4, per_host=2), cpu, inside + 2 * (1e-3 + 1.2e-3), 2 * 2 * 600)
+        cpu = self.PACK + self.ENCODE + self.RECODE + recode
+        self.check(cost("butterfly", 5), cpu, 6e-3 + 3.6e-3 + 2 * 2.4e-3, 3600 + 2 * 2400)
+
+    def test_half_of_a_long_tensor_is_recoded_while_the_other_travels(self) -> None:
+        """With four ranks halves are worth their messages from 2^19 elements on."""
+        cluster, numel = Cluster(4, LINK), 1 << 19
+
+        def seconds(algorithm: str, recode: float, numel: int) -> float:
+            codec = CodecCost(16.0, FREE, FREE, FREE, AlphaBeta(0.0, recode))
+            return sum(phase.seconds for phase in message_phases(algorithm, numel, codec, cluster, FREE))
+
+        for algorithm, hops in (("ring", 6), ("butterfly", 4)):
+            link = 1.5 * 2e-6 * numel
+            assert seconds(algorithm, 1e-7, numel) == pytest.approx(2 * hops * 1e-3 + link), "hidden"
+            slow = 1e-3 * numel * 3 / 4
+            assert seconds(algorithm, 1e-3, numel) == pytest.approx(slow + hops * 1e-3 + link / 2), "the gather is not"
+            assert seconds(algorithm, 1e-3, numel // 2) == pytest.approx(slow / 2 + hops * 1e-3 + link / 2)
+
+    def test_tree(self) -> None:
+        cpu = self.PACK + self.ENCODE + self.RECODE + self.DECODE
+        self.check(cost("tree", 2), cpu, 2e-3 + 4.8e-3, 4800)
+        self.check(cost("tree", 5), cpu, 6e-3 + 4.8e-3, 4800)
+
+    def test_one_shot(self) -> None:
+        self.check(cost("one_shot", 2), self.PACK + self.ENCODE + 2 * self.SUM, 1e-3 + 2.4e-3, 2400)
+        self.check(cost("one_shot", 4), self.PACK + self.ENCODE + 4 * self.SUM, 1e-3 + 2e-4 + 7.2e-3, 7200)
+
+    def test_integer_sum(self) -> None:
+        """2400 bytes of codes and 1200 of sums in quarters, an exchange of 4 bytes, nothing requantised."""
+        cpu = 2 * 0.12 + 1.2 + 3.6 + 2.4
+        self.check(cost("integer_sum", 4), cpu, 3 * (1e-3 + 2e-4) + (12 + 1800 + 900) * 1e-6, 12 + 1800 + 900)
+        for workers, bits in ((8, 8), (9, 12), (136, 12), (137, 16), (2184, 16)):
+            *_, sent = cost("integer_sum", workers)
+            assert sent == pytest.approx((workers - 1) * (4 + (2400 + 1200 * bits / 8) / workers))
+        with pytest.raises(ConfigError, match="at most 2184 ranks, these are 2185"):
+            cost("integer_sum", 2185)
+
+    def test_two_shot(self) -> None:
+        cpu = self.PACK + self.ENCODE + self.RECODE + self.DECODE
+        self.check(cost("two_shot", 4), cpu, 2 * (1e-3 + 2e-4 + 1.8e-3), 3600)
+
+    def test_ranks_of_a_host_share_its_link(self) -> None:
+        _, seconds, sent = cost("two_shot", 4, per_host=2)
+        assert sent == pytest.approx(2 * 2 * 2 * 600)
+        assert seconds == pytest.approx(2 * (1e-3 + 2e-4 + 2.4e-3))
+        assert cost("dense", 4, per_host=2)[2] == 3600, "a ring crosses each link once"
+
+    def test_two_level(self) -> None:
+        for bits, within in ((None, 1200), (32.0, 2400), (8.0, 600)):
+            cpu, seconds, sent = cost("two_level", 4, replace(HALF, within_bits=bits), per_host=2)
+            assert cpu == pytest.approx(self.PACK + self.ENCODE + 1.5 * self.RECODE + self.DECODE)
+            assert sent == pytest.approx(2 * 2 * 600), "half of what two_shot sends"
+            inside = 2 * 1e-4 + (within + 1200) * 1e-7
+            assert seconds == pytest.approx(inside + 2 * (1e-3 + 2 * 600 * 1e-6))
+        assert cost("two_level", 4) == cost("two_shot", 4)
+        eight = replace(HALF, within_bits=8.0)
+        assert cost("two_level", 4, eight, per_host=4) == cost("two_shot", 4, replace(HALF, bits=8.0), per_host=4)
+
+    def test_transfers_take_cpu_time(self) -> None:
+        def cpu(algorithm: str, workers: int) -> float:
+            free = CodecCost(16.0, FREE, FREE, FREE, FREE)
+            phases = message_phases(algorithm, 1200, free, Cluster(workers, LINK), FREE)
+            return sum(phase.cpu for phase in phases)
+
+        assert cpu("dense", 4) == pytest.approx(6 * 1e-4 + 3600e-9)
+        assert cpu("one_shot", 4) == pytest.approx(3 * 1e-4 + 7200e-9)
+        assert cpu("two_shot", 4) == pytest.approx(2 * (3 * 1e-4 + 1800e-9))
+        assert cpu("two_level", 4) == pytest.approx(2 * (3 * 1e-4 + 1800e-9))
+
+    def test_inside_one_host_nothing_leaves_it(self) -> None:
+        assert all(cost(name, 2, per_host=2)[2] == 0 for name in ALGORITHMS)
+
+    def test_one_rank_does_nothing(self) -> None:
+        assert all(message_phases(name, 1200, HALF, Cluster(1, LINK), COPY) == [] for name in ALGORITHMS)
+
+    def test_unknown_names_and_impossible_clusters_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="unknown algorithm 'star'; expected one of: dense"):
+            message_phases("star", 1200, HALF, Cluster(2, LINK), COPY)
+        with pytest.raises(ConfigError, match="3 workers, 2 on each host"):
+            Cluster(3, LINK, 2, FAST)
+        with pytest.raises(ConfigError, match="no cost of a link inside"):
+            Cluster(4, LINK, 2)
+        with pytest.raises(ConfigError, match="0 cores"):
+            Cluster(2, LINK, cores=0)
+
+
+times = st.floats(0, 10)
+costs = st.builds(AlphaBeta, st.floats(0, 1e-2), st.floats(0, 1e-5))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, object]:
+    """Draw a step: what computes, buckets as (ready, used, elements), and how they are sent."""
+    return {
+        "compute": Compute(draw(times), draw(times), draw(times)),
+        "buckets": draw(st.lists(st.tuples(times, times, st.integers(1, 10**6)), max_size=5)),
+        "algorithm": draw(st.sampled_from(sorted(ALGORITHMS))),
+        "codec": CodecCost(draw(st.floats(0.1, 32)), *(draw(costs) for _ in range(4)), lossless=draw(st.booleans())),
+        "cores": draw(st.floats(0.25, 4)),
+        "lanes": draw(st.integers(1, 3)),
+        "overlap_forward": draw(st.booleans()),
+    }
+
+
+def solve(
+    compute: Compute,
+    buckets: list[tuple[float, float, int]],
+    algorithm: str,
+    codec: CodecCost,
+    cores: float,
+    lanes: int,
+    overlap_forward: bool,
+    workers: int = 2,
+    beta: float = 1e-6,
+    copy: AlphaBeta = COPY,
+) -> tuple[Step, list[Load]]:
+    link = LinkCost(1e-4, 1e-5, 1e-9, AlphaBeta(1e-4, beta), AlphaBeta(2e-4, beta))
+    cluster = Cluster(workers, link, cores=cores)
+    loads = [
+        Load(ready, used, elements, message_phases(algorithm, elements, codec, cluster, copy))
+        for ready, used, elements in buckets
+    ]
+    return run_step(compute, loads, cores=cores, lanes=lanes, overlap_forward=overlap_forward), loads
+
+
+MOST = 2184
+"""Workers that every collective takes: sums of integers overflow above."""
+
+
+@given(problems(), st.integers(2, MOST))
+def test_a_step_takes_as_long_as_computing_and_as_the_link(problem: dict[str, object], workers: int) -> None:
+    step, loads = solve(**problem, workers=workers)  # type: ignore[arg-type]
+    carried = sum(phase.seconds for each in loads for phase in each.phases if phase.link == "between")
+    assert step.seconds >= step.alone * (1 - 1e-9)
+    assert step.seconds >= carried * (1 - 1e-9)
+
+
+@given(problems(), st.integers(2, MOST))
+def test_buckets_leave_in_order(problem: dict[str, object], workers: int) -> None:
+    step, loads = solve(**problem, workers=workers)  # type: ignore[arg-type]
+    lanes = problem["lanes"]
+    assert isinstance(lanes, int)
+    backward = problem["compute"].backward  # type: ignore[attr-defined]
+    for i, (start, end) in enumerate(step.spans):
+        assert start <= end <= step.seconds
+        assert start >= max(min(each.ready, backward) for each in loads[: i + 1]) * (1 - 1e-9)
+        if i >= lanes:
+            assert start >= step.spans[i - lanes][1], "its lane was busy"
+
+
+@given(problems(), st.integers(2, MOST))
+def test_communication_that_costs_nothing_leaves_computing(problem: dict[str, object], workers: int) -> None:
+    free = replace(NOTHING, bits=0.0)
+    step, _ = solve(**{**problem, "codec": free, "algorithm": "one_shot"}, workers=1, copy=FREE)  # type: ignore[arg-type]
+    assert step.seconds == pytest.approx(step.alone)
+
+
+def possible(problem: dict[str, object], workers: int) -> int:
+    return min(workers, 2184) if problem["algorithm"] == "integer_sum" else workers
+
+
+@given(problems(), st.integers(2, MOST), st.floats(1, 100))
+def test_more_bandwidth_is_never_slower(problem: dict[str, object], workers: int, factor: float) -> None:
+    one, workers = {**problem, "lanes": 1}, possible(problem, workers)
+    slow, _ = solve(**one, workers=workers, beta=1e-6)  # type: ignore[arg-type]
+    fast, _ = solve(**one, workers=workers, beta=1e-6 / factor)  # type: ignore[arg-type]
+    assert fast.seconds <= slow.seconds * (1 + 1e-9)
+
+
+@given(problems(), st.lists(st.integers(2, MOST), min_size=2, max_size=2))
+def test_more_workers_are_never_faster(problem: dict[str, object], workers: list[int]) -> None:
+    one = {**problem, "lanes": 1}
+    if one["algorithm"] in ("ring", "butterfly"):
+        # Between more ranks less is encoded and more recoded, which costs more than encoding; short tensors go whole.
+        codec, buckets = problem["codec"], problem["buckets"]
+        one["codec"] = replace(codec, recode=codec.encode)  # type: ignore[type-var, attr-defined]
+        one["buckets"] = [(ready, used, n % (1 << 18) + 1) for ready, used, n in buckets]  # type: ignore[attr-defined]
+    workers = [possible(problem, n) for n in workers]
+    if one["algorithm"] == "butterfly":
+        workers = [1 << (n.bit_length() - 1) for n in workers]
+    few, _ = solve(**one, workers=min(workers))  # type: ignore[arg-type]
+    many, _ = solve(**one, workers=max(workers))  # type: ignore[arg-type]
+    assert few.seconds <= many.seconds * (1 + 1e-9)

@@ -1,0 +1,184 @@
+"""The seam through which an engine is given other plans while it runs."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusionlayer import codecs
+from fusionlayer.errors import ConfigError, PlanMismatch
+from fusionlayer.plan import FusionPlan
+from fusionlayer.scheduler import Engine, PlanController, StepSeconds, plan_controller, planners
+from fusionlayer.scheduler.plan_controller import StepTimer
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
+
+from .engines import MODEL, exact_sum, gradients, make_engine, run_step
+
+pytestmark = pytest.mark.short
+
+
+def plan_of(name: str, world: int, codec: str = "raw") -> FusionPlan:
+    """Return the plan that a planner makes of ``MODEL``."""
+    algorithm = "dense" if codec == "raw" else "two_shot"
+    return FusionPlan.build(planners.get(name)(MODEL), world, codec, {}, algorithm, 128)
+
+
+class Script(PlanController):
+    """Gives the plans that it is told, by step, and keeps what it is told."""
+
+    def __init__(self, plans: dict[int, FusionPlan | None]) -> None:
+        self.plans = plans
+        self.noted: list[tuple[int, StepSeconds]] = []
+        self.planned: list[int] = []
+        self.asked = 0
+
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
+        assert engine.plan is not None
+        self.noted.append((step, seconds))
+        self.planned.append(len(engine.plan.buckets))
+
+    def due(self, step: int) -> bool:
+        return step in self.plans
+
+    def next_plan(self, transport: Transport) -> FusionPlan | None:
+        total = torch.ones(1)
+        transport.all_reduce(total)
+        assert total.item() == transport.size
+        self.asked += 1
+        return list(self.plans.values())[self.asked - 1]
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_plans_change_between_steps_and_sums_do_not(lanes: int, overlap_forward: bool) -> None:
+    world, steps = 3, 6
+
+    def body(transport: Transport) -> Script:
+        script = Script({1: plan_of("wfbp", world), 2: None, 3: plan_of("single", world)})
+        engine = make_engine(
+            transport, codec=codecs.get("raw"), plan_controller=script, lanes=lanes, overlap_forward=overlap_forward
+        )
+        for step in range(steps):
+            values = gradients(transport.rank, step)
+            if overlap_forward:
+                for name, value in values.items():
+                    engine.submit(name, value)
+                engine.end_step()
+                values = {name: x for index in sorted(engine.untaken) for name, x in engine.take(index).items()}
+            else:
+                run_step(engine, values, shift=transport.rank)
+            for name, exact in exact_sum(world, step).items():
+                torch.testing.assert_close(values[name], exact.float())
+        engine.close()
+        return script
+
+    for script in over_threads(world, body):
+        assert script.asked == 3
+        assert [step for step, _ in script.noted] == list(range(steps - 1))
+        assert script.planned[1:] == [script.planned[0], len(MODEL), len(MODEL), 1]
+        assert set(script.noted[2][1].buckets) == set(range(len(MODEL)))
+
+
+def test_error_feedback_goes_along() -> None:
+    """What was sent plus what is kept is what was given, over two changes of plan and of codec."""
+    world, steps = 2, 6
+    int4 = FusionPlan.build(planners.get("single")(MODEL), world, "int4", {}, "one_shot", 128)
+    ahead = FusionPlan.build(planners.get("wfbp")(MODEL), world, "topk", {"density": 0.2}, "gather", 1, True)
+
+    def body(transport: Transport) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        engine = make_engine(
+            transport, codec=codecs.get("int8"), plan_controller=Script({1: ahead, 3: int4}), error_feedback=True
+        )
+        results = [run_step(engine, gradients(transport.rank, step)) for step in range(steps)]
+        engine.close()
+        return results, engine.memory.state_dict()["residuals"]
+
+    every = over_threads(world, body)
+    for tensor in MODEL:
+        balance = sum(kept[tensor.name].double() for _, kept in every)
+        for step in range(steps):
+            assert torch.equal(every[0][0][step][tensor.name], every[1][0][step][tensor.name])
+            balance = balance + every[0][0][step][tensor.name] - exact_sum(world, step)[tensor.name]
+        assert balance.abs().max() < 1e-5
+
+
+def test_other_plans_on_other_ranks_are_refused() -> None:
+    def body(transport: Transport) -> None:
+        plan = plan_of("wfbp" if transport.rank else "single", 2)
+        engine = make_engine(transport, codec=codecs.get("raw"), plan_controller=Script({0: plan}))
+        run_step(engine, gradients(transport.rank, 0))
+        with pytest.raises(PlanMismatch, match="fusion plan"):
+            run_step(engine, gradients(transport.rank, 1))
+
+    over_threads(2, body)
+
+
+def test_a_plan_for_another_model_ends_the_engine() -> None:
+    def body(transport: Transport) -> None:
+        plan = FusionPlan.build([MODEL[:2]], 2, "raw", {}, "dense", 128)
+        engine = make_engine(transport, codec=codecs.get("raw"), plan_controller=Script({0: plan}))
+        with pytest.raises(ConfigError, match="does not fit"):
+            run_step(engine, gradients(transport.rank, 0))
+        assert isinstance(engine.failure, ConfigError)
+
+    over_threads(2, body)
+
+
+def test_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward, submitting and waiting are told apart; what a plan controller takes is no part of a step."""
+    now = 0.0
+    monkeypatch.setattr(plan_controller, "time", SimpleNamespace(perf_counter=lambda: now))
+    watch = StepTimer()
+    now = 5.0
+    assert watch.begin(0) is None
+    now = 5.5
+    watch.note_gradient("a", 5.0)  # half a second of encoding
+    now = 6.75
+    watch.note_gradient("b", 6.5)  # after one second of backward
+    watch.note_bucket(0, 0, 0.125)
+    watch.note_bucket(9, 1, 1.0)  # of another step
+    watch.note_waiting(0.25)
+    watch.note_waiting(0.5)
+    watch.leave_out(2.0)
+    now = 10.0
+    assert watch.begin(1) == StepSeconds(
+        wall=3.0, backward=1.0, submitting=0.75, waiting=0.75, ready={"a": 0.0, "b": 1.0}, buckets={0: 0.125}
+    )
+    now = 11.0
+    assert watch.begin(2) == StepSeconds(1.0, 0.0, 0.0, 0.0, {}, {})
+
+
+def test_an_engine_tells_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Script):
+        def next_plan(self, transport: Transport) -> FusionPlan | None:
+            time.sleep(0.02)
+            return super().next_plan(transport)
+
+    left_out: list[float] = []
+    monkeypatch.setattr(StepTimer, "leave_out", lambda _, seconds: left_out.append(seconds))
+
+    def body(transport: Transport) -> list[tuple[int, StepSeconds]]:
+        script = Slow({2: None})
+        engine = make_engine(transport, codec=codecs.get("raw"), plan_controller=script)
+        for step in range(4):
+            for name, value in gradients(transport.rank, step).items():
+                if name == "w3":
+                    time.sleep(0.02)
+                engine.submit(name, value)
+            engine.synchronize()
+        engine.close()
+        return script.noted
+
+    for noted in over_threads(2, body):
+        for _, seconds in noted:
+            assert list(seconds.ready) == [tensor.name for tensor in MODEL]
+            assert seconds.ready["w3"] - seconds.ready["w2"] >= 0.02
+            assert seconds.backward == seconds.ready["w5"]
+            assert seconds.wall >= seconds.backward + seconds.submitting + seconds.waiting
+            assert seconds.waiting > 0
+        assert all(seconds.buckets.keys() == {0, 1, 2} for _, seconds in noted)
+    assert len(left_out) == 2 and min(left_out) >= 0.02, "once on each rank"
