@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from fusionlayer.codecs import Codec
+from fusionlayer.planning.profiler import training
 from fusionlayer.transport import Transport
 
 __all__ = ["costs_measured"]
