@@ -10,8 +10,8 @@ import yaml
 
 from .. import codecs
 from ..codecs import Codec
+from ..planning.cluster import Scenario
 from ..planning.profile import Profile
-from ..planning.projection import Scenario
 
 __all__ = ["add_cluster", "as_options", "get_codec", "join", "key_value", "names", "numbers", "positive", "scenario_of"]
 

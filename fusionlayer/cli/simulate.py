@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..planning.cluster import Scenario
+from ..planning.collective_phases import ALGORITHMS
 from ..planning.profile import Profile
-from ..planning.projection import BASELINE, Band, Method, Scenario, break_even, project, projected_band
-from ..planning.simulation import ALGORITHMS, Step
+from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
+from ..planning.simulation import Step
 from ..scheduler import planners
 from .arguments import join, names, numbers, positive
 from .tables import print_table
