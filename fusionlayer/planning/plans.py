@@ -127,7 +127,7 @@ def choose_codecs(
 
     def seconds(codec: Codec, tensor: TensorInfo) -> float:
         if codec not in known:
-            algorithm, _ = collectives.settle(None, None, codec, workers)
+            algorithm = collectives.choose(codec, workers, ahead=None)
             known[codec] = bucket_costs(profile, codec, algorithm, scenario, workers, measured)
         cost = known[codec]
         return cost.encode(tensor.numel) + cost.communicate(tensor.numel) + cost.decode(tensor.numel)
