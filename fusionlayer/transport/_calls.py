@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 
-__all__ = ["Call", "nbytes"]
+__all__ = ["Call", "nbytes", "peers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Call:
                     f"exchange got a tensor of {x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}; give "
                     "contiguous uint8, such as x.contiguous().view(torch.uint8)"
                 )
-        call = cls("exchange", tuple(x.numel() for x in sends), tuple(x.numel() for x in recvs))
+        call = _exchange(tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)))
         if call.sends[rank] != call.recvs[rank]:
             raise ConfigError(
                 f"exchange on rank {rank} has {call.sends[rank]} bytes for itself and expects {call.recvs[rank]}; give "
@@ -99,6 +100,22 @@ class Call:
             verb = "send to" if self.sends else "receive from"
             return f"ranks {rank} and {other_rank} both wait to {verb} each other"
         return None
+
+
+@lru_cache(maxsize=1024)
+def _exchange(sends: tuple[int, ...], recvs: tuple[int, ...]) -> Call:
+    """Return the call of an exchange. A step makes the same few again and again."""
+    return Call("exchange", sends, recvs)
+
+
+@lru_cache(maxsize=1024)
+def peers(rank: int, sends: tuple[int, ...], recvs: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks that ``rank`` sends to in an exchange of so many bytes, and those that it receives from.
+
+    Both begin with a neighbour, so that not all ranks write to the same one at once.
+    """
+    around = [(rank + step) % len(sends) for step in range(1, len(sends))]
+    return tuple(peer for peer in around if sends[peer]), tuple(peer for peer in reversed(around) if recvs[peer])
 
 
 def nbytes(x: Tensor) -> int:

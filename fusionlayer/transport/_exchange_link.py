@@ -32,11 +32,10 @@ class ExchangeLink(Link):
         self._timeout = timeout
 
     @abstractmethod
-    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
-        """Do what ``exchange`` does, by ``deadline`` of the monotonic clock."""
-
-    def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
-        self._exchange(outgoing, incoming, self._deadline())
+    def exchange(
+        self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
+    ) -> None:
+        """Send and receive all of them at once, by ``deadline`` of the monotonic clock; None: the time-out from now."""
 
     def all_reduce(self, x: Tensor, key: int) -> None:
         deadline = self._deadline()
@@ -72,7 +71,7 @@ class ExchangeLink(Link):
     def _swap(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], key: int, deadline: float) -> None:
         """Send ``sends[j]`` to rank j, receive ``recvs[j]`` from it; the entries of this rank are left alone."""
         around = [(self._rank + step) % self._size for step in range(1, self._size)]
-        self._exchange(
+        self.exchange(
             [LinkMessage(peer, sends[peer].view(torch.uint8), key) for peer in around if sends[peer].numel()],
             [LinkMessage(peer, recvs[peer].view(torch.uint8), key) for peer in reversed(around) if recvs[peer].numel()],
             deadline,
