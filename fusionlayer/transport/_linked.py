@@ -101,7 +101,8 @@ class LinkedTransport(Transport):
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         call = Call.exchange(self.rank, self.size, sends, recvs)
         with self._in(call, counted=True):
-            recvs[self.rank].copy_(sends[self.rank])
+            if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
+                recvs[self.rank].copy_(sends[self.rank])
             if self.size == 1:
                 return
             link, here = self._link_for(*sends, *recvs)
