@@ -411,7 +411,8 @@ class _Distributed(Optimizer):
             self._fl_phases.end_backward()
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
-        self._fl_begin()
+        if not self._fl_begun:
+            self._fl_begin()
         self._fl_agree_on_sparse(engine)
         submitted = engine.pending
         for parameter, name in self._fl_names.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-__all__ = ["Call", "nbytes", "peers"]
+__all__ = ["Call", "peers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class Call:
         """Return the call ``send(x, to, tag)`` on ``rank``."""
         _check_rank(to, size, "send to", rank)
         _describe(x, "send")
-        return cls(f"message with tag {tag}", sends=(nbytes(x),), partner=to)
+        return cls(f"message with tag {tag}", sends=(x.nbytes,), partner=to)
 
     @classmethod
     def recv(cls, x: Tensor, rank: int, source: int, tag: int, size: int) -> Call:
         """Return the call ``recv(x, source, tag)`` on ``rank``."""
         _check_rank(source, size, "recv from", rank)
         _describe(x, "recv")
-        return cls(f"message with tag {tag}", recvs=(nbytes(x),), partner=source)
+        return cls(f"message with tag {tag}", recvs=(x.nbytes,), partner=source)
 
     def key(self, sequence: int = 0) -> int:
         """Return 32 bits that differ from those of other calls, and of other collectives (counted from 1)."""
@@ -116,11 +116,6 @@ def peers(rank: int, sends: tuple[int, ...], recvs: tuple[int, ...]) -> tuple[tu
     """
     around = [(rank + step) % len(sends) for step in range(1, len(sends))]
     return tuple(peer for peer in around if sends[peer]), tuple(peer for peer in reversed(around) if recvs[peer])
-
-
-def nbytes(x: Tensor) -> int:
-    """Return the number of bytes of the elements of ``x``."""
-    return x.numel() * x.element_size()
 
 
 def _difference(sender: int, given: int, receiver: int, expected: int) -> str | None:

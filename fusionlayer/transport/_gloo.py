@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._calls import nbytes
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage
 from ._shared_memory import Invitation, SharedMemory
@@ -111,10 +110,9 @@ class GlooLink(ExchangeLink):
             raise LinkError(peer, str(error)) from None
 
     def all_reduce(self, x: Tensor, key: int) -> None:
+        if x.nbytes < LARGE_FROM_BYTES:
+            return super().all_reduce(x, key)
         deadline = self._deadline()
-        if nbytes(x) < LARGE_FROM_BYTES:
-            super().all_reduce(x, key)
-            return
         if not self._has_invited:
             self._memory, self._has_invited = self._invite(key, deadline), True
         if self._memory is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from ._base import Transport
-from ._calls import Call, nbytes, peers
+from ._calls import Call, peers
 from ._link import Link, LinkError, LinkMessage
 from ._processes import node_name
 from ._signs import Diagnosis, lost_store
@@ -122,11 +122,12 @@ class LinkedTransport(Transport):
         with self._in(call, counted=True):
             if self.size == 1:
                 return
-            link, _ = self._link_for(x)
-            (near,) = bring([x], link.device)
+            link, here = self._link_for(x)
+            near = x if here else bring([x], link.device)[0]
             link.all_reduce(near.view(-1), call.key(self.sequence))
-            bring_back([near], [x])
-            self.bytes_sent += 2 * (self.size - 1) * nbytes(x) // self.size
+            if not here:
+                bring_back([near], [x])
+            self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
     def broadcast(self, x: Tensor, root: int) -> None:
         call = Call.broadcast(x, root, self.size)
@@ -137,7 +138,7 @@ class LinkedTransport(Transport):
             (near,) = bring([x], link.device)
             link.broadcast(near.view(-1).view(torch.uint8), root, call.key(self.sequence))
             bring_back([near], [x])
-            self.bytes_sent += (self.size - 1) * nbytes(x) * (self.rank == root)
+            self.bytes_sent += (self.size - 1) * x.nbytes * (self.rank == root)
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         call = Call.send(x, self.rank, to, tag, self.size)
@@ -145,7 +146,7 @@ class LinkedTransport(Transport):
             link, _ = self._link_for(x)
             (near,) = bring([x.view(-1).view(torch.uint8)], link.device)
             link.exchange([LinkMessage(to, near, call.key())] if near.numel() else [], [])
-            self.bytes_sent += nbytes(x)
+            self.bytes_sent += x.nbytes
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
         call = Call.recv(x, self.rank, source, tag, self.size)
