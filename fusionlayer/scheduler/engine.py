@@ -134,6 +134,7 @@ class Engine:
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None
+        self._cause: BaseException | None = None  # what a bucket has failed with before any other, on whatever lane
 
     def switch(self, plan: FusionPlan) -> None:
         """Adopt another plan when the next step begins; all ranks call it between the same two steps.
@@ -216,7 +217,7 @@ class Engine:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
             if self.awaits(name):
                 raise UsageError(f"gradient {name!r} was submitted before its result of the last step was taken")
-            try:
+            with self._failing():
                 if not self._arrived:
                     self._begin_step()
                 self._arrived[name] = gradient
@@ -225,9 +226,6 @@ class Engine:
                     self._launch()
                 if self._watch is not None:
                     self._watch.note_gradient(name, arrived)
-            except BaseException as error:
-                self._fail(error)
-                raise
 
     def end_step(self) -> None:
         """Let the step end without waiting for its results.
@@ -391,8 +389,13 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self._fail(error)
-            raise
+            # Results are waited for in the order of the plan, but lanes fail in any: an early bucket may have failed
+            # because a later one did.
+            cause = self._cause if isinstance(error, Exception) and self._cause is not None else error
+            self._fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
 
     def _fail(self, error: BaseException) -> None:
         """Let go of the peers, which are out of step with this rank now, and of the gradients."""
@@ -421,11 +424,15 @@ class Engine:
         now = time.perf_counter_ns()
         self._timeline.record("QUEUE", ready, now, row=f"bucket {index}", step=step, bucket=index)
         start = time.perf_counter()
-        with (
-            located(step, index, buffer.bucket, transport),
-            self._timeline.span("ALLREDUCE", step=step, bucket=index),
-        ):
-            buffer.run(transport, derive_seed(step, index))
+        try:
+            with (
+                located(step, index, buffer.bucket, transport),
+                self._timeline.span("ALLREDUCE", step=step, bucket=index),
+            ):
+                buffer.run(transport, derive_seed(step, index))
+        except BaseException as error:
+            self._cause = self._cause or error
+            raise
         seconds = time.perf_counter() - start
         self._order.note_sent(index, seconds)
         if self._watch is not None:
