@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from .. import codecs, collectives
 from ..codecs import Codec
 from ..collectives import UNSCALED, Scaling
-from ..errors import FusionLayerError, UsageError
+from ..errors import UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
@@ -128,6 +129,7 @@ class Engine:
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None
+        self._cause: BaseException | None = None  # what a bucket has failed with before any other, on whatever lane
 
     def switch(self, plan: FusionPlan) -> None:
         """Adopt another plan when the next step begins; all ranks call it between the same two steps.
@@ -176,7 +178,6 @@ class Engine:
             self._lanes[0].put(agree).wait()
         except BaseException as error:
             self._fail(error)
-            raise
         out = frozenset(name for name, count in zip(known, named.tolist(), strict=True) if count)
         for name in out:
             del self._tensors[name]
@@ -222,7 +223,6 @@ class Engine:
                     self._watch.note_gradient(name, arrived)
             except BaseException as error:
                 self._fail(error)
-                raise
 
     def end_step(self) -> None:
         """Let the step end without waiting for its results.
@@ -249,7 +249,6 @@ class Engine:
             self._order.end_step()
         except BaseException as error:
             self._fail(error)
-            raise
         self._arrived.clear()
         self._ended = {index: (job, self._buffers[index]) for index, job in self._jobs.items()}
         self._ended_bucket_of = self._bucket_of
@@ -260,7 +259,6 @@ class Engine:
                 self._ask_controller(self.plan_controller)
             except BaseException as error:
                 self._fail(error)
-                raise
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
@@ -276,7 +274,6 @@ class Engine:
             self._wait_for(index, job)
         except BaseException as error:
             self._fail(error)
-            raise
         del self._ended[index]
         return buffer.take()
 
@@ -392,12 +389,18 @@ class Engine:
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
 
-    def _fail(self, error: BaseException) -> None:
-        """Let go of the peers, which are out of step with this rank now, and of the gradients."""
-        self.failure = error
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Let go of the peers, which are out of step with this rank now, and of the gradients; raise the first cause."""
+        # Results are waited for in the order of the plan, but lanes fail in any: an early bucket may have failed
+        # because a later one did.
+        cause = self._cause if isinstance(error, Exception) and self._cause is not None else error
+        self.failure = cause
         self._arrived.clear()
         self._ended.clear()
         self.close()
+        if cause is error:
+            raise error
+        raise cause from error
 
     def _put(self, name: str, gradient: Tensor) -> None:
         index = self._bucket_of[name]
@@ -426,8 +429,12 @@ class Engine:
         try:
             with timeline.span("ALLREDUCE", step=step, bucket=index):
                 buffer.run(transport, derive_seed(step, index))
-        except FusionLayerError:
-            with located(step, index, buffer.bucket, transport):
+        except BaseException as error:
+            try:
+                with located(step, index, buffer.bucket, transport):
+                    raise
+            except BaseException as told:
+                self._cause = self._cause or told
                 raise
         seconds = time.perf_counter() - start
         self._order.note_sent(index, seconds)
