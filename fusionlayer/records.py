@@ -86,7 +86,8 @@ def build(kind: type[T], data: object, where: str) -> T:
 
 def check(record: Any) -> None:
     """Raise ``ConfigError`` unless each field of a dataclass has a value of its type; for ``__post_init__``."""
-    for name, hint in _hints(type(record)).items():
+    kind: Any = type(record)
+    for name, hint in _hints(kind).items():
         _value(hint, getattr(record, name), name)
 
 
