@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +21,6 @@ from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
-from ..wire import WIRE_VERSION
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
 from .failure import located
@@ -125,7 +123,7 @@ class Engine:
         self._ended: dict[int, tuple[Job, Buffer]] = {}
         self._ended_bucket_of: dict[str, int] = {}
         self._lock = threading.Lock()
-        transport.check_agreement("the number of lanes", lanes.to_bytes(2, "little"))
+        transport.agree("the number of lanes", lanes)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None
@@ -444,9 +442,8 @@ class Engine:
     def _agree(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
         """Compare with the other ranks what this engine is about to do."""
         names = sorted(self._tensors)
-        parts = [repr(self._tensors[name]) for name in names]
-        parts += [
-            f"wire {WIRE_VERSION}",
+        facts: list[object] = [
+            [self._tensors[name] for name in names],
             f"scaling {self._scaling}",
             f"checksum {self._checksum}",
             f"feedback {self._error_feedback}",
@@ -455,13 +452,12 @@ class Engine:
             f"plan_controller {self.plan_controller}",
         ]
         if plan is not None:
-            parts.append(plan.digest().hex())
+            facts.append(plan)
         else:
-            each = [self._codec] if isinstance(self._codec, Codec) else [self._codec[name] for name in names]
-            parts += [*map(str, each), str(self._algorithm), str(self._ahead), str(self._planner)]
-        digest = hashlib.sha256("\n".join(parts).encode()).digest()
+            codec = self._codec if isinstance(self._codec, Codec) else [self._codec[name] for name in names]
+            facts += [codec, self._algorithm, self._ahead, str(self._planner)]
         with self._timeline.span("NEGOTIATE_ALLREDUCE"):
-            transport.check_agreement("the fusion plan (model, codec, options)", digest)
+            transport.agree("the fusion plan (model, codec, options)", *facts)
 
     def _agree_and_plan(self, step: int, transport: Transport) -> None:
         """Compare, take rank 0's order of arrival, plan with it, and compare the plans."""
@@ -473,5 +469,5 @@ class Engine:
         tensors = [self._tensors[names[i]] for i in order.tolist()]
         plan = fuse(tensors, self._planner, self._codec, transport.size, algorithm=self._algorithm, ahead=self._ahead)
         plan.check(self._tensors.values(), transport.size)
-        transport.check_agreement("the fusion plan that was made", plan.digest())
+        transport.agree("the fusion plan that was made", plan)
         self.plan = plan
