@@ -1,4 +1,4 @@
-"""``fusionlayer explain``: what is in a plan, when each bucket is predicted to travel, and why as it does."""
+"""``fusionlayer explain``: what a plan holds, when each bucket is predicted to travel, and why."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCost
 
 
 def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
-    """Print from which size on lossless collectives are predicted to be faster zipped."""
+    """Print the size from which lossless collectives are predicted to be faster zipped."""
     if _ZIP not in profile.codecs or workers < 2:
         return
     rows = []
@@ -127,7 +127,7 @@ def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
 
 
 def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> BucketCosts | None:
-    """Return the costs of sending values as they are, if the profile has them."""
+    """Return the costs of sending values uncompressed, if the profile has them."""
     if "raw" not in profile.codecs:
         return None
     return costs_of(profile, codecs.get("raw"), "dense", scenario, workers, measured)

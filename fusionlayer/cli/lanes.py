@@ -26,7 +26,7 @@ def draw(path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequ
     """Write a picture with a lane for each kind of work, buckets told apart by colour, waiting hatched.
 
     Raises:
-        ConfigError: matplotlib is not installed, or writes no such file.
+        ConfigError: matplotlib is not installed, or cannot write the file.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

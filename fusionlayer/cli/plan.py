@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _codec(options: argparse.Namespace) -> Codec | CodecRules:
-    """Return the codec of all gradients, or the policy that gives each its own."""
+    """Return the codec of all gradients, or the rules that give each gradient its codec."""
     if options.policy is None and options.codec != AUTO:
         if options.fidelity:
             raise ConfigError("--fidelity is for --codec auto; a codec that is named is what it is")
@@ -130,7 +130,7 @@ def _select(
 
 
 def _show_codecs(profile: Profile, chosen: Selection) -> None:
-    """Print the codec of each gradient, and why it is that."""
+    """Print the codec of each gradient, and the reason."""
     rows = [
         (
             tensor.name,
@@ -178,7 +178,7 @@ def predicted(
 def show(
     profile: Profile, codec: Codec | CodecRules, scenarios: Sequence[Scenario], options: argparse.Namespace
 ) -> None:
-    """Print a row for each planner, and in it for each rate what is predicted of its plan."""
+    """Print a row for each planner with the predicted figures of its plan at each rate."""
     rows = []
     for name in planners.names():
         planner = planners.get(name)
