@@ -26,7 +26,7 @@ NEAR_LOSSLESS_ERROR = 1e-4
 """Largest part of a Gaussian tensor's energy that a codec may change and still be called near-lossless."""
 _SAMPLE = 1 << 16
 
-Seconds = Callable[[Codec, TensorInfo], float]
+SecondsAlone = Callable[[Codec, TensorInfo], float]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class CodecRules:
         except ConfigError as error:
             raise ConfigError(f"policy {path}: {error}") from None
 
-    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: Seconds) -> CodecChoice:
+    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: SecondsAlone) -> CodecChoice:
         """Return the codec of a tensor.
 
         Args:
