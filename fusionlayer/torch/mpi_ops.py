@@ -13,7 +13,18 @@ from ..errors import ConfigError, FusionLayerError
 from .basics import HorovodInternalError, session
 from .compression import Compression, codec_of
 from .process_sets import ProcessSet, global_process_set, number_of
-from .requests import ReduceOp, Reduction, all_of, checked, choose_op, first_of, submit, taking
+from .requests import (
+    ReduceOp,
+    Reduction,
+    all_of,
+    allreduce_of,
+    checked,
+    choose_op,
+    first_of,
+    reducescatter_of,
+    submit,
+    taking,
+)
 
 __all__ = [
     "Adasum",
@@ -59,31 +70,6 @@ Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 # ---- allreduce -------------------------------------------------------------------------------------------------------
 
 
-def _allreduce_of(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Reduction:
-    chosen = choose_op(op, average)
-    return Reduction([tensor], name, chosen, prescale_factor, postscale_factor, process_set, first_of)
-
-
-def _grouped_allreduce_of(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Reduction:
-    return Reduction(list(tensors), name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
-
-
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -110,7 +96,7 @@ def allreduce(
         ConfigError: arguments that cannot be.
         HorovodInternalError: a peer was lost, or ranks have asked for the operation differently; on every rank.
     """
-    request = _allreduce_of(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    request = allreduce_of(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     codec = codec_of(compression)
     checked("allreduce", tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()) and compression is Compression.none:
@@ -130,43 +116,43 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors, which travel together; arguments as in ``allreduce``."""
-    request = _grouped_allreduce_of(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    request = grouped_allreduce_of(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return _compressed(_Allreduce, replace(request, codec=codec_of(compression)), compression)
 
 
-@taking(_allreduce_of)
+@taking(allreduce_of)
 def allreduce_(request: Reduction) -> Tensor:
     """Replace ``tensor`` by its reduction over ranks and return it; arguments as in ``allreduce``."""
     out: Tensor = synchronize(request.begin_allreduce(in_place=True))
     return out
 
 
-@taking(_allreduce_of)
+@taking(allreduce_of)
 def allreduce_async(request: Reduction) -> int:
     """Begin ``allreduce``; return the handle for ``poll`` and ``synchronize``. Leave ``tensor`` alone until then."""
     return request.begin_allreduce()
 
 
-@taking(_allreduce_of)
+@taking(allreduce_of)
 def allreduce_async_(request: Reduction) -> int:
     """Begin ``allreduce_``; return the handle for ``poll`` and ``synchronize``."""
     return request.begin_allreduce(in_place=True)
 
 
-@taking(_grouped_allreduce_of)
+@taking(grouped_allreduce_of)
 def grouped_allreduce_(request: Reduction) -> list[Tensor]:
     """Replace several tensors by their reductions and return them; arguments as in ``allreduce``."""
     out: list[Tensor] = synchronize(request.begin_allreduce(in_place=True))
     return out
 
 
-@taking(_grouped_allreduce_of)
+@taking(grouped_allreduce_of)
 def grouped_allreduce_async(request: Reduction) -> int:
     """Begin ``grouped_allreduce``; return the one handle of the group."""
     return request.begin_allreduce()
 
 
-@taking(_grouped_allreduce_of)
+@taking(grouped_allreduce_of)
 def grouped_allreduce_async_(request: Reduction) -> int:
     """Begin ``grouped_allreduce_``; return the one handle of the group."""
     return request.begin_allreduce(in_place=True)
@@ -435,28 +421,6 @@ class _Alltoall(torch.autograd.Function):
 # ---- reducescatter ---------------------------------------------------------------------------------------------------
 
 
-def _reducescatter_of(
-    tensor: Tensor,
-    name: str | None = None,
-    op: ReduceOp | int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Reduction:
-    return Reduction([tensor], name, choose_op(op), prescale_factor, postscale_factor, process_set, first_of)
-
-
-def _grouped_reducescatter_of(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: ReduceOp | int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Reduction:
-    return Reduction(list(tensors), name, choose_op(op), prescale_factor, postscale_factor, process_set)
-
-
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -496,17 +460,17 @@ def grouped_reducescatter(
     """Return what ``reducescatter`` makes of each of several tensors."""
     if codec_of(compression) is not None:
         raise ConfigError(f"reducescatter with {compression}; use hvd.Compression.none, .fp16 or .bf16")
-    request = _grouped_reducescatter_of(tensors, name, op, process_set, prescale_factor, postscale_factor)
+    request = grouped_reducescatter_of(tensors, name, op, process_set, prescale_factor, postscale_factor)
     return _compressed(_Reducescatter, request, compression)
 
 
-@taking(_reducescatter_of)
+@taking(reducescatter_of)
 def reducescatter_async(request: Reduction) -> int:
     """Begin ``reducescatter``; return the handle for ``poll`` and ``synchronize``."""
     return request.begin_reducescatter()
 
 
-@taking(_grouped_reducescatter_of)
+@taking(grouped_reducescatter_of)
 def grouped_reducescatter_async(request: Reduction) -> int:
     """Begin ``grouped_reducescatter``; return the one handle of the group."""
     return request.begin_reducescatter()

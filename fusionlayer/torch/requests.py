@@ -24,7 +24,20 @@ from ..transport import Transport
 from .basics import HorovodInternalError, session
 from .process_sets import ProcessSet, global_process_set, number_of
 
-__all__ = ["ReduceOp", "Reduction", "all_of", "checked", "choose_op", "first_of", "submit", "taking"]
+__all__ = [
+    "ReduceOp",
+    "Reduction",
+    "all_of",
+    "allreduce_of",
+    "checked",
+    "choose_op",
+    "first_of",
+    "grouped_allreduce_of",
+    "grouped_reducescatter_of",
+    "reducescatter_of",
+    "submit",
+    "taking",
+]
 
 P = ParamSpec("P")
 Request = TypeVar("Request")
@@ -158,6 +171,63 @@ class Reduction:
                 f"op={self.op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression"
             )
         return f"{self.op.name} by {codec}", partial(_reduce_by, codec)
+
+
+# ---- argument lists of Horovod, which ``taking`` gives to all variants of an operation --------------------------------
+
+
+def allreduce_of(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Reduction:
+    """Return the request of an allreduce."""
+    chosen = choose_op(op, average)
+    return Reduction([tensor], name, chosen, prescale_factor, postscale_factor, process_set, first_of)
+
+
+def grouped_allreduce_of(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Reduction:
+    """Return the request of allreduces that travel together."""
+    return Reduction(list(tensors), name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
+
+
+def reducescatter_of(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Reduction:
+    """Return the request of a reducescatter."""
+    return Reduction([tensor], name, choose_op(op), prescale_factor, postscale_factor, process_set, first_of)
+
+
+def grouped_reducescatter_of(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Reduction:
+    """Return the request of several reducescatters."""
+    return Reduction(list(tensors), name, choose_op(op), prescale_factor, postscale_factor, process_set)
+
+
+# ---- on the way to the session ---------------------------------------------------------------------------------------
 
 
 def _reduce_by(codec: Codec, x: Tensor, transport: Transport, scaling: Scaling) -> None:
