@@ -21,6 +21,8 @@ from .requests import (
     checked,
     choose_op,
     first_of,
+    grouped_allreduce_of,
+    grouped_reducescatter_of,
     reducescatter_of,
     submit,
     taking,

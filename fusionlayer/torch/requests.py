@@ -173,7 +173,7 @@ class Reduction:
         return f"{self.op.name} by {codec}", partial(_reduce_by, codec)
 
 
-# ---- argument lists of Horovod, which ``taking`` gives to all variants of an operation --------------------------------
+# ---- argument lists of Horovod, which ``taking`` gives to all variants of an operation -----------------------------
 
 
 def allreduce_of(
