@@ -289,7 +289,8 @@ class _Distributed(Optimizer):
         self._fl_passes_left[parameter] -= 1
         self._fl_reduced = self._fl_stepped = False
         if self._fl_passes_left[parameter] == 0:
-            self._fl_begin()
+            if not self._fl_begun:
+                self._fl_begin()
             self._fl_hand_over(engine, parameter)
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
@@ -317,7 +318,8 @@ class _Distributed(Optimizer):
             assert self._fl_by_name is not None
             self._fl_gathers[parameter] = self._fl_by_name.gather(name, _sparse(parameter))
             return
-        engine.submit(name, self._fl_gradient(parameter))
+        plain = type(gradient) is Tensor and not gradient.is_sparse
+        engine.submit(name, gradient if plain else self._fl_gradient(parameter))
 
     def _fl_may_gather(self, engine: Engine) -> bool:
         return self._fl_by_name is not None and not self._fl_sparse_as_dense and engine.may_leave_out
@@ -407,7 +409,8 @@ class _Distributed(Optimizer):
             self._fl_phases.end_backward()
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
-        self._fl_begin()
+        if not self._fl_begun:
+            self._fl_begin()
         self._fl_agree_on_sparse(engine)
         submitted = engine.pending
         for parameter, name in self._fl_names.items():
