@@ -481,7 +481,8 @@ def grouped_reducescatter_async(request: Reduction) -> int:
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: Reduction, *tensors: Tensor) -> Any:
-        ctx.factor = request.prescale * request.postscale * (request.process_set.size() if request.op is Sum else 1)
+        summands = request.process_set.size() or 1 if request.op is Sum else 1
+        ctx.factor = request.prescale * request.postscale * summands
         ctx.process_set = request.process_set
         return tuple(synchronize(replace(request, tensors=tensors).begin_reducescatter()))
 
