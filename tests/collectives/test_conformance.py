@@ -16,16 +16,17 @@ from .conformance import DTYPES, WORLDS, conform, given, pairs, takes
 
 pytestmark = pytest.mark.short
 
+DEFAULTS = defaults()
 MULTI_HOP = ("butterfly", "ring")  # they add in another order
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name, codec", pairs(defaults()), ids=str)
+@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
 def test_every_collective_with_every_codec(name: str, codec: Codec, world: int, device: torch.device) -> None:
     over_threads(world, lambda transport: conform(transport, name, codec, device))
 
 
-@pytest.mark.parametrize("name, codec", [pair for pair in pairs(every()) if pair not in pairs(defaults())], ids=str)
+@pytest.mark.parametrize("name, codec", pairs(codec for codec in every() if codec not in DEFAULTS), ids=str)
 def test_every_collective_with_every_option(name: str, codec: Codec, device: torch.device) -> None:
     lengths = (codec.block, 3 * codec.block + 5)
     over_threads(3, lambda transport: conform(transport, name, codec, device, lengths, [torch.float32]))
@@ -144,7 +145,7 @@ def test_the_result_depends_on_nothing_that_was_left_behind() -> None:
     """Scratch memory of a longer call before does not show in the bytes of a shorter one."""
 
     def body(transport: Transport) -> None:
-        for name, codec in pairs(defaults()):
+        for name, codec in pairs(DEFAULTS):
             results = []
             for _ in range(2):
                 x = given(transport.rank, 0, 129, torch.float32).clone()
