@@ -8,11 +8,12 @@ from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
-from tests.codecs.variants import defaults, every
+from tests.codecs.variants import defaults, every, is_kind
 from tests.ranks import over_threads
 from tests.synthetic import gradient
+from tests.tiers import tiered
 
-from .conformance import DTYPES, WORLDS, conform, given, pairs, takes
+from .conformance import DTYPES, LENGTHS, WORLDS, conform, given, pairs, takes
 
 pytestmark = pytest.mark.short
 
@@ -20,10 +21,30 @@ DEFAULTS = defaults()
 MULTI_HOP = ("butterfly", "ring")  # they add in another order
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
-def test_every_collective_with_every_codec(name: str, codec: Codec, world: int, device: torch.device) -> None:
-    over_threads(world, lambda transport: conform(transport, name, codec, device))
+# The fast tier has one codec of each kind in all worlds and types, and every pair in worlds 2 and 3 in f32.
+CASES = [
+    (name, codec, world, dtypes)
+    for name, codec in pairs(DEFAULTS)
+    for world in WORLDS
+    for dtypes in (DTYPES[:1], DTYPES[1:])
+]
+
+
+def is_fast(name: str, codec: Codec, world: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return world in (2, 3) and dtypes == DTYPES[:1] or is_kind(codec)
+
+
+def name_of(parameter: object) -> str:
+    if isinstance(parameter, tuple):
+        return "+".join(str(dtype).removeprefix("torch.") for dtype in parameter)
+    return str(parameter)
+
+
+@pytest.mark.parametrize("name, codec, world, dtypes", tiered(CASES, is_fast), ids=name_of)
+def test_every_collective_with_every_codec(
+    name: str, codec: Codec, world: int, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    over_threads(world, lambda transport: conform(transport, name, codec, device, LENGTHS, dtypes))
 
 
 @pytest.mark.parametrize("name, codec", pairs(codec for codec in every() if codec not in DEFAULTS), ids=str)
@@ -32,7 +53,11 @@ def test_every_collective_with_every_option(name: str, codec: Codec, device: tor
     over_threads(3, lambda transport: conform(transport, name, codec, device, lengths, [torch.float32]))
 
 
-@pytest.mark.parametrize("name, codec", pairs([codecs.get("raw"), codecs.get("int4")]), ids=str)
+@pytest.mark.parametrize(
+    "name, codec",
+    tiered(pairs([codecs.get("raw"), codecs.get("int4")]), lambda name, codec: name in ("two_shot", *MULTI_HOP)),
+    ids=str,
+)
 def test_many_ranks(name: str, codec: Codec, device: torch.device) -> None:
     over_threads(64, lambda transport: conform(transport, name, codec, device, [1000], [torch.float32]))
 
@@ -80,6 +105,7 @@ def test_unknown_names_are_refused() -> None:
         collectives.get("two_shoot")
 
 
+BARE_DEFAULTS = [codec.bare for codec in DEFAULTS]
 NOISY = [
     (name, codec)
     for name, codec in pairs(every())
@@ -89,7 +115,9 @@ NOISY = [
 ]
 
 
-@pytest.mark.parametrize("name, codec", NOISY, ids=str)
+@pytest.mark.parametrize(
+    "name, codec", tiered(NOISY, lambda name, codec: codec in BARE_DEFAULTS or name == "two_shot"), ids=str
+)
 def test_unbiased_codecs_stay_unbiased(name: str, codec: Codec) -> None:
     """The mean over seeds comes closer to the sum as it must if no seed is used twice."""
     draws, n = 100, 4096
