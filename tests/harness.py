@@ -244,6 +244,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    tempfile.tempdir = None  # the server has looked for it; a rank that sets TMPDIR looks again
     try:
         if backend is not None:
             dist.init_process_group(

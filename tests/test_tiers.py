@@ -12,7 +12,8 @@ from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
 
-CONFTEST = (Path(__file__).parent / "conftest.py").read_text()
+TESTS = Path(__file__).parent
+CONFTEST = (TESTS / "conftest.py").read_text()
 MARKED = """
 import pytest
 @pytest.mark.exhaustive
@@ -27,7 +28,8 @@ def test_guarded_by_none(): pass
 """
 
 
-def test_a_test_without_a_fast_case_is_refused(pytester: pytest.Pytester) -> None:
+def test_a_test_without_a_fast_case_is_refused(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS.parent))
     pytester.makeconftest(CONFTEST)
     pytester.makeini("[pytest]\nmarkers = exhaustive\n")
     pytester.makepyfile(test_it=MARKED)
