@@ -21,7 +21,7 @@ DEFAULTS = defaults()
 MULTI_HOP = ("butterfly", "ring")  # they add in another order
 
 
-# The fast tier has every pair in worlds 2 and 3 in f32; one codec of each kind in all worlds, and in three in all types.
+# The fast tier has every pair in worlds 2 and 3 in f32, and one codec of each kind in all worlds and all types.
 CASES = [
     (name, codec, world, dtypes)
     for name, codec in pairs(DEFAULTS)

@@ -284,7 +284,7 @@ def test_a_damaged_message_is_noticed(name: str, hop: int) -> None:
             transport.barrier()
         transport.close()
 
-    over_threads(4, body, timeout=10)
+    over_threads(4, body)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -295,4 +295,4 @@ def test_ranks_that_differ_are_named(name: str) -> None:
             collectives.get(name)(torch.ones(numel), codecs.get("int8").bare, transport)
         assert 1 in raised.value.ranks
 
-    over_threads(4, body, timeout=10)
+    over_threads(4, body)

@@ -493,7 +493,7 @@ def test_ranks_that_ask_for_other_codecs_are_named() -> None:
 
 
 def lose_a_peer(rank: int, world: int, when: str) -> None:
-    fl.init(timeout=5)
+    fl.init(timeout=30)
     model = sharded(init_device_mesh("cpu", (world,)))
     fl.fsdp.compress(model, weights="zip", gradients="int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
