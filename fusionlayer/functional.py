@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import codecs, collectives, context
-from .codecs import Codec, Part
+from .codecs import Codec, Part, PartsCodec
 from .collectives import halves, zipped
 from .collectives.switching import Switcher, switcher_of
 from .errors import ConfigError, PlanMismatch
@@ -175,8 +175,9 @@ def all_reduce(
         flat = tensor.detach().contiguous().view(-1)
         if average:
             flat.mul_(1 / transport.size)
-        fitted = chosen.for_parts([Part("", tuple(tensor.shape))])
-        reduce(flat, fitted, transport, seed=_seed(transport))
+        if isinstance(chosen, PartsCodec):
+            chosen = chosen.for_parts([Part("", tuple(tensor.shape))])
+        reduce(flat, chosen, transport, seed=_seed(transport))
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
     return tensor

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from .. import codecs, collectives
-from ..codecs import Codec
+from ..codecs import Codec, TwoLevelCodec
 from ..errors import ConfigError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..scheduler.fusing import fuse
@@ -48,7 +48,7 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     found = profile.codec(best or codec.name)
     if codec.zips:
         return found  # what the data made of it was measured
-    return replace(found, bits=bits, within_bits=_bits(codec.within) if codec.within is not codec else None)
+    return replace(found, bits=bits, within_bits=_bits(codec.within) if isinstance(codec, TwoLevelCodec) else None)
 
 
 def _bits(codec: Codec) -> float:
