@@ -22,6 +22,9 @@ from ._state import TensorState
 
 __all__ = ["Codec", "registry", "remember"]
 
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
 registry: Registry[Codec] = Registry("codec", __package__)
 
 
@@ -338,7 +341,6 @@ class Codec(ABC):
         return native.crc32c(str(self).encode())
 
 
-_K, _V = TypeVar("_K"), TypeVar("_V")
 _MOST = 4096
 
 

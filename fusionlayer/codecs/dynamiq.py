@@ -178,8 +178,9 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         return native.CodecParams(native.DYNAMIQ, param).spec(numel, dtype)
 
     def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> native.Spec:
-        together = self.place[1] > 1 and self.shared is not None
-        return super()._seeded(form, dtype, how._replace(seed=self.shared) if together else how)
+        if self.place[1] > 1 and self.shared is not None:
+            how = how._replace(seed=self.shared)
+        return super()._seeded(form, dtype, how)
 
     def _place_widths(self, x: Tensor, bodies: Tensor, n: int, how: Encoding) -> None:
         """Write the widths of ``bodies`` (k, nbytes): as agreed on, or by the energy of each piece of ``x``."""

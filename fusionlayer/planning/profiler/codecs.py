@@ -49,8 +49,9 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str
             curves[verb].append([size, cpu_seconds(call, repeats)])
     bits = 8 * (codec.used_bytes(message, size) / size if codec.zips else codec.wire(1 << 20).capacity / (1 << 20))
     algorithm = {"algorithm": codec.collective} if codec.collective else {}
-    two_level = isinstance(codec, TwoLevelCodec)
-    within = {"within_bits": 8 * codec.within.wire(1 << 20).capacity / (1 << 20)} if two_level else {}
+    within = {}
+    if isinstance(codec, TwoLevelCodec):
+        within["within_bits"] = 8 * codec.within.wire(1 << 20).capacity / (1 << 20)
     return {"bits": bits, "lossless": codec.lossless, "ahead": codec.ahead, **within, **algorithm, **curves}
 
 
