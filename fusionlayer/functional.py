@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import codecs, collectives, context
-from .codecs import Codec, Part
+from .codecs import Codec, Part, PartsCodec
 from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
 from .errors import ConfigError, PlanMismatch
@@ -170,9 +170,10 @@ def all_reduce(
     _negotiate(transport, "all_reduce", [tuple(tensor.shape), tensor.dtype, chosen, name, op])
     with torch.no_grad():
         flat = tensor.detach().contiguous().view(-1)
-        fitted = chosen.for_parts([Part("", tuple(tensor.shape))])
+        if isinstance(chosen, PartsCodec):
+            chosen = chosen.for_parts([Part("", tuple(tensor.shape))])
         scaling = Scaling.of(tensor.dtype, transport.size, average=average)
-        reduce_flat(flat, fitted, transport, scaling, algorithm=name, seed=_seed(transport))
+        reduce_flat(flat, chosen, transport, scaling, algorithm=name, seed=_seed(transport))
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
     return tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,12 @@ class Spec(ctypes.Structure):
         ("numel", ctypes.c_int64),
     ]
 
+    def seeded(self, seed: int, offset: int) -> Spec:
+        """Return a copy for these random numbers."""
+        copy = Spec.from_buffer_copy(self)
+        copy.seed, copy.offset = seed & _SEEDS, offset
+        return copy
+
 
 class Messages(ctypes.Structure):
     """``fl_messages`` of ``fusionlayer_codec.h``."""
@@ -101,6 +108,9 @@ class Messages(ctypes.Structure):
     ]
 
 
+_SEEDS = (1 << 64) - 1
+# Packing bytes takes a third of the time of setting the fields of a structure; one for each number of planes.
+_MESSAGES = [struct.Struct(f"@{planes}Q{(MAX_PLANES - planes) * 8}xqq") for planes in range(MAX_PLANES + 1)]
 _POINTER, _I32, _I64, _U32, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
 _VERBS = {
     "fl_encode": (Spec, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
@@ -234,20 +244,22 @@ class CodecParams:
     def spec(self, numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> Spec:
         """Return the ``fl_spec`` for messages of ``numel`` elements of ``dtype``."""
         param = (ctypes.c_uint32 * 4)(*self.param)
-        return Spec(self.codec, DTYPES[dtype], param, seed & (1 << 64) - 1, offset, numel)
+        return Spec(self.codec, DTYPES[dtype], param, seed & _SEEDS, offset, numel)
 
 
 def _messages(bodies: Tensor, offsets: Sequence[int]) -> Messages:
+    """Return where the planes of ``bodies`` (count, nbytes), or of one body (nbytes,), lie."""
     base = bodies.data_ptr()
-    planes = (ctypes.c_void_p * MAX_PLANES)(*(base + offset for offset in offsets))
-    return Messages(planes, bodies.stride(0), bodies.shape[0])
+    rows = (bodies.stride(0), bodies.size(0)) if bodies.dim() == 2 else (bodies.numel(), 1)
+    return Messages.from_buffer_copy(_MESSAGES[len(offsets)].pack(*[base + offset for offset in offsets], *rows))
 
 
-def _call(verb: str, device: torch.device, *arguments: object) -> None:
-    if device.type == "cuda":
-        with torch.cuda.device(device):
+def _call(verb: str, x: Tensor, *arguments: object) -> None:
+    """Call ``verb`` on the device of ``x``."""
+    if x.is_cuda:
+        with torch.cuda.device(x.device):
             library = _cuda()
-            status = getattr(library, verb)(*arguments, torch.cuda.current_stream(device).cuda_stream)
+            status = getattr(library, verb)(*arguments, torch.cuda.current_stream(x.device).cuda_stream)
     else:
         library = cpu()
         status = getattr(library, verb)(*arguments, None)
@@ -263,25 +275,25 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def encode(spec: Spec, offsets: Sequence[int], x: Tensor, residual: Tensor | None, bodies: Tensor) -> None:
     """``fl_encode``: ``bodies`` (count, nbytes) uint8 take consecutive pieces of ``x``; ``offsets`` are the planes'."""
-    _call("fl_encode", x.device, spec, x.data_ptr(), _pointer(residual), _messages(bodies, offsets))
+    _call("fl_encode", x, spec, x.data_ptr(), _pointer(residual), _messages(bodies, offsets))
 
 
 def decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor) -> None:
     """``fl_decode``: consecutive pieces of ``out`` come from ``bodies`` (count, nbytes) uint8."""
-    _call("fl_decode", out.device, spec, _messages(bodies, offsets), out.data_ptr())
+    _call("fl_decode", out, spec, _messages(bodies, offsets), out.data_ptr())
 
 
 def decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor, *, add: bool) -> None:
     """``fl_decode_sum``: ``out`` becomes, or with ``add`` gains, the sum of all ``bodies`` (count, nbytes) uint8."""
-    _call("fl_decode_sum", out.device, spec, _messages(bodies, offsets), out.data_ptr(), int(add))
+    _call("fl_decode_sum", out, spec, _messages(bodies, offsets), out.data_ptr(), int(add))
 
 
 def recode(
     spec: Spec, offsets: Sequence[int], bodies: Tensor, x: Tensor | None, residual: Tensor | None, body: Tensor
 ) -> None:
     """``fl_recode``: ``body`` (nbytes,) uint8 encodes the sum of ``x`` and all ``bodies`` (count, nbytes) uint8."""
-    out = _messages(body.unsqueeze(0), offsets)
-    _call("fl_recode", body.device, spec, _messages(bodies, offsets), _pointer(x), _pointer(residual), out)
+    out = _messages(body, offsets)
+    _call("fl_recode", body, spec, _messages(bodies, offsets), _pointer(x), _pointer(residual), out)
 
 
 def recode_from(
@@ -295,36 +307,36 @@ def recode_from(
 ) -> None:
     """``fl_recode_from``: ``body`` (nbytes,) uint8 encodes the sum of all ``bodies`` (count, nbytes) of ``source``."""
     given = source, _messages(bodies, source_offsets), spec, _pointer(residual)
-    _call("fl_recode_from", body.device, *given, _messages(body.unsqueeze(0), offsets))
+    _call("fl_recode_from", body, *given, _messages(body, offsets))
 
 
 def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor, body: Tensor) -> None:
     """``fl_encode_difference``: ``body`` (nbytes,) uint8 takes ``x`` (n,) f32 less ``base`` (n,) of any type."""
     given = x.data_ptr(), base.data_ptr()
-    _call("fl_encode_difference", x.device, spec, *given, _messages(body.unsqueeze(0), offsets))
+    _call("fl_encode_difference", x, spec, *given, _messages(body, offsets))
 
 
 def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor) -> None:
     """``fl_add_codes``: ``total`` uint8 becomes the sum of the integers that the codes of all ``bodies`` stand for."""
-    _call("fl_add_codes", total.device, spec, _messages(bodies, offsets), total.data_ptr())
+    _call("fl_add_codes", total, spec, _messages(bodies, offsets), total.data_ptr())
 
 
 def decode_codes_sum(spec: Spec, rms: Tensor, total: Tensor, out: Tensor) -> None:
     """``fl_decode`` of a ``total`` that ``add_codes`` made, with the root mean square () f32 that ranks agreed on."""
     planes = (ctypes.c_void_p * MAX_PLANES)(rms.data_ptr(), total.data_ptr())
-    _call("fl_decode", out.device, spec, Messages(planes, 0, 1), out.data_ptr())
+    _call("fl_decode", out, spec, Messages(planes, 0, 1), out.data_ptr())
 
 
 def token_keys(spec: Spec, x: Tensor, residual: Tensor | None, count: int, tokens: int) -> Tensor:
     """``fl_token_keys``: return (count, tokens) int32, smaller where a token's magnitudes have less entropy."""
     keys = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
-    _call("fl_token_keys", x.device, spec, x.data_ptr(), _pointer(residual), count, keys.data_ptr())
+    _call("fl_token_keys", x, spec, x.data_ptr(), _pointer(residual), count, keys.data_ptr())
     return keys
 
 
 def accumulate(x: Tensor, scale: float, acc: Tensor) -> None:
     """``acc`` (n,) f32 += ``scale`` * ``x`` (n,) f32, bf16 or f16; product and sum are rounded one after the other."""
-    _call("fl_accumulate", acc.device, DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
+    _call("fl_accumulate", acc, DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
 
 
 def accumulate_momentum(
@@ -337,7 +349,7 @@ def accumulate_momentum(
     """
     pointers = velocity.data_ptr(), acc.data_ptr()
     given = DTYPES[x.dtype], x.data_ptr(), scale, momentum, int(nesterov), acc.numel()
-    _call("fl_accumulate_momentum", acc.device, *given, *pointers)
+    _call("fl_accumulate_momentum", acc, *given, *pointers)
 
 
 @dataclass(frozen=True)
@@ -365,7 +377,7 @@ def magnitude_stats(acc: Tensor, above: int = 0) -> MagnitudeStats:
     out = torch.empty(4, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_STATS, acc)
     given = acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr()
-    _call("fl_magnitude_stats", acc.device, *given)
+    _call("fl_magnitude_stats", acc, *given)
     out = out.cpu()
     count, _, _, largest = out.tolist()
     _, total, squares, _ = out.view(torch.float64).tolist()
@@ -379,7 +391,7 @@ def root_mean_square(x: Tensor) -> Tensor:
     """
     out = torch.empty(4, dtype=torch.int64, device=x.device)
     workspace = _workspace(_WORKSPACE_STATS, x)
-    _call("fl_magnitude_stats", x.device, x.data_ptr(), x.numel(), 0, workspace.data_ptr(), out.data_ptr())
+    _call("fl_magnitude_stats", x, x.data_ptr(), x.numel(), 0, workspace.data_ptr(), out.data_ptr())
     root = (out.view(torch.float64)[2] / max(1, x.numel())).sqrt().float()
     return torch.where(out[3] >= _INFINITY, math.nan, root)
 
@@ -389,7 +401,7 @@ def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:
     given = (ctypes.c_uint32 * len(thresholds))(*thresholds)
     out = torch.empty(len(thresholds), dtype=torch.int64, device=acc.device)
     pointers = acc.data_ptr(), acc.numel(), ctypes.cast(given, ctypes.c_void_p), len(thresholds), out.data_ptr()
-    _call("fl_count_above", acc.device, *pointers)
+    _call("fl_count_above", acc, *pointers)
     return [int(count) for count in out.tolist()]
 
 
@@ -398,7 +410,7 @@ def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
     out = torch.empty(2, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_KTH, acc)
     given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), out.data_ptr()
-    _call("fl_kth_magnitude", acc.device, *given)
+    _call("fl_kth_magnitude", acc, *given)
     magnitude, above = out.tolist()
     return magnitude, above
 
@@ -434,7 +446,7 @@ def sparse_encode(
     """
     workspace = _workspace(_WORKSPACE_ENCODE, acc)
     pointers = acc.data_ptr(), _pointer(clear), threshold, ties, workspace.data_ptr()
-    _call("fl_sparse_encode", acc.device, spec, _pointer(x), scale, *pointers, _messages(body.unsqueeze(0), offsets))
+    _call("fl_sparse_encode", acc, spec, _pointer(x), scale, *pointers, _messages(body, offsets))
 
 
 def sparse_decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor, *, add: bool) -> None:
@@ -451,7 +463,7 @@ def dynamiq_stats(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Te
     """Return means and sums of squares, (ceil(n / 256),) f32 each, of all 256 elements of ``x`` (n,) + ``residual``."""
     means, squares = torch.empty(2, -(-x.numel() // 256), device=x.device)
     given = DTYPES[x.dtype], x.data_ptr(), _pointer(residual), x.numel(), means.data_ptr(), squares.data_ptr()
-    _call("fl_dynamiq_stats", x.device, *given)
+    _call("fl_dynamiq_stats", x, *given)
     return means, squares
 
 

@@ -82,31 +82,44 @@ class WireFormat:
     """Where everything lies in one message; a pure function of codec, numel and dtype.
 
     Attributes:
+        numel: elements of the message.
+        dtype: type of the elements that are encoded.
         sections: planes in their order, each at a multiple of the codec's alignment, 128 bytes for most.
         body: offset of the first plane: 0, or 128 behind a header.
         capacity: bytes of the message, a multiple of that alignment; an upper bound for codecs of variable size.
+        offsets: of the planes in a body, which is the message without its header.
     """
 
+    numel: int
+    dtype: torch.dtype
     sections: tuple[Section, ...]
     body: int
     capacity: int
+    offsets: tuple[int, ...]
 
     def views(self, payload: Tensor) -> tuple[Tensor, ...]:
         """Return the planes of ``payload`` (capacity,) uint8 as typed tensors that share its memory."""
+        return self.planes(payload[self.body :])
+
+    def planes(self, body: Tensor) -> tuple[Tensor, ...]:
+        """Return the planes of ``body`` (capacity - self.body,) uint8, likewise."""
         return tuple(
-            payload[section.offset : section.offset + section.plane.nbytes].view(section.plane.dtype)
-            for section in self.sections
+            body[offset : offset + section.plane.nbytes].view(section.plane.dtype)
+            for offset, section in zip(self.offsets, self.sections, strict=True)
         )
 
 
-def lay_out(planes: Sequence[Plane], *, header: bool, align: int = ALIGN) -> WireFormat:
-    """Return the layout of ``planes`` one behind the other, each filled up to ``align``, after a header if asked."""
-    body = offset = ALIGN if header else 0
-    sections = []
+def lay_out(planes: Sequence[Plane], numel: int, dtype: torch.dtype, *, header: bool, align: int = ALIGN) -> WireFormat:
+    """Return the layout of a message of ``numel`` elements of ``dtype``, after a header if asked.
+
+    Its ``planes`` lie one behind the other, each filled up to ``align``.
+    """
+    body = ALIGN if header else 0
+    offsets = [0]
     for plane in planes:
-        sections.append(Section(plane, offset))
-        offset += aligned(plane.nbytes, align)
-    return WireFormat(tuple(sections), body, offset)
+        offsets.append(offsets[-1] + aligned(plane.nbytes, align))
+    sections = tuple(Section(plane, body + offset) for plane, offset in zip(planes, offsets, strict=False))
+    return WireFormat(numel, dtype, sections, body, body + offsets[-1], tuple(offsets[:-1]))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ PLANES = st.lists(st.builds(Plane, st.just("plane"), st.integers(0, 10**12), TYP
 
 @given(PLANES, st.booleans())
 def test_planes_lie_one_behind_the_other(planes: list[Plane], header: bool) -> None:
-    form = lay_out(planes, header=header)
+    form = lay_out(planes, 0, torch.float32, header=header)
     end = form.body
     assert form.body == ALIGN * header
     for plane, section in zip(planes, form.sections, strict=True):
@@ -82,7 +82,8 @@ def test_planes_lie_one_behind_the_other(planes: list[Plane], header: bool) -> N
 
 
 def test_views_share_the_memory() -> None:
-    form = lay_out([Plane("scales", 3, torch.float32), Plane("codes", 5, torch.uint8)], header=True)
+    planes = [Plane("scales", 3, torch.float32), Plane("codes", 5, torch.uint8)]
+    form = lay_out(planes, 5, torch.float32, header=True)
     payload = torch.zeros(form.capacity, dtype=torch.uint8)
     scales, codes = form.views(payload)
     scales.fill_(1.0)

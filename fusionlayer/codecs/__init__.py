@@ -1,6 +1,15 @@
 """Codecs: what the bytes of a message mean. ``get`` and ``names`` are the way to them."""
 
 from ._base import Codec, registry
+from ._capabilities import (
+    AgreeingCodec,
+    PartsCodec,
+    StatefulCodec,
+    TransformCodec,
+    TwoLevelCodec,
+    VariableSizeCodec,
+    ZippedCodec,
+)
 from ._homomorphic import HomomorphicCodec
 from ._native import NativeCodec
 from ._sparse import Sparsifier, ThresholdSparsifier
@@ -8,14 +17,21 @@ from ._state import Part, TensorState
 from ._torch import TorchCodec
 
 __all__ = [
+    "AgreeingCodec",
     "Codec",
     "HomomorphicCodec",
     "NativeCodec",
     "Part",
+    "PartsCodec",
     "Sparsifier",
+    "StatefulCodec",
     "TensorState",
     "ThresholdSparsifier",
     "TorchCodec",
+    "TransformCodec",
+    "TwoLevelCodec",
+    "VariableSizeCodec",
+    "ZippedCodec",
     "get",
     "names",
 ]

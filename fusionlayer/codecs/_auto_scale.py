@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..wire import WireFormat
 from ._base import Codec
 from ._block import BlockCodec
+from ._capabilities import AgreeingCodec, StatefulCodec
+from ._encoding import Encoding
 
 if TYPE_CHECKING:
     from ..transport import Transport
@@ -75,7 +78,7 @@ class Headroom:
 
 
 @dataclass(frozen=True)
-class AutoScaled(BlockCodec):
+class AutoScaled(AgreeingCodec, StatefulCodec, BlockCodec):
     """A codec of blocks with bf16 scales that may agree on those of a sum: then all summands and sums have the same.
 
     Attributes:
@@ -112,28 +115,18 @@ class AutoScaled(BlockCodec):
         *rest, flags = params.param
         return native.CodecParams(params.codec, (*rest, flags | native.BLOCK_GIVEN))
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
         if self.scales is not None:
-            self._place_scales(bodies, n, offset)
-        super()._encode_rows(x, bodies, n, seed, offset, residual)
+            self._place_scales(bodies, form.numel, how.offset)
+        super()._encode_rows(x, bodies, form, how)
 
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
+    def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
         if self.scales is not None:
-            self._place_scales(body.unsqueeze(0), n, offset)
-        super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
+            self._place_scales(body.unsqueeze(0), form.numel, how.offset)
+        super()._recode_rows(bodies, body, form, x, how)
         factor = self.headroom.factor
         if self.scales is not None and factor is not None:
-            self.headroom.count(self._saturated(body, n), n)
+            self.headroom.count(self._saturated(body, form), form.numel)
 
     def _place_scales(self, bodies: Tensor, n: int, offset: int) -> None:
         """Write what was agreed on into the scale planes of ``bodies`` (k, nbytes), which begin at place ``offset``."""
@@ -142,10 +135,11 @@ class AutoScaled(BlockCodec):
         given = self.scales[first : first + blocks * len(bodies)].view(torch.uint8)
         bodies[:, : 2 * blocks].copy_(given.view(len(bodies), 2 * blocks))
 
-    def _saturated(self, body: Tensor, n: int) -> int:
+    def _saturated(self, body: Tensor, form: WireFormat) -> int:
         """Return how many elements of a message have the format's largest value."""
+        n = form.numel
         value = torch.empty(n, device=body.device)
-        self._decode_rows(body.unsqueeze(0), value, n, torch.float32)
+        self._decode_rows(body.unsqueeze(0), value, form)
         scales = body[: 2 * -(-n // self.block)].view(torch.bfloat16).float()
         largest = (scales * _LARGEST[self._format]).repeat_interleave(self.block)[:n]
         return int(((value.abs() == largest) & (largest > 0)).sum())

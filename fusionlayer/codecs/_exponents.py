@@ -5,14 +5,16 @@ from __future__ import annotations
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import native
 from ..errors import WireError
-from ..wire import Plane
+from ..wire import Plane, WireFormat
+from ._base import Codec
+from ._capabilities import ZippedCodec
+from ._encoding import Encoding
 from ._native import NativeCodec
 
 __all__ = ["ExponentCodec"]
@@ -21,14 +23,11 @@ _HEAD = struct.Struct("<IIII")
 _RAW, _CODED = 0, 1
 
 
-class ExponentCodec(NativeCodec):
+class ExponentCodec(ZippedCodec, NativeCodec):
     """A codec whose message is a head, a part as long for all data, and the rest; or the elements as they are.
 
     It gives ``_static_bytes`` and ``_params``. The head has the form and the number of bytes of the rest.
     """
-
-    lossless: ClassVar[bool] = True
-    variable_size: ClassVar[bool] = True
 
     @abstractmethod
     def _static_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -45,11 +44,6 @@ class ExponentCodec(NativeCodec):
         return self.wire(numel, dtype).sections[1].offset + self._always(numel, dtype)
 
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes of a ``payload`` (capacity,) must travel; on CUDA this waits for it.
-
-        Raises:
-            WireError: the message contradicts itself.
-        """
         return sum(span.stop - span.start for span in self._spans(payload, numel, dtype))
 
     def extents(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
@@ -111,31 +105,19 @@ class ExponentCodec(NativeCodec):
 
     # ---- verbs that do not only copy --------------------------------------------------------------------------------
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
-        if residual is not None:
-            x = _rounded(x, x.dtype, residual)
-        super()._encode_rows(x, bodies, n, seed, offset, None)
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
+        if how.residual is not None or x.dtype is not form.dtype:
+            x = _rounded(x, form.dtype, how.residual)
+        super()._encode_rows(x, bodies, form, how._replace(residual=None))
 
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
-        total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
-        self._sum_rows(bodies, total, dtype, add=True)
-        self._encode_rows(_rounded(total, dtype, residual), body.unsqueeze(0), n, seed, offset, None)
+    def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
+        Codec._recode_rows(self, bodies, body, form, x, how)  # the core's does not round to what is encoded
 
-    def _seal(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        _, head, data = self._spans(payload, numel, dtype)
+    def _seal(self, payload: Tensor, form: WireFormat) -> None:
+        _, head, data = self._spans(payload, form.numel, form.dtype)
         payload[head.stop : data.start].zero_()  # as ``expand`` leaves it, since the checksum is of all
-        payload[data.stop : self.wire(numel, dtype).capacity].zero_()
-        return super()._seal(payload, numel, dtype)
+        payload[data.stop : form.capacity].zero_()
+        super()._seal(payload, form)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..wire import aligned
-from ._base import Codec
+from ._capabilities import AgreeingCodec
 
 __all__ = ["HomomorphicCodec"]
 
 
-class HomomorphicCodec(Codec):
+class HomomorphicCodec(AgreeingCodec):
     """A codec whose codes stand for integers, and the sum of all ranks' integers for the sum of their values.
 
     Integers of several messages may be added only if one ``agree`` made the codec that encoded them. Sums travel in 8,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from .. import native
-from ._base import Codec
+from ..wire import WireFormat
+from ._base import Codec, remember
+from ._encoding import Encoding
 
 __all__ = ["NativeCodec"]
 
@@ -18,36 +22,33 @@ class NativeCodec(Codec):
         """Return the core's codec number and parameters for messages encoded from ``dtype``."""
         raise NotImplementedError
 
-    def _spec(
-        self, numel: int, encoded: torch.dtype, dtype: torch.dtype, seed: int = 0, offset: int = 0
-    ) -> native.Spec:
+    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
         """Return what the core needs for messages encoded from type ``encoded`` and elements of ``dtype``."""
-        return self._params(encoded).spec(numel, dtype, seed, offset)
+        return self._params(encoded).spec(numel, dtype)
 
-    def _offsets(self, numel: int, dtype: torch.dtype) -> list[int]:
-        return [section.offset for section in self.bare.wire(numel, dtype).sections]
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
+        native.encode(self._seeded(form, x.dtype, how), form.offsets, x, how.residual, bodies)
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
-        spec = self._spec(n, x.dtype, x.dtype, seed, offset)
-        native.encode(spec, self._offsets(n, x.dtype), x, residual, bodies)
+    def _decode_rows(self, bodies: Tensor, out: Tensor, form: WireFormat) -> None:
+        native.decode(self._known(form, out.dtype), form.offsets, bodies, out)
 
-    def _decode_rows(self, bodies: Tensor, out: Tensor, n: int, dtype: torch.dtype) -> None:
-        native.decode(self._spec(n, dtype, out.dtype), self._offsets(n, dtype), bodies, out)
+    def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
+        native.decode_sum(self._known(form, out.dtype), form.offsets, bodies, out, add=add)
 
-    def _sum_rows(self, bodies: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:
-        spec = self._spec(out.numel(), dtype, out.dtype)
-        native.decode_sum(spec, self._offsets(out.numel(), dtype), bodies, out, add=add)
+    def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
+        spec = self._seeded(form, form.dtype if x is None else x.dtype, how)
+        native.recode(spec, form.offsets, bodies, x, how.residual, body)
 
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
-        spec = self._spec(n, dtype, dtype if x is None else x.dtype, seed, offset)
-        native.recode(spec, self._offsets(n, dtype), bodies, x, residual, body)
+    def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> native.Spec:
+        """Return what the core needs to encode elements of ``dtype``."""
+        return self._known(form, dtype).seeded(how.seed, how.offset)
+
+    def _known(self, form: WireFormat, dtype: torch.dtype) -> native.Spec:
+        """Return ``_spec``, which is made once: nobody may write into it, as threads share it."""
+        key = form.numel, form.dtype, dtype
+        spec = self._specs.get(key)
+        return spec or remember(self._specs, key, self._spec(*key))
+
+    @cached_property
+    def _specs(self) -> dict[tuple[int, torch.dtype, torch.dtype], native.Spec]:
+        return {}

@@ -16,8 +16,9 @@ from torch import Tensor
 from .. import native
 from ..errors import ConfigError, WireError
 from ..seeds import derive_seed
-from ..wire import Plane, aligned
-from ._base import Codec
+from ..wire import Plane, WireFormat, aligned
+from ._capabilities import VariableSizeCodec
+from ._encoding import Encoding
 from ._state import TensorState
 
 __all__ = ["ALL", "INFINITE", "SMALLEST", "Sparsifier", "ThresholdSparsifier", "bits_of", "value_of"]
@@ -48,7 +49,7 @@ def value_of(bits: int) -> float:
 
 
 @dataclass(frozen=True)
-class Sparsifier(Codec):
+class Sparsifier(VariableSizeCodec):
     """Sends some elements of a tensor as they are, with their positions; the others wait in the residual.
 
     Of n elements about k = max(1, floor(density * n)) are sent, and never more than the message has room for:
@@ -61,7 +62,6 @@ class Sparsifier(Codec):
         values: type in which they travel; what "bf16" loses stays in the residual.
     """
 
-    variable_size: ClassVar[bool] = True
     local: ClassVar[bool] = False
     align: ClassVar[int] = 16
     ahead: ClassVar[bool] = True
@@ -99,7 +99,7 @@ class Sparsifier(Codec):
             wanted = torch.zeros(n, device=x.device) if state.residual is None else state.residual
             self._encode_sum(x, scale, wanted, payload[form.body :], state, seed, 0)
         if self.header:
-            payload[: form.body].copy_(self._seal(payload, n, x.dtype))
+            self._seal(payload, form)
 
     @abstractmethod
     def _encode_sum(
@@ -123,39 +123,25 @@ class Sparsifier(Codec):
         """Write into ``body`` what of ``wanted`` (plus ``scale * x``) the threshold selects; leave the rest."""
         n = wanted.numel()
         spec = self._params(n).spec(n, torch.float32 if x is None else x.dtype, seed, offset)
-        native.sparse_encode(spec, self._offsets(n), wanted, threshold, ties, body, x=x, scale=scale, clear=clear)
+        native.sparse_encode(spec, self.wire(n).offsets, wanted, threshold, ties, body, x=x, scale=scale, clear=clear)
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
+        n = form.numel
         for i, body in enumerate(bodies if n else ()):
-            piece = slice(i * n, (i + 1) * n)
-            wanted = torch.zeros(n, device=x.device) if residual is None else residual[piece]
-            self._encode_sum(x[piece], 1.0, wanted, body, TensorState(), seed, offset + i * n)
-
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
-        total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
-        self._sum_rows(bodies, total, dtype, add=True)
-        wanted = torch.zeros(n, device=body.device) if residual is None else residual
-        self._encode_sum(total, 1.0, wanted, body, TensorState(), seed, offset)
+            each = how.part(i * n, (i + 1) * n, i * n)
+            wanted = torch.zeros(n, device=x.device) if each.residual is None else each.residual
+            self._encode_sum(x[i * n : (i + 1) * n], 1.0, wanted, body, TensorState(), each.seed, each.offset)
 
     # ---- decode -----------------------------------------------------------------------------------------------------
 
-    def _decode_rows(self, bodies: Tensor, out: Tensor, n: int, dtype: torch.dtype) -> None:
+    def _decode_rows(self, bodies: Tensor, out: Tensor, form: WireFormat) -> None:
+        n = form.numel
         for i, body in enumerate(bodies if n else ()):
-            self._sum_rows(body.unsqueeze(0), out[i * n : (i + 1) * n], dtype, add=False)
+            self._sum_rows(body.unsqueeze(0), out[i * n : (i + 1) * n], form, add=False)
 
-    def _sum_rows(self, bodies: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:
-        n = out.numel()
-        native.sparse_decode_sum(self._params(n).spec(n, out.dtype), self._offsets(n), bodies, out, add=add)
+    def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
+        spec = self._params(form.numel).spec(form.numel, out.dtype)
+        native.sparse_decode_sum(spec, form.offsets, bodies, out, add=add)
 
     # ---- layout -----------------------------------------------------------------------------------------------------
 
@@ -208,9 +194,6 @@ class Sparsifier(Codec):
     def _params(self, numel: int) -> native.CodecParams:
         form, value = _layout(self, numel)[0], native.DTYPES[_VALUES[self.values]]
         return native.CodecParams(native.SPARSE, (form, value, self.capacity(numel), self._flags))
-
-    def _offsets(self, numel: int) -> list[int]:
-        return [section.offset for section in self.bare.wire(numel).sections]
 
 
 @lru_cache(maxsize=4096)
@@ -324,13 +307,13 @@ class ThresholdSparsifier(Sparsifier):
 
     def _is_sound(self, body: Tensor, n: int) -> bool:
         """Return whether a reused threshold sent about enough, left no element over and found nothing broken."""
-        ends, *_, values = self.bare.wire(n).views(body)
+        ends, *_, values = self.wire(n).planes(body)
         pairs, capacity = int(ends[-1]), self.capacity(n)
         return 4 * pairs >= self.target(n) and (pairs < capacity or capacity == n) and bool(values.isfinite().all())
 
     def _take_back(self, x: Tensor, wanted: Tensor, body: Tensor) -> None:
         """Make ``wanted`` what it was before ``body`` was sent, with ``x`` added."""
-        self._sum_rows(body.unsqueeze(0), wanted, torch.float32, add=True)
+        self._sum_rows(body.unsqueeze(0), wanted, self.wire(wanted.numel()), add=True)
         broken = ~x.isfinite()
         if broken.any():  # those that found no room in the message are not in the residual either
             wanted[broken] = x[broken].float()

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
+from ..wire import WireFormat
 from ._base import Codec
+from ._encoding import Encoding
 from ._sparse import ThresholdSparsifier, value_of
 from ._state import TensorState
 
@@ -106,30 +108,13 @@ class DGC(ThresholdSparsifier, name="dgc"):
         threshold, ties = self._select(wanted, state, seed)
         self._send(wanted, body, threshold, ties, seed, offset, clear=velocity)
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
-        self._check_memoryless()
-        super()._encode_rows(x, bodies, n, seed, offset, residual)
-
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
-        self._check_memoryless()
-        super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
-
-    def _check_memoryless(self) -> None:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
         if self.momentum or self.clip_norm is not None:
             raise ConfigError(
                 f"{self}: momentum and clip_norm need each whole tensor and its memory; send it ahead of fusion "
                 "(ahead=True), or leave them out"
             )
+        super()._encode_rows(x, bodies, form, how)
 
     def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
         stride = max(1, min(round(1 / self.sampling), k // _RANK)) | 1  # odd: rows are as long as a power of two

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
-from ..wire import Plane
+from ..wire import Plane, WireFormat
 from ._arrangement import Arrangement
+from ._base import Codec
+from ._capabilities import AgreeingCodec
+from ._encoding import Encoding
 from ._native import NativeCodec
 from ._widths import allocate, deal, pack_widths
 
 if TYPE_CHECKING:
     from ..transport import Transport
-    from ._base import Codec
 
 __all__ = ["DynamiQ"]
 
@@ -30,7 +32,7 @@ _MOST_RANKS = 1 << 14
 
 
 @dataclass(frozen=True)
-class DynamiQ(NativeCodec, name="dynamiq"):
+class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
     """2, 4 or 8 bits for each value of a super-group, ``bits`` on average, all included (DynamiQ, 2026).
 
     Super-groups of 256 values have a scale in bf16, groups of 16 in them one of 8 bits. Levels lie closer together near
@@ -167,28 +169,30 @@ class DynamiQ(NativeCodec, name="dynamiq"):
             Plane("codes", self._lines(groups) * _LINE, torch.uint8),
         ]
 
-    def _spec(
-        self, numel: int, encoded: torch.dtype, dtype: torch.dtype, seed: int = 0, offset: int = 0
-    ) -> native.Spec:
+    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
         rank, ranks = self.place
         epsilons = [round(value / _UNIT) * self.nonuniform for value in (self.epsilon4, self.epsilon8)]
         lines = self._lines(-(-numel // SUPER_GROUP))
         flags = 0 if self.hierarchical else native.DYNAMIQ_FLAT
         param = (flags, lines, rank | ranks << 16, epsilons[0] | epsilons[1] << 16)
-        known = self.shared if ranks > 1 and self.shared is not None else seed
-        return native.CodecParams(native.DYNAMIQ, param).spec(numel, dtype, known, offset)
+        return native.CodecParams(native.DYNAMIQ, param).spec(numel, dtype)
 
-    def _place_widths(self, x: Tensor, bodies: Tensor, n: int, offset: int, residual: Tensor | None) -> None:
+    def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> native.Spec:
+        if self.place[1] > 1 and self.shared is not None:
+            how = how._replace(seed=self.shared)
+        return super()._seeded(form, dtype, how)
+
+    def _place_widths(self, x: Tensor, bodies: Tensor, n: int, how: Encoding) -> None:
         """Write the widths of ``bodies`` (k, nbytes): as agreed on, or by the energy of each piece of ``x``."""
         groups = -(-n // SUPER_GROUP)
         for i, body in enumerate(bodies):
             plane = body[: 24 * -(-groups // 64)]
             if self.given is None:
-                part = slice(i * n, (i + 1) * n)
-                _, energies = native.dynamiq_stats(x[part], None if residual is None else residual[part])
+                part = how.part(i * n, (i + 1) * n, 0)
+                _, energies = native.dynamiq_stats(x[i * n : (i + 1) * n], part.residual)
                 _pack(self._allocated(energies, [groups]), plane)
             else:
-                plane.copy_(self._given_widths(offset // SUPER_GROUP + i * groups, groups))
+                plane.copy_(self._given_widths(how.offset // SUPER_GROUP + i * groups, groups))
 
     def _given_widths(self, first: int, groups: int) -> Tensor:
         """Return the plane of widths of these super-groups, which every hop of their chunk has."""
@@ -201,28 +205,16 @@ class DynamiQ(NativeCodec, name="dynamiq"):
             self._packed[key] = plane
         return self._packed[key]
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
-        if n and len(bodies):
-            self._place_widths(x, bodies, n, offset, residual)
-            super()._encode_rows(x, bodies, n, seed, offset, residual)
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
+        if form.numel and len(bodies):
+            self._place_widths(x, bodies, form.numel, how)
+            super()._encode_rows(x, bodies, form, how)
 
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
+    def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
         if self.given is None:  # the bits follow from the sum
-            total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
-            self._sum_rows(bodies, total, dtype, add=True)
-            return self._encode_rows(total, body.unsqueeze(0), n, seed, offset, residual)
-        self._place_widths(body, body.unsqueeze(0), n, offset, residual)
-        super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
+            return Codec._recode_rows(self, bodies, body, form, x, how)
+        self._place_widths(body, body.unsqueeze(0), form.numel, how)
+        super()._recode_rows(bodies, body, form, x, how)
 
 
 def _pack(bits: Tensor, plane: Tensor) -> None:

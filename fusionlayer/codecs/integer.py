@@ -13,15 +13,17 @@ from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
-from ..wire import Plane
+from ..wire import Plane, WireFormat
 from ._base import Codec, registry
+from ._capabilities import TransformCodec
+from ._encoding import Encoding
 from ._native import NativeCodec
 
 __all__ = ["Int"]
 
 
 @dataclass(frozen=True)
-class Int(NativeCodec, name="int"):
+class Int(TransformCodec, NativeCodec, name="int"):
     """Integers of ``bits`` bits and an f32 scale for each ``group_size`` elements (SDP4Bit, sections 3.2 and 3.3).
 
     bits + 32 / group_size bits per element travel. A group with a value that is not finite decodes to NaN; a group
@@ -86,32 +88,22 @@ class Int(NativeCodec, name="int"):
                 "one shape"
             )
         form = self.wire(x.numel(), x.dtype)
-        spec = self._spec(x.numel(), x.dtype, base.dtype, seed, offset)
-        body = payload[form.body : form.capacity]
-        native.encode_difference(spec, self._offsets(x.numel(), x.dtype), x, base, body)
+        spec = self._seeded(form, base.dtype, Encoding(seed, offset))
+        native.encode_difference(spec, form.offsets, x, base, payload[form.body : form.capacity])
         if self.header:
-            payload[: form.body].copy_(self._seal(payload, x.numel(), x.dtype))
+            self._seal(payload, form)
 
-    def _recode_foreign(
-        self,
-        source: Codec,
-        payloads: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
+    def _recode_foreign(self, source: Codec, payloads: Tensor, body: Tensor, form: WireFormat, how: Encoding) -> None:
         if not isinstance(source, Int):
-            return super()._recode_foreign(source, payloads, body, n, dtype, seed, offset, residual)
+            return super()._recode_foreign(source, payloads, body, form, how)
+        theirs = source.wire(form.numel, form.dtype)
         native.recode_from(
-            source._spec(n, dtype, dtype),
-            source._offsets(n, dtype),
-            source._bodies(payloads, n, dtype),
-            self._spec(n, dtype, dtype, seed, offset),
-            self._offsets(n, dtype),
-            residual,
+            source._known(theirs, form.dtype),
+            theirs.offsets,
+            source._verified(payloads, theirs),
+            self._seeded(form, form.dtype, how),
+            form.offsets,
+            how.residual,
             body,
         )
 

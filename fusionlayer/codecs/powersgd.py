@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..wire import Plane
 from ._base import Codec, registry
+from ._capabilities import PartsCodec
 from ._low_rank import orthonormal, product, random_factor, square_shape
 from ._state import Part
 from ._torch import TorchCodec
@@ -22,7 +23,7 @@ _FACTORS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class PowerSGD(TorchCodec, name="powersgd"):
+class PowerSGD(PartsCodec, TorchCodec, name="powersgd"):
     """The part of a matrix that one step of subspace iteration finds (Vogels et al., "PowerSGD", NeurIPS 2019).
 
     A gradient of shape (n, ...) is a matrix of n rows and as many columns as a row has elements. The collective
@@ -40,6 +41,7 @@ class PowerSGD(TorchCodec, name="powersgd"):
     """
 
     local: ClassVar[bool] = False
+    collective: ClassVar[str | None] = "low_rank"
     needs_feedback: ClassVar[bool] = True
 
     rank: int = 4
@@ -62,11 +64,6 @@ class PowerSGD(TorchCodec, name="powersgd"):
             raise ConfigError(f"powersgd codec: factors={self.factors!r}; expected 'f32' or 'bf16'")
         if type(self.warmup_steps) is not int or self.warmup_steps < 0:
             raise ConfigError(f"powersgd codec: warmup_steps={self.warmup_steps!r}; expected at least 0")
-
-    @property
-    def collective(self) -> str | None:
-        """The one that sums factors."""
-        return "low_rank"
 
     def at_step(self, step: int) -> Codec:
         return self if step >= self.warmup_steps else registry.get("raw", header=self.header)

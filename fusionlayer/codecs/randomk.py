@@ -38,7 +38,7 @@ class RandomK(Sparsifier, name="randomk"):
         n = wanted.numel()
         threshold = max(1, self.target(n) * _NUMBERS // n)
         self._send(wanted, body, threshold, ALL, seed, offset, x=x, scale=scale)
-        ends = self.bare.wire(n).views(body)[0]
+        ends = self.wire(n).planes(body)[0]
         while not int(ends[-1]):
             threshold = min(2 * threshold, _NUMBERS)
             self._send(wanted, body, threshold, ALL, seed, offset)

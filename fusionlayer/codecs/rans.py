@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..wire import WireFormat
+from ._encoding import Encoding
 from ._exponents import ExponentCodec
 
 __all__ = ["Rans"]
@@ -34,19 +36,19 @@ class Rans(ExponentCodec, name="rans"):
         low = 2 * numel if dtype is torch.float32 else 0
         return _filled(2 * _SYMBOLS + 4 * blocks) + 4 * _LANES * blocks + _filled(numel) + _filled(low)
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
-        near, kept = bodies.cpu(), None if residual is None else residual.cpu()
-        super()._encode_rows(x.cpu(), near, n, seed, offset, kept)
-        _bring_back((near, bodies), (kept, residual))
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
+        near, kept = bodies.cpu(), None if how.residual is None else how.residual.cpu()
+        super()._encode_rows(x.cpu(), near, form, how._replace(residual=kept))
+        _bring_back((near, bodies), (kept, how.residual))
 
-    def _decode_rows(self, bodies: Tensor, out: Tensor, n: int, dtype: torch.dtype) -> None:
+    def _decode_rows(self, bodies: Tensor, out: Tensor, form: WireFormat) -> None:
         near = out.cpu()
-        super()._decode_rows(bodies.cpu(), near, n, dtype)
+        super()._decode_rows(bodies.cpu(), near, form)
         _bring_back((near, out))
 
-    def _sum_rows(self, bodies: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:
+    def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
         near = out.cpu()
-        super()._sum_rows(bodies.cpu(), near, dtype, add)
+        super()._sum_rows(bodies.cpu(), near, form, add)
         _bring_back((near, out))
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
-from ..wire import Plane
+from ..wire import Plane, WireFormat
 from ._arithmetic import RUN, pack_runs
-from ._base import registry
+from ._base import Codec, registry
+from ._encoding import Encoding
 from ._native import NativeCodec
 
 __all__ = ["TAHQuant"]
@@ -86,41 +87,26 @@ class TAHQuant(NativeCodec, name="tahquant"):
     def _params(self, dtype: torch.dtype) -> native.CodecParams:
         return native.CodecParams(native.TAHQUANT, (self.bits, self.channels, self.tile, 0))
 
-    def _spec(
-        self, numel: int, encoded: torch.dtype, dtype: torch.dtype, seed: int = 0, offset: int = 0
-    ) -> native.Spec:
-        spec = super()._spec(numel, encoded, dtype, seed, offset)
+    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
+        spec = super()._spec(numel, encoded, dtype)
         spec.param[3] = self._tokens(numel)[1]
         return spec
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
-        if not n:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
+        if not form.numel:
             return
-        tokens, coarse = self._tokens(n)
+        tokens, coarse = self._tokens(form.numel)
         if coarse:
-            keys = native.token_keys(self._spec(n, x.dtype, x.dtype), x, residual, len(bodies), tokens)
+            keys = native.token_keys(self._known(form, x.dtype), x, how.residual, len(bodies), tokens)
             marks = torch.zeros(len(bodies), -(-tokens // RUN) * RUN, dtype=torch.int32, device=x.device)
             marks.scatter_(1, keys.argsort(stable=True, dim=1)[:, :coarse], 1)
             bodies[:, : marks.shape[1] // 8].copy_(pack_runs(marks, 1).view(len(bodies), -1))
-        super()._encode_rows(x, bodies, n, seed, offset, residual)
+        super()._encode_rows(x, bodies, form, how)
 
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
-        if not self._tokens(n)[1]:
-            return super()._recode_rows(bodies, body, n, dtype, x, seed, offset, residual)
-        # Which tokens of a sum are coarse is known when the sum is.
-        total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
-        self._sum_rows(bodies, total, dtype, add=True)
-        self._encode_rows(total, body.unsqueeze(0), n, seed, offset, residual)
+    def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
+        if self._tokens(form.numel)[1]:  # which tokens of a sum are coarse is known when the sum is
+            return Codec._recode_rows(self, bodies, body, form, x, how)
+        super()._recode_rows(bodies, body, form, x, how)
 
 
 registry.add_preset("tahquant6", "tahquant", bits=6, tile=32, coarse=0.0)

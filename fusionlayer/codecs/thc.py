@@ -14,14 +14,15 @@ from torch import Tensor
 from .. import native
 from ..errors import ConfigError
 from ..seeds import derive_seed
-from ..wire import Plane
+from ..wire import Plane, WireFormat
 from ._arithmetic import RUN
+from ._base import Codec
+from ._encoding import Encoding
 from ._homomorphic import HomomorphicCodec
 from ._native import NativeCodec
 
 if TYPE_CHECKING:
     from ..transport import Transport
-    from ._base import Codec
 
 __all__ = ["THC"]
 
@@ -110,8 +111,9 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
 
     def add_codes(self, payloads: Tensor, total: Tensor, numel: int, dtype: torch.dtype) -> None:
         """Write into ``total`` (sum_bytes,) uint8 the sum of the integers of ``payloads`` (ranks, capacity)."""
-        bodies = self._bodies(payloads, numel, dtype)
-        native.add_codes(self._spec(numel, dtype, dtype), self._offsets(numel, dtype), bodies, total)
+        form = self.wire(numel, dtype)
+        bodies = self._verified(payloads, form)
+        native.add_codes(self._known(form, dtype), form.offsets, bodies, total)
 
     def decode_sums(self, totals: Tensor, out: Tensor, chunk: int, ranks: int) -> None:
         """Fill ``out[i * chunk : (i + 1) * chunk]`` from row i of ``totals``, by what ranks agreed on."""
@@ -138,41 +140,27 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         flags = native.THC_UNIFORM * (self.levels == "uniform") | native.THC_STOCHASTIC * (self.rounding != "nearest")
         return native.CodecParams(native.THC, (flags, self.block_size, 0, self.signs))
 
-    def _spec(
-        self, numel: int, encoded: torch.dtype, dtype: torch.dtype, seed: int = 0, offset: int = 0
-    ) -> native.Spec:
-        spec = super()._spec(numel, encoded, dtype, seed, offset)
+    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
+        spec = super()._spec(numel, encoded, dtype)
         # Half steps of the levels in one root mean square, after a rotation that is not normalised.
         steps = self.largest / (self.clip * math.sqrt(self._rotated(numel)))
         (spec.param[2],) = struct.unpack("I", struct.pack("f", steps))
         return spec
 
-    def _encode_rows(self, x: Tensor, bodies: Tensor, n: int, seed: int, offset: int, residual: Tensor | None) -> None:
+    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
+        n = form.numel
         if not n:
             return
         for i, body in enumerate(bodies):
-            part = slice(i * n, (i + 1) * n)
             rms = self.rms
             if rms is None:
-                rms = _usual(_root_mean_square(x[part], None if residual is None else residual[part]))
+                rms = _usual(_root_mean_square(x[i * n : (i + 1) * n], how.part(i * n, (i + 1) * n, 0).residual))
             body[: rms.itemsize].copy_(rms.view(1).view(torch.uint8))
-        super()._encode_rows(x, bodies, n, seed, offset, residual)
+        super()._encode_rows(x, bodies, form, how)
 
-    def _recode_rows(
-        self,
-        bodies: Tensor,
-        body: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        x: Tensor | None,
-        seed: int,
-        offset: int,
-        residual: Tensor | None,
-    ) -> None:
-        total = torch.zeros(n, device=body.device) if x is None else x.to(torch.float32, copy=True)
-        self._sum_rows(bodies, total, dtype, add=True)
+    def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
         # A sum is larger than what ranks agreed on for their summands: it gets a root mean square of its own.
-        replace(self, rms=None)._encode_rows(total, body.unsqueeze(0), n, seed, offset, residual)
+        Codec._recode_rows(replace(self, rms=None), bodies, body, form, x, how)
 
 
 def _root_mean_square(x: Tensor, residual: Tensor | None) -> Tensor:

@@ -8,13 +8,14 @@ from typing import Literal
 
 from ..errors import ConfigError
 from ._base import Codec, registry
+from ._capabilities import TwoLevelCodec
 from .integer import Int
 
 __all__ = ["TwoLevelInt"]
 
 
 @dataclass(frozen=True)
-class TwoLevelInt(Int, name="tlq"):
+class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
     """``int`` between nodes, and ``int`` of ``inner_bits`` inside them (SDP4Bit, section 3.2).
 
     Made for ``two_level``; collectives that know no nodes take it as the codec between them.
@@ -43,11 +44,6 @@ class TwoLevelInt(Int, name="tlq"):
     def within(self) -> Codec:
         """The codec of messages inside a node."""
         return Int(self.inner_bits, self.inner_group_size, self.hadamard, self.rounding, header=self.header)
-
-    @property
-    def collective(self) -> str | None:
-        """The one that knows nodes."""
-        return "two_level"
 
     @property
     def block(self) -> int:

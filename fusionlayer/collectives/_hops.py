@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import AgreeingCodec, Codec
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
@@ -108,9 +108,11 @@ def multi_hop(
         )
     numel, unit = x.numel(), schedule.chunks * codec.block
     parts = cut(numel, -(-numel // segments(numel, schedule.chunks)) if piece is None else piece, unit)
-    lengths = [chunk.stop - chunk.start for part in parts for chunk in balanced(part, schedule.chunks, codec.block)]
-    codec = codec.agree(x, transport, seed=seed, residual=residual, chunks=lengths)
-    out, seed, way = x if out is None else out, derive_seed(seed, transport.rank), codec.arrangement
+    if isinstance(codec, AgreeingCodec):
+        lengths = [chunk.stop - chunk.start for part in parts for chunk in balanced(part, schedule.chunks, codec.block)]
+        codec = codec.agree(x, transport, seed=seed, residual=residual, chunks=lengths)
+    way = codec.arrangement if isinstance(codec, AgreeingCodec) else None
+    out, seed = x if out is None else out, derive_seed(seed, transport.rank)
     if way is None:
         return _carry_out(x, out, residual, parts, codec, transport, schedule, seed)
     arranged = way.arrange(x)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import Codec, VariableSizeCodec
+from ..errors import WireError
 from ..transport import Transport
 from ._base import MessageSpan, gather_collective
 
@@ -29,7 +30,7 @@ def gather_v(
     This is how sparse gradients are gathered where their number is not bounded (SAFusion, section 3.1); here it is for
     comparison with ``gather``.
     """
-    compact = [codec.compact(payload[m.start : m.stop], m.numel, m.dtype) for m in messages]
+    compact = [_compact(codec, payload[m.start : m.stop], m) for m in messages]
     mine = torch.tensor([part.numel() for part in compact])
     sizes = torch.empty(transport.size, len(compact), dtype=torch.int64)
     transport.all_gather(mine.view(torch.uint8), sizes.view(torch.uint8))
@@ -37,4 +38,17 @@ def gather_v(
     transport.exchange([torch.cat(compact)] * transport.size, received)
     for row, lengths, data in zip(every, sizes.tolist(), received, strict=True):
         for m, part in zip(messages, data.split(lengths), strict=True):
-            codec.expand(part, row[m.start : m.stop], m.numel, m.dtype)
+            _expand(codec, part, row[m.start : m.stop], m)
+
+
+def _compact(codec: Codec, message: Tensor, span: MessageSpan) -> Tensor:
+    return codec.compact(message, span.numel, span.dtype) if isinstance(codec, VariableSizeCodec) else message
+
+
+def _expand(codec: Codec, data: Tensor, message: Tensor, span: MessageSpan) -> None:
+    if isinstance(codec, VariableSizeCodec):
+        codec.expand(data, message, span.numel, span.dtype)
+    elif data.numel() != message.numel():
+        raise WireError(f"{codec}: {data.numel()} bytes for a message of {message.numel()}: it was cut short")
+    else:
+        message.copy_(data)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import AgreeingCodec, Codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
@@ -112,7 +112,8 @@ def reduce_scatter(
     here = two_level.grid(transport) if codec.collective == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
-    codec = codec.agree_rows(rows, numel, transport, seed=seed)
+    if isinstance(codec, AgreeingCodec):
+        codec = codec.agree_rows(rows, numel, transport, seed=seed)
     if here is not None:
         return two_level.reduce_scatter(x, out, codec, transport, here, seed=seed, piece=piece)
     codec = two_level.one_level(codec, transport)
@@ -144,8 +145,9 @@ def ring_reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transpo
     (size, numel), rank = x.shape, transport.rank
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
-    codec = codec.agree(rows.view(-1), transport, seed=seed, chunks=[padded] * size, movable=False)
-    way = codec.arrangement
+    if isinstance(codec, AgreeingCodec):
+        codec = codec.agree(rows.view(-1), transport, seed=seed, chunks=[padded] * size, movable=False)
+    way = codec.arrangement if isinstance(codec, AgreeingCodec) else None
     values = (rows.reshape(-1) if way is None else way.arrange(rows.reshape(-1))).view(size, padded)
     capacity = codec.wire(padded, values.dtype).capacity
     mine = transport.scratch("outgoing 0", capacity, x.device)

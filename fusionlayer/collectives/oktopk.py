@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import AgreeingCodec, Codec
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
@@ -36,7 +36,8 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
     """
     if not codec.ahead:
         raise ConfigError(f"algorithm 'oktopk' sums sparse selections and cannot use {codec}; choose another algorithm")
-    codec = codec.agree(x, transport, seed=seed, residual=residual)
+    if isinstance(codec, AgreeingCodec):
+        codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, numel = transport.rank, x.numel()
     positions, values = _select(x, codec, transport, seed, residual)
     bounds = _boundaries(positions, numel, transport)

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import AgreeingCodec, Codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import collective
@@ -34,7 +34,8 @@ def one_shot(
     With ``out`` (n,) the sum goes there and ``x`` stays; with ``piece`` so many elements travel at a time, and while
     they do the next ones are encoded.
     """
-    codec = codec.agree(x, transport, seed=seed, residual=residual)
+    if isinstance(codec, AgreeingCodec):
+        codec = codec.agree(x, transport, seed=seed, residual=residual)
     out = x if out is None else out
 
     def run(index: int, part: slice) -> Piece:

@@ -10,7 +10,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import AgreeingCodec, Codec, TransformCodec, TwoLevelCodec
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
@@ -78,7 +78,7 @@ def grid(transport: Transport) -> Grid | None:
 
 def one_level(codec: Codec, transport: Transport) -> Codec:
     """Return what travels where there are no two levels: ``codec.within`` on one node."""
-    return codec.within if codec.within is not codec and len(transport.nodes) == 1 else codec
+    return codec.within if isinstance(codec, TwoLevelCodec) and len(transport.nodes) == 1 else codec
 
 
 @collective("two_level")
@@ -116,7 +116,8 @@ def two_level(
     here = grid(transport)
     if here is None:
         return two_shot(x, one_level(codec, transport), transport, seed=seed, residual=residual, out=out, piece=piece)
-    codec = codec.agree(x, transport, seed=seed, residual=residual)
+    if isinstance(codec, AgreeingCodec):
+        codec = codec.agree(x, transport, seed=seed, residual=residual)
     out, size = x if out is None else out, transport.size
     coding = _Coding.of(codec, raw=residual is None)
     seed = derive_seed(seed, transport.rank)
@@ -293,8 +294,8 @@ class _Coding:
     @classmethod
     def of(cls, codec: Codec, raw: bool) -> _Coding:
         """Return the codecs; with ``raw`` values are summed as they were transformed (SDP4Bit, section 3.3)."""
-        within = codec.within
-        if raw and not codec.header:
+        within = codec.within if isinstance(codec, TwoLevelCodec) else codec
+        if raw and not codec.header and isinstance(codec, TransformCodec) and isinstance(within, TransformCodec):
             return cls(within, within.untransformed, codec.untransformed, codec.transform_run)
         return cls(within, within, codec)
 

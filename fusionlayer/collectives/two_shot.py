@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import AgreeingCodec, Codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import collective, split_evenly
@@ -41,7 +41,8 @@ def two_shot(
     time, and while they travel others are encoded, recoded or decoded (TACO, section 4.4.2). Blocks stay the same, so
     with codecs that quantise by blocks, to the nearest, the result does too.
     """
-    codec = codec.agree(x, transport, seed=seed, residual=residual)
+    if isinstance(codec, AgreeingCodec):
+        codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, size = transport.rank, transport.size
     out = x if out is None else out
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import Codec, ZippedCodec
 from ..errors import ConfigError, WireError
 from ..transport import Transport
 from ..wire import DTYPE_CODES
@@ -50,7 +50,7 @@ def all_gather(
     """
     rank, size = transport.rank, transport.size
     lengths = [x.numel()] * size if lengths is None else list(lengths)
-    _check(codec, x, "all_gather")
+    codec = _check(codec, x, "all_gather")
     if len(lengths) != size or lengths[rank] != x.numel() or sum(lengths) != out.numel():
         raise ConfigError(
             f"all_gather of {x.numel()} elements on rank {rank} into {out.numel()}, with lengths {lengths}; expected "
@@ -102,7 +102,7 @@ def all_to_all(
         WireError: a message was damaged.
     """
     rank, size = transport.rank, transport.size
-    _check(codec, x, "all_to_all")
+    codec = _check(codec, x, "all_to_all")
     if design not in (1, 2):
         raise ConfigError(f"all_to_all with design={design}; expected 1 (sizes first) or 2 (static part first)")
     if len(sends) != size or len(recvs) != size or sends[rank] != recvs[rank]:
@@ -157,7 +157,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *
         WireError: a message was damaged.
     """
     size, numel = transport.size, out.numel()
-    _check(codec, x, "reduce_scatter")
+    codec = _check(codec, x, "reduce_scatter")
     if x.numel() != size * numel:
         raise ConfigError(f"reduce_scatter of {x.numel()} elements into {numel}; expected {size} times as many")
     if size == 1:
@@ -190,7 +190,7 @@ def zipped(
     the sum goes there and ``x`` stays. So many elements travel at a time as ``piece`` says, by default a share of 4 MiB
     for each rank.
     """
-    _check(codec, x, "zipped")
+    codec = _check(codec, x, "zipped")
     rank, size = transport.rank, transport.size
     if out is not None:
         out.copy_(x)
@@ -222,7 +222,7 @@ def _reduce(
     index: int,
     pieces: Sequence[Tensor],
     out: Tensor,
-    codec: Codec,
+    codec: ZippedCodec,
     transport: Transport,
     residuals: Sequence[Tensor] | None = None,
 ) -> Piece:
@@ -254,14 +254,14 @@ def _reduce(
 class _Letter:
     """A message of a tensor's elements, in room for the longest: ``first`` is the part of it that is always there."""
 
-    def __init__(self, codec: Codec, room: Tensor, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, codec: ZippedCodec, room: Tensor, numel: int, dtype: torch.dtype) -> None:
         self.payload = room[: codec.wire(numel, dtype).capacity]
         self.first = room[: codec.static_extent(numel, dtype)]
         self.numel = numel
         self.dtype = dtype
 
 
-def _travel(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: Codec, transport: Transport) -> Piece:
+def _travel(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport) -> Piece:
     """Yield the exchanges in which ``mine[j]`` goes to rank j and ``theirs[j]`` comes from it: first parts, then rests.
 
     Those of this rank itself stay where they are.
@@ -272,7 +272,7 @@ def _travel(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: Codec, tr
 
 
 def _travel_after_sizes(
-    mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: Codec, transport: Transport
+    mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport
 ) -> Piece:
     """Do as ``_travel``: sizes first, then whole messages."""
     sizes = torch.tensor(_extents(mine, codec)).view(-1, 1)
@@ -298,11 +298,11 @@ def _exchange(sends: Sequence[Tensor], recvs: Sequence[Tensor], transport: Trans
     return lambda: transport.exchange(outgoing, incoming)
 
 
-def _extents(letters: Sequence[_Letter], codec: Codec) -> list[int]:
+def _extents(letters: Sequence[_Letter], codec: ZippedCodec) -> list[int]:
     return codec.extents([letter.payload for letter in letters], [letter.numel for letter in letters], letters[0].dtype)
 
 
-def _rests(letters: Sequence[_Letter], codec: Codec) -> list[Tensor]:
+def _rests(letters: Sequence[_Letter], codec: ZippedCodec) -> list[Tensor]:
     """Return what the first parts leave; what lies behind becomes what a checksum expects there."""
     found = []
     for letter, extent in zip(letters, _extents(letters, codec), strict=True):
@@ -312,7 +312,7 @@ def _rests(letters: Sequence[_Letter], codec: Codec) -> list[Tensor]:
     return found
 
 
-def _room(transport: Transport, name: str, numels: Sequence[int], codec: Codec, like: Tensor) -> list[Tensor]:
+def _room(transport: Transport, name: str, numels: Sequence[int], codec: ZippedCodec, like: Tensor) -> list[Tensor]:
     """Return room for a message of each number of elements, one behind the other."""
     capacities = [codec.wire(numel, like.dtype).capacity for numel in numels]
     return list(transport.scratch(name, sum(capacities), like.device).split(capacities))
@@ -327,8 +327,9 @@ def _default_piece(x: Tensor) -> int:
     return PIECE_BYTES // x.element_size()
 
 
-def _check(codec: Codec, x: Tensor, name: str) -> None:
-    if not codec.zips:
+def _check(codec: Codec, x: Tensor, name: str) -> ZippedCodec:
+    """Return ``codec``, which must be one that can travel in this way, as ``x`` must be a tensor that can."""
+    if not isinstance(codec, ZippedCodec):
         raise ConfigError(
             f"algorithm 'zipped' carries lossless messages of variable size and cannot use {codec}; choose another "
             "algorithm, or codec 'zip'"
@@ -338,3 +339,4 @@ def _check(codec: Codec, x: Tensor, name: str) -> None:
             f"zipped {name} got a {x.dtype} tensor with strides {x.stride()}; expected contiguous float32, bfloat16 "
             "or float16"
         )
+    return codec

@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives, context
-from ..codecs import Codec
+from ..codecs import Codec, PartsCodec
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import Bucket, Slot
@@ -167,7 +167,9 @@ class CommHook:
                     else:
                         flat.mul_(1 / self._transport.size)
                         all_reduce = collectives.get(self._algorithm)
-                        fitted = codec.for_parts(self._memory.parts(layout, shapes))
+                        fitted = codec
+                        if isinstance(codec, PartsCodec):
+                            fitted = codec.for_parts(self._memory.parts(layout, shapes))
                         all_reduce(flat, fitted, self._transport, seed=derive_seed(number), residual=residual)
                 future.set_result(flat)
 

@@ -151,7 +151,7 @@ class Dispatcher:
         if self.size == 1:
             return rows
         for choice in (self._forward, self._backward):
-            if rows.dtype not in DTYPE_CODES and (choice.codec.variable_size or not choice.codec.lossless):
+            if rows.dtype not in DTYPE_CODES and (choice.codec.zips or not choice.codec.lossless):
                 raise ConfigError(
                     f"expert parallelism with {choice} got {rows.dtype} rows; expected float32, bfloat16 or float16: "
                     "cast them, or use codec='raw'"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import codecs, collectives
-from ..codecs import Codec
+from ..codecs import Codec, TwoLevelCodec
 from ..plan import Bucket
 from ..scheduler.planners import StepCosts
 from .cluster import Cluster, Scenario
@@ -154,7 +154,7 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     found = profile.codec(best or codec.name)
     if codec.zips:
         return found  # what the data made of it was measured
-    return replace(found, bits=bits, within_bits=_bits(codec.within) if codec.within is not codec else None)
+    return replace(found, bits=bits, within_bits=_bits(codec.within) if isinstance(codec, TwoLevelCodec) else None)
 
 
 def _bits(codec: Codec) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import codecs, collectives
-from ..codecs import Codec
+from ..codecs import Codec, PartsCodec
 from ..collectives import UNSCALED, Scaling
 from ..errors import UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
@@ -367,7 +367,7 @@ class Engine:
         feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
         feedback = feedback and not codec.lossless
         scaling, in_place = self._scaling, not self._overlap_forward
-        if not bucket.ahead:
+        if not bucket.ahead and isinstance(codec, PartsCodec):
             codec = codec.for_parts(self.memory.parts(bucket, [self._shape(name) for name in bucket.names]))
         common = (bucket, codec, scaling.before, scaling.after, device, self._timeline, in_place)
         if not bucket.ahead:

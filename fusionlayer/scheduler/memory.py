@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, Part, TensorState
+from ..codecs import Codec, Part, StatefulCodec, TensorState
 from ..errors import ConfigError
 from ..plan import Bucket
 
@@ -24,7 +24,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._states: dict[str, TensorState] = {}
-        self._codecs: dict[str, Codec] = {}
+        self._codecs: dict[str, StatefulCodec] = {}
 
     def state(self, name: str, numel: int, device: torch.device, *, feedback: bool = True) -> TensorState:
         """Return the state of a tensor that is encoded by itself, with a residual (numel,) f32 of its own.
@@ -81,6 +81,10 @@ class Memory:
         names = tuple(names)
         numbers = self._largest_numbers(names)
         new = all(codec is not other for other in self._codecs.values())
+        for name in names:
+            self._codecs.pop(name, None)
+        if not isinstance(codec, StatefulCodec):
+            return
         self._codecs.update(dict.fromkeys(names, codec))
         if numbers and new:
             codec.restore(numbers)

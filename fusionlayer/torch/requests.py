@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, Part
+from ..codecs import Codec, Part, PartsCodec
 from ..collectives import Scaling, reduce_flat
 from ..coordination import Reduce
 from ..coordination.session import DTYPES
@@ -231,8 +231,9 @@ def grouped_reducescatter_of(
 
 
 def _reduce_by(codec: Codec, x: Tensor, transport: Transport, scaling: Scaling) -> None:
-    fitted = codec.for_parts([Part("", tuple(x.shape))])
-    reduce_flat(x.view(-1), fitted, transport, scaling, seed=derive_seed(transport.sequence))
+    if isinstance(codec, PartsCodec):
+        codec = codec.for_parts([Part("", tuple(x.shape))])
+    reduce_flat(x.view(-1), codec, transport, scaling, seed=derive_seed(transport.sequence))
 
 
 def submit(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.codecs import Codec, Sparsifier
+from fusionlayer.codecs import Codec, Sparsifier, VariableSizeCodec, ZippedCodec
 from fusionlayer.codecs.omnireduce import OmniReduce
 from fusionlayer.errors import ConfigError, WireError
 from fusionlayer.seeds import derive_seed
@@ -85,7 +85,7 @@ def decoded(
 
 def planes(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> list[Tensor]:
     """Return the bytes that mean something, plane by plane; where data decides how many, all of them in one piece."""
-    if codec.variable_size and not isinstance(codec, Sparsifier):
+    if isinstance(codec, ZippedCodec):
         return [codec.compact(payload, numel, dtype)[codec.wire(numel, dtype).body :]]
     return [view.view(torch.uint8) for view in codec.wire(numel, dtype).views(payload)]
 
@@ -127,12 +127,14 @@ def layout_is_aligned_and_complete(codec: Codec, dtype: torch.dtype, device: tor
                 end = section.offset + section.plane.nbytes
             assert end <= form.capacity
             used = each.used_bytes(payload, n, dtype)
-            assert used <= form.capacity if each.variable_size else used == form.capacity
+            assert used <= form.capacity if isinstance(each, VariableSizeCodec) else used == form.capacity
 
 
 @check
 def what_travels_is_enough(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
     for each in (codec.bare, codec.checked):
+        if not isinstance(each, VariableSizeCodec):
+            continue
         for n in lengths(each):
             payload = each.compress(gradient(n, 53, dtype, device))
             data = each.compact(payload, n, dtype)

@@ -48,7 +48,7 @@ def send(codec: Sparsifier, x: Tensor, state: TensorState, **options: Any) -> Te
 
 def positions(codec: Sparsifier, payload: Tensor, n: int) -> list[int]:
     spec = codec._params(n).spec(n, torch.float32)
-    found: list[int] = oracle.read(spec, codec._offsets(n), payload, n)[0].tolist()
+    found: list[int] = oracle.read(spec, codec.bare.wire(n).offsets, payload, n)[0].tolist()
     return found
 
 

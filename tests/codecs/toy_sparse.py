@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.codecs import Codec, TensorState, TorchCodec
+from fusionlayer.codecs import Codec, TensorState, TorchCodec, VariableSizeCodec
 from fusionlayer.codecs._base import registry
 from fusionlayer.wire import Plane
 
@@ -21,7 +21,7 @@ def toy_sparse() -> Iterator[None]:
     """Let ``toysparse`` be a codec for a while."""
 
     @dataclass(frozen=True)
-    class ToySparse(TorchCodec, name="toysparse"):
+    class ToySparse(VariableSizeCodec, TorchCodec, name="toysparse"):
         """Sends elements of at least ``threshold``, the first of them up to the ``density``; the rest is kept.
 
         Half of the density in the first ``warmup`` steps. Counts its steps in the state.

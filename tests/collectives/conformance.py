@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import collectives
-from fusionlayer.codecs import Codec
+from fusionlayer.codecs import AgreeingCodec, Codec, TwoLevelCodec
 from fusionlayer.errors import ConfigError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
@@ -61,7 +61,7 @@ def coarseness(codec: Codec, numel: int, dtype: torch.dtype) -> float:
     Inside nodes or between them, whichever is larger.
     """
     errors = [0.0]
-    for level in {codec, codec.within}:
+    for level in {codec, codec.within} if isinstance(codec, TwoLevelCodec) else {codec}:
         for stream in range(16):
             x = gradient(numel, (1 << 21) + stream, dtype)
             out = level.decompress(level.compress(x, seed=stream), numel, dtype)
@@ -72,7 +72,7 @@ def coarseness(codec: Codec, numel: int, dtype: torch.dtype) -> float:
 @cache
 def agreed_coarseness(codec: Codec, numel: int, dtype: torch.dtype, world: int) -> float:
     """Return ``coarseness`` with what so many ranks agree on, errors relative to the largest of their tensors."""
-    if type(codec).agree is Codec.agree:
+    if not isinstance(codec, AgreeingCodec):
         return 0.0
     like_all = cast(Transport, SimpleNamespace(rank=0, size=world, all_reduce_max=lambda x: None))
     errors = [0.0]

@@ -176,7 +176,7 @@ def test_zip_codes_a_gaussian_as_the_cpu_core_does(kernels: ctypes.CDLL, dtype: 
         assert int(want[0]) == 1
         got = torch.zeros_like(want)
         spec = codec._params(dtype).spec(numel, dtype)
-        messages = native._messages(got.unsqueeze(0), codec._offsets(numel, dtype))
+        messages = native._messages(got.unsqueeze(0), codec.wire(numel, dtype).offsets)
         assert kernels.fl_encode(ctypes.byref(spec), x.data_ptr(), None, ctypes.byref(messages), None) == 0
         assert torch.equal(got, want)
         back, total = torch.zeros_like(x), torch.ones_like(x)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...codecs import Codec, TensorState
+from ...codecs import Codec, TensorState, TwoLevelCodec
 from .averages import Points
 
 __all__ = ["cpu_seconds", "measure_codecs", "measure_copy"]
@@ -49,7 +49,9 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str
             curves[verb].append([size, cpu_seconds(call, repeats)])
     bits = 8 * (codec.used_bytes(message, size) / size if codec.zips else codec.wire(1 << 20).capacity / (1 << 20))
     algorithm = {"algorithm": codec.collective} if codec.collective else {}
-    within = {} if codec.within is codec else {"within_bits": 8 * codec.within.wire(1 << 20).capacity / (1 << 20)}
+    within = {}
+    if isinstance(codec, TwoLevelCodec):
+        within["within_bits"] = 8 * codec.within.wire(1 << 20).capacity / (1 << 20)
     return {"bits": bits, "lossless": codec.lossless, "ahead": codec.ahead, **within, **algorithm, **curves}
 
 

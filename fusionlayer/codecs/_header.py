@@ -1,0 +1,46 @@
+"""The header of a checked message: written when the body is there, verified before the body is decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import native
+from ..errors import WireError
+from ..wire import Header, WireFormat
+
+if TYPE_CHECKING:
+    from ._base import Codec
+
+__all__ = ["seal", "verify"]
+
+
+def seal(codec: Codec, payload: Tensor, form: WireFormat) -> None:
+    """Write the header of ``payload`` (capacity,), whose body is there."""
+    body = payload[form.body : form.capacity]
+    header = Header(codec.name, codec._options_crc, form.dtype, form.numel, body.numel(), 0, native.crc32c(body.cpu()))
+    payload[: form.body].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+
+
+def verify(codec: Codec, payload: Tensor, form: WireFormat) -> None:
+    """Compare the header of ``payload`` (capacity,) with what ``codec`` expects, and its checksum with the body.
+
+    Raises:
+        WireError: they differ.
+    """
+    body = payload[form.body : form.capacity]
+    given = Header.unpack(payload[: form.body].cpu().numpy().tobytes())
+    facts = codec.name, codec._options_crc, form.dtype, form.numel, body.numel()
+    expected = Header(*facts, given.sequence, given.body_crc)
+    if given != expected:
+        differ = [
+            f"{f.name} {getattr(given, f.name)}, expected {getattr(expected, f.name)}"
+            for f in dataclasses.fields(Header)
+            if getattr(given, f.name) != getattr(expected, f.name)
+        ]
+        raise WireError(f"{codec}: the message does not fit its receiver: {'; '.join(differ)}")
+    if native.crc32c(body.cpu()) != given.body_crc:
+        raise WireError(f"{codec}: checksum of the message body is wrong: the message was damaged on its way")
