@@ -118,6 +118,11 @@ class CodecCost:
             if not 0 <= bits <= 64:
                 raise ConfigError(f"bits={bits!r} for an element; expected 0 to 64")
 
+    @property
+    def collective(self) -> str | None:
+        """The collective that the codec needs, as ``collectives.choose`` asks for it."""
+        return self.algorithm
+
     def nbytes(self, elements: float) -> float:
         """Return bytes of a message."""
         return elements * self.bits / 8

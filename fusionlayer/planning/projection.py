@@ -88,7 +88,7 @@ class Method:
 
     def algorithm_for(self, codec: CodecCost, workers: int) -> str:
         """Return the collective for so many ranks."""
-        return self.algorithm or collectives.choose(codec.lossless, workers, ahead=codec.ahead, wanted=codec.algorithm)
+        return self.algorithm or collectives.choose(codec, workers, ahead=codec.ahead)
 
 
 _DDP = {

@@ -49,7 +49,7 @@ def choose_codecs(
 
     def seconds(codec: Codec, tensor: TensorInfo) -> float:
         if codec not in known:
-            algorithm, _ = collectives.settle(None, None, codec, workers)
+            algorithm = collectives.choose(codec, workers, ahead=None)
             known[codec] = costs_of(profile, codec, algorithm, scenario, workers, measured)
         return known[codec].alone(tensor.numel)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..collectives import AllReduce
+from ..collectives import AllReduce, Scaling, reduce_flat
 from ..plan import Bucket
 from ..timeline import Timeline
 from ..transport import Transport
@@ -122,6 +122,7 @@ class FlatBuffer(Buffer):
     ) -> None:
         super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
         self._all_reduce = all_reduce
+        self._after_packing = Scaling(after=postscale)  # packing has multiplied by prescale
         self._residual = residual
         self._dtype: torch.dtype = getattr(torch, bucket.dtype)
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
@@ -162,9 +163,15 @@ class FlatBuffer(Buffer):
 
     def _sum(self, flat: Tensor, transport: Transport, seed: int) -> None:
         with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, elements=self.bucket.numel):
-            self._all_reduce(flat, self.codec, transport, seed=seed, residual=self._residual)
-            if self._postscale != 1:
-                flat.mul_(self._postscale)
+            reduce_flat(
+                flat,
+                self.codec,
+                transport,
+                self._after_packing,
+                algorithm=self._all_reduce,
+                seed=seed,
+                residual=self._residual,
+            )
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .. import codecs, collectives
 from ..codecs import Codec
+from ..collectives import UNSCALED, Scaling
 from ..errors import FusionLayerError, UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
@@ -33,15 +33,7 @@ from .plan_controller import PlanController, StepTimer
 from .planners import Planner
 from .worker import Job
 
-__all__ = ["Engine", "Scaling"]
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Factors on each gradient before the sum over ranks and on the sum."""
-
-    before: float = 1.0
-    after: float = 1.0
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -91,7 +83,7 @@ class Engine:
         plan: FusionPlan | None = None,
         memory: Memory | None = None,
         error_feedback: bool | None = None,
-        scaling: Scaling = Scaling(),
+        scaling: Scaling = UNSCALED,
         checksum: bool = False,
         timeline: Timeline | None = None,
         lanes: int = 1,
@@ -102,7 +94,7 @@ class Engine:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._codec = codec
         for each in [codec] if isinstance(codec, Codec) else codec.values():
-            collectives.settle(algorithm, ahead, each, transport.size)
+            collectives.choose(each, transport.size, algorithm, ahead=ahead)
         self._algorithm, self._ahead = algorithm, ahead
         self._planner = planner
         self._device = device
@@ -147,7 +139,7 @@ class Engine:
         """
         plan.check(self._tensors.values(), self.size)
         for bucket in plan.buckets:
-            collectives.settle(bucket.algorithm, bucket.ahead, self._codec_of(bucket), self.size)
+            collectives.choose(self._codec_of(bucket), self.size, bucket.algorithm, ahead=bucket.ahead)
         self._next_plan = plan
 
     @property
