@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fusionlayer
 from fusionlayer.timeline import Timeline
 
 pytestmark = pytest.mark.short
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.short
 
 def test_spans_become_complete_events(tmp_path: Path) -> None:
     timeline = Timeline(str(tmp_path / "trace"), rank=3)
-    with timeline.span("OUTER", step=1), timeline.span("INNER", codec="int(bits=4)"):
+    with timeline.span("OUTER", step=1), timeline.span("INNER", codec=fusionlayer.codecs.get("bf16")):
         pass
     with pytest.raises(KeyError), timeline.span("FAILED"):
         raise KeyError
@@ -24,12 +25,24 @@ def test_spans_become_complete_events(tmp_path: Path) -> None:
     timeline.close()
     inner, outer, failed, process = json.loads((tmp_path / "trace.3").read_text())
     assert [inner["name"], outer["name"], failed["name"]] == ["INNER", "OUTER", "FAILED"]
-    assert inner["args"] == {"codec": "int(bits=4)"} and outer["args"] == {"step": 1}
+    assert inner["args"] == {"codec": "bf16()"} and outer["args"] == {"step": 1}
     for event in (inner, outer, failed):
         assert (event["ph"], event["pid"], event["tid"]) == ("X", 3, "MainThread")
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
     assert 0 <= inner["tdur"] <= outer["tdur"], "the thread's own CPU time"
     assert process == {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}
+
+
+def test_a_disabled_timeline_does_nothing_and_asks_nothing_of_its_details() -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise AssertionError
+
+    timeline = Timeline(None, rank=0)
+    assert not timeline.enabled
+    with timeline.span("SPAN", codec=Unprintable()) as entered:
+        assert entered is None
+    timeline.record("RECORD", 0, 1, codec=Unprintable())
 
 
 def test_what_began_on_another_thread_has_a_row_of_its_own(tmp_path: Path) -> None:

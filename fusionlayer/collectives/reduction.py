@@ -120,7 +120,8 @@ class Scaling:
         """Divide and multiply the sum, in place."""
         if self.divisor != 1 and total.dtype is not torch.bool:
             torch.div(total, self.divisor, rounding_mode="trunc", out=total)
-        scale_(total, self.after)
+        if self.after != 1:
+            scale_(total, self.after)
 
 
 UNSCALED = Scaling()
@@ -162,7 +163,8 @@ def reduce_flat(
     Raises:
         ConfigError: there is no such collective, or it cannot use the codec.
     """
-    scaling.scale_before_(x)
+    if scaling.before != 1:
+        scaling.scale_before_(x)
     if x.dtype not in DTYPE_CODES:
         transport.all_reduce(x)
     else:

@@ -100,7 +100,7 @@ class LinkedTransport(Transport):
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         call = Call.exchange(self.rank, self.size, sends, recvs)
-        with self._in(call, counted=True):
+        with _InCall(self, call, counted=True):
             if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
                 recvs[self.rank].copy_(sends[self.rank])
             if self.size == 1:
@@ -119,7 +119,7 @@ class LinkedTransport(Transport):
 
     def all_reduce(self, x: Tensor) -> None:
         call = Call.all_reduce(x)
-        with self._in(call, counted=True):
+        with _InCall(self, call, counted=True):
             if self.size == 1:
                 return
             link, here = self._link_for(x)
@@ -131,7 +131,7 @@ class LinkedTransport(Transport):
 
     def broadcast(self, x: Tensor, root: int) -> None:
         call = Call.broadcast(x, root, self.size)
-        with self._in(call, counted=True):
+        with _InCall(self, call, counted=True):
             if self.size == 1:
                 return
             link, _ = self._link_for(x)
@@ -142,7 +142,7 @@ class LinkedTransport(Transport):
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         call = Call.send(x, self.rank, to, tag, self.size)
-        with self._in(call, counted=False):
+        with _InCall(self, call, counted=False):
             link, _ = self._link_for(x)
             (near,) = bring([x.view(-1).view(torch.uint8)], link.device)
             link.exchange([LinkMessage(to, near, call.key())] if near.numel() else [], [])
@@ -150,7 +150,7 @@ class LinkedTransport(Transport):
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
         call = Call.recv(x, self.rank, source, tag, self.size)
-        with self._in(call, counted=False):
+        with _InCall(self, call, counted=False):
             link, _ = self._link_for(x)
             flat = x.view(-1).view(torch.uint8)
             (near,) = space([flat], link.device)
@@ -222,15 +222,6 @@ class LinkedTransport(Transport):
         link = self._links.get("cuda" if True in on_cuda else "cpu") or next(iter(self._links.values()))
         return link, on_cuda == {link.device.type == "cuda"}
 
-    def _in(self, call: Call, counted: bool) -> _Surroundings:
-        """Begin a call. Leaving what this returns ends the call, and after a failure the transport."""
-        if self._failure is not None:
-            self._check_open()
-        self.sequence += counted
-        if self._watch is not None:
-            self._watch.enter(call, self.sequence)
-        return _Surroundings(self, self._watch, call)
-
     def _fail_call(self, call: Call, error: BaseException) -> None:
         """Close the transport for an error in a call; raise what says why, if that is for the transport to find out."""
         if isinstance(error, LinkError):
@@ -268,13 +259,21 @@ class LinkedTransport(Transport):
             self._watch.end(finding)
 
 
-class _Surroundings:
-    """What surrounds a call of all ranks: they can learn of it. A class, as a generator takes thrice as long."""
+class _InCall:
+    """What surrounds every call: the other ranks can learn of it, and its failure is the end of the transport.
+
+    A class, as every message passes here and a generator would take three times as long.
+    """
 
     __slots__ = ("_call", "_transport", "_watch")
 
-    def __init__(self, transport: LinkedTransport, watch: Watch | None, call: Call) -> None:
-        self._transport, self._watch, self._call = transport, watch, call
+    def __init__(self, transport: LinkedTransport, call: Call, counted: bool) -> None:
+        if transport._failure is not None:
+            transport._check_open()
+        transport.sequence += counted
+        self._transport, self._call, self._watch = transport, call, transport._watch
+        if self._watch is not None:
+            self._watch.enter(call, transport.sequence)
 
     def __enter__(self) -> None:
         pass
