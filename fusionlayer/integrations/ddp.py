@@ -94,9 +94,9 @@ def register(
         return fusing
     chosen = make_codec(codec, codec_options)
     settings = context.settings()
-    algorithm, ahead = collectives.settle(
-        algorithm or settings.algorithm, settings.ahead if ahead is None else ahead, chosen, transport.size
-    )
+    ahead = settings.ahead if ahead is None else ahead
+    algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
+    ahead = algorithm in collectives.gather_names()
     hook = CommHook(
         {parameter: name for name, parameter in model.module.named_parameters()},
         transport.duplicate(),

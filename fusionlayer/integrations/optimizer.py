@@ -161,11 +161,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         transport = context.transport(group)
         if transport.size == 1:
             return None, Timeline(None, 0)
-        before, after = 1.0, 1.0
-        if op is Average:
-            # Dividing first keeps half-precision sums in range; only a factor of the user's asks for anything else.
-            before = 1 / transport.size if gradient_predivide_factor == 1.0 else 1 / gradient_predivide_factor
-            after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
+        scaling = Scaling(1 / transport.size if op is Average else 1.0)
+        if op is Average and gradient_predivide_factor != 1.0:
+            scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
         device = one_device(names)
         timeline = Timeline(context.settings().timeline, transport.rank)
         engine = make_engine(
@@ -173,7 +171,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             describe(names, groups),
             transport,
             device,
-            scaling=Scaling(before, after),
+            scaling=scaling,
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
         )
@@ -291,7 +289,8 @@ class _Distributed(Optimizer):
         self._fl_passes_left[parameter] -= 1
         self._fl_reduced = self._fl_stepped = False
         if self._fl_passes_left[parameter] == 0:
-            self._fl_begin()
+            if not self._fl_begun:
+                self._fl_begin()
             self._fl_hand_over(engine, parameter)
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
@@ -319,7 +318,8 @@ class _Distributed(Optimizer):
             assert self._fl_by_name is not None
             self._fl_gathers[parameter] = self._fl_by_name.gather(name, _sparse(parameter))
             return
-        engine.submit(name, self._fl_gradient(parameter))
+        plain = type(gradient) is Tensor and not gradient.is_sparse
+        engine.submit(name, gradient if plain else self._fl_gradient(parameter))
 
     def _fl_may_gather(self, engine: Engine) -> bool:
         return self._fl_by_name is not None and not self._fl_sparse_as_dense and engine.may_leave_out
@@ -409,7 +409,8 @@ class _Distributed(Optimizer):
             self._fl_phases.end_backward()
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
-        self._fl_begin()
+        if not self._fl_begun:
+            self._fl_begin()
         self._fl_agree_on_sparse(engine)
         submitted = engine.pending
         for parameter, name in self._fl_names.items():

@@ -183,7 +183,7 @@ def test_what_failed_first_is_what_is_raised() -> None:
 def test_a_plan_is_switched_while_a_bucket_is_under_way(codec: str) -> None:
     """Sums and error feedback are those of an engine that has one bucket under way at a time and waits for each."""
     steps = 4
-    algorithm = collectives.choose(False, WORLD)
+    algorithm = "two_shot"
 
     def plans(algorithm: str) -> list[FusionPlan]:
         cuts = [("012", "345"), ("01234", "5")]
