@@ -101,7 +101,7 @@ MUTANTS: list[Mutant] = [
             "            buffer.join()",
             "a plan is switched while buckets are under way",
         ),
-        ("engine.py", "cause = self._cause if", "cause = error if", "the error is a consequence, not the cause"),
+        ("engine.py", "self._cause = self._cause or error", "self._cause = error", "the last failure is raised"),
         (
             "engine.py",
             "buffer.run(transport, derive_seed(step, index))",
@@ -144,15 +144,15 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "central.py",
-            "average_(total, len(ranks))",
-            "average_(total, len(present))",
+            "signature.scaling(dtype, len(ranks))",
+            "signature.scaling(dtype, len(present))",
             "ranks that joined do not count",
         ),
         (
-            "execution.py",
-            "            out.copy_(x)\n        _reduce",
-            "            pass\n        _reduce",
-            "the result of a tensor that is given and one that is wanted",
+            "reductions.py",
+            "    scaling.scale_before_(x)\n",
+            "",
+            "what is scaled before other reductions than sums",
         ),
         ("reductions.py", 'return op == "Min"', 'return op != "Min"', "neutral elements of booleans"),
     ),
@@ -168,7 +168,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "integrations/",
-        ("optimizer.py", "else gradient_predivide_factor / transport.size", "else 1 / transport.size", "predivision"),
+        ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (
             "sharded.py",
             "self._filled = min(max(0, total - transport.rank * chunk), chunk)",
