@@ -26,6 +26,7 @@ from fusionlayer.config import describe
 from tests.codecs.conformance import CHECKS
 from tests.examples.places import needs_namespaces
 from tests.harness import run_ranks
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -207,6 +208,7 @@ def test_the_commands_of_the_readme_run() -> None:
 @pytest.mark.netns
 @needs_namespaces
 @pytest.mark.timeout(240)
+@exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
 def test_the_benchmarks_of_the_readme_run() -> None:
     commands = [shlex.split(line)[1:] for line in README.splitlines() if line.startswith("python -m benchmarks")]
     assert [words[1] for words in commands] == ["benchmarks.lab", "benchmarks.training"]

@@ -14,6 +14,7 @@ from benchmarks.sharded.__main__ import columns, picture, rows
 from benchmarks.sharded.variants import BASELINE, VARIANTS, Part, counted, parts_of
 from examples.gpt import GPT, Config
 from fusionlayer import codecs
+from tests.tiers import exhaustive
 
 from .labs import ROOT, needs_namespaces
 
@@ -65,6 +66,7 @@ def test_ratios_are_of_the_same_round() -> None:
 @pytest.mark.netns
 @needs_namespaces
 @pytest.mark.timeout(180)
+@exhaustive(guarded_by="tests/benchmarks/test_tensor_parallel.py::test_a_small_run")
 def test_a_small_run(tmp_path: Path) -> None:
     chosen = ("qwd + int4, flat", "sdp4bit", "optimizer: sdp4bit")
     command = [sys.executable, "-m", "benchmarks.sharded", "--rate", "1gbit", "--rounds", "1", "--busy-ok"]

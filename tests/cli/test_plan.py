@@ -18,6 +18,7 @@ from tests.cli.test_simulate import table_rows
 from tests.packaging.project_tree import ROOT
 from tests.planning.profiles import write_example
 from tests.planning.test_zipped_costs import ZIP
+from tests.tiers import exhaustive
 
 
 @pytest.fixture
@@ -176,6 +177,9 @@ SMALL = ["--model", "gpt", "--codec", "int4,raw", "--steps", "1", "--repeats", "
 
 @pytest.mark.medium
 class TestProfile:
+    @exhaustive(
+        guarded_by="tests/cli/test_plan.py::TestProfile::test_two_processes_measure_a_link_and_a_plan_can_be_made_of_it"
+    )
     def test_one_process_measures_what_it_can(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -199,7 +199,8 @@ def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> 
 
 @pytest.mark.medium
 @pytest.mark.timeout(290)
-@pytest.mark.parametrize("ranks", tiered([2, 4], lambda ranks: ranks == 2))
+@pytest.mark.parametrize("ranks", [2, 4])
+@exhaustive(guarded_by="tests/integrations/test_moe.py::test_zipped_has_the_bits_of_raw")
 def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_path: Path) -> None:
     results = {}
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4")
@@ -265,6 +266,7 @@ def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, 
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
+@exhaustive(guarded_by="tests/integrations/test_fsdp_differences.py::test_copies_are_equal_and_stay_near")
 def test_train_fsdp_learns_at_four_bits_as_without(tmp_path: Path) -> None:
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4", "--validate-every", "6")
     results = {}

@@ -12,6 +12,7 @@ import fusionlayer as fl
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.training import fill
 from tests.synthetic import gradient
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
@@ -55,6 +56,7 @@ def hold_compiled(rank: int, world: int) -> None:
 
 
 @pytest.mark.timeout(120)
+@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 def test_a_compiled_model_is_the_same() -> None:
     run_ranks(hold_compiled, 2, timeout=100)
 

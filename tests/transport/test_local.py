@@ -8,6 +8,7 @@ import torch
 
 from fusionlayer.errors import TransportError, WireError
 from fusionlayer.transport import LocalTransport, Transport, local
+from tests.tiers import tiered
 
 from .conformance import CHECKS
 
@@ -20,7 +21,7 @@ def mine() -> LocalTransport:
     return transport
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("world", tiered([1, 2, 3, 4, 5, 8], lambda world: world in (1, 2, 5)))
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check: Callable[[Transport], None], world: int) -> None:
     local.run(lambda rank: check(mine()), world, timeout=20)

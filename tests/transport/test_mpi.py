@@ -13,6 +13,7 @@ from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.transport._mpi_link import load_mpi
 from fusionlayer.transport.mpi import _finish
 from tests.mpi import attempt, needs_mpi, start, version
+from tests.tiers import tiered
 
 medium = pytest.mark.medium
 # Seconds on a quiet machine, minutes on one that has much else to do.
@@ -25,9 +26,10 @@ def worker(name: str, *arguments: str) -> list[str]:
 
 @medium
 @needs_mpi
-def test_conformance_of_every_size_up_to_five() -> None:
-    printed = start(5, worker("conformance"))
-    assert sorted(printed.splitlines()) == [f"rank {rank} conforms" for rank in range(5)]
+@pytest.mark.parametrize("size", tiered([3, 5], lambda size: size == 3))
+def test_conformance_of_every_size_up_to(size: int) -> None:
+    printed = start(size, worker("conformance"))
+    assert sorted(printed.splitlines()) == [f"rank {rank} conforms" for rank in range(size)]
 
 
 @medium
