@@ -25,7 +25,7 @@ NEAR_LOSSLESS_ERROR = 1e-4
 """Largest part of a Gaussian tensor's energy that a codec may change and still be called near-lossless."""
 _SAMPLE = 1 << 16
 
-Seconds = Callable[[Codec, TensorInfo], float]
+SecondsAlone = Callable[[Codec, TensorInfo], float]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class CodecRules:
         """Read a policy from a file with ``fidelity`` and ``rules``; ``ConfigError`` if it is none."""
         return records.load(cls, path, "policy")
 
-    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: Seconds) -> CodecChoice:
+    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: SecondsAlone) -> CodecChoice:
         """Return the codec of a tensor.
 
         Args:

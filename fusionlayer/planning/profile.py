@@ -12,7 +12,7 @@ from ..plan import TensorInfo
 from ..registry import nearest
 from .cost_model import CodecCost, Cost, LinkCost, parse_rate
 
-__all__ = ["PROFILE_VERSION", "Machine", "Model", "Profile", "Tensor", "Validation"]
+__all__ = ["PROFILE_VERSION", "Gradient", "Machine", "Model", "Profile", "Validation"]
 
 PROFILE_VERSION = 1
 _NO_LINKS = "profile has no links; measure one with two ranks or more: `torchrun --no-python ... fusionlayer profile`"
@@ -44,7 +44,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Gradient:
     """A gradient of the model.
 
     Attributes:
@@ -85,7 +85,7 @@ class Model:
     forward: float
     backward: float
     optimizer: float
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Gradient, ...]
 
     def __post_init__(self) -> None:
         if not self.tensors:

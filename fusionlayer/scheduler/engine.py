@@ -388,7 +388,7 @@ class Engine:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Let go of the peers, which are out of step with this rank now, and of the gradients; raise the first cause."""
+        """Let go of the gradients and of the peers, which are out of step with this rank; raise the first cause."""
         # Results are waited for in the order of the plan, but lanes fail in any: an early bucket may have failed
         # because a later one did.
         cause = self._cause if isinstance(error, Exception) and self._cause is not None else error
@@ -427,7 +427,7 @@ class Engine:
         try:
             with timeline.span("ALLREDUCE", step=step, bucket=index):
                 buffer.run(transport, derive_seed(step, index))
-        except BaseException as error:
+        except BaseException:
             try:
                 with located(step, index, buffer.bucket, transport):
                     raise

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import collectives
+from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import PlanMismatch, TransportError
 from fusionlayer.plan import FusionPlan
