@@ -64,6 +64,37 @@ def test_nothing_of_horovods_is_missing() -> None:
                 assert not plain or mine.default == original.default, (name, mine)
 
 
+SCALES = "prescale_factor postscale_factor"
+HOROVODS = {
+    "allreduce": f"tensor average name compression op {SCALES} process_set",
+    "grouped_allreduce": f"tensors average name compression op {SCALES} process_set",
+    **dict.fromkeys(
+        ["allreduce_", "allreduce_async", "allreduce_async_"], f"tensor average name op {SCALES} process_set"
+    ),
+    **dict.fromkeys(
+        ["grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"],
+        f"tensors average name op {SCALES} process_set",
+    ),
+    "reducescatter_async": f"tensor name op process_set {SCALES}",
+    "grouped_reducescatter_async": f"tensors name op process_set {SCALES}",
+}
+"""The parameters of functions in Horovod 0.28."""
+
+
+def test_parameters_are_horovods_by_place_and_by_name() -> None:
+    given = {name: " ".join(inspect.signature(getattr(hvd, name)).parameters) for name in HOROVODS}
+    assert given == HOROVODS
+
+    def rank_main(rank: int) -> list[float]:
+        hvd.init()
+        x = torch.ones(2)
+        results = [hvd.synchronize(hvd.allreduce_async(tensor=x, op=hvd.Sum)), hvd.allreduce_(x, False, "named")]
+        hvd.shutdown()
+        return [float(result[0]) for result in results]
+
+    assert local.run(rank_main, 2) == [[2.0, 2.0]] * 2
+
+
 def test_variables_are_those_that_are_read() -> None:
     assert [[names(name)[0], meaning] for name, meaning in rows("Environment")] == [
         [*pair] for pair in VARIABLES.items()
