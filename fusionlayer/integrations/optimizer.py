@@ -318,7 +318,7 @@ class _Distributed(Optimizer):
             assert self._fl_by_name is not None
             self._fl_gathers[parameter] = self._fl_by_name.gather(name, _sparse(parameter))
             return
-        if gradient is None or gradient.is_sparse or type(gradient) is not Tensor:
+        if gradient is None or type(gradient) is not Tensor or gradient.is_sparse:
             gradient = self._fl_gradient(parameter)
         engine.submit(name, gradient)
 
