@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from ..scheduler import AheadBuffer, Job, Memory, Worker, located
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
-from ..wire import WIRE_VERSION
 from .construction import GradientOptions, autotuning
 from .ddp_fused import FusingHook
 
@@ -248,8 +246,7 @@ class CommHook:
     def _residual(self, layout: Bucket, shapes: Sequence[tuple[int, ...]], flat: Tensor) -> Tensor | None:
         """Return the error feedback of a bucket that is encoded whole; a new layout is first compared over ranks."""
         if layout.slots not in self._residuals:
-            digest = hashlib.sha256(repr((layout, shapes, WIRE_VERSION)).encode()).digest()
-            self._transport.check_agreement("the layout of a DDP bucket (model, codec, options)", digest)
+            self._transport.agree("the layout of a DDP bucket (model, codec, options)", layout, shapes)
             names = set(layout.names)
             kept = {slots: r for slots, r in self._residuals.items() if names.isdisjoint(slot.name for slot in slots)}
             whole = self._feedback and not self._ahead

@@ -318,8 +318,9 @@ class _Distributed(Optimizer):
             assert self._fl_by_name is not None
             self._fl_gathers[parameter] = self._fl_by_name.gather(name, _sparse(parameter))
             return
-        plain = type(gradient) is Tensor and not gradient.is_sparse
-        engine.submit(name, gradient if plain else self._fl_gradient(parameter))
+        if gradient is None or type(gradient) is not Tensor or gradient.is_sparse:
+            gradient = self._fl_gradient(parameter)
+        engine.submit(name, gradient)
 
     def _fl_may_gather(self, engine: Engine) -> bool:
         return self._fl_by_name is not None and not self._fl_sparse_as_dense and engine.may_leave_out
