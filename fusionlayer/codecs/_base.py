@@ -354,8 +354,8 @@ def remember(known: dict[_K, _V], key: _K, value: _V) -> _V:
 
 def _bodies(rows: Tensor, form: WireFormat) -> Tensor:
     """Return ``rows`` (k, at least capacity) without headers."""
-    whole = rows.size(1) == form.capacity - form.body
-    return rows if whole else rows.narrow(1, form.body, form.capacity - form.body)
+    whole = not form.body and rows.size(1) == form.capacity
+    return rows if whole else rows[:, form.body : form.capacity]
 
 
 @lru_cache(maxsize=4096)

@@ -33,13 +33,13 @@ __all__ = [
 class VariableSizeCodec(Codec):
     """A codec whose messages may use fewer bytes than their capacity."""
 
-    @abstractmethod
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Return how many bytes of a ``payload`` (capacity,) must travel; on CUDA this waits for it.
 
         Raises:
             WireError: the message contradicts itself.
         """
+        return self.compact(payload, numel, dtype).numel()
 
     @abstractmethod
     def compact(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

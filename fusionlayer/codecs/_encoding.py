@@ -31,4 +31,4 @@ class Encoding(NamedTuple):
 
 def piece(x: Tensor, start: int, stop: int) -> Tensor:
     """Return ``x[start:stop]``; slicing takes longer than to see that it is all of ``x``."""
-    return x if stop - start == x.size(0) else x.narrow(0, start, stop - start)
+    return x if stop - start == x.size(0) else x[start:stop]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer import collectives, context
-from fusionlayer.codecs import Codec, Part
+from fusionlayer.codecs import Codec, Part, PartsCodec
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.tensor_parallel import Channel
 from fusionlayer.seeds import derive_seed
@@ -54,7 +54,7 @@ def by_hand(transport: Transport, codec: Codec, x: Tensor, seed: int, *, average
     size, codec = transport.size, fresh(codec)
     flat = (x * (1 / size) if average else x.clone()).view(-1)
     name = codec.collective or ("dense" if codec.lossless else "one_shot" if size == 2 else "two_shot")
-    fitted = codec.for_parts([Part("", SHAPE)]) if told else codec
+    fitted = codec.for_parts([Part("", SHAPE)]) if told and isinstance(codec, PartsCodec) else codec
     collectives.get(name)(flat, fitted, transport, seed=seed)
     return flat.view(SHAPE)
 
