@@ -29,15 +29,18 @@ class Lane:
         self._worker = Worker(name)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def put(self, work: Callable[[Transport], None]) -> Job:
-        """Queue ``work(transport)``, which runs on the lane's stream without recording gradients; return its job."""
+    def put(self, work: Callable[[Transport], None], abandoned: Callable[[], None] | None = None) -> Job:
+        """Queue ``work(transport)``, which runs on the lane's stream without recording gradients; return its job.
+
+        ``abandoned`` is called if the work fails or never begins.
+        """
 
         def run() -> None:
             # torch.cuda.stream(None) changes nothing.
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 work(self.transport)
 
-        return self._worker.put(run)
+        return self._worker.put(run, abandoned)
 
     def close(self) -> None:
         """End the thread when queued work is done, and give the transport up. Twice is once."""
