@@ -119,8 +119,9 @@ def register(
 class CommHook:
     """Averages DDP's buckets on an engine; error feedback is kept by parameter, not by bucket.
 
-    DDP calls it on the thread of backward when a bucket is full, in the order of the buckets' numbers, which is the same
-    on all ranks. At the end of backward DDP waits for the futures, and copies averages from its buckets into gradients.
+    DDP calls it on the thread of backward when a bucket is full, in the order of the buckets' numbers, which is the
+    same on all ranks. At the end of backward DDP waits for the futures, and copies averages from its buckets into
+    gradients.
 
     Args:
         engine: of the gradients; closed with the hook.

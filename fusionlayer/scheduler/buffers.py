@@ -136,6 +136,7 @@ class FlatBuffer(Buffer):
             self._make_flat()  # here, on the stream of those who get it
 
     def put_whole(self, flat: Tensor, step: int) -> None:
+        """Take all gradients at once; no copy is made of them."""
         self.put(_WHOLE, flat, step)
 
     def _make_flat(self) -> Tensor:

@@ -51,7 +51,7 @@ class Engine:
     second step on a bucket leaves as soon as it and all buckets before it are complete. Before the first payload the
     ranks compare what they are about to do.
 
-    Where somebody else fuses, as DDP does, ``submit_bucket`` takes the place of ``submit``: the plan is what is submitted.
+    Where somebody else fuses, as DDP does, ``submit_bucket`` takes the place of ``submit``, and makes the plan.
 
     Args:
         tensors: every tensor of a step, in any order.
@@ -131,6 +131,8 @@ class Engine:
         self._jobs: dict[int, Job] = {}
         self._ended: dict[int, tuple[Job, Buffer]] = {}
         self._ended_bucket_of: dict[str, int] = {}
+        # Guards what submitting changes: _arrived, _jobs, the buffers and the step's beginning. Hooks may run on several
+        # threads of backward at once. The end of a step needs no lock, since no hook runs then.
         self._lock = threading.Lock()
         transport.check_agreement("the number of lanes", lanes.to_bytes(2, "little"))
         self._lanes = [Lane(transport, device, name)]
@@ -252,7 +254,9 @@ class Engine:
             raise self.failure
         with self._lock:
             if index != len(self._jobs):
-                raise UsageError(f"bucket {index} was submitted in place of bucket {len(self._jobs)} of step {self.step}")
+                raise UsageError(
+                    f"bucket {index} was submitted where step {self.step} has bucket {len(self._jobs)} next"
+                )
             try:
                 if not self._arrived:
                     self._begin_step()
@@ -397,7 +401,7 @@ class Engine:
         self._order = SendOrder(len(self._buffers), len(self._lanes))
 
     def _lay_out(self, index: int, bucket: Bucket) -> None:
-        """Let ``bucket`` be the plan's at ``index``. Another one there, and those after it, are of a layout that ended."""
+        """Let ``bucket`` be the plan's at ``index``; another one there, and those after it, are of a former layout."""
         known = () if self.plan is None else self.plan.buckets
         if index < len(known) and known[index] == bucket:
             return
