@@ -131,8 +131,8 @@ class Engine:
         self._jobs: dict[int, Job] = {}
         self._ended: dict[int, tuple[Job, Buffer]] = {}
         self._ended_bucket_of: dict[str, int] = {}
-        # Guards what submitting changes: _arrived, _jobs, the buffers and the step's beginning. Hooks may run on several
-        # threads of backward at once. The end of a step needs no lock, since no hook runs then.
+        # Guards what submitting changes: _arrived, _jobs, the buffers and the step's beginning. Hooks may run on
+        # several threads of backward at once. The end of a step needs no lock, since no hook runs then.
         self._lock = threading.Lock()
         transport.check_agreement("the number of lanes", lanes.to_bytes(2, "little"))
         self._lanes = [Lane(transport, device, name)]
