@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..transport import Transport
 from .requests import Key, Signature
 
-__all__ = ["Operation", "Reduce"]
+__all__ = ["DTYPES", "Operation", "Reduce", "signature_of"]
 
 Reduce = Callable[[Tensor, Transport], None]
 """Replaces a flat tensor by its reduction over ranks; runs on the communication thread."""
@@ -59,3 +60,35 @@ class Operation:
         self.error = error
         self.tensors = ()
         self.done = True
+
+
+DTYPES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+
+
+@lru_cache(maxsize=4096)
+def signature_of(
+    kind: str,
+    process_set: int,
+    dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[torch.Size, ...],
+    device: torch.device | None,
+    *how: Any,
+) -> Signature:
+    """Return the signature of what is asked for again and again; equal ones are one object."""
+    where = "cpu" if device is None else device.type
+    names = tuple(DTYPES[dtype] for dtype in dtypes)
+    return Signature(kind, process_set, names, tuple(tuple(shape) for shape in shapes), where, *how)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,9 +19,10 @@ from ..transport import Transport
 from ..transport.star import Center, Connection, connect
 from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
-from .execution import OperationPart, execute
+from .execution import OperationPart
 from .matching import describe
-from .operation import Operation, Reduce
+from .operation import Operation, Reduce, signature_of
+from .requester import Requester
 from .requests import (
     ALL_RANKS,
     Begun,
@@ -32,41 +31,38 @@ from .requests import (
     Request,
     Response,
     Signature,
-    Writer,
     flatten,
     read_response,
     unflatten,
     write_farewell,
 )
+from .runner import Runner
 
-__all__ = ["DTYPES", "ProcessSetMembers", "Session"]
+__all__ = ["Session"]
 
-# Of one message, whose bytes all fit in what the connection buffers, so that nobody waits for a reader.
-_REQUESTS_AT_ONCE = 1000
-# Who asks for nothing more for so many seconds pauses; who never does is taken for pausing after so many times that.
-_PAUSE = 0.0005
-_PAUSES = 10
 _BEGIN = Signature("begin")
 
 
-@dataclass(frozen=True)
-class ProcessSetMembers:
-    """A process set as this rank has it.
+class Phase(Enum):
+    """What a session does with what is asked for. Every change is made with the session's lock held."""
 
-    Attributes:
-        ranks: of the job, ascending.
-        transport: over them; None if this rank is not one of them.
-    """
-
-    ranks: tuple[int, ...]
-    transport: Transport | None
+    RUNNING = auto()
+    """Operations are asked for and run. At first; and again when all ranks have joined (communication thread)."""
+    TELLING_STEPS = auto()
+    """The same, and a rank has joined, which stands in for steps: this rank tells which ones it begins (communication
+    thread, as the coordinator says so)."""
+    ENDED = auto()
+    """Nothing can be asked for any more, for good: ``close`` was called (any thread), or the communication thread has
+    found that a rank is lost. ``_why`` says which."""
 
 
 class Session:
     """Runs named operations of this rank, with those of the others, until it is closed.
 
-    Any thread may call it. The first failure of the transport ends it on every rank; operations that ranks asked for
-    differently fail on every rank and nothing else does.
+    Any thread may call it. What it asks for goes through the ``Requester`` to the coordinator on rank 0. The
+    coordinator's responses come to the communication thread, the same ones in the same order on all ranks, and the
+    ``Runner`` does there what they say. The first failure of the transport ends the session on every rank; operations
+    that ranks asked for differently fail on every rank and nothing else does.
 
     Args:
         transport: of all ranks; the session takes a duplicate. All ranks make the session together.
@@ -88,37 +84,34 @@ class Session:
         self.rank, self.size = transport.rank, transport.size
         self.timeline = timeline or Timeline(None, self.rank)
         self._transport = transport.duplicate()
-        self.process_sets = {ALL_RANKS: ProcessSetMembers(tuple(range(self.size)), self._transport)}
+        self._runner = Runner(self._transport, self.timeline)
+        self.process_sets = self._runner.process_sets
+        # Guards the phase, and what submitting changes: handles, names under way, numbers of unnamed operations, begun
+        # steps. A request is noted with it held, so that requests leave in the order of their handles.
         self._lock = threading.Lock()
+        # Guards how operations end, and _told; notified whenever one of them changes. Never taken together with _lock.
         self._done = threading.Condition()
+        self._phase = Phase.RUNNING
+        self._why: FusionLayerError | None = None
         self._operations: dict[int, Operation] = {}
         self._running: dict[int, Operation] = {}
         self._asked: set[Key] = set()
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._handles = 0
-        self._ended: FusionLayerError | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._begun: Begun = {}
+        self._told: Begun = {}
         self._coordinator: Coordinator | None = None
         self._connection: Connection | None = None
         self._responses: SimpleQueue[Response | None] = SimpleQueue()
-        self._writer = Writer(cache_capacity)
-        self._unsent: list[Request] = []
-        self._unanswered = False
-        self._begun: Begun = {}
-        self._told: Begun = {}
-        self._tells = False
-        self._wanted: SimpleQueue[bool] = SimpleQueue()
-        self._bringing = False
         end = connect(self._transport) if self.size > 1 else None
         if isinstance(end, Connection):
             self._connection = end
         else:
             center = end if isinstance(end, Center) else None
             self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._deliver)
+        self._requester = Requester(self._coordinator, self._connection, cache_capacity)
         self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
         self._thread.start()
-        self._bringer = threading.Thread(target=self._bring_bursts, name="fusionlayer requests", daemon=True)
-        self._bringer.start()
 
     def submit(
         self,
@@ -169,12 +162,12 @@ class Session:
             shapes = [shape[1:] for shape in shapes]
         where = tensors[0].device if tensors else None
         dtypes = tuple([x.dtype for x in tensors])
-        signature = _signature(kind, process_set, dtypes, tuple(shapes), where, op, prescale, postscale, root, ranks)
+        signature = signature_of(kind, process_set, dtypes, tuple(shapes), where, op, prescale, postscale, root, ranks)
         ready = torch.cuda.current_stream(where).record_event() if signature.device == "cuda" else None
         data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
         with self._lock:
-            if self._ended is not None:
-                raise _again(self._ended)
+            if self._why is not None:
+                raise _again(self._why)
             self._check_member(process_set)
             if kind == "join":
                 numbers = flatten(self._begun)
@@ -186,8 +179,9 @@ class Session:
                 label = name
             key = (process_set, kind, label)
             if key in self._asked:
-                self._note(Request(-1, label, signature, numbers))
-                self._wanted.put(True)
+                # The other ranks wait for this operation, and must be told that it will not come.
+                self._requester.note(Request(-1, label, signature, numbers))
+                self._requester.bring_soon()
                 raise UsageError(
                     f"{describe(key)} was asked for again before it was done; give operations that are under way at "
                     "once different names, or synchronize() the first"
@@ -199,10 +193,9 @@ class Session:
             )
             self._operations[operation.handle] = self._running[operation.handle] = operation
             self._asked.add(key)
-            self._note(Request(operation.handle, label, signature, numbers, data))
-            if not (at_once or self._bringing):
-                self._bringing = True
-                self._wanted.put(True)
+            self._requester.note(Request(operation.handle, label, signature, numbers, data))
+            if not at_once:
+                self._requester.bring_soon()
         return operation.handle
 
     def poll(self, handle: int) -> bool:
@@ -227,7 +220,7 @@ class Session:
         if operation is None:
             return None
         if not operation.done:
-            self._bring()
+            self._requester.bring()
             with self._done:
                 while not operation.done:
                     self._done.wait()
@@ -253,11 +246,11 @@ class Session:
         """Count a step that this rank begins. The others are told only while a rank has joined, which must know."""
         with self._lock:
             self._begun[key] += 1
-            tells = self._tells and self._ended is None
+            tells = self._phase is Phase.TELLING_STEPS
             if tells:
-                self._note(Request(0, 0, _BEGIN, (*key, self._begun[key])))
+                self._requester.note(Request(0, 0, _BEGIN, (*key, self._begun[key])))
         if tells:
-            self._bring()
+            self._requester.bring()
 
     def steps_begun(self, key: tuple[int, int]) -> int:
         """Return how many steps this rank has begun."""
@@ -272,7 +265,7 @@ class Session:
             failed: whether to wait no longer; looked at again after ``notify``.
         """
         operation = self._operations[join]
-        self._bring()
+        self._requester.bring()
         with self._done:
             while not (operation.done or failed()) and self._told == known:
                 self._done.wait()
@@ -291,16 +284,13 @@ class Session:
     @property
     def has_ended(self) -> bool:
         """Whether nothing can be asked for any more: it was closed, or a rank was lost."""
-        return self._ended is not None
+        return self._phase is Phase.ENDED
 
     def close(self) -> None:
         """Leave: what is under way here fails, and on other ranks what needs this one. Twice is once."""
         why = f"rank {self.rank} has shut down, or its program has ended"
-        with self._lock:
-            if self._ended is None:
-                self._ended = TransportError(f"{why}; call init() again", [self.rank])
-        self._wanted.put(False)
-        self._bringer.join()
+        ended = self._leave(TransportError(f"{why}; call init() again", [self.rank]))
+        self._requester.close()
         if self._coordinator is not None:
             self._coordinator.close(why)
             self._responses.put(None)
@@ -309,11 +299,9 @@ class Session:
             self._connection.close()
         # An operation under way ends by itself; other ranks need this one's part in it.
         self._thread.join(self._transport.timeout)
-        for members in self.process_sets.values():
-            if members.transport is not None:
-                members.transport.close()
+        self._runner.close()
         self.timeline.close()
-        self._fail_all(self._ended)
+        self._fail_all(ended)
 
     def _check_member(self, process_set: int) -> None:
         members = self.process_sets.get(process_set)
@@ -325,51 +313,12 @@ class Session:
                 "call operations of a set on its ranks only"
             )
 
-    def _note(self, request: Request) -> None:
-        if self._coordinator is not None:
-            self._coordinator.submit(request)
-        else:
-            self._unsent.append(request)
-
-    def _bring(self) -> None:
-        """Bring what was asked for to the coordinator: now, or as soon as it has answered the last requests."""
-        if self._coordinator is not None:
-            self._coordinator.advance()
-        elif self._unsent:
-            with self._lock:
-                if not self._unanswered:
-                    self._send_unsent()
-
-    def _bring_bursts(self) -> None:
-        """Bring what was asked for when the caller pauses, if it does not ``wait`` before: a burst goes together."""
-        while self._wanted.get():
-            seen = self._handles
-            for _ in range(_PAUSES):
-                time.sleep(_PAUSE)
-                if seen == self._handles:
-                    break
-                seen = self._handles
-            self._bringing = False
-            self._bring()
-
-    def _send_unsent(self) -> None:
-        assert self._connection is not None
-        count = total = 0
-        while count < min(len(self._unsent), _REQUESTS_AT_ONCE) and total < self._connection.room:
-            total += len(self._unsent[count].data or b"")
-            count += 1
-        requests, self._unsent = self._unsent[:count], self._unsent[count:]
-        self._unanswered = bool(requests)
-        if requests:
-            self._connection.send(self._writer.write(requests))
-
     # ---- on the communication thread --------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while (response := self._next_response()) is not None:
             if response.code == "ready":
-                with self._lock:
-                    self._send_unsent()
+                self._requester.note_answer()
             elif response.code == "take":
                 self._take_results(response)
             elif response.code == "joined":
@@ -387,12 +336,14 @@ class Session:
                 self._run(response)
 
     def _tell_begun(self) -> None:
+        """A rank has joined: tell it which steps this rank has begun, and from now on each that it begins."""
         with self._lock:
-            self._tells = True
+            if self._phase is Phase.RUNNING:
+                self._phase = Phase.TELLING_STEPS
             if not self._begun:
                 return
-            self._note(Request(0, 0, _BEGIN, flatten(self._begun)))
-        self._bring()
+            self._requester.note(Request(0, 0, _BEGIN, flatten(self._begun)))
+        self._requester.bring()
 
     def _deliver(self, response: Response) -> None:
         """Take a response of rank 0's coordinator, on its thread; results need not wait for what is executed."""
@@ -431,9 +382,10 @@ class Session:
         taken = self._take(response.items)
         operations = [operation for operation in taken if operation is not None]
         try:
-            self._execute(
-                [OperationPart(operation, item) for operation, item in zip(taken, response.items, strict=True)]
-            )
+            parts = [OperationPart(operation, item) for operation, item in zip(taken, response.items, strict=True)]
+            if parts[0].signature.kind == "join":
+                self._resume()
+            self._runner.run(parts)
         except Exception as error:
             self._break(error, operations)
         else:
@@ -442,78 +394,11 @@ class Session:
             if self._coordinator is not None:
                 self._coordinator.note_done()
 
-    def _execute(self, parts: Sequence[OperationPart]) -> None:
-        signature = parts[0].signature
-        kind = signature.kind
-        now = time.perf_counter_ns()
-        operations = [part.operation for part in parts if part.operation is not None]
-        if self.timeline.enabled:
-            for operation in operations:
-                self.timeline.record(f"NEGOTIATE_{kind.upper()}", operation.submitted, now, row=operation.label)
-        if kind == "add_process_set":
-            self._add_process_set(parts[0])
-        elif kind == "remove_process_set":
-            self._remove_process_set(signature.root or ALL_RANKS)
-        elif kind == "join":
-            with self._lock:
-                self._tells = False
-            operations[0].result = parts[0].numbers[0]
-        elif kind != "barrier":
-            members = self.process_sets[signature.process_set]
-            assert members.transport is not None
-            with torch.no_grad(), self._on_stream(operations, signature.device):
-                execute(parts, members.transport, members.ranks, self._spans(operations))
-        if self.timeline.enabled:
-            end = time.perf_counter_ns()
-            for operation in operations:
-                self.timeline.record(kind.upper(), now, end, row=operation.label)
-
-    def _add_process_set(self, part: OperationPart) -> None:
-        (number,), ranks = part.numbers, part.signature.ranks
-        assert ranks is not None
-        transport = self._transport.subset(ranks) if self.rank in ranks else None
-        self.process_sets[number] = ProcessSetMembers(ranks, transport)
-        if part.operation is not None:
-            part.operation.result = number
-
-    def _remove_process_set(self, number: int) -> None:
-        members = self.process_sets.pop(number)
-        if members.transport is not None:
-            members.transport.close()
-
-    def _spans(self, operations: Sequence[Operation]) -> Any:
-        if not self.timeline.enabled:
-            return lambda name: nullcontext()
-
-        @contextmanager
-        def span(name: str) -> Iterator[None]:
-            start = time.perf_counter_ns()
-            yield
-            for operation in operations:
-                self.timeline.record(name, start, time.perf_counter_ns(), row=operation.label)
-
-        return span
-
-    @contextmanager
-    def _on_stream(self, operations: Sequence[Operation], device: str) -> Iterator[None]:
-        """On CUDA: work on a stream of the session's own, after what has made the tensors."""
-        if device != "cuda" or not operations:
-            yield
-            return
-        where = operations[0].tensors[0].device
-        if where not in self._streams:
-            self._streams[where] = torch.cuda.Stream(where)
-        stream = self._streams[where]
-        with torch.cuda.stream(stream):
-            for operation in operations:
-                if operation.ready is not None:
-                    stream.wait_event(operation.ready)
-                for x in operation.tensors:
-                    x.record_stream(stream)
-            yield
-            finished = stream.record_event()
-            for operation in operations:
-                operation.finished = finished
+    def _resume(self) -> None:
+        """All ranks have joined: nobody stands in for steps any more."""
+        with self._lock:
+            if self._phase is Phase.TELLING_STEPS:
+                self._phase = Phase.RUNNING
 
     def _take(self, items: Sequence[Item]) -> list[Operation | None]:
         """Return the operations that a response is about."""
@@ -539,31 +424,21 @@ class Session:
         self._end(error if isinstance(error, FusionLayerError) else TransportError(why))
 
     def _end(self, error: FusionLayerError) -> None:
-        with self._lock:
-            if self._ended is None:
-                self._ended = error
+        self._leave(error)
         self._fail_all(error)
+
+    def _leave(self, error: FusionLayerError) -> FusionLayerError:
+        """Let nothing be asked for any more; return why, which is the first reason that there was."""
+        with self._lock:
+            self._phase = Phase.ENDED
+            self._why = self._why or error
+            return self._why
 
     def _fail_all(self, error: FusionLayerError) -> None:
         with self._lock:
             running = list(self._running.values())
             self._running.clear()
         self._finish(running, error)
-
-
-@lru_cache(maxsize=4096)
-def _signature(
-    kind: str,
-    process_set: int,
-    dtypes: tuple[torch.dtype, ...],
-    shapes: tuple[torch.Size, ...],
-    device: torch.device | None,
-    *how: Any,
-) -> Signature:
-    """Return the signature of what is asked for again and again; equal ones are one object."""
-    where = "cpu" if device is None else device.type
-    names = tuple(DTYPES[dtype] for dtype in dtypes)
-    return Signature(kind, process_set, names, tuple(tuple(shape) for shape in shapes), where, *how)
 
 
 def _again(error: Exception) -> Exception:
@@ -573,20 +448,3 @@ def _again(error: Exception) -> Exception:
     copy.args = error.args
     copy.__cause__ = error
     return copy
-
-
-DTYPES = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    )
-}

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import codecs, collectives
 from ..codecs import Codec
 from ..coordination import Reduce
-from ..coordination.session import DTYPES
+from ..coordination.operation import DTYPES
 from ..errors import ConfigError, FusionLayerError
 from ..seeds import derive_seed
 from ..transport import Transport
