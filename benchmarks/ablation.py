@@ -35,10 +35,11 @@ from benchmarks.training.summary import interval
 from benchmarks.training.workloads import MODELS
 from benchmarks.variants import SEPARATOR
 from fusionlayer.plan import FusionPlan
-from fusionlayer.planning.plans import make_plan, plan_costs, predict_plan
+from fusionlayer.planning.cluster import Scenario
+from fusionlayer.planning.plans import make_plan
+from fusionlayer.planning.prediction import predict_plan
 from fusionlayer.planning.profile import Profile
-from fusionlayer.planning.projection import Scenario
-from fusionlayer.scheduler.planners import Prediction
+from fusionlayer.planning.simulation import Step
 
 __all__ = ["main"]
 
@@ -50,7 +51,7 @@ class Planned:
     """A plan, what is predicted of it, and the planners that have made it, the first of them by name."""
 
     plan: FusionPlan
-    predicted: Prediction
+    predicted: Step
     planners: tuple[str, ...]
 
 
@@ -64,7 +65,7 @@ def make_plans(profile: Profile, codec: str, rate: str | None, workers: int) -> 
         plans[made.digest()] = made
         makers[made.digest()] = (*makers.get(made.digest(), ()), name)
     return [
-        Planned(plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured=True)), makers[digest])
+        Planned(plan, predict_plan(profile, plan, scenario, measured=True), makers[digest])
         for digest, plan in plans.items()
     ]
 

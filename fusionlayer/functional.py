@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import codecs, collectives, context
 from .codecs import Codec, Part
-from .collectives import halves, zipped
+from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
 from .errors import ConfigError, PlanMismatch
 from .seeds import derive_seed
@@ -162,21 +162,17 @@ def all_reduce(
     chosen, chooser = codecs.get("raw"), None
     if tensor.dtype in DTYPE_CODES:
         chosen, chooser = _travelling(tensor, codec, codec_options, transport)
-    name = algorithm or collectives.choose(chosen.lossless, transport.size, wanted=chosen.collective)
-    if tensor.dtype not in DTYPE_CODES:
-        name = "dense"
-    elif chooser is not None:
+    if chooser is not None:
         if algorithm not in (None, "switched"):
             raise ConfigError(f"codec 'auto' with algorithm={algorithm!r}; leave the algorithm out, or name a codec")
-        name = "switched"
-    reduce = collectives.get(name)
+        algorithm = "switched"
+    name = collectives.choose(chosen, transport.size, algorithm)
     _negotiate(transport, "all_reduce", [tuple(tensor.shape), tensor.dtype, chosen, name, op])
     with torch.no_grad():
         flat = tensor.detach().contiguous().view(-1)
-        if average:
-            flat.mul_(1 / transport.size)
         fitted = chosen.for_parts([Part("", tuple(tensor.shape))])
-        reduce(flat, fitted, transport, seed=_seed(transport))
+        scaling = Scaling.of(tensor.dtype, transport.size, average=average)
+        reduce_flat(flat, fitted, transport, scaling, algorithm=name, seed=_seed(transport))
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
     return tensor
@@ -261,14 +257,13 @@ def reduce_scatter(
     _negotiate(transport, "reduce_scatter", facts)
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     with torch.no_grad():
-        flat = tensor.detach().contiguous().view(-1)
-        if average:
-            flat = flat / size
+        rows = tensor.detach().contiguous().view(size, -1)
+        scaling = Scaling.of(tensor.dtype, size, average=average)
         if chooser is not None:
-            chooser.reduce_scatter(flat, out.view(-1))
+            chooser.reduce_scatter(scaling.scaled(rows).view(-1), out.view(-1))
         else:
-            scatter = halves.ring_reduce_scatter if algorithm else halves.reduce_scatter
-            scatter(flat.view(size, -1), out.view(-1), chosen, transport, seed=_seed(transport))
+            seed = _seed(transport)
+            reduce_scatter_flat(rows, out.view(-1), chosen, transport, scaling, algorithm=algorithm, seed=seed)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Who am I: rank, size and rendezvous as torchrun, mpirun or horovodrun have put them into the environment."""
+"""Rank, size and rendezvous of this process, from the variables that torchrun, mpirun or horovodrun have set."""
 
 from __future__ import annotations
 

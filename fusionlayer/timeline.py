@@ -7,11 +7,13 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 __all__ = ["Timeline"]
+
+_NOTHING = nullcontext()
 
 
 class Timeline:
@@ -22,25 +24,27 @@ class Timeline:
     Args:
         path: file to write; ``.rank`` is appended, each rank has its own.
         rank: this rank, the process id in the trace.
+
+    Attributes:
+        enabled: whether anything is recorded.
     """
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._rank = rank
         self._file = _File.join(f"{path}.{rank}") if path else None
-        if self._file:
+        self.enabled = self._file is not None
+        if self.enabled:
             atexit.register(self.close)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is recorded."""
-        return self._file is not None
+    def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Record how long the body takes, and how much of the thread's own CPU time, on the calling thread's row.
+
+        Details that JSON does not know, such as a codec, are made strings when they are written.
+        """
+        return self._span(name, details) if self.enabled else _NOTHING
 
     @contextmanager
-    def span(self, name: str, **details: Any) -> Iterator[None]:
-        """Record how long the body takes, and how much of the thread's own CPU time, on the calling thread's row."""
-        if self._file is None:
-            yield
-            return
+    def _span(self, name: str, details: Mapping[str, Any]) -> Iterator[None]:
         start, cpu = time.perf_counter_ns(), time.thread_time_ns()
         try:
             yield
@@ -66,11 +70,12 @@ class Timeline:
             "tid": row,
             "args": details,
         }
-        file.write(json.dumps(event) + ",\n")
+        file.write(json.dumps(event, default=str) + ",\n")
 
     def close(self) -> None:
         """Complete the file, unless others write on. Twice is once."""
         file, self._file = self._file, None
+        self.enabled = False
         if file is not None:
             end = {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
             file.leave(json.dumps(end) + "\n]\n")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fusionlayer.errors import ConfigError
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import parse_rate
 from fusionlayer.planning.profile import Profile, Validation
-from fusionlayer.planning.projection import Method, Scenario, project
+from fusionlayer.planning.projection import Method, project
 from fusionlayer.planning.simulation import Compute, run_step
 
 __all__ = ["Comparison", "compare", "read_cells", "summarize"]

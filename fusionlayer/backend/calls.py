@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import collectives
 from ..codecs import Codec
-from ..collectives import halves, zipped
+from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
 from ..seeds import derive_seed
 from ..transport import Transport
 
-__all__ = ["Call", "all_gather", "all_reduce", "all_to_all", "is_sum", "reduce_scatter", "scale"]
+__all__ = ["Call", "all_gather", "all_reduce", "all_to_all", "is_sum", "reduce_scatter", "scaling_of"]
 
 Call = Callable[[Transport], None]
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
@@ -26,14 +25,13 @@ def is_sum(op: Any) -> bool:
     return any(op == kind for kind in _SUMS)
 
 
-def scale(x: Tensor, op: Any, size: int) -> Tensor:
-    """Make of ``x``, the sum over ``size`` ranks or what is summed, what such a reduction makes of it; return it."""
-    if op == dist.ReduceOp.AVG:
-        x.div_(size)
-    elif op == dist.ReduceOp.PREMUL_SUM:
+def scaling_of(op: Any, dtype: torch.dtype, size: int) -> Scaling:
+    """Return what such a reduction of values of ``dtype`` over ``size`` ranks multiplies by."""
+    factor = 1.0
+    if op == dist.ReduceOp.PREMUL_SUM:
         # torch 2.11 shows the factor only where it pickles it.
-        x.mul_(op.factor if hasattr(op, "factor") else op.__getstate__()[1])
-    return x
+        factor = float(op.factor if hasattr(op, "factor") else op.__getstate__()[1])
+    return Scaling.of(dtype, size, average=op == dist.ReduceOp.AVG, prescale=factor)
 
 
 def all_reduce(
@@ -47,14 +45,9 @@ def all_reduce(
     """Return what replaces each of ``tensors``, of one type, by its sum over ranks; they travel as one."""
 
     def call(transport: Transport) -> None:
-        name = algorithm or collectives.choose(codec.lossless, transport.size, wanted=codec.collective)
         whole = _flat(tensors)
-        early = _overflows(whole, codec)
-        if early:
-            scale(whole, op, transport.size)
-        collectives.get(name)(whole, codec, transport, seed=derive_seed(seed, transport.sequence), residual=residual)
-        if not early:
-            scale(whole, op, transport.size)
+        scaling, own = scaling_of(op, whole.dtype, transport.size), derive_seed(seed, transport.sequence)
+        reduce_flat(whole, codec, transport, scaling, algorithm=algorithm, seed=own, residual=residual)
         _spread(whole, tensors)
 
     return call
@@ -70,14 +63,9 @@ def reduce_scatter(
 
     def call(transport: Transport) -> None:
         rows = _flat(inputs).view(transport.size, -1)
-        early = _overflows(rows, codec)
-        if early:
-            rows = scale(rows.clone(), op, transport.size)
         total = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
-        scatter = halves.ring_reduce_scatter if algorithm else halves.reduce_scatter
-        scatter(rows, total, codec, transport, seed=derive_seed(seed, transport.sequence))
-        if not early:
-            scale(total, op, transport.size)
+        scaling, own = scaling_of(op, rows.dtype, transport.size), derive_seed(seed, transport.sequence)
+        reduce_scatter_flat(rows, total, codec, transport, scaling, algorithm=algorithm, seed=own)
         _spread(total, [out])
 
     return call
@@ -174,11 +162,6 @@ def _exchange_zipped(
     sent, received = ([x.numel() for x in side] for side in (parts, pieces))
     zipped.all_to_all(torch.cat(parts), whole, sent, received, codec, transport)
     _spread(whole, pieces)
-
-
-def _overflows(x: Tensor, codec: Codec) -> bool:
-    """Return whether a sum of such values may be out of range though their mean is not, and is no exact sum anyway."""
-    return x.dtype is torch.float16 and not codec.lossless
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Types of command-line arguments that more than one subcommand has, and options that they share."""
+"""Argument types and options that several subcommands share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import yaml
 
 from .. import codecs
 from ..codecs import Codec
+from ..planning.cluster import Scenario
 from ..planning.profile import Profile
-from ..planning.projection import Scenario
 
 __all__ = ["add_cluster", "as_options", "get_codec", "join", "key_value", "names", "numbers", "positive", "scenario_of"]
 
@@ -39,7 +39,7 @@ def names(text: str) -> list[str]:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """Read an option from "key=value", the value as YAML has it."""
+    """Read an option from "key=value"; the value is YAML."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise argparse.ArgumentTypeError(f"{text!r}; expected key=value")
@@ -50,18 +50,18 @@ def key_value(text: str) -> tuple[str, Any]:
 
 
 def as_options(pairs: Sequence[tuple[str, Any]] | None) -> dict[str, Any]:
-    """Return what ``key_value`` has read, a later one over an earlier one."""
+    """Return the options that ``key_value`` has read; a later value replaces an earlier one."""
     return dict(pairs or ())
 
 
 def get_codec(name: str, options: Sequence[tuple[str, Any]] | None, density: float | None) -> Codec:
-    """Return the codec that a command line names; ``ConfigError`` if it cannot be."""
+    """Return the codec that a command line names; raise ``ConfigError`` for an unknown name or option."""
     more = {} if density is None else {"density": density}
     return codecs.get(name, **more, **as_options(options))
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say for which cluster a plan is made or explained."""
+    """Add the options that describe the cluster of a plan."""
     parser.add_argument("--profile", type=str, required=True, metavar="PROFILE.yaml", help="measured costs")
     parser.add_argument(
         "--rate",

@@ -50,7 +50,7 @@ GB are 10^9 bytes. A codec that cannot travel by an algorithm has no row; standa
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one collective with one codec at one size; the columns are explained by ``--help``."""
+    """One row: one collective with one codec at one size. ``--help`` explains the columns."""
 
     collective: str
     codec: str
@@ -70,7 +70,7 @@ class Row:
 
 
 def as_bytes(text: str) -> int:
-    """Read a number of bytes, such as 4096, 64K, 1.5M or 1G; K, M and G are powers of 1024, as KiB or KB too."""
+    """Read a number of bytes, such as 4096, 64K, 1.5M or 1G; K, KB and KiB are 1024 bytes, and so on."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     value = float(found[1]) * 1024 ** " KMG".index(found[2].upper() or " ") if found else 0
     if value < 1:
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace, ranks: int) -> None:
-    """Refuse what cannot be measured, before any rank is started."""
+    """Raise ``ConfigError`` for options that cannot be measured, before any rank starts."""
     if ranks < 2:
         raise ConfigError(
             "one rank has nobody to talk to: give -np 2 or more, or start this command by torchrun, mpirun or fusionrun"
@@ -174,7 +174,7 @@ def _above_one(text: str) -> float:
 
 
 def _without_num_proc(arguments: list[str]) -> list[str]:
-    """Return the command line without -np, whichever way it was given."""
+    """Return the command line without -np, in any of its spellings."""
     kept, skip = [], False
     for argument in arguments:
         if skip:

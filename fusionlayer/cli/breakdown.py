@@ -1,4 +1,4 @@
-"""The mean step of a run, taken apart: pure functions over the spans of a timeline."""
+"""Where the time of a mean step went: pure functions over the spans of a timeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PHASES = {
 """Spans of the training thread, and what the breakdown calls them (SAFusion, figure 15)."""
 
 _BUCKET = "ALLREDUCE"
-_NANOSECOND = 1e-3  # in microseconds: what rounding may add to the end of a span that another one follows
+_NANOSECOND = 1e-3  # microseconds: rounding may move the end of a span past the start of the next one
 
 Span = Mapping[str, Any]
 
@@ -135,7 +135,7 @@ def _backward_begins(training: Sequence[Span]) -> dict[int, float]:
 
 
 def _exclusive(spans: Sequence[Span]) -> list[tuple[str, float]]:
-    """Return (name, seconds without what is nested) of the spans of one thread, or of several that do not overlap."""
+    """Return (name, seconds) of the spans of one thread, or of threads that do not overlap, without nested spans."""
     found: list[tuple[str, float]] = []
     open_spans: list[list[Any]] = []  # [end, name, seconds]
 
@@ -154,7 +154,7 @@ def _exclusive(spans: Sequence[Span]) -> list[tuple[str, float]]:
 
 
 def _union(spans: Sequence[Span]) -> float:
-    """Return the seconds that are in one of the spans at least."""
+    """Return the seconds that at least one of the spans covers."""
     total, end = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span["ts"]):
         stop = span["ts"] + span["dur"]

@@ -1,4 +1,4 @@
-"""``fusionlayer doctor``: what is installed, what of it works on this machine, and what the environment asks for."""
+"""``fusionlayer doctor``: what is installed, what works on this machine, and which settings the environment makes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ for, and does not work). Exit status: 0, or 1 if anything has failed.
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of one thing.
+    """The state of one thing.
 
     Attributes:
         section: "versions", "core", "network", "codecs", "transports" or "environment".
@@ -94,7 +94,7 @@ def report(as_json: bool) -> int:
 
 
 def diagnose() -> list[Finding]:
-    """Return what there is to say of this installation, machine and environment."""
+    """Return the findings about this installation, machine and environment."""
     return [*_versions(), *_core(), *_network(), *_codecs(), *_transports(), *_environment()]
 
 
@@ -106,7 +106,7 @@ def _tried(section: str, name: str, attempt: Callable[[], str]) -> Finding:
     """Return what ``attempt`` says if it works, or its error."""
     try:
         return Finding(section, name, "ok", attempt())
-    except Exception as error:  # whatever it is, the other findings are wanted too
+    except Exception as error:  # one failure of any kind must not hide the other findings
         lines = str(error).splitlines() or [""]
         return Finding(section, name, "FAIL", f"{type(error).__name__}: {lines[0]}")
 
@@ -173,7 +173,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _program(name: str) -> str | None:
-    """Return the path of a program: beside this Python, as its environment has it, or on PATH."""
+    """Return the path of a program: beside this Python, where virtual environments put it, or on PATH."""
     beside = Path(sys.prefix, "bin", name)
     return str(beside) if beside.exists() else shutil.which(name)
 

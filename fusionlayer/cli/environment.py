@@ -1,4 +1,4 @@
-"""The environment variables that fusionlayer knows: its own, and Horovod's, with what becomes of each."""
+"""The environment variables that fusionlayer knows, its own and Horovod's, and what each does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOROVOD = {
     **VARIABLES,
 }
 
-# Why what a user of Horovod has set changes nothing.
+# Why a variable of Horovod's changes nothing here.
 HOROVOD_UNUSED = {
     "HOROVOD_CYCLE_TIME": "messages leave when they are complete, so there is no cycle to wait for",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
@@ -62,7 +62,7 @@ HOROVOD_UNUSED = {
     "HOROVOD_CROSS_SIZE": "it follows from size and local size",
 }
 
-# Those of other programs that change what fusionlayer does.
+# Variables of other programs that change what fusionlayer does.
 _OTHERS = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),

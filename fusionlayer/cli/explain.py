@@ -1,4 +1,4 @@
-"""``fusionlayer explain``: what is in a plan, when each bucket is predicted to travel, and why as it does."""
+"""``fusionlayer explain``: what a plan holds, when each bucket is predicted to travel, and why."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 from .. import codecs
 from ..plan import Bucket, FusionPlan
-from ..planning.plans import bucket_costs, codec_cost, codec_of, plan_costs, predict_plan, short_name
+from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of, short_name
+from ..planning.cluster import Scenario
+from ..planning.prediction import plan_costs, predict_plan
 from ..planning.profile import Profile
-from ..planning.projection import Scenario
+from ..planning.simulation import Step
 from ..planning.zipped_costs import expected_costs
-from ..scheduler.planners import Prediction, StepCosts
 from .arguments import add_cluster, scenario_of
 from .tables import print_table
 
@@ -53,13 +54,13 @@ def run(options: argparse.Namespace) -> None:
     scenario = scenario_of(options, profile)
     measured = options.rate is None
     costs = plan_costs(profile, plan, scenario, measured)
-    found = predict_plan(profile, plan, costs)
+    found = predict_plan(profile, plan, scenario, measured)
     network = f"{plan.world_size} workers, {scenario.rate}"
     _show_buckets(f"{profile.title}: {network}", profile, plan, found)
     _show_tensors(profile, plan, costs, _alone(profile, scenario, plan.world_size, measured))
     _show_switch(profile, scenario, plan.world_size)
     print(
-        f"Backward, with what is encoded in it: {_ms(found.computing)} ms. Last result: {_ms(found.step)} ms. The "
+        f"Backward, with what is encoded in it: {_ms(found.alone)} ms. Last result: {_ms(found.seconds)} ms. The "
         f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "
         "between buckets."
     )
@@ -70,12 +71,12 @@ def run(options: argparse.Namespace) -> None:
         print(options.plot)
 
 
-def _disturbed(costs: Sequence[StepCosts]) -> str:
+def _disturbed(costs: Sequence[BucketCosts]) -> str:
     seconds = sum(cost.disturbance for cost in costs[:-1])  # nothing is computed after the last bucket
     return f", {_ms(seconds)} ms of that because buckets disturb backward" if seconds else ""
 
 
-def _show_buckets(title: str, profile: Profile, plan: FusionPlan, found: Prediction) -> None:
+def _show_buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> None:
     rows = []
     computed = 0.0
     for number, (bucket, span) in enumerate(zip(plan.buckets, found.spans, strict=True)):
@@ -98,7 +99,7 @@ def _show_buckets(title: str, profile: Profile, plan: FusionPlan, found: Predict
     print_table(title, [*columns, "idle"], rows, right=(0, 1, 2, 3, 6, 7, 8, 9, 10, 11))
 
 
-def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts], raw: StepCosts | None) -> None:
+def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], raw: BucketCosts | None) -> None:
     bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
     rows = []
     for tensor in profile.model.tensors:
@@ -110,7 +111,7 @@ def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts]
 
 
 def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
-    """Print from which size on lossless collectives are predicted to be faster zipped."""
+    """Print the size from which lossless collectives are predicted to be faster zipped."""
     if _ZIP not in profile.codecs or workers < 2:
         return
     rows = []
@@ -125,25 +126,21 @@ def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
     print_table(title, ("collective", *columns, "zipped from"), rows, right=range(1, 2 + len(columns)))
 
 
-def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> StepCosts | None:
+def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> BucketCosts | None:
     """Return the costs of sending values as they are, if the profile has them."""
     if "raw" not in profile.codecs:
         return None
-    return bucket_costs(profile, codecs.get("raw"), "dense", scenario, workers, measured)
+    return costs_of(profile, codecs.get("raw"), "dense", scenario, workers, measured)
 
 
-def _why(elements: int, bucket: Bucket, cost: StepCosts, profile: Profile, raw: StepCosts | None) -> str:
+def _why(elements: int, bucket: Bucket, cost: BucketCosts, profile: Profile, raw: BucketCosts | None) -> str:
     """Return what the codec does for a tensor by itself."""
     bits = codec_cost(profile, codec_of(bucket)).bits
-    words = f"{bits:.3g} bits an element; alone {_ms(_seconds(cost, elements))} ms"
+    words = f"{bits:.3g} bits an element; alone {_ms(cost.alone(elements))} ms"
     if raw is None or bucket.codec == "raw":
         return words
-    saved = _seconds(raw, elements) - _seconds(cost, elements)
+    saved = raw.alone(elements) - cost.alone(elements)
     return f"{words}, {_ms(abs(saved))} ms {'less' if saved >= 0 else 'MORE'} than raw"
-
-
-def _seconds(cost: StepCosts, elements: int) -> float:
-    return cost.encode(elements) + cost.communicate(elements) + cost.decode(elements)
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""``fusionrun``: starts a job as horovodrun does, by torchrun on each host."""
+"""``fusionrun``: starts a job with horovodrun's flags, by torchrun on each host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Other hosts are reached by ssh without a password, and need the same folder, Pyt
 along. Flags of horovodrun that are not listed are refused, with the reason.
 """
 
-# Flags of horovodrun that ask for what is not there, and what to do instead. True: the flag takes a value.
+# Flags of horovodrun for things that do not exist here, and what to do instead. True: the flag takes a value.
 _REFUSED: dict[str, tuple[bool, str]] = {
     "--cycle-time-ms": (True, "messages leave when they are complete, so there is no cycle to wait for; leave it out"),
     "--disable-cache": (False, "ranks agree on plans once, and names are remembered at no cost; leave it out"),
@@ -60,7 +60,7 @@ _REFUSED: dict[str, tuple[bool, str]] = {
 
 @dataclass(frozen=True)
 class Agent:
-    """The torchrun of one host: its command, ready to start; ``host``: for messages."""
+    """The torchrun of one host: the command that starts it, and the host's name for messages."""
 
     host: str
     command: list[str]
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> list[Agent]:
-    """Return what has to be started, host by host.
+    """Return the agents to start, one for each host.
 
     Raises:
         ConfigError: the options contradict each other, or there are not enough slots.
@@ -245,7 +245,7 @@ def _elastic_hosts(options: argparse.Namespace) -> list[Host]:
 
 
 def _nodes_needed(options: argparse.Namespace, agents: int) -> int:
-    """Return how many agents must end well for the job to have ended well."""
+    """Return how many agents must succeed for the job to succeed."""
     if options.min_np is None and options.max_np is None:
         return agents
     slots = 1 if not (options.hosts or options.hostfile) else _hosts(options)[0].slots
@@ -254,7 +254,7 @@ def _nodes_needed(options: argparse.Namespace, agents: int) -> int:
 
 
 def _meeting_point(hosts: Sequence[Host], interface: str | None) -> str:
-    """Return the address of the first host, as all of them can use it."""
+    """Return an address of the first host that all hosts can use."""
     if not hosts[0].is_here:
         return hosts[0].name.rpartition("@")[2]
     if all(host.is_here for host in hosts):
@@ -270,7 +270,7 @@ def _free_port() -> int:
 
 
 def _run(agents: Sequence[Agent], least: int) -> int:
-    """Start all agents; end them once fewer than ``least`` can end well. Return the exit status of the job."""
+    """Start all agents; end them once fewer than ``least`` can succeed. Return the exit status of the job."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for agent in agents:

@@ -1,4 +1,4 @@
-"""The hosts of a job: named as horovodrun has them named, and reached as it reaches them, by ssh."""
+"""The hosts of a job: named with horovodrun's syntax, and reached by ssh."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .spawn import without_launcher
 
 __all__ = ["Host", "assign", "parse_hosts", "read_hostfile", "remote_command"]
 
-# What belongs to this host or login, and is not taken to another.
+# Variables of this host or login, which another host must not get.
 _OWN_PREFIXES = ("SSH_", "XDG_", "DBUS_")
 _OWN_NAMES = {
     *("HOME", "USER", "LOGNAME", "MAIL", "SHELL", "SHLVL", "TERM", "DISPLAY", "HOSTNAME", "PWD", "OLDPWD", "TMPDIR"),
     "_",
 }
 
-# Once standard input ends, because whoever has started this is gone, the program ends too.
+# The program ends when standard input does: its parent is gone then.
 _WATCHED = """\
 exec 3<&0; cd {folder} || exit 1
 {command} </dev/null & program=$!
@@ -48,7 +48,7 @@ def parse_hosts(text: str) -> list[Host]:
     """Read "host1:2,host2:4"; a host without a number takes one process.
 
     Raises:
-        ConfigError: a number is none.
+        ConfigError: the number after a colon is not a whole number above 0.
     """
     hosts = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -67,7 +67,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
     """Read a file with a line "name slots=4" for each host; "name" and "name:4" will do too, # begins a comment.
 
     Raises:
-        ConfigError: the file cannot be read, names no host, or a line is something else.
+        ConfigError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
         lines = Path(path).read_text().splitlines()

@@ -8,8 +8,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..plan import FusionPlan
+from ..planning.bucket_costs import BucketCosts
+from ..planning.prediction import backward_seconds
 from ..planning.profile import Profile
-from ..scheduler.planners import Prediction, StepCosts
+from ..planning.simulation import Step
 
 __all__ = ["draw"]
 
@@ -20,13 +22,11 @@ _LANES = ("communicate", "encode and fuse", "backward")
 _WAITING = "0.85"
 
 
-def draw(
-    path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts], found: Prediction
-) -> None:
+def draw(path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: Step) -> None:
     """Write a picture with a lane for each kind of work, buckets told apart by colour, waiting hatched.
 
     Raises:
-        ConfigError: matplotlib is not installed, or writes no such file.
+        ConfigError: matplotlib is not installed, or cannot write the file.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,13 +42,13 @@ def draw(
         for start, seconds, bucket in bars:
             axes.broken_barh([(start * 1e3, seconds * 1e3)], (lane - 0.4, 0.8), facecolors=f"C{bucket % 10}")
     for number, span in enumerate(found.spans):
-        _label(axes, span.start, span.end, found.step, str(number))
+        _label(axes, span.start, span.end, found.seconds, str(number))
         if span.idle:
             _wait(axes, 0, span.start - span.idle, span.idle)
     if found.waiting:
-        _wait(axes, 2, found.computing, found.waiting)
+        _wait(axes, 2, found.alone, found.waiting)
     axes.set_yticks(range(3), _LANES)
-    axes.set_xlim(0, found.step * 1e3)
+    axes.set_xlim(0, found.seconds * 1e3)
     axes.set_xlabel(
         f"ms after the start of backward; hatched: waiting ({found.waiting * 1e3:.1f} ms for the last result, "
         f"{found.idle * 1e3:.1f} ms between buckets)"
@@ -63,17 +63,18 @@ def draw(
 
 
 def _bars(
-    profile: Profile, plan: FusionPlan, costs: Sequence[StepCosts], found: Prediction
+    profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: Step
 ) -> tuple[list[Bar], list[Bar], list[Bar]]:
     """Return the bars of backward, of encoding and of communication."""
     bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
     backward: list[Bar] = []
     encoding: list[Bar] = []
+    computing = backward_seconds(profile.model.tensors)
     now = 0.0
     for tensor in profile.model.tensors:
         index = bucket_of[tensor.name]
         cost = costs[index]
-        seconds = cost.backward[tensor.name]
+        seconds = computing[tensor.name]
         backward.append((now, seconds, index))
         now += seconds
         if cost.ahead:

@@ -10,14 +10,17 @@ from typing import Any
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..plan import FusionPlan
+from ..planning.bucket_costs import short_name
+from ..planning.cluster import Scenario
 from ..planning.codec_rules import AUTO, FIDELITIES, CodecRule, CodecRules
 from ..planning.cost_model import parse_rate
-from ..planning.plans import make_plan, plan_costs, predict_plan, short_name
+from ..planning.plans import make_plan
+from ..planning.prediction import predict_plan
 from ..planning.profile import Profile
-from ..planning.projection import Scenario
 from ..planning.selection import Selection, select
+from ..planning.simulation import Step
 from ..scheduler import planners
-from ..scheduler.planners import Planner, Prediction
+from ..scheduler.planners import Planner
 from .arguments import add_cluster, as_options, get_codec, key_value, names, positive, scenario_of
 from .tables import print_table
 
@@ -100,13 +103,13 @@ def run(options: argparse.Namespace) -> None:
         plan.to_yaml(options.out)
         print(
             f"{options.out}: {len(plan.buckets)} buckets of {len(profile.model.tensors)} tensors; predicted "
-            f"{_ms(found.step)} ms from the start of backward to the last result, of which {_ms(found.waiting)} ms "
+            f"{_ms(found.seconds)} ms from the start of backward to the last result, of which {_ms(found.waiting)} ms "
             "waiting"
         )
 
 
 def _codec(options: argparse.Namespace) -> Codec | CodecRules:
-    """Return the codec of all gradients, or the policy that gives each its own."""
+    """Return the codec of all gradients, or the rules that give each gradient its codec."""
     if options.policy is None and options.codec != AUTO:
         if options.fidelity:
             raise ConfigError("--fidelity is for --codec auto; a codec that is named is what it is")
@@ -127,7 +130,7 @@ def _select(
 
 
 def _show_codecs(profile: Profile, chosen: Selection) -> None:
-    """Print the codec of each gradient, and why it is that."""
+    """Print the codec of each gradient, and the reason."""
     rows = [
         (
             tensor.name,
@@ -153,7 +156,7 @@ def predicted(
     codec: Codec | CodecRules,
     scenario: Scenario,
     options: argparse.Namespace,
-) -> tuple[FusionPlan, Prediction]:
+) -> tuple[FusionPlan, Step]:
     """Return a planner's plan and its timeline."""
     if isinstance(codec, CodecRules):
         chosen = _select(profile, planner, codec, scenario, options)
@@ -169,20 +172,20 @@ def predicted(
         ahead=options.ahead,
         measured=measured,
     )
-    return plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured))
+    return plan, predict_plan(profile, plan, scenario, measured)
 
 
 def show(
     profile: Profile, codec: Codec | CodecRules, scenarios: Sequence[Scenario], options: argparse.Namespace
 ) -> None:
-    """Print a row for each planner, and in it for each rate what is predicted of its plan."""
+    """Print a row for each planner with the predicted figures of its plan at each rate."""
     rows = []
     for name in planners.names():
         planner = planners.get(name)
         row = [name]
         for scenario in scenarios:
             plan, found = predicted(profile, planner, codec, scenario, options)
-            row += [str(len(plan.buckets)), _ms(found.waiting), _ms(found.idle), _ms(found.step)]
+            row += [str(len(plan.buckets)), _ms(found.waiting), _ms(found.idle), _ms(found.seconds)]
         rows.append(row)
     columns = ["planner"]
     for scenario in scenarios:

@@ -1,4 +1,4 @@
-"""What ``fusionlayer doctor`` runs in processes of their own, where a library that aborts aborts nothing else."""
+"""What ``fusionlayer doctor`` runs in processes of their own, so that a library that aborts does not end the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fusionlayer profile``: measures a cost profile, as any program of the job's ranks."""
+"""``fusionlayer profile``: measures a cost profile. All ranks of a job run it together."""
 
 from __future__ import annotations
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..planning.cluster import Scenario
+from ..planning.collective_phases import ALGORITHMS
 from ..planning.profile import Profile
-from ..planning.projection import BASELINE, Band, Method, Scenario, break_even, project, projected_band
-from ..planning.simulation import ALGORITHMS, Step
+from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
+from ..planning.simulation import Step
 from ..scheduler import planners
 from .arguments import join, names, numbers, positive
 from .tables import print_table
@@ -114,7 +116,7 @@ class Projection:
                 yield Cell(workers, method, step, band, steps[0].seconds / step.seconds)
 
     def ahead(self, method: Method) -> tuple[bool, list[int]]:
-        """Return whether a method is faster than the baseline with the fewest workers, and where that changes."""
+        """Return whether a method beats the baseline with the fewest workers, and at how many workers that changes."""
 
         def faster(workers: int) -> bool:
             return self.seconds(method, workers) < self.seconds(self.methods[0], workers)
@@ -127,7 +129,7 @@ class Projection:
             yield method, [self.seconds(method, self.workers[-1], factor) for factor in _LATENCY_FACTORS]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data; seconds and bytes."""
+        """Return the whole projection as plain data, in seconds and bytes."""
         changes = {method.name: self.ahead(method) for method in self.methods[1:]}
         return {
             "title": self.profile.title,

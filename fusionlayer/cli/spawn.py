@@ -1,4 +1,4 @@
-"""Ranks that a command starts for itself: processes of this host, children of this one."""
+"""Ranks that a command starts itself: child processes on this host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_on_ranks(
     environment: Mapping[str, str] | None = None,
     output: IO[str] | None = None,
 ) -> None:
-    """Run ``python *arguments`` on so many ranks; once one fails, the others are ended.
+    """Run ``python *arguments`` on ``ranks`` processes; when one fails, end the others.
 
     Args:
         arguments: of the Python that runs this one.

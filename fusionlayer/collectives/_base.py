@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
+from ..errors import ConfigError
 from ..registry import Registry
 from ..transport import Transport
 
@@ -20,6 +21,8 @@ __all__ = [
     "collective",
     "gather_collective",
     "gathers",
+    "get",
+    "get_gather",
     "registry",
     "split_evenly",
 ]
@@ -95,6 +98,26 @@ def gather_collective(name: str) -> Callable[[Gather], Gather]:
         return function
 
     return register
+
+
+def get(name: str) -> AllReduce:
+    """Return the collective of flat tensors called ``name``; ``ConfigError`` if it is none."""
+    if name in gathers.names():
+        raise ConfigError(
+            f"algorithm {name!r} carries tensors that were encoded one by one, ahead of fusion, and cannot sum a flat "
+            f"tensor; use ahead=True, or choose one of: {', '.join(registry.names())}"
+        )
+    return registry.get(name)
+
+
+def get_gather(name: str) -> Gather:
+    """Return the collective of messages called ``name``; ``ConfigError`` if it is none."""
+    if name in registry.names():
+        raise ConfigError(
+            f"algorithm {name!r} sums a flat tensor and cannot carry tensors that were encoded ahead of fusion; use "
+            f"ahead=False, or choose one of: {', '.join(gathers.names())}"
+        )
+    return gathers.get(name)
 
 
 def split_evenly(numel: int, parts: int, block: int) -> int:

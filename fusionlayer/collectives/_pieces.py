@@ -26,7 +26,9 @@ def cut(numel: int, piece: int | None, unit: int) -> list[slice]:
 
     At least one piece; None makes it the only one.
     """
-    length = numel if piece is None else -(-max(1, piece) // unit) * unit
+    if piece is None:
+        return [slice(0, numel)]
+    length = -(-max(1, piece) // unit) * unit
     starts = range(0, numel, length) if 0 < length < numel else [0]
     return [slice(start, min(start + length, numel)) for start in starts]
 

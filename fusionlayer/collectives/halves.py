@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,25 +54,42 @@ def all_gather(
         return
     here = two_level.grid(transport)
     if here is None:
-        here, codec = two_level.flat(transport), two_level.one_level(codec, transport)
+        codec = two_level.one_level(codec, transport)
+    rank, size, own = transport.rank, transport.size, derive_seed(seed, transport.rank)
 
-    def run(index: int, part: slice) -> Iterator[two_level.TwoLevelHop]:
-        capacity = codec.wire(part.stop - part.start, x.dtype).capacity
-        slot = two_level.slot_of(index, here)
-        every = two_level.room(transport, here, f"incoming {slot}", capacity, x.device)
-        mine = every[here.local, here.node]
-        own = derive_seed(seed, transport.rank)
+    def encode(part: slice, mine: Tensor) -> None:
         if differences:
-            codec.encode_difference(x[part], out[transport.rank, part], mine, seed=own, offset=part.start)
+            codec.encode_difference(x[part], out[rank, part], mine, seed=own, offset=part.start)
         else:
             codec.encode(x[part], mine, seed=own, offset=part.start)
-        yield from two_level.gather(every, transport, here)
-        decode = codec.decode_add if differences else codec.decode
-        for message, rank in zip(every.flatten(0, 1), here.columns, strict=True):
-            decode(message, out[rank, part], dtype=x.dtype)
+
+    def decode(part: slice, messages: Tensor, ranks: Sequence[int]) -> None:
+        one = codec.decode_add if differences else codec.decode
+        for message, source in zip(messages, ranks, strict=True):
+            one(message, out[source, part], dtype=x.dtype)
+
+    def run(index: int, part: slice) -> Piece:
+        capacity = codec.wire(part.stop - part.start, x.dtype).capacity
+        every = transport.scratch(f"incoming {index % IN_FLIGHT}", size * capacity, x.device).view(size, capacity)
+        encode(part, every[rank])
+        yield partial(transport.all_gather, every[rank], every)
+        if len(parts) == 1 and not differences:
+            codec.decode_chunks(every, out.view(-1), x.numel(), dtype=x.dtype)
+        else:
+            decode(part, every, range(size))
+
+    def run_on(grid: two_level.Grid, index: int, part: slice) -> Iterator[two_level.TwoLevelHop]:
+        capacity = codec.wire(part.stop - part.start, x.dtype).capacity
+        every = two_level.room(transport, grid, f"incoming {two_level.slot_of(index)}", capacity, x.device)
+        encode(part, every[grid.local, grid.node])
+        yield from two_level.gather(every, transport, grid)
+        decode(part, every.flatten(0, 1), grid.columns)
 
     parts = cut(x.numel(), piece, codec.block)
-    two_level.overlap([run(index, part) for index, part in enumerate(parts)], transport, here, x.device)
+    if here is None:
+        pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+    else:
+        two_level.overlap([run_on(here, index, part) for index, part in enumerate(parts)], transport, x.device)
 
 
 def reduce_scatter(

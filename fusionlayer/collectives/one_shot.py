@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from ..codecs import Codec
@@ -48,7 +50,7 @@ def one_shot(
             offset=part.start,
             residual=None if residual is None else residual[part],
         )
-        yield lambda: transport.all_gather(mine, every)
+        yield partial(transport.all_gather, mine, every)
         codec.decode_sum(every, out[part])
 
     parts = cut(x.numel(), piece, codec.block)

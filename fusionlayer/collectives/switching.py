@@ -20,9 +20,10 @@ from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
 from ..wire import DTYPE_CODES
 from . import zipped as zipping
+from ._alpha_beta import AlphaBeta
 from ._base import collective
 
-__all__ = ["KINDS", "Costs", "Decision", "Line", "Switcher", "switched", "switcher_of"]
+__all__ = ["KINDS", "Costs", "Decision", "Switcher", "switched", "switcher_of"]
 
 KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 SAMPLES = 5
@@ -42,33 +43,6 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Line:
-    """``alpha + beta * d`` seconds for d bytes."""
-
-    alpha: float
-    beta: float
-
-    def __call__(self, nbytes: float) -> float:
-        """Return seconds."""
-        return self.alpha + self.beta * nbytes
-
-    @classmethod
-    def through(cls, points: Sequence[tuple[float, float]]) -> Line:
-        """Return the line with the least squares of relative errors to (bytes, seconds); neither part is negative."""
-        weights = [1 / y**2 for _, y in points]
-        total = sum(weights)
-        mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-        mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-        spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-        along = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-        beta = max(0.0, along / spread) if spread else 0.0
-        if mean_y - beta * mean_x < 0:
-            squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-            return cls(0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares)
-        return cls(mean_y - beta * mean_x, beta)
-
-
-@dataclass(frozen=True)
 class Costs:
     """What a collective takes in both forms, by d bytes that a rank sends in its native form.
 
@@ -82,8 +56,8 @@ class Costs:
         codec: seconds of encoding and decoding for each byte before that.
     """
 
-    native: Line
-    zipped: Line
+    native: AlphaBeta
+    zipped: AlphaBeta
     factor: float
     codec: float = 0.0
 
@@ -320,8 +294,8 @@ class Switcher:
         known = [(cell.nbytes, *cell.agreed) for (name, _), cell in self._cells.items() if name == kind and cell.agreed]
         if len({nbytes for nbytes, *_ in known}) < 2:
             return self._expected.get(kind)
-        native = Line.through([(nbytes, seconds) for nbytes, seconds, _, _ in known])
-        zipped = Line.through([(factor * nbytes, seconds) for nbytes, _, seconds, factor in known])
+        native = AlphaBeta.through([(nbytes, seconds) for nbytes, seconds, _, _ in known])
+        zipped = AlphaBeta.through([(factor * nbytes, seconds) for nbytes, _, seconds, factor in known])
         return Costs(native, zipped, known[-1][-1])
 
     def __str__(self) -> str:
@@ -395,7 +369,7 @@ def describe(costs: Costs, precision: float = 1.0) -> str:
     )
 
 
-def _line(line: Line) -> str:
+def _line(line: AlphaBeta) -> str:
     return f"{1e3 * line.alpha:.3f} ms + {1e9 * line.beta:.3f} ns per byte"
 
 

@@ -21,7 +21,6 @@ from .two_shot import two_shot
 __all__ = [
     "Grid",
     "TwoLevelHop",
-    "flat",
     "gather",
     "grid",
     "one_level",
@@ -77,11 +76,6 @@ def grid(transport: Transport) -> Grid | None:
     raise AssertionError(f"rank {transport.rank} is in none of {nodes}")
 
 
-def flat(transport: Transport) -> Grid:
-    """Return the ranks as if each was a node of its own: one level."""
-    return Grid(tuple((rank,) for rank in range(transport.size)), transport.rank, 0)
-
-
 def one_level(codec: Codec, transport: Transport) -> Codec:
     """Return what travels where there are no two levels: ``codec.within`` on one node."""
     return codec.within if codec.within is not codec and len(transport.nodes) == 1 else codec
@@ -133,7 +127,7 @@ def two_level(
         spans = [slice(*starts[rank : rank + 2]) for rank in range(size)]
         values = [x[span] for span in spans]
         feedback = None if residual is None else [residual[span] for span in spans]
-        slot = slot_of(index, here)
+        slot = slot_of(index)
         received = yield from _reduce(values, feedback, [s.start for s in spans], coding, transport, here, seed, slot)
         mine = spans[transport.rank]
         every = room(transport, here, f"sums {slot}", received.shape[1], x.device)
@@ -153,7 +147,7 @@ def two_level(
                 codec.decode(message[: codec.wire(len(part_out), x.dtype).capacity], part_out)
 
     parts = cut(x.numel(), piece, size * codec.block)
-    overlap([run(index, part) for index, part in enumerate(parts)], transport, here, x.device)
+    overlap([run(index, part) for index, part in enumerate(parts)], transport, x.device)
 
 
 def reduce_scatter(
@@ -179,11 +173,11 @@ def reduce_scatter(
     def run(index: int, part: slice) -> Iterator[TwoLevelHop]:
         starts = [to * padded + part.start for to in range(transport.size)]
         rows = [row[part] for row in x]
-        received = yield from _reduce(rows, None, starts, coding, transport, here, seed, slot_of(index, here))
+        received = yield from _reduce(rows, None, starts, coding, transport, here, seed, slot_of(index))
         codec.decode_sum(received, out[part])
 
     parts = cut(numel, piece, codec.block)
-    overlap([run(index, part) for index, part in enumerate(parts)], transport, here, x.device)
+    overlap([run(index, part) for index, part in enumerate(parts)], transport, x.device)
 
 
 def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch.device) -> Tensor:
@@ -233,21 +227,19 @@ class TwoLevelHop:
         self.transport.exchange(sends, recvs)
 
 
-def overlap(pieces: Sequence[Iterator[TwoLevelHop]], transport: Transport, here: Grid, device: torch.device) -> None:
+def overlap(pieces: Sequence[Iterator[TwoLevelHop]], transport: Transport, device: torch.device) -> None:
     """Run all ``pieces`` of a collective, computing and travelling at a time, and on both levels at a time.
 
     Every second piece is of one stream. Of two pieces of a stream the next hops travel together where one is inside
     nodes and one between them; meanwhile the other stream's pieces are computed.
     """
-    if len(here.node_ranks) == 1:
-        return pipeline(pieces, transport, device)
     streams = [pieces[first::IN_FLIGHT] for first in range(min(IN_FLIGHT, len(pieces)))]
     pipeline([_stream(stream) for stream in streams], transport, device)
 
 
-def slot_of(index: int, here: Grid) -> int:
+def slot_of(index: int) -> int:
     """Return a number that no other piece under way has, for scratch memory of piece ``index``."""
-    return index % (IN_FLIGHT if len(here.node_ranks) == 1 else _OF_STREAM * IN_FLIGHT)
+    return index % (_OF_STREAM * IN_FLIGHT)
 
 
 _OF_STREAM = 2
@@ -279,10 +271,7 @@ def gather(every: Tensor, transport: Transport, here: Grid) -> Iterator[TwoLevel
     """Yield what brings every rank's message of ``room`` to all: between nodes first, then inside them."""
     own = every[here.local]
     yield TwoLevelHop.of(transport, here.cross_ranks, [own[here.node]] * len(here.cross_ranks), own.unbind(0))
-    if len(here.node_ranks) > 1:
-        yield TwoLevelHop.of(
-            transport, here.node_ranks, [own.view(-1)] * len(here.node_ranks), every.flatten(1).unbind(0)
-        )
+    yield TwoLevelHop.of(transport, here.node_ranks, [own.view(-1)] * len(here.node_ranks), every.flatten(1).unbind(0))
 
 
 @dataclass(frozen=True)

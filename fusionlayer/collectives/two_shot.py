@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from ..codecs import Codec
@@ -59,7 +61,7 @@ def two_shot(
             offset=part.start,
             residual=None if residual is None else residual[part],
         )
-        yield lambda: transport.all_to_all(outgoing, incoming)
+        yield partial(transport.all_to_all, outgoing, incoming)
         codec.recode(
             incoming,
             outgoing[rank],
@@ -69,7 +71,7 @@ def two_shot(
             offset=mine.start,
             residual=None if residual is None else residual[mine],
         )
-        yield lambda: transport.all_gather(outgoing[rank], incoming)
+        yield partial(transport.all_gather, outgoing[rank], incoming)
         codec.decode_chunks(incoming, out[part], chunk)
 
     parts = cut(x.numel(), piece, size * codec.block)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .operation import Operation
-from .reductions import average_, combine, scale_
+from .reductions import combine
 from .requests import Bytes, Item, Request, Signature
 
 __all__ = ["compute", "fits", "hand_out", "to_bytes"]
@@ -51,12 +51,11 @@ def compute(signature: Signature, requests: Sequence[Mapping[int, Request]], ran
         return b"".join([part for each in requests for part in _gathered(each, present)])
     dtype = getattr(torch, signature.dtypes[0])
     parts = [_flat(bytearray().join([each[rank].data or b"" for each in requests]), dtype) for rank in present]
+    scaling = signature.scaling(dtype, len(ranks))
     for part in parts:
-        scale_(part, signature.prescale)
+        scaling.scale_before_(part)
     total = combine(parts, signature.op or "Sum")
-    if signature.op == "Average":
-        average_(total, len(ranks))
-    scale_(total, signature.postscale)
+    scaling.scale_after_(total)
     return to_bytes([total])
 
 

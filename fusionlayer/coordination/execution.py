@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
+from ..collectives import Scaling
 from ..errors import UsageError
 from ..transport import Transport
 from .operation import Operation, Reduce
 from .pages import by_large_pages
-from .reductions import average_, combine, neutral, reduce_flat, scale_
+from .reductions import combine, neutral, reduce_as
 from .requests import Item, Signature
 
 __all__ = ["OperationPart", "execute"]
@@ -81,7 +83,8 @@ def execute(parts: Sequence[OperationPart], transport: Transport, ranks: Sequenc
 
 def _allreduce(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
     signature = parts[0].signature
-    reduce = parts[0].operation.reduce if parts[0].operation else None
+    given = parts[0].operation.reduce if parts[0].operation else None
+    reduce = given or partial(reduce_as, signature.op or "Sum")
     by_dtype: defaultdict[torch.dtype, list[tuple[Tensor, Tensor | None]]] = defaultdict(list)
     places: list[tuple[OperationPart, list[tuple[torch.dtype, int]]]] = []
     for part in parts:
@@ -98,46 +101,34 @@ def _allreduce(parts: Sequence[OperationPart], transport: Transport, ranks: Sequ
     # In an order that does not depend on which operation came first on this rank.
     for dtype in sorted(by_dtype, key=str):
         pairs = by_dtype[dtype]
-        if reduce is None and len(pairs) > 1:
-            results[dtype] = _reduce_fused(pairs, signature, transport, span)
+        scaling = signature.scaling(dtype, transport.size)
+        if given is None and len(pairs) > 1:
+            results[dtype] = _reduce_fused(pairs, reduce, scaling, transport, span)
         else:
-            results[dtype] = [_reduce_one(x, out, signature, reduce, transport) for x, out in pairs]
+            results[dtype] = [_reduce_one(x, out, reduce, scaling, transport) for x, out in pairs]
     for part, where in places:
         if part.operation is not None:
             part.operation.result = [results[dtype][i] for dtype, i in where]
 
 
-def _reduce_one(
-    x: Tensor, out: Tensor | None, signature: Signature, reduce: Reduce | None, transport: Transport
-) -> Tensor:
+def _reduce_one(x: Tensor, out: Tensor | None, reduce: Reduce, scaling: Scaling, transport: Transport) -> Tensor:
     if out is None:
         out = _new_like(x)
-    size = transport.size
-    average = signature.op == "Average" and reduce is None
-    if average and out.is_contiguous() and x.dtype.is_floating_point and size & (size - 1) == 0:
-        # Dividing by a power of two before the sum gives the same bits as after it, with one pass over memory less.
-        torch.mul(x, signature.prescale / size, out=out)
-        transport.all_reduce(out.view(-1))
-        scale_(out, signature.postscale)
-    elif out.is_contiguous():
-        if out is not x:
-            out.copy_(x)
-        _reduce(out.view(-1), signature, reduce, transport)
-    else:
-        flat = x.contiguous().view(-1)
-        flat = flat.clone() if flat.data_ptr() == x.data_ptr() else flat
-        _reduce(flat, signature, reduce, transport)
-        out.copy_(flat.view(out.shape))
+    dense = out if out.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    rest = scaling.fill(dense, x)
+    reduce(dense, transport, rest)
+    if dense is not out:
+        out.copy_(dense)
     return out
 
 
 def _reduce_fused(
-    pairs: Sequence[tuple[Tensor, Tensor | None]], signature: Signature, transport: Transport, span: Span
+    pairs: Sequence[tuple[Tensor, Tensor | None]], reduce: Reduce, scaling: Scaling, transport: Transport, span: Span
 ) -> list[Tensor]:
     inputs = [x for x, _ in pairs]
     with span("MEMCPY_IN_FUSION_BUFFER"):
         flat = flatten(inputs)
-    _reduce(flat, signature, None, transport)
+    reduce(flat, transport, scaling)
     with span("MEMCPY_OUT_FUSION_BUFFER"):
         pieces = unflatten(flat, inputs)
         if all(out is None for _, out in pairs):
@@ -145,15 +136,6 @@ def _reduce_fused(
         outs = [torch.empty_like(piece) if out is None else out for piece, (_, out) in zip(pieces, pairs, strict=True)]
         torch._foreach_copy_(outs, list(pieces))
     return outs
-
-
-def _reduce(flat: Tensor, signature: Signature, reduce: Reduce | None, transport: Transport) -> None:
-    scale_(flat, signature.prescale)
-    if reduce is not None:
-        reduce(flat, transport)
-    else:
-        reduce_flat(flat, signature.op or "Sum", transport)
-    scale_(flat, signature.postscale)
 
 
 def _allgather(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
@@ -239,17 +221,14 @@ def _reduce_rows(x: Tensor, signature: Signature, transport: Transport) -> Tenso
     """Return this rank's rows of the reduction of ``x`` (n, ...); the first n % size ranks have one more."""
     each, rest = divmod(x.shape[0], transport.size)
     bounds = list(accumulate((each + (r < rest) for r in range(transport.size)), initial=0))
-    if signature.prescale != 1.0:
-        x = x.clone()
-        scale_(x, signature.prescale)
+    scaling = signature.scaling(x.dtype, transport.size)
+    x = scaling.scaled(x)
     pieces = [x[start:stop].contiguous() for start, stop in pairwise(bounds)]
     mine = pieces[transport.rank]
     parts = mine.new_empty(transport.size, *mine.shape)
     transport.exchange([_bytes(piece) for piece in pieces], [_bytes(part) for part in parts])
     out = combine(list(parts), signature.op or "Sum")
-    if signature.op == "Average":
-        average_(out, transport.size)
-    scale_(out, signature.postscale)
+    scaling.scale_after_(out)
     return out
 
 

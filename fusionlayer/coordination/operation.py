@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives import Scaling
 from ..transport import Transport
 from .requests import Key, Signature
 
 __all__ = ["DTYPES", "Operation", "Reduce", "signature_of"]
 
-Reduce = Callable[[Tensor, Transport], None]
-"""Replaces a flat tensor by its reduction over ranks; runs on the communication thread."""
+Reduce = Callable[[Tensor, Transport, Scaling], None]
+"""Replaces a contiguous tensor by its reduction over ranks, scaled; runs on the communication thread."""
 
 
 @dataclass(eq=False, slots=True)

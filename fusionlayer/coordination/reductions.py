@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .. import codecs
+from ..collectives import Scaling, reduce_flat
 from ..transport import Transport
 
-__all__ = ["combine", "neutral", "reduce_flat", "scale_"]
+__all__ = ["combine", "neutral", "reduce_as"]
+
+_RAW = codecs.get("raw").bare
 
 _COMBINERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Min": torch.minimum,
@@ -47,31 +51,13 @@ def combine(parts: Sequence[Tensor], op: str) -> Tensor:
     return total.to(dtype)
 
 
-def scale_(x: Tensor, factor: float) -> None:
-    """Multiply in place; integers are cut off towards zero."""
-    if factor == 1.0:
-        return
-    if x.dtype.is_floating_point:
-        x.mul_(factor)
-    else:
-        x.copy_((x.double() * factor).trunc())
-
-
-def average_(x: Tensor, size: int) -> None:
-    """Divide a sum by the number of ranks; integers are cut off towards zero."""
-    if x.dtype.is_floating_point:
-        x.mul_(1 / size)
-    elif x.dtype is not torch.bool:
-        torch.div(x, size, rounding_mode="trunc", out=x)
-
-
-def reduce_flat(x: Tensor, op: str, transport: Transport) -> None:
-    """Replace ``x`` (n,) by its reduction over ranks; the same bits on every rank."""
+def reduce_as(op: str, x: Tensor, transport: Transport, scaling: Scaling) -> None:
+    """Replace ``x``, contiguous, by its reduction over ranks, scaled; the same bits on every rank."""
+    x = x.view(-1)
     if op in ("Average", "Sum") and x.dtype is not torch.bool:
-        transport.all_reduce(x)
-        if op == "Average":
-            average_(x, transport.size)
+        reduce_flat(x, _RAW, transport, scaling)
         return
+    scaling.scale_before_(x)
     size, rank = transport.size, transport.rank
     bounds = [x.numel() * r // size for r in range(size + 1)]
     shares = [x[bounds[r] : bounds[r + 1]].view(torch.uint8) for r in range(size)]
@@ -80,3 +66,4 @@ def reduce_flat(x: Tensor, op: str, transport: Transport) -> None:
     transport.exchange(shares, [part.view(torch.uint8) for part in parts])
     mine.copy_(combine(list(parts), op))
     transport.exchange([mine.clone().view(torch.uint8)] * size, shares)
+    scaling.scale_after_(x)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..collectives import Scaling
+
 __all__ = [
     "ALL_RANKS",
     "Begun",
@@ -80,6 +82,11 @@ class Signature(NamedTuple):
     def is_plain(self) -> bool:
         """Whether elements are reduced one by one, or not at all, so that tensors may share a message."""
         return self.op in PLAIN_OPS
+
+    def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
+        """Return what a reduction of ``dtype`` over ``size`` ranks multiplies by."""
+        average = self.op is not None and self.op.startswith("Average")
+        return Scaling.of(dtype, size, average=average, prescale=self.prescale, postscale=self.postscale)
 
     def nbytes(self, numbers: Sequence[int] = ()) -> int:
         """Return the bytes of the tensors; ``numbers``: their first dimensions, where shapes are without."""

@@ -90,9 +90,9 @@ def register(
     template = None
     if tuning is None or transport.size == 1:
         chosen = make_codec(codec, codec_options)
-        algorithm, ahead = collectives.settle(
-            algorithm or settings.algorithm, settings.ahead if ahead is None else ahead, chosen, transport.size
-        )
+        ahead = settings.ahead if ahead is None else ahead
+        algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
+        ahead = algorithm in collectives.gather_names()
         template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
         # A planner that needs no costs, for it is not asked.
         options = replace(options, codec=chosen, codec_options={}, planner=Config.planner, autotune=False)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import codecs, context
-from ..backend.calls import is_sum, scale
+from ..backend.calls import is_sum, scaling_of
 from ..codecs import Codec
-from ..collectives import halves, zipped
+from ..collectives import halves, scale_, zipped
 from ..collectives.switching import switcher_of
 from ..errors import ConfigError
 from ..seeds import derive_seed
@@ -234,7 +234,11 @@ def _as_bf16(x: Tensor) -> Tensor | None:
 
 
 def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> None:
-    """Make of the sum over ``size`` ranks what ``op`` makes of the summands."""
+    """Make of the sum over ``size`` ranks what ``op`` makes of the summands.
+
+    The other reductions scale what they send. Here that would be ``size`` times as many elements, and values of a bf16
+    model would no longer fit into bf16. Where a sum could be out of range, torch scales before and after by itself.
+    """
     if not is_sum(op):
         raise ConfigError(f"FSDP asks for a reduction by {op}, which is unknown here; expected SUM, AVG or PREMUL_SUM")
-    scale(total, op, size)
+    scale_(total, scaling_of(op, total.dtype, size).before)

@@ -141,11 +141,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         transport = context.transport(group)
         if transport.size == 1:
             return None, Timeline(None, 0)
-        before, after = 1.0, 1.0
-        if op is Average:
-            # Dividing first keeps half-precision sums in range; only a factor of the user's asks for anything else.
-            before = 1 / transport.size if gradient_predivide_factor == 1.0 else 1 / gradient_predivide_factor
-            after = 1.0 if gradient_predivide_factor == 1.0 else gradient_predivide_factor / transport.size
+        scaling = Scaling(1 / transport.size if op is Average else 1.0)
+        if op is Average and gradient_predivide_factor != 1.0:
+            scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
         device = one_device(names)
         timeline = Timeline(context.settings().timeline, transport.rank)
         engine = make_engine(
@@ -153,7 +151,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             describe(names, groups),
             transport,
             device,
-            scaling=Scaling(before, after),
+            scaling=scaling,
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
         )

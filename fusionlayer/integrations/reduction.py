@@ -137,7 +137,8 @@ class GradientReduction(Optimizer):
         if self._fl_state is not StepState.REDUCING:
             self._fl_state = StepState.IDLE  # what was reduced before is not what the gradients hold now
         if self._fl_passes_left[parameter] == 0:
-            self._fl_begin()
+            if self._fl_state is not StepState.REDUCING:
+                self._fl_begin()
             self._fl_hand_over(engine, parameter)
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
@@ -149,18 +150,19 @@ class GradientReduction(Optimizer):
             self._fl_sparse.by_name = enlist(self)
 
     def _fl_begin(self) -> None:
-        """Begin a step of the engine, if this is its first gradient; a rank that has joined is told."""
-        if self._fl_state is not StepState.REDUCING:
-            self._fl_state = StepState.REDUCING
-            if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
-                self._fl_sparse.by_name.begin()
+        """Begin a step of the engine with its first gradient; ranks that have joined are told."""
+        self._fl_state = StepState.REDUCING
+        if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
+            self._fl_sparse.by_name.begin()
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
         """Have a gradient reduced: by the engine, or if it is one of the sparse ones by name."""
-        assert self._fl_sparse is not None
-        name = self._fl_names[parameter]
-        if not self._fl_sparse.take(name, parameter):
-            engine.submit(name, local_part(self._fl_sparse.dense(name, parameter)))
+        name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
+        assert sparse is not None
+        if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
+            engine.submit(name, gradient)  # what nearly all are, and quickly
+        elif not sparse.take(name, parameter):
+            engine.submit(name, local_part(sparse.dense(name, parameter)))
 
     # ---- the end of a step: on the training thread, or on the one that stands in for it -----------------------------
 
@@ -175,7 +177,8 @@ class GradientReduction(Optimizer):
         if self._fl_phases is not None:
             self._fl_phases.end_backward()
         self._fl_flush()
-        self._fl_begin()
+        if before is not StepState.REDUCING:
+            self._fl_begin()
         gathered = sparse.agree()
         pending = engine.pending
         # The first step's order of arrival makes the plan: from the back is what backward would come close to.
@@ -213,7 +216,8 @@ class GradientReduction(Optimizer):
             self._fl_phases.end_backward()
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
-        self._fl_begin()
+        if self._fl_state is not StepState.REDUCING:
+            self._fl_begin()
         sparse.agree()
         submitted = engine.pending
         for parameter, name in self._fl_names.items():

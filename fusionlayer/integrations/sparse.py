@@ -43,7 +43,8 @@ class SparseGradients:
         self._engine = engine
         self._make_dense = make_dense
         self._noted: set[str] = set()
-        self._gathered: frozenset[str] | None = None
+        self.gathered: frozenset[str] | None = None
+        """Names of the gradients that are gathered; None until the end of the first step."""
         self._gathers: dict[Tensor, Callable[[], Tensor]] = {}
 
     @property
@@ -59,12 +60,12 @@ class SparseGradients:
     def take(self, name: str, parameter: Tensor) -> bool:
         """Note or gather the gradient of a parameter; return False if it is the engine's."""
         gradient = parameter.grad
-        if self._gathered is None:
+        if self.gathered is None:
             if self._make_dense or gradient is None or not gradient.is_sparse or not self._can_leave_out:
                 return False
             self._noted.add(name)
             return True
-        if name not in self._gathered:
+        if name not in self.gathered:
             return False
         assert self.by_name is not None
         self._gathers[parameter] = self.by_name.gather(name, _rows(parameter))
@@ -72,14 +73,14 @@ class SparseGradients:
 
     def agree(self) -> frozenset[str]:
         """Return the names that are gathered; all ranks call it at the end of the first step, which settles them."""
-        if self._gathered is None:
+        if self.gathered is None:
             can = self._can_leave_out
-            self._gathered = self._engine.leave_out(self._noted) if can else frozenset()
+            self.gathered = self._engine.leave_out(self._noted) if can else frozenset()
             # A gradient that was dense in the first step has its place in the plan: if it comes sparse later, it is
             # made dense.
             self._make_dense = self._make_dense or can
             self._noted.clear()
-        return self._gathered
+        return self.gathered
 
     def end(self) -> dict[Tensor, Callable[[], Tensor]]:
         """Begin anew; return what waits for the gathered gradient of each parameter of the step."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..collectives._alpha_beta import AlphaBeta
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,27 +27,6 @@ def parse_rate(text: str) -> float:
     if found is None or not float(found[1]):
         raise ConfigError(f"rate {text!r}; expected a number above 0 with bit, kbit, mbit or gbit, such as 100mbit")
     return float(found[1]) * _UNITS[found[2]]
-
-
-@dataclass(frozen=True)
-class AlphaBeta:
-    """``alpha + beta * size`` seconds; nothing costs nothing.
-
-    Attributes:
-        alpha: seconds of a call, whatever its size.
-        beta: seconds per unit of size.
-    """
-
-    alpha: float
-    beta: float
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.alpha < float("inf") and 0 <= self.beta < float("inf")):
-            raise ConfigError(f"alpha={self.alpha!r}, beta={self.beta!r}; expected seconds of at least 0 for both")
-
-    def __call__(self, size: float) -> float:
-        """Return seconds."""
-        return self.alpha + self.beta * size if size > 0 else 0.0
 
 
 FREE = AlphaBeta(0.0, 0.0)
@@ -137,6 +117,11 @@ class CodecCost:
         for bits in (self.bits, self.bits if self.within_bits is None else self.within_bits):
             if not 0 <= bits <= 64:
                 raise ConfigError(f"bits={bits!r} for an element; expected 0 to 64")
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that the codec needs, as ``collectives.choose`` asks for it."""
+        return self.algorithm
 
     def nbytes(self, elements: float) -> float:
         """Return bytes of a message."""

@@ -15,16 +15,19 @@ from ..errors import ConfigError
 from ..plan import FusionPlan, TensorInfo
 from ..scheduler.engine import Engine
 from ..scheduler.plan_controller import PlanController, StepSeconds
-from ..scheduler.planners import Planner, Prediction
+from ..scheduler.planners import Planner
 from ..transport import Transport
+from .bucket_costs import codec_of, short_name
+from .cluster import Scenario
 from .codec_rules import CodecChoice, CodecRules
+from .collective_phases import ALGORITHMS
 from .drift import Drift, Pace
-from .plans import codec_of, make_plan, plan_costs, predict_plan, short_name
+from .plans import make_plan
+from .prediction import predict_plan
 from .profile import Profile
 from .profiler import average, profile_training
-from .projection import Scenario
 from .selection import select
-from .simulation import ALGORITHMS
+from .simulation import Step
 
 __all__ = ["CANDIDATES", "OnlinePlanner", "ReplanSchedule"]
 
@@ -111,6 +114,8 @@ class OnlinePlanner(PlanController):
         self._replan = replan
         self._local_size = local_size
         self._schedule = schedule
+        # No lock guards what follows. The thread that submits writes it in ``note_step``, a communication thread in
+        # ``next_plan``; the engine lets the first thread wait until that has returned.
         self.profile: Profile | None = None
         self._measuring = True
         self._skip = schedule.warm_up
@@ -119,7 +124,7 @@ class OnlinePlanner(PlanController):
         self._drift = Drift(schedule.tolerance, schedule.looks)
         self._plans = 0
         self._present: FusionPlan | None = None
-        self._predicted: Prediction | None = None
+        self._predicted: Step | None = None
 
     def __str__(self) -> str:
         codec = self._codec if not isinstance(self._codec, Mapping) else sorted(map(str, set(self._codec.values())))
@@ -159,6 +164,8 @@ class OnlinePlanner(PlanController):
 
     def due(self, step: int) -> bool:
         """Return whether it is time to plan or to look."""
+        # ``next_plan`` exchanges messages, so a rank that asked alone would wait for the others for ever. Only counts
+        # decide, therefore: of steps, which all ranks make alike, and of plans, which they have agreed on.
         if self._measuring:
             return len(self._steps) >= self._schedule.measured
         return len(self._paces) >= self._schedule.between_looks << min(max(0, self._plans - 1), 10)
@@ -176,6 +183,7 @@ class OnlinePlanner(PlanController):
         names = [field.name for field in fields(Pace)]
         middle = [statistics.median(getattr(pace, name) for pace in self._paces) for name in names]
         self._paces.clear()
+        # All ranks see the same mean, so all find the same drift and begin to measure with the same step.
         pace = Pace(*average(middle, transport))
         if self._drift.reference is None and self._predicted is not None:
             self._say("the plan in use waits %s a step, %s predicted", _ms(pace.waiting), _ms(self._predicted.waiting))
@@ -190,6 +198,7 @@ class OnlinePlanner(PlanController):
         self._measuring, self._skip = False, self._schedule.warm_up
         self._drift = Drift(self._schedule.tolerance, self._schedule.looks)
         self._plans += 1
+        # One rank plans for all: nothing that differs between hosts, such as a library's version, can make two plans.
         plan = self._better(self.profile) if self._rank == 0 else None
         return _from_rank_0(plan, transport)
 
@@ -212,9 +221,8 @@ class OnlinePlanner(PlanController):
         """Return the plan to switch to; None if the present one is as good."""
         assert self._present is not None
         plan, prediction = self._plan(profile)
-        costs = plan_costs(profile, self._present, _scenario(profile), measured=True)
-        before = predict_plan(profile, self._present, costs)
-        stays = self._plans > 1 and prediction.step > (1 - self._schedule.gain) * before.step
+        before = predict_plan(profile, self._present, _scenario(profile), measured=True)
+        stays = self._plans > 1 and prediction.seconds > (1 - self._schedule.gain) * before.seconds
         if stays or plan.digest() == self._present.digest():
             self._predicted = before
             self._say("planner %s keeps the plan: %s", self._planner.name, _words(self._present, before))
@@ -228,7 +236,7 @@ class OnlinePlanner(PlanController):
         )
         return plan
 
-    def _plan(self, profile: Profile) -> tuple[FusionPlan, Prediction]:
+    def _plan(self, profile: Profile) -> tuple[FusionPlan, Step]:
         scenario = _scenario(profile)
         tensors = list(self._tensors.values())
         if isinstance(self._codec, CodecRules):
@@ -246,7 +254,7 @@ class OnlinePlanner(PlanController):
             measured=True,
             tensors=tensors,
         )
-        return plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured=True))
+        return plan, predict_plan(profile, plan, scenario, measured=True)
 
     def _say(self, message: str, *details: object) -> None:
         if self._rank == 0:
@@ -260,6 +268,7 @@ def _from_rank_0(plan: FusionPlan | None, transport: Transport) -> FusionPlan | 
     transport.broadcast(length, 0)
     if not length.item():
         return None
+    # The length came first: the other ranks need a buffer of it, zeros that the broadcast overwrites.
     data = torch.frombuffer(bytearray(found or int(length.item())), dtype=torch.uint8)
     transport.broadcast(data, 0)
     return FusionPlan.from_bytes(data.numpy().tobytes())
@@ -269,10 +278,10 @@ def _scenario(profile: Profile) -> Scenario:
     return Scenario(profile.fastest_rate)
 
 
-def _words(plan: FusionPlan, prediction: Prediction) -> str:
+def _words(plan: FusionPlan, prediction: Step) -> str:
     return (
         f"{len(plan.buckets)} bucket{'s' * (len(plan.buckets) != 1)}, predicted to wait {_ms(prediction.waiting)} of "
-        f"{_ms(prediction.step)} from backward's first gradient to the last result"
+        f"{_ms(prediction.seconds)} from backward's first gradient to the last result"
     )
 
 

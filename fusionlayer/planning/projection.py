@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Protocol
 
 from .. import collectives
@@ -15,14 +14,16 @@ from ..plan import TensorInfo
 from ..registry import nearest
 from ..scheduler import planners
 from ..scheduler.lane import CPU_LANES
-from ..scheduler.order import send_order
 from ..scheduler.planners import StepCosts
-from .cost_model import FREE, CodecCost, parse_rate
+from .bucket_costs import BucketCosts
+from .cluster import Scenario
+from .collective_phases import ALGORITHMS
+from .cost_model import CodecCost
+from .prediction import PlannedBucket, Resources, backward_seconds, predict
 from .profile import Profile
-from .simulation import ALGORITHMS, Cluster, Compute, Load, Step, message_phases, run_step
-from .step_costs import step_costs
+from .simulation import Step
 
-__all__ = ["BASELINE", "Band", "Method", "Scenario", "break_even", "project", "projected_band"]
+__all__ = ["BASELINE", "Band", "Method", "break_even", "project", "projected_band"]
 
 BASELINE = "ddp"
 _OVERLAP = "+overlap"
@@ -87,7 +88,7 @@ class Method:
 
     def algorithm_for(self, codec: CodecCost, workers: int) -> str:
         """Return the collective for so many ranks."""
-        return self.algorithm or collectives.choose(codec.lossless, workers, ahead=codec.ahead, wanted=codec.algorithm)
+        return self.algorithm or collectives.choose(codec, workers, ahead=codec.ahead)
 
 
 _DDP = {
@@ -114,85 +115,15 @@ def _ddp_buckets(
     return runs
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """The cluster that is projected to.
-
-    Attributes:
-        rate: of each host's link, in the words of tc.
-        per_host: ranks of a host.
-        cores: cores that each rank has for itself; None: as many as where the profile was measured.
-        latency: seconds of a message; None: as measured.
-        latency_factor: multiplies it.
-        curves: take measured curves instead of alpha-beta costs where the rate was measured.
-    """
-
-    rate: str
-    per_host: int = 1
-    cores: float | None = None
-    latency: float | None = None
-    latency_factor: float = 1.0
-    curves: bool = False
-
-    def __post_init__(self) -> None:
-        parse_rate(self.rate)
-        if self.curves and (self.latency is not None or self.latency_factor != 1):
-            raise ConfigError("a given latency cannot be put into measured curves; leave out one of them")
-
-    def cluster(self, profile: Profile, workers: int) -> Cluster:
-        """Return it with so many ranks."""
-        link = profile.link(self.rate, self.curves)
-        if self.latency is not None or self.latency_factor != 1:
-            base = link.latency if self.latency is None else self.latency
-            link = link.with_latency(base * self.latency_factor)
-        if self.per_host > 1 and profile.inside is None:
-            raise ConfigError(f"{self.per_host} workers on a host, and the profile has no costs of a link inside one")
-        cores = profile.machine.cores_per_worker if self.cores is None else self.cores
-        inside = profile.inside.fitted() if profile.inside else None
-        return Cluster(workers, link, min(self.per_host, workers), inside, cores, profile.machine.threads)
-
-
 def project(profile: Profile, method: Method, scenario: Scenario, workers: int) -> Step:
     """Return the simulated step of ``method`` with so many ranks."""
     codec = profile.codec(method.codec)
     cluster = scenario.cluster(profile, workers)
-    algorithm = method.algorithm_for(codec, workers)
+    costs = BucketCosts.of(profile, codec, method.algorithm_for(codec, workers), cluster)
     model = profile.model
-    costs = step_costs(profile, codec, algorithm, cluster)
-    arrival = [tensor.ready for tensor in model.tensors]
-    copy, encoded = profile.copy, 0.0
-    if costs.ahead:
-        # Gradients are encoded where backward computes, straight into their messages.
-        spent = list(accumulate(codec.encode(tensor.numel) for tensor in model.tensors))
-        arrival = [ready + encoding for ready, encoding in zip(arrival, spent, strict=True)]
-        copy, codec, encoded = FREE, replace(codec, encode=FREE), spent[-1]
-    tensors = {tensor.name: replace(tensor, ready=at) for tensor, at in zip(model.tensors, arrival, strict=True)}
-    loads = []
-    for run in method.fuse([tensor.info for tensor in model.tensors], costs):
-        members = [tensors[info.name] for info in run]
-        elements = sum(tensor.numel for tensor in members)
-        loads.append(
-            Load(
-                max(tensor.ready for tensor in members),
-                min(tensor.used for tensor in members),
-                elements,
-                message_phases(algorithm, elements, codec, cluster, copy, not method.overlap_forward),
-            )
-        )
-    step = partial(
-        run_step,
-        Compute(model.forward, model.backward + encoded, model.optimizer),
-        cores=cluster.cores,
-        threads=cluster.threads,
-        lanes=method.lanes,
-        overlap_forward=method.overlap_forward,
-    )
-    simulated = step(loads)
-    if not method.overlap_forward:
-        return simulated
-    # As the engine does: measure in the order of completion, then reorder.
-    busy = [(end - start) / method.lanes for start, end in simulated.spans]
-    return step([loads[i] for i in send_order([load.ready for load in loads], busy)])
+    runs = method.fuse([tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors)))
+    buckets = [PlannedBucket([tensor.name for tensor in run], costs) for run in runs]
+    return predict(model, buckets, Resources(cluster.cores, cluster.threads, method.lanes, method.overlap_forward))
 
 
 @dataclass(frozen=True)

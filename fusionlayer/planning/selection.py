@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from .. import codecs
+from .. import codecs, collectives
+from ..codecs import Codec
 from ..plan import FusionPlan, TensorInfo
-from ..scheduler.planners import Planner, Prediction
+from ..scheduler.planners import Planner
+from .bucket_costs import BucketCosts, costs_of
+from .cluster import Scenario
 from .codec_rules import CodecChoice, CodecRules
-from .plans import choose_codecs, make_plan, plan_costs, predict_plan
+from .plans import make_plan
+from .prediction import predict_plan
 from .profile import Profile
-from .projection import Scenario
+from .simulation import Step
 
-__all__ = ["Selection", "select"]
+__all__ = ["Selection", "choose_codecs", "select"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,28 @@ class Selection:
 
     choices: Mapping[str, CodecChoice]
     plan: FusionPlan
-    prediction: Prediction
+    prediction: Step
     verdict: str
+
+
+def choose_codecs(
+    profile: Profile, policy: CodecRules, scenario: Scenario, workers: int, measured: bool = False
+) -> dict[str, CodecChoice]:
+    """Return the codec of each gradient of the profile's model, by name, and why it is that.
+
+    "auto" chooses among the codecs that the profile has costs of, each as it goes by default.
+    """
+    candidates = {name: codecs.get(name) for name in profile.codecs if name in codecs.names()}
+    known: dict[Codec, BucketCosts] = {}
+
+    def seconds(codec: Codec, tensor: TensorInfo) -> float:
+        if codec not in known:
+            algorithm = collectives.choose(codec, workers, ahead=None)
+            known[codec] = costs_of(profile, codec, algorithm, scenario, workers, measured)
+        return known[codec].alone(tensor.numel)
+
+    tensors = [tensor.info for tensor in profile.model.tensors]
+    return {tensor.name: policy.choose(tensor, candidates, seconds) for tensor in tensors}
 
 
 def select(
@@ -55,17 +79,17 @@ def select(
         planner: makes the buckets.
         scenario: the cluster.
         workers: number of ranks.
-        measured: as for ``bucket_costs``.
+        measured: as for ``costs_of``.
         tensors: as for ``make_plan``.
 
     Raises:
         ConfigError: the profile lacks costs, or no rule fits a tensor.
     """
 
-    def planned(choices: Mapping[str, CodecChoice]) -> tuple[FusionPlan, Prediction]:
+    def planned(choices: Mapping[str, CodecChoice]) -> tuple[FusionPlan, Step]:
         by_name = {name: choice.codec for name, choice in choices.items()}
         plan = make_plan(profile, planner, by_name, scenario, workers, measured=measured, tensors=known)
-        return plan, predict_plan(profile, plan, plan_costs(profile, plan, scenario, measured))
+        return plan, predict_plan(profile, plan, scenario, measured)
 
     known = list(tensors)
     alone = choose_codecs(profile, policy, scenario, workers, measured)
@@ -77,15 +101,15 @@ def select(
         for name, codec in policy.allowed(candidates).items()
     }
     found = {name: planned(choices) for name, choices in ways.items()}
-    best = min(found, key=lambda name: (found[name][1].rank, name))
+    best = min(found, key=lambda name: (found[name][1].score, name))
     mixed = planned(alone)
     verdict = "predicted step: " + ", ".join(
         [
-            f"the fastest codec for each tensor alone {mixed[1].step * 1e3:.2f} ms",
-            *(f"{name} for all {prediction.step * 1e3:.2f} ms" for name, (_, prediction) in found.items()),
+            f"the fastest codec for each tensor alone {mixed[1].seconds * 1e3:.2f} ms",
+            *(f"{name} for all {prediction.seconds * 1e3:.2f} ms" for name, (_, prediction) in found.items()),
         ]
     )
-    if mixed[1].rank <= found[best][1].rank:
+    if mixed[1].score <= found[best][1].score:
         return Selection(alone, *mixed, verdict)
     reason = f"auto, {policy.fidelity}: {best} for all is predicted to be fastest"
     one = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..collectives.switching import KINDS, Costs, Line
+from ..collectives.switching import KINDS, Costs
+from .cluster import Scenario
 from .cost_model import AlphaBeta, CodecCost, Cost
 from .profile import Profile
-from .projection import Scenario
 
 __all__ = ["expected_costs"]
 
@@ -41,13 +41,11 @@ def expected_costs(profile: Profile, scenario: Scenario, workers: int, codec: st
         "reduce_scatter": (encode + total) / share,
         "all_reduce": (encode + recode + decode) / (2 * share),
     }
-    native = {kind: Line(latency, exchange) for kind in KINDS}
-    native["all_reduce"] = Line(2 * others * link.latency, reduce)
+    native = {kind: AlphaBeta(latency, exchange) for kind in KINDS}
+    native["all_reduce"] = AlphaBeta(2 * others * link.latency, reduce)
     exchanges = {kind: 4 if kind == "all_reduce" else 2 for kind in KINDS}
-    return {
-        kind: Costs(native[kind], Line(exchanges[kind] * latency, exchange), _factor(cost), codec=work[kind] / _F32)
-        for kind in KINDS
-    }
+    zipped = {kind: AlphaBeta(exchanges[kind] * latency, exchange) for kind in KINDS}
+    return {kind: Costs(native[kind], zipped[kind], _factor(cost), codec=work[kind] / _F32) for kind in KINDS}
 
 
 def _slope(cost: Cost) -> float:

@@ -1,7 +1,8 @@
 """The scheduler: when gradients travel, and in what company."""
 
+from ..collectives import Scaling
 from .ahead import AheadBuffer
-from .engine import Engine, Scaling
+from .engine import Engine
 from .failure import located
 from .lane import CPU_LANES
 from .memory import Memory

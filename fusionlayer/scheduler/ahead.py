@@ -138,7 +138,7 @@ class AheadBuffer(Buffer):
         nbytes = self._payload.numel()
         every = transport.scratch("incoming", self._size * nbytes, self._device).view(self._size, nbytes)
         if nbytes:
-            with self._timeline.span(self.bucket.algorithm.upper(), codec=str(self.codec), bytes=nbytes):
+            with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, bytes=nbytes):
                 self._gather(self._payload, every, self._messages, self.codec, transport)
         return every
 

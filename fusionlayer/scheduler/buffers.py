@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..collectives import AllReduce
+from ..collectives import AllReduce, Scaling, reduce_flat
 from ..plan import Bucket
 from ..timeline import Timeline
 from ..transport import Transport
@@ -32,6 +32,9 @@ class Buffer(ABC):
         device: of the gradients.
         timeline: record of what the buffer does.
         in_place: results replace the gradients; otherwise those are left as they are and let go of.
+
+    Attributes:
+        full: every gradient of the bucket has been put, and ``run`` has not taken them yet.
     """
 
     def __init__(
@@ -51,19 +54,16 @@ class Buffer(ABC):
         self._device = device
         self._timeline = timeline
         self._in_place = in_place
+        self.full = False
         self._gradients: dict[str, Tensor] = {}
         self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._results: dict[str, Tensor] = {}
         self._done: torch.cuda.Event | None = None
 
-    @property
-    def full(self) -> bool:
-        """Whether every gradient of the bucket has been put."""
-        return len(self._gradients) == len(self.bucket.slots)
-
     def put(self, name: str, gradient: Tensor, step: int) -> None:
         """Take a gradient (any shape of the slot's size) of a step; only after the last step's results were taken."""
         self._gradients[name] = gradient.detach()
+        self.full = len(self._gradients) == len(self.bucket.slots)
         if gradient.is_cuda:
             stream = torch.cuda.current_stream(gradient.device)
             self._arrivals[stream] = stream.record_event()
@@ -83,12 +83,14 @@ class Buffer(ABC):
             for gradient in self._gradients.values():
                 gradient.record_stream(stream)
             self._done = stream.record_event()
+        self.full = False
         self._gradients.clear()
         self._arrivals.clear()
 
     def take(self) -> dict[str, Tensor]:
         """Return the results of the last ``run`` by name, to be used on the current stream."""
-        self.join()
+        if self._done is not None:
+            self.join()
         results, self._results = self._results, {}
         return results
 
@@ -129,7 +131,9 @@ class FlatBuffer(Buffer):
     ) -> None:
         super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
         self._all_reduce = all_reduce
+        self._after_packing = Scaling(after=postscale)  # packing has multiplied by prescale
         self._residual = residual
+        self._dtype: torch.dtype = getattr(torch, bucket.dtype)
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
         self._flat: Tensor | None = None
         if not in_place:
@@ -141,15 +145,15 @@ class FlatBuffer(Buffer):
 
     def _make_flat(self) -> Tensor:
         bucket, residual = self.bucket, self._residual
-        self._flat = flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=self._device)
+        self._flat = flat = torch.zeros(bucket.numel, dtype=self._dtype, device=self._device)
         self._slots = {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
         self._gaps = [gap for x in (flat, residual) if x is not None for gap in _gaps(bucket, x)]
         return flat
 
     def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
         given = list(gradients.values())
-        is_flat = given[0].is_contiguous() and given[0].dtype == getattr(torch, self.bucket.dtype)
-        if _WHOLE in gradients or self._may_stay and is_flat:
+        is_flat = self._may_stay and given[0].is_contiguous() and given[0].dtype == self._dtype
+        if is_flat or _WHOLE in gradients:
             flat = given[0].view(-1)
             if self._prescale != 1:
                 flat.mul_(self._prescale)
@@ -172,10 +176,16 @@ class FlatBuffer(Buffer):
         return dict(zip(gradients, given if self._in_place else slots, strict=True))
 
     def _sum(self, flat: Tensor, transport: Transport, seed: int) -> None:
-        with self._timeline.span(self.bucket.algorithm.upper(), codec=str(self.codec), elements=self.bucket.numel):
-            self._all_reduce(flat, self.codec, transport, seed=seed, residual=self._residual)
-            if self._postscale != 1:
-                flat.mul_(self._postscale)
+        with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, elements=self.bucket.numel):
+            reduce_flat(
+                flat,
+                self.codec,
+                transport,
+                self._after_packing,
+                algorithm=self._all_reduce,
+                seed=seed,
+                residual=self._residual,
+            )
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import codecs, collectives
 from ..codecs import Codec
-from ..errors import UsageError
+from ..collectives import UNSCALED, Scaling
+from ..errors import FusionLayerError, UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
@@ -32,15 +33,7 @@ from .plan_controller import PlanController, StepTimer
 from .planners import Planner
 from .worker import Job
 
-__all__ = ["Engine", "Scaling"]
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Factors on each gradient before the sum over ranks and on the sum."""
-
-    before: float = 1.0
-    after: float = 1.0
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -92,7 +85,7 @@ class Engine:
         plan: FusionPlan | None = None,
         memory: Memory | None = None,
         error_feedback: bool | None = None,
-        scaling: Scaling = Scaling(),
+        scaling: Scaling = UNSCALED,
         checksum: bool = False,
         timeline: Timeline | None = None,
         lanes: int = 1,
@@ -103,7 +96,7 @@ class Engine:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._codec = codec
         for each in [codec] if isinstance(codec, Codec) else codec.values():
-            collectives.settle(algorithm, ahead, each, transport.size)
+            collectives.choose(each, transport.size, algorithm, ahead=ahead)
         self._algorithm, self._ahead = algorithm, ahead
         self._planner = planner
         self._device = device
@@ -124,6 +117,7 @@ class Engine:
             self.switch(plan)
             self.plan = plan
         self._codecs: list[Codec] = []
+        self._codecs_change = False
         self._buffers: list[Buffer] = []
         self._bucket_of: dict[str, int] = {}
         self._order = SendOrder(0, lanes)
@@ -149,13 +143,13 @@ class Engine:
         """
         plan.check(self._tensors.values(), self.size)
         for bucket in plan.buckets:
-            collectives.settle(bucket.algorithm, bucket.ahead, self._codec_of(bucket), self.size)
+            collectives.choose(self._codec_of(bucket), self.size, bucket.algorithm, ahead=bucket.ahead)
         self._next_plan = plan
 
     @property
-    def pending(self) -> frozenset[str]:
-        """Names that have been submitted in the step that has not ended."""
-        return frozenset(self._arrived)
+    def pending(self) -> AbstractSet[str]:
+        """Names that have been submitted in the step that has not ended, as they are from moment to moment."""
+        return self._arrived.keys()
 
     @property
     def untaken(self) -> frozenset[int]:
@@ -182,8 +176,11 @@ class Engine:
             self._agree(self.step, None, transport)
             transport.all_reduce(named)
 
-        with self._failing():
+        try:
             self._lanes[0].put(agree).wait()
+        except BaseException as error:
+            self._fail(error)
+            raise
         out = frozenset(name for name, count in zip(known, named.tolist(), strict=True) if count)
         for name in out:
             del self._tensors[name]
@@ -210,15 +207,14 @@ class Engine:
             raise self.failure
         arrived = 0.0 if self._watch is None else time.perf_counter()
         with self._lock:
-            if name not in self._tensors:
+            tensor = self._tensors.get(name)
+            if tensor is None:
                 raise UsageError(f"gradient {name!r} is none of this engine's {len(self._tensors)} tensors")
-            if gradient.numel() != self._tensors[name].numel:
-                raise UsageError(
-                    f"gradient {name!r} has {gradient.numel()} elements, expected {self._tensors[name].numel}"
-                )
+            if gradient.numel() != tensor.numel:
+                raise UsageError(f"gradient {name!r} has {gradient.numel()} elements, expected {tensor.numel}")
             if name in self._arrived:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
-            if self.awaits(name):
+            if self._ended and self.awaits(name):
                 raise UsageError(f"gradient {name!r} was submitted before its result of the last step was taken")
             try:
                 if not self._arrived:
@@ -226,7 +222,6 @@ class Engine:
                 self._arrived[name] = gradient
                 if self._buffers:
                     self._put(name, gradient)
-                    self._launch()
                 if self._watch is not None:
                     self._watch.note_gradient(name, arrived)
             except BaseException as error:
@@ -276,30 +271,35 @@ class Engine:
             PlanMismatch: ranks disagree on model, plan or options.
             TransportError: a peer was lost, stopped or too late.
         """
-        missing = [name for name in self._tensors if name not in self._arrived]
-        if missing:
+        if len(self._arrived) < len(self._tensors):
+            missing = [name for name in self._tensors if name not in self._arrived]
             raise UsageError(
                 f"{len(missing)} gradients were not submitted in step {self.step}, the first: {missing[0]!r}"
             )
-        with self._failing():
+        try:
             if self.plan is None:
                 self._agree_first(partial(self._agree_and_plan, self.step)).wait()
                 assert self.plan is not None
                 self._make_buffers(self.plan)
                 for name, gradient in self._arrived.items():
                     self._put(name, gradient)
-                self._launch()
             elif self._overlap_forward and self._order.due:
                 self._lanes[0].put(self._order.agree).wait()
             self._order.end_step()
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._arrived.clear()
         self._ended = {index: (job, self._buffers[index]) for index, job in self._jobs.items()}
         self._ended_bucket_of = self._bucket_of
         self._jobs = {}
         self.step += 1
         if self.plan_controller is not None and self.plan_controller.due(self.step - 1):
-            with self._failing():
+            try:
                 self._ask_controller(self.plan_controller)
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
@@ -310,9 +310,12 @@ class Engine:
         Raises:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
-        with self._failing():
+        try:
             job, buffer = self._ended[index]
             self._wait_for(index, job)
+        except BaseException as error:
+            self._fail(error)
+            raise
         del self._ended[index]
         return buffer.take()
 
@@ -352,7 +355,9 @@ class Engine:
             self.plan, self._next_plan = self._next_plan, None
             self._agree_first(partial(self._agree, self.step, self.plan))
             self._make_buffers(self.plan)
-        elif any(codec.at_step(self.step) != b.codec for codec, b in zip(self._codecs, self._buffers, strict=True)):
+        elif self._codecs_change and any(
+            codec.at_step(self.step) != b.codec for codec, b in zip(self._codecs, self._buffers, strict=True)
+        ):
             assert self.plan is not None
             self._make_buffers(self.plan)
 
@@ -393,6 +398,7 @@ class Engine:
             job.wait()
             buffer.join()
         self._codecs = [self._codec_of(bucket) for bucket in plan.buckets]
+        self._codecs_change = any(type(codec).at_step is not Codec.at_step for codec in self._codecs)
         self._buffers = [
             self._make_buffer(index, bucket, codec.at_step(self.step))
             for index, (bucket, codec) in enumerate(zip(plan.buckets, self._codecs, strict=True))
@@ -408,6 +414,7 @@ class Engine:
         self.plan = FusionPlan((*known[:index], bucket), self.size)
         self._agree_first(partial(self._agree, self.step, self.plan))
         self._codecs[index:] = [self._codec_of(bucket)]
+        self._codecs_change = any(type(codec).at_step is not Codec.at_step for codec in self._codecs)
         self._buffers[index:] = [self._make_buffer(index, bucket, self._codecs[index].at_step(self.step))]
         self._order = SendOrder(len(self._buffers), len(self._lanes))
 
@@ -436,14 +443,6 @@ class Engine:
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
     def _fail(self, error: BaseException) -> None:
         """Let go of the peers, which are out of step with this rank now, and of the gradients."""
         self.failure = error
@@ -453,9 +452,11 @@ class Engine:
 
     def _put(self, name: str, gradient: Tensor) -> None:
         index = self._bucket_of[name]
-        self._buffers[index].put(name, gradient, self.step)
-        if self._buffers[index].full:
+        buffer = self._buffers[index]
+        buffer.put(name, gradient, self.step)
+        if buffer.full:
             self._order.note_complete(index)
+            self._launch()
 
     def _launch(self) -> None:
         order = self._order.sequence
@@ -480,14 +481,17 @@ class Engine:
         done: Callable[[], None] | None,
         transport: Transport,
     ) -> None:
-        now = time.perf_counter_ns()
-        self._timeline.record("QUEUE", ready, now, row=f"bucket {index}", step=step, bucket=index)
+        timeline = self._timeline
+        if timeline.enabled:
+            now = time.perf_counter_ns()
+            timeline.record("QUEUE", ready, now, row=f"bucket {index}", step=step, bucket=index)
         start = time.perf_counter()
-        with (
-            located(step, index, buffer.bucket, transport),
-            self._timeline.span("ALLREDUCE", step=step, bucket=index),
-        ):
-            buffer.run(transport, seed)
+        try:
+            with timeline.span("ALLREDUCE", step=step, bucket=index):
+                buffer.run(transport, seed)
+        except FusionLayerError:
+            with located(step, index, buffer.bucket, transport):
+                raise
         seconds = time.perf_counter() - start
         self._order.note_sent(index, seconds)
         if self._watch is not None:

@@ -44,7 +44,8 @@ def fuse(
         pools.setdefault(codec if isinstance(codec, Codec) else codec[tensor.name], []).append(tensor)
     buckets: list[Bucket] = []
     for each, pool in pools.items():
-        collective, goes_ahead = collectives.settle(algorithm, ahead, each, workers)
+        collective = collectives.choose(each, workers, algorithm, ahead=ahead)
+        goes_ahead = collective in collectives.gather_names()
         known = None if costs is None else costs(each, collective).within(tensors, pool)
         align = slot_alignment(each, goes_ahead)
         runs = planner(pool, known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -27,22 +28,23 @@ class Lane:
     def __init__(self, transport: Transport, device: torch.device, name: str) -> None:
         self.transport = transport
         self._worker = Worker(name)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker.put(partial(_settle, torch.cuda.Stream(device) if device.type == "cuda" else None))
 
     def put(self, work: Callable[[Transport], None], abandoned: Callable[[], None] | None = None) -> Job:
         """Queue ``work(transport)``, which runs on the lane's stream without recording gradients; return its job.
 
         ``abandoned`` is called if the work fails or never begins.
         """
-
-        def run() -> None:
-            # torch.cuda.stream(None) changes nothing.
-            with torch.no_grad(), torch.cuda.stream(self._stream):
-                work(self.transport)
-
-        return self._worker.put(run, abandoned)
+        return self._worker.put(partial(work, self.transport), abandoned)
 
     def close(self) -> None:
         """End the thread when queued work is done, and give the transport up. Twice is once."""
         self._worker.close()
         self.transport.close()
+
+
+def _settle(stream: torch.cuda.Stream | None) -> None:
+    """Be the first job of a lane's thread: both settings are the thread's own, and stay."""
+    torch.set_grad_enabled(False)
+    if stream is not None:
+        torch.cuda.set_stream(stream)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import codecs, collectives
-from ..codecs import Codec
+from ..codecs import Codec, Part
+from ..collectives import Scaling, reduce_flat
 from ..coordination import Reduce
 from ..coordination.operation import DTYPES
 from ..errors import ConfigError, FusionLayerError
 from ..seeds import derive_seed
 from ..transport import Transport
-from ..wire import DTYPE_CODES
 from .basics import HorovodInternalError, session
 from .compression import Compression, codec_of
 from .process_sets import ProcessSet, global_process_set, number_of
@@ -352,7 +351,13 @@ def _adasum(process_set: ProcessSet, codec: Codec | None) -> Reduce:
             f"op=Adasum over {size} ranks of {process_set}; it pairs all ranks, whose number is a power of two, and "
             "takes no codec: use Average"
         )
-    return all_reduce
+
+    def reduce(x: Tensor, transport: Transport, scaling: Scaling) -> None:
+        scaling.scale_before_(x)
+        all_reduce(x.view(-1), transport)
+        scaling.scale_after_(x)
+
+    return reduce
 
 
 def _by_codec(op: ReduceOp, codec: Codec) -> tuple[str, Reduce]:
@@ -361,19 +366,12 @@ def _by_codec(op: ReduceOp, codec: Codec) -> tuple[str, Reduce]:
         raise ConfigError(
             f"op={op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression"
         )
-    return f"{op.name} by {codec}", partial(_reduce_by, codec, average=op is Average)
+    return f"{op.name} by {codec}", partial(_reduce_by, codec)
 
 
-def _reduce_by(codec: Codec, x: Tensor, transport: Transport, *, average: bool) -> None:
-    chosen = codec if x.dtype in DTYPE_CODES else codecs.get("raw").bare
-    name = collectives.choose(chosen.lossless, transport.size, wanted=chosen.collective)
-    if x.dtype not in DTYPE_CODES:
-        name = "dense"
-    if average and x.is_floating_point():
-        x.mul_(1 / transport.size)
-    collectives.get(name)(x, chosen, transport, seed=derive_seed(transport.sequence))
-    if average and not x.is_floating_point():
-        torch.div(x, transport.size, rounding_mode="trunc", out=x)
+def _reduce_by(codec: Codec, x: Tensor, transport: Transport, scaling: Scaling) -> None:
+    fitted = codec.for_parts([Part("", tuple(x.shape))])
+    reduce_flat(x.view(-1), fitted, transport, scaling, seed=derive_seed(transport.sequence))
 
 
 # ---- allgather -------------------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 
-__all__ = ["Call", "nbytes"]
+__all__ = ["Call", "peers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Call:
                     f"exchange got a tensor of {x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}; give "
                     "contiguous uint8, such as x.contiguous().view(torch.uint8)"
                 )
-        call = cls("exchange", tuple(x.numel() for x in sends), tuple(x.numel() for x in recvs))
+        call = _exchange(tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)))
         if call.sends[rank] != call.recvs[rank]:
             raise ConfigError(
                 f"exchange on rank {rank} has {call.sends[rank]} bytes for itself and expects {call.recvs[rank]}; give "
@@ -69,14 +70,14 @@ class Call:
         """Return the call ``send(x, to, tag)`` on ``rank``."""
         _check_rank(to, size, "send to", rank)
         _describe(x, "send")
-        return cls(f"message with tag {tag}", sends=(nbytes(x),), partner=to)
+        return cls(f"message with tag {tag}", sends=(x.nbytes,), partner=to)
 
     @classmethod
     def recv(cls, x: Tensor, rank: int, source: int, tag: int, size: int) -> Call:
         """Return the call ``recv(x, source, tag)`` on ``rank``."""
         _check_rank(source, size, "recv from", rank)
         _describe(x, "recv")
-        return cls(f"message with tag {tag}", recvs=(nbytes(x),), partner=source)
+        return cls(f"message with tag {tag}", recvs=(x.nbytes,), partner=source)
 
     def key(self, sequence: int = 0) -> int:
         """Return 32 bits that differ from those of other calls, and of other collectives (counted from 1)."""
@@ -101,9 +102,20 @@ class Call:
         return None
 
 
-def nbytes(x: Tensor) -> int:
-    """Return the number of bytes of the elements of ``x``."""
-    return x.numel() * x.element_size()
+@lru_cache(maxsize=1024)
+def _exchange(sends: tuple[int, ...], recvs: tuple[int, ...]) -> Call:
+    """Return the call of an exchange. A step makes the same few again and again."""
+    return Call("exchange", sends, recvs)
+
+
+@lru_cache(maxsize=1024)
+def peers(rank: int, sends: tuple[int, ...], recvs: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks that ``rank`` sends to in an exchange of so many bytes, and those that it receives from.
+
+    Both begin with a neighbour, so that not all ranks write to the same one at once.
+    """
+    around = [(rank + step) % len(sends) for step in range(1, len(sends))]
+    return tuple(peer for peer in around if sends[peer]), tuple(peer for peer in reversed(around) if recvs[peer])
 
 
 def _difference(sender: int, given: int, receiver: int, expected: int) -> str | None:

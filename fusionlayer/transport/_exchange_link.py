@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._calls import nbytes
+from ._calls import peers
 from ._link import Link, LinkMessage
 from ._sum import sum_in_rank_order
 
@@ -32,15 +32,14 @@ class ExchangeLink(Link):
         self._timeout = timeout
 
     @abstractmethod
-    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
-        """Do what ``exchange`` does, by ``deadline`` of the monotonic clock."""
-
-    def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
-        self._exchange(outgoing, incoming, self._deadline())
+    def exchange(
+        self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
+    ) -> None:
+        """Send and receive all of them at once, by ``deadline`` of the monotonic clock; None: the time-out from now."""
 
     def all_reduce(self, x: Tensor, key: int) -> None:
         deadline = self._deadline()
-        if nbytes(x) < WHOLE_BELOW_BYTES:
+        if x.nbytes < WHOLE_BELOW_BYTES:
             every = list(x.new_empty(self._size, x.numel()).unbind(0))
             every[self._rank] = x
             self._all_gather(x, every, key, deadline)
@@ -71,10 +70,10 @@ class ExchangeLink(Link):
 
     def _swap(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], key: int, deadline: float) -> None:
         """Send ``sends[j]`` to rank j, receive ``recvs[j]`` from it; the entries of this rank are left alone."""
-        around = [(self._rank + step) % self._size for step in range(1, self._size)]
-        self._exchange(
-            [LinkMessage(peer, sends[peer].view(torch.uint8), key) for peer in around if sends[peer].numel()],
-            [LinkMessage(peer, recvs[peer].view(torch.uint8), key) for peer in reversed(around) if recvs[peer].numel()],
+        to, source = peers(self._rank, tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)))
+        self.exchange(
+            [LinkMessage(peer, sends[peer].view(torch.uint8), key) for peer in to],
+            [LinkMessage(peer, recvs[peer].view(torch.uint8), key) for peer in source],
             deadline,
         )
 

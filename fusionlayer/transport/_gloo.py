@@ -14,13 +14,13 @@ import time
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._calls import nbytes
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage
 from ._shared_memory import Invitation, SharedMemory
@@ -69,8 +69,11 @@ class GlooLink(ExchangeLink):
             dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout)
         )
 
-    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
-        group = self._open_group()
+    def exchange(
+        self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
+    ) -> None:
+        deadline = time.monotonic() + self._timeout if deadline is None else deadline
+        group = self._group or self._open_group()
         peer = self._rank
         try:
             # The order of the waits is the one in which a loss is noticed soonest.
@@ -79,36 +82,38 @@ class GlooLink(ExchangeLink):
             acknowledged: list[tuple[int, dist.Work]] = []
             sent: list[tuple[int, dist.Work]] = []
             for peer, data, key in incoming:
-                head, tail = _split(data)
-                if head is not None:
-                    heads.append((peer, group.recv([head], peer, _tag(key, data.numel(), 0))))
-                arrived.append((peer, group.recv([tail], peer, _tag(key, data.numel(), 1))))
+                length, tail = data.numel(), data
+                if length > SPLIT_ABOVE_BYTES:
+                    tail = data[-TAIL_BYTES:]
+                    heads.append((peer, group.recv([data[:-TAIL_BYTES]], peer, _tag(key, length, 0))))
+                arrived.append((peer, group.recv([tail], peer, _tag(key, length, 1))))
             for peer, data, key in outgoing:
                 if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
                     tag = _tag(key, data.numel(), 2)
                     acknowledged.append((peer, group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag)))
             for peer, data, key in outgoing:
-                head, tail = _split(data)
-                if head is not None:
-                    sent.append((peer, group.send([head], peer, _tag(key, data.numel(), 0))))
-                sent.append((peer, group.send([tail], peer, _tag(key, data.numel(), 1))))
-            for peer, work in arrived + heads:  # noqa: B007 - the except clause reads `peer`
-                _wait(work, deadline)
+                length, tail = data.numel(), data
+                if length > SPLIT_ABOVE_BYTES:
+                    tail = data[-TAIL_BYTES:]
+                    sent.append((peer, group.send([data[:-TAIL_BYTES]], peer, _tag(key, length, 0))))
+                sent.append((peer, group.send([tail], peer, _tag(key, length, 1))))
+            _wait(arrived + heads, deadline)
             for peer, data, key in incoming:
                 if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
                     note = torch.zeros(1, dtype=torch.uint8)
                     sent.append((peer, group.send([note], peer, _tag(key, data.numel(), 2))))
-            for peer, work in acknowledged + sent:  # noqa: B007
-                _wait(work, deadline)
+            _wait(acknowledged + sent, deadline)
+        except LinkError:
+            self.close()
+            raise
         except RuntimeError as error:
             self.close()
             raise LinkError(peer, str(error)) from None
 
     def all_reduce(self, x: Tensor, key: int) -> None:
+        if x.nbytes < LARGE_FROM_BYTES:
+            return super().all_reduce(x, key)
         deadline = self._deadline()
-        if nbytes(x) < LARGE_FROM_BYTES:
-            super().all_reduce(x, key)
-            return
         if not self._has_invited:
             self._memory, self._has_invited = self._invite(key, deadline), True
         if self._memory is not None:
@@ -170,9 +175,12 @@ class GlooLink(ExchangeLink):
         # gloo would abort the process if a neighbour in its ring were in another call, or had another length. This byte
         # arrives only if the neighbour is in the same.
         note = torch.zeros(2, dtype=torch.uint8)
-        self._exchange([LinkMessage(following, note[:1], key)], [LinkMessage(previous, note[1:], key)], deadline)
+        self.exchange([LinkMessage(following, note[:1], key)], [LinkMessage(previous, note[1:], key)], deadline)
         try:
-            _wait(self._open_group().allreduce([x]), deadline)
+            _wait([(previous, self._open_group().allreduce([x]))], deadline)
+        except LinkError:
+            self.close()
+            raise
         except RuntimeError as error:
             self.close()
             raise LinkError(previous, str(error)) from None
@@ -184,16 +192,16 @@ class GlooLink(ExchangeLink):
         return group
 
 
-def _split(data: Tensor) -> tuple[Tensor | None, Tensor]:
-    if data.numel() <= SPLIT_ABOVE_BYTES:
-        return None, data
-    return data[:-TAIL_BYTES], data[-TAIL_BYTES:]
-
-
+@lru_cache(maxsize=64)  # messages of one exchange mostly have one length
 def _tag(key: int, length: int, part: int) -> int:
     return zlib.crc32(struct.pack("<qqb", key, length, part)) & 0x7FFFFFFF
 
 
-def _wait(work: dist.Work, deadline: float) -> None:
-    if not work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))):
-        raise RuntimeError("the wait was given up")
+def _wait(works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
+    """Wait for messages to and from peers, in this order."""
+    for peer, work in works:
+        try:
+            if not work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))):
+                raise LinkError(peer, "the wait was given up")
+        except RuntimeError as error:
+            raise LinkError(peer, str(error)) from None

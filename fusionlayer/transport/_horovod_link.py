@@ -54,7 +54,10 @@ class HorovodLink(ExchangeLink):
         self._closed = False
         self._calls = 0
 
-    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
+    def exchange(
+        self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
+    ) -> None:
+        deadline = self._deadline() if deadline is None else deadline
         if self._closed:
             raise LinkError(self._rank, "the link was closed")
         self._calls += 1

@@ -7,9 +7,11 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import repeat
+from operator import attrgetter
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from ._base import Transport
-from ._calls import Call, nbytes
+from ._calls import Call, peers
 from ._link import Link, LinkError, LinkMessage
 from ._processes import node_name
 from ._signs import Diagnosis, lost_store
@@ -26,6 +28,8 @@ from ._staging import bring, bring_back, space
 from .heartbeat import Watch
 
 __all__ = ["LinkedTransport", "Rendezvous"]
+
+_IS_CUDA = attrgetter("is_cuda")
 
 Self = TypeVar("Self", bound="LinkedTransport")
 AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
@@ -97,21 +101,20 @@ class LinkedTransport(Transport):
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         call = Call.exchange(self.rank, self.size, sends, recvs)
         with self._in(call, counted=True):
-            recvs[self.rank].copy_(sends[self.rank])
+            if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
+                recvs[self.rank].copy_(sends[self.rank])
             if self.size == 1:
                 return
-            link = self._link_for(*sends, *recvs)
-            around = [(self.rank + step) % self.size for step in range(1, self.size)]
-            to = [peer for peer in around if call.sends[peer]]
-            source = [peer for peer in reversed(around) if call.recvs[peer]]
-            wanted = [recvs[peer] for peer in source]
-            near, targets = bring([sends[peer] for peer in to], link.device), space(wanted, link.device)
-            key = call.key(self.sequence)
-            link.exchange(
-                [LinkMessage(peer, x, key) for peer, x in zip(to, near, strict=True)],
-                [LinkMessage(peer, x, key) for peer, x in zip(source, targets, strict=True)],
-            )
-            bring_back(targets, wanted)
+            link, here = self._link_for(*sends, *recvs)
+            to, source = peers(self.rank, call.sends, call.recvs)
+            near, wanted = [sends[peer] for peer in to], [recvs[peer] for peer in source]
+            targets = wanted
+            if not here:
+                near, targets = bring(near, link.device), space(wanted, link.device)
+            key = repeat(call.key(self.sequence))
+            link.exchange(list(map(LinkMessage, to, near, key)), list(map(LinkMessage, source, targets, key)))
+            if not here:
+                bring_back(targets, wanted)
             self.bytes_sent += sum(call.sends) - call.sends[self.rank]
 
     def all_reduce(self, x: Tensor) -> None:
@@ -119,35 +122,36 @@ class LinkedTransport(Transport):
         with self._in(call, counted=True):
             if self.size == 1:
                 return
-            link = self._link_for(x)
-            (near,) = bring([x], link.device)
+            link, here = self._link_for(x)
+            near = x if here else bring([x], link.device)[0]
             link.all_reduce(near.view(-1), call.key(self.sequence))
-            bring_back([near], [x])
-            self.bytes_sent += 2 * (self.size - 1) * nbytes(x) // self.size
+            if not here:
+                bring_back([near], [x])
+            self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
     def broadcast(self, x: Tensor, root: int) -> None:
         call = Call.broadcast(x, root, self.size)
         with self._in(call, counted=True):
             if self.size == 1:
                 return
-            link = self._link_for(x)
+            link, _ = self._link_for(x)
             (near,) = bring([x], link.device)
             link.broadcast(near.view(-1).view(torch.uint8), root, call.key(self.sequence))
             bring_back([near], [x])
-            self.bytes_sent += (self.size - 1) * nbytes(x) * (self.rank == root)
+            self.bytes_sent += (self.size - 1) * x.nbytes * (self.rank == root)
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         call = Call.send(x, self.rank, to, tag, self.size)
         with self._in(call, counted=False):
-            link = self._link_for(x)
+            link, _ = self._link_for(x)
             (near,) = bring([x.view(-1).view(torch.uint8)], link.device)
             link.exchange([LinkMessage(to, near, call.key())] if near.numel() else [], [])
-            self.bytes_sent += nbytes(x)
+            self.bytes_sent += x.nbytes
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
         call = Call.recv(x, self.rank, source, tag, self.size)
         with self._in(call, counted=False):
-            link = self._link_for(x)
+            link, _ = self._link_for(x)
             flat = x.view(-1).view(torch.uint8)
             (near,) = space([flat], link.device)
             link.exchange([], [LinkMessage(source, near, call.key())] if near.numel() else [])
@@ -212,31 +216,29 @@ class LinkedTransport(Transport):
             raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error
         weakref.finalize(self, _abandon, links, watch).atexit = False
 
-    def _link_for(self, *xs: Tensor) -> Link:
-        """Return what moves these tensors, which may have to be brought to its device."""
-        device = "cuda" if any(x.is_cuda for x in xs) else "cpu"
-        return self._links.get(device) or next(iter(self._links.values()))
+    def _link_for(self, *xs: Tensor) -> tuple[Link, bool]:
+        """Return what moves these tensors, and whether all of them are on its device; others are brought there."""
+        on_cuda = set(map(_IS_CUDA, xs))
+        link = self._links.get("cuda" if True in on_cuda else "cpu") or next(iter(self._links.values()))
+        return link, on_cuda == {link.device.type == "cuda"}
 
-    @contextmanager
-    def _in(self, call: Call, counted: bool) -> Iterator[None]:
-        """What surrounds every call: the other ranks can learn of it, and its failure is the end of the transport."""
-        self._check_open()
+    def _in(self, call: Call, counted: bool) -> _Surroundings:
+        """Begin a call. Leaving what this returns ends the call, and after a failure the transport."""
+        if self._failure is not None:
+            self._check_open()
         self.sequence += counted
-        if self._watch is None:
-            yield
-            return
-        self._watch.enter(call, self.sequence)
-        try:
-            yield
-        except LinkError as error:
+        if self._watch is not None:
+            self._watch.enter(call, self.sequence)
+        return _Surroundings(self, self._watch, call)
+
+    def _fail_call(self, call: Call, error: BaseException) -> None:
+        """Close the transport for an error in a call; raise what says why, if that is for the transport to find out."""
+        if isinstance(error, LinkError):
             self._check_open()
             raise self._fail(error, call.what) from error
-        except BaseException as error:
-            # What the peers have received of this call is unknown, so there can be no next one.
-            text = f"rank {self.rank} raised {type(error).__name__}: {error}"
-            self._shut(TransportError(text, [self.rank], sequence=self.sequence), Diagnosis((self.rank,), text, True))
-            raise
-        self._watch.leave()
+        # What the peers have received of this call is unknown, so there can be no next one.
+        text = f"rank {self.rank} raised {type(error).__name__}: {error}"
+        self._shut(TransportError(text, [self.rank], sequence=self.sequence), Diagnosis((self.rank,), text, True))
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -264,6 +266,26 @@ class LinkedTransport(Transport):
         _close_all(self._links)
         if self._watch is not None:
             self._watch.end(finding)
+
+
+class _Surroundings:
+    """What surrounds a call of all ranks: they can learn of it. A class, as a generator takes thrice as long."""
+
+    __slots__ = ("_call", "_transport", "_watch")
+
+    def __init__(self, transport: LinkedTransport, watch: Watch | None, call: Call) -> None:
+        self._transport, self._watch, self._call = transport, watch, call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._watch is None:
+            return
+        if error is None:
+            self._watch.leave()
+        else:
+            self._transport._fail_call(self._call, error)
 
 
 def _close_all(links: Mapping[str, Link]) -> None:

@@ -85,7 +85,10 @@ class MpiLink(ExchangeLink):
         self._busy = False
         self._closed = False
 
-    def _exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float) -> None:
+    def exchange(
+        self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
+    ) -> None:
+        deadline = self._deadline() if deadline is None else deadline
         with self._in_call():
             requests: list[MPI.Request] = []
             peers: list[int] = []

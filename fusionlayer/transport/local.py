@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from ._base import Transport
-from ._calls import Call, nbytes
+from ._calls import Call
 from ._sum import sum_in_rank_order
 
 __all__ = ["LocalTransport", "alone", "current", "run"]
@@ -120,13 +120,13 @@ class LocalTransport(Transport):
         totals: list[Tensor] = self._meet(total, [total])
         for r, part in enumerate(totals):
             flat[bounds[r] : bounds[r + 1]].copy_(part)
-        self.bytes_sent += 2 * (self.size - 1) * nbytes(x) // self.size
+        self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         self._settle([flat])
 
     def broadcast(self, x: Tensor, root: int) -> None:
         offered: list[Tensor] = self._begin(Call.broadcast(x, root, self.size), x)
         if self.rank == root:
-            self.bytes_sent += (self.size - 1) * nbytes(x)
+            self.bytes_sent += (self.size - 1) * x.nbytes
         else:
             x.view(-1).copy_(offered[root].view(-1))
         self._end([x])

@@ -234,7 +234,7 @@ def fail_within(rank: int, world: int) -> None:
         raise ValueError("broken")
 
     if rank == 1:
-        calls.scale = broken
+        calls.scaling_of = broken
         work = dist.all_reduce(numbers(rank), group=group, async_op=True)
         for _ in range(2):
             with pytest.raises(ValueError, match="broken"):

@@ -17,9 +17,10 @@ from benchmarks.simulate.measure import measure
 from benchmarks.simulate.validate import compare, read_cells, summarize
 from benchmarks.simulate.worker import Job
 from fusionlayer.errors import ConfigError
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import Curve
 from fusionlayer.planning.profile import Profile
-from fusionlayer.planning.projection import Method, Scenario, project
+from fusionlayer.planning.projection import Method, project
 from tests.examples.places import needs_namespaces
 from tests.planning.profiles import write_example
 

@@ -18,7 +18,8 @@ import fusionlayer as fl
 from fusionlayer import codecs
 from fusionlayer.codecs.zip import Zip
 from fusionlayer.collectives import switching
-from fusionlayer.collectives.switching import Costs, Line, Switcher, describe, switcher_of
+from fusionlayer.collectives._alpha_beta import AlphaBeta
+from fusionlayer.collectives.switching import Costs, Switcher, describe, switcher_of
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport, local
 from tests.codecs.conformance import same_bits
@@ -30,8 +31,8 @@ from .conformance import same_everywhere
 pytestmark = pytest.mark.short
 
 LIKE = torch.zeros(1)
-SLOW = Costs(Line(1e-4, 8e-8), Line(3e-4, 8e-8), 0.7)  # 100 Mbit/s
-FAST = Costs(Line(1e-4, 1e-10), Line(3e-4, 1e-10), 0.7, codec=2e-10)
+SLOW = Costs(AlphaBeta(1e-4, 8e-8), AlphaBeta(3e-4, 8e-8), 0.7)  # 100 Mbit/s
+FAST = Costs(AlphaBeta(1e-4, 1e-10), AlphaBeta(3e-4, 1e-10), 0.7, codec=2e-10)
 
 
 class Clock(threading.local):
@@ -90,7 +91,7 @@ def test_the_faster_form_is_used_and_looking_costs_little(clock: Clock, costs: C
 
 
 def test_all_ranks_choose_alike_whatever_they_measure(clock: Clock) -> None:
-    even = Costs(Line(0.0, 1e-8), Line(0.0, 1e-8), 1.0)
+    even = Costs(AlphaBeta(0.0, 1e-8), AlphaBeta(0.0, 1e-8), 1.0)
 
     def body(switcher: Switcher, network: Network, clock: Clock) -> list[bool]:
         return [network.call(switcher, size) for size in (100, 5000, 100_000) for _ in range(300)]
@@ -101,7 +102,7 @@ def test_all_ranks_choose_alike_whatever_they_measure(clock: Clock) -> None:
 
 def test_it_does_not_flap(clock: Clock) -> None:
     """Forms that differ by less than noise: the first choice stays."""
-    even = Costs(Line(0.0, 1e-8), Line(0.0, 1e-8), 1.0)
+    even = Costs(AlphaBeta(0.0, 1e-8), AlphaBeta(0.0, 1e-8), 1.0)
 
     def body(switcher: Switcher, network: Network, clock: Clock) -> int:
         changes, before = 0, None
@@ -162,7 +163,7 @@ def test_expected_costs_count_until_measurements_do(clock: Clock) -> None:
 
 def test_precision_counts(clock: Clock) -> None:
     """A native sum of f32 is beaten by zipped bf16 even where bytes do not get fewer."""
-    costs = Costs(Line(0.0, 1e-8), Line(0.0, 1e-8), 1.0)
+    costs = Costs(AlphaBeta(0.0, 1e-8), AlphaBeta(0.0, 1e-8), 1.0)
     assert costs.seconds(1e6, precision=0.5) == (1e-2, 5e-3)
     assert costs.zips_from(0.5) == 0.0 and costs.zips_from() == math.inf
 
@@ -181,10 +182,10 @@ def test_equations_say_from_which_size_on_zipping_pays() -> None:
 
 
 def test_a_line_has_no_negative_part() -> None:
-    line = Line.through([(1.0, 3.0), (2.0, 5.0), (3.0, 7.0)])
+    line = AlphaBeta.through([(1.0, 3.0), (2.0, 5.0), (3.0, 7.0)])
     assert (line.alpha, line.beta) == pytest.approx((1.0, 2.0))
-    assert Line.through([(1.0, 1.0), (2.0, 3.0)]).alpha == 0
-    falling = Line.through([(1.0, 2.0), (2.0, 1.0)])
+    assert AlphaBeta.through([(1.0, 1.0), (2.0, 3.0)]).alpha == 0
+    falling = AlphaBeta.through([(1.0, 2.0), (2.0, 1.0)])
     assert falling.beta == 0 and 1 <= falling.alpha <= 2
 
 
@@ -203,8 +204,8 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_native_means_that_no_codec_runs(encodings: list[int]) -> None:
-    never = dict.fromkeys(switching.KINDS, Costs(Line(0, 1), Line(0, 2), 1.0))
-    always = dict.fromkeys(switching.KINDS, Costs(Line(0, 2), Line(0, 1), 1.0))
+    never = dict.fromkeys(switching.KINDS, Costs(AlphaBeta(0, 1), AlphaBeta(0, 2), 1.0))
+    always = dict.fromkeys(switching.KINDS, Costs(AlphaBeta(0, 2), AlphaBeta(0, 1), 1.0))
     for expected, uses in ((never, False), (always, True)):
         encodings.clear()
 

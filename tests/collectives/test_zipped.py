@@ -311,8 +311,8 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
 
 def test_it_is_what_lossless_codecs_of_variable_size_travel_by() -> None:
     for codec in ZIPPED:
-        assert fl.collectives.settle(None, None, codec, 4) == ("zipped", False)
-    assert fl.collectives.settle(None, None, codecs.get("raw"), 4) == ("dense", False)
+        assert fl.collectives.choose(codec, 4, ahead=None) == "zipped"
+    assert fl.collectives.choose(codecs.get("raw"), 4, ahead=None) == "dense"
 
 
 def test_pieces_save_no_bytes_that_matter() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.construction import GradientOptions, make_engine
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.plans import plan_costs
 from fusionlayer.planning.profile import Profile
-from fusionlayer.planning.projection import Scenario
 from fusionlayer.scheduler import Scaling
 from fusionlayer.timeline import Timeline
 from fusionlayer.transport import local

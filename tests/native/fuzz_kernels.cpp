@@ -1,7 +1,7 @@
 // A table of kernels with FL_ZIP's alone: what fuzz.cpp needs, and no more, since sanitizers make the whole table slow to
 // compile. Compiled once for each instruction set, with FL_ISA set to its name.
 #include "kernels.h"
-#include "zip_codec.h"
+#include "zip_decode.h"
 
 namespace fl::FL_ISA {
 namespace {

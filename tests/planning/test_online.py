@@ -16,11 +16,11 @@ import torch
 from fusionlayer import codecs
 from fusionlayer.errors import ConfigError, PlanMismatch
 from fusionlayer.plan import FusionPlan, TensorInfo
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import CodecRule, CodecRules
 from fusionlayer.planning.online import OnlinePlanner, ReplanSchedule
 from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.profile import Profile
-from fusionlayer.planning.projection import Scenario
 from fusionlayer.scheduler import StepSeconds, planners
 from fusionlayer.scheduler.fusing import fuse
 from fusionlayer.scheduler.planners import Planner, StepCosts

@@ -12,13 +12,16 @@ from fusionlayer import codecs
 from fusionlayer.codecs._base import registry
 from fusionlayer.codecs.cast import BF16
 from fusionlayer.errors import ConfigError
+from fusionlayer.planning.bucket_costs import BucketCosts, codec_cost, short_name
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import CodecRule, CodecRules
+from fusionlayer.planning.collective_phases import ALGORITHMS, message_phases
 from fusionlayer.planning.cost_model import AlphaBeta, CodecCost, Curve
-from fusionlayer.planning.plans import choose_codecs, codec_cost, make_plan, plan_costs, predict_plan, short_name
+from fusionlayer.planning.plans import make_plan
+from fusionlayer.planning.prediction import backward_seconds, plan_costs, predict_plan
 from fusionlayer.planning.profile import Profile, Tensor
-from fusionlayer.planning.projection import Method, Scenario, project
-from fusionlayer.planning.simulation import ALGORITHMS, message_phases
-from fusionlayer.planning.step_costs import step_costs
+from fusionlayer.planning.projection import Method, project
+from fusionlayer.planning.selection import choose_codecs
 from fusionlayer.scheduler import planners
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
@@ -41,19 +44,21 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 def test_costs_of_a_bucket_are_those_of_the_simulation(profile: Profile, algorithm: str, workers: int) -> None:
     cluster = SCENARIO.cluster(profile, workers)
     codec = profile.codec("int4")
-    costs = step_costs(profile, codec, algorithm, cluster)
+    costs = BucketCosts.of(profile, codec, algorithm, cluster)
     copy = AlphaBeta(0, 0) if costs.ahead else profile.copy
     assert costs.ahead == algorithm.startswith("gather")
     for elements in (1, 1000, 3_000_000):
         whole = sum(phase.seconds for phase in message_phases(algorithm, elements, codec, cluster, copy))
         parts = costs.encode(elements) + costs.communicate(elements) + costs.decode(elements)
         assert parts == pytest.approx(whole, rel=1e-9)
-    assert costs.startup <= costs.communicate(1000)
+        elsewhere = costs.encode(elements) if costs.ahead else 0.0  # by the thread that computes
+        assert sum(phase.seconds for phase in costs.phases([elements])) == pytest.approx(whole - elsewhere, rel=1e-9)
+        assert costs.alone(elements) == pytest.approx(whole, rel=1e-9)
+    assert costs.for_planner({}).startup <= costs.communicate(1000)
 
 
 def test_backward_of_a_tensor_is_since_the_one_before(profile: Profile) -> None:
-    costs = step_costs(profile, profile.codec("raw"), "dense", SCENARIO.cluster(profile, 2))
-    assert costs.backward == pytest.approx({"head": 0.05, "body": 0.1, "tail": 0.05})
+    assert backward_seconds(profile.model.tensors) == pytest.approx({"head": 0.05, "body": 0.1, "tail": 0.05})
 
 
 def test_a_measured_collective_takes_the_place_of_the_link(profile: Profile) -> None:
@@ -61,8 +66,9 @@ def test_a_measured_collective_takes_the_place_of_the_link(profile: Profile) -> 
     known = replace(profile, collectives={"one_shot": {"4": curve}})
     assert known.transfer("one_shot", 4) is known.transfer("gather", 4) is curve
     assert known.transfer("one_shot", 8) is None and known.transfer("dense", 4) is None
-    costs = step_costs(known, known.codec("int4"), "gather", SCENARIO.cluster(known, 4), curve)
+    costs = BucketCosts.of(known, known.codec("int4"), "gather", SCENARIO.cluster(known, 4), curve)
     assert costs.communicate(8e6) == curve(4.25e6)
+    assert [phase.seconds for phase in costs.phases([8_000_000])] == [curve(4.25e6), costs.decode(8e6)]
 
 
 def test_bits_are_those_of_the_options_that_are_used(profile: Profile) -> None:
@@ -83,8 +89,8 @@ def test_a_plan_has_what_the_planner_cut(profile: Profile) -> None:
     plan = make_plan(profile, planner, codecs.get("int4"), SCENARIO, 4)
     assert [bucket.names for bucket in plan.buckets] == [("head",), ("body",), ("tail",)]
     assert {(bucket.codec, bucket.algorithm, bucket.ahead) for bucket in plan.buckets} == {("int", "two_shot", False)}
-    found = predict_plan(profile, plan, plan_costs(profile, plan, SCENARIO))
-    assert found.computing == pytest.approx(0.2)
+    found = predict_plan(profile, plan, SCENARIO)
+    assert found.alone == pytest.approx(0.2)
     assert [span.ready for span in found.spans] == pytest.approx([0.05, 0.15, 0.2])
 
 
@@ -114,10 +120,10 @@ def test_buckets_that_disturb_computing_are_fewer(profile: Profile) -> None:
     apart = make_plan(disturbed, planners.get("wfbp"), codecs.get("int4"), SCENARIO, 4)
     costs = plan_costs(disturbed, apart, SCENARIO)
     assert {bucket.algorithm for bucket in apart.buckets} == {"two_shot"} and costs[0].disturbance == 2.0
-    before, after = (predict_plan(p, apart, plan_costs(p, apart, SCENARIO)) for p in (profile, disturbed))
+    before, after = (predict_plan(p, apart, SCENARIO) for p in (profile, disturbed))
     last = len(apart.buckets) - 1
     assert after.spans[last].ready == pytest.approx(before.spans[last].ready + last * 2.0)
-    assert after.computing == before.computing
+    assert after.alone == before.alone
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +191,7 @@ def test_gradients_of_different_codecs_never_share_a_bucket(profile: Profile) ->
         ("int", "two_shot", ("body",)),
         ("raw", "dense", ("head", "tail")),
     ]
-    costs = plan_costs(profile, plan, SCENARIO)
-    assert [span.ready for span in predict_plan(profile, plan, costs).spans] == pytest.approx([0.15, 0.2])
+    assert [span.ready for span in predict_plan(profile, plan, SCENARIO).spans] == pytest.approx([0.15, 0.2])
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import TensorInfo
-from fusionlayer.planning import projection
+from fusionlayer.planning import prediction
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile, Validation
-from fusionlayer.planning.projection import Method, Scenario, break_even, project, projected_band
+from fusionlayer.planning.projection import Method, break_even, project, projected_band
 
 from .profiles import write_example
 
@@ -53,7 +54,7 @@ def test_collectives_are_those_of_the_engine(profile: Profile) -> None:
     assert [method.algorithm_for(codec, workers) for workers in (2, 3)] == ["one_shot", "two_shot"]
     assert method.algorithm_for(profile.codec("raw"), 8) == "dense"
     assert method.algorithm_for(replace(codec, algorithm="one_shot"), 8) == "one_shot"
-    assert replace(method, algorithm="tree").algorithm_for(codec, 8) == "tree"
+    assert replace(method, algorithm="ring").algorithm_for(codec, 8) == "ring"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_methods_without_costs_are_refused(profile: Profile, name: str, algorith
 def test_a_step_by_hand(profile: Profile) -> None:
     line = profile.link("1gbit")
     step = project(profile, Method.named("ddp", profile), Scenario("1gbit", cores=100), 2)
-    assert [round(start, 9) for start, _ in step.spans] == [0.05, 0.2], "4 MB, and the other 12"
+    assert [round(span.start, 9) for span in step.spans] == [0.05, 0.2], "4 MB, and the other 12"
     last = 2 * profile.copy(3e6) + line.all_reduce(12e6)
     assert step.seconds == pytest.approx(0.2 + last + 0.02 + 0.1)
     assert step.sent == 16e6
@@ -90,7 +91,7 @@ def test_overlap_sends_first_what_forward_needs_first(profile: Profile) -> None:
 def test_overlap_uses_the_order_of_the_engine(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     method, slow = Method.named("int4+overlap", profile), Scenario("10mbit", cores=100)
     chosen = project(profile, method, slow, 2).seconds
-    monkeypatch.setattr(projection, "send_order", lambda ready, cost: range(len(ready)))
+    monkeypatch.setattr(prediction, "send_order", lambda ready, cost: range(len(ready)))
     assert chosen < project(profile, method, slow, 2).seconds
 
 

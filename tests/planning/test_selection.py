@@ -6,12 +6,14 @@ import pytest
 
 from fusionlayer import codecs
 from fusionlayer.errors import ConfigError
+from fusionlayer.planning.bucket_costs import short_name
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import CodecRule, CodecRules
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
-from fusionlayer.planning.plans import choose_codecs, make_plan, plan_costs, predict_plan, short_name
+from fusionlayer.planning.plans import make_plan
+from fusionlayer.planning.prediction import predict_plan
 from fusionlayer.planning.profile import Machine, Model, Profile, Tensor
-from fusionlayer.planning.projection import Scenario
-from fusionlayer.planning.selection import select
+from fusionlayer.planning.selection import choose_codecs, select
 from fusionlayer.scheduler import planners
 
 pytestmark = pytest.mark.short
@@ -40,7 +42,7 @@ def profile_of(sizes: list[int], startup: float, encode: AlphaBeta) -> Profile:
 
 def step_of(profile: Profile, planner: str, codec: object) -> float:
     plan = make_plan(profile, planners.get(planner), codec, SCENARIO, 2)  # type: ignore[arg-type]
-    return predict_plan(profile, plan, plan_costs(profile, plan, SCENARIO)).step
+    return predict_plan(profile, plan, SCENARIO).seconds
 
 
 # Alone a tensor of 100 elements is faster raw, one of 10^6 in 4 bits. Together they need two buckets then, so two
@@ -57,7 +59,7 @@ def test_one_codec_for_all_where_many_would_be_slower() -> None:
     assert found.choices["t0"].reason == "rule 1: auto, aggressive: int4 for all is predicted to be fastest"
     assert "the fastest codec for each tensor alone" in found.verdict and "raw for all" in found.verdict
     mixed = {name: codecs.get(codec) for name, codec in alone.items()}
-    assert found.prediction.step == step_of(MIXED, "single", codecs.get("int4")) < step_of(MIXED, "single", mixed)
+    assert found.prediction.seconds == step_of(MIXED, "single", codecs.get("int4")) < step_of(MIXED, "single", mixed)
 
 
 def test_many_codecs_where_they_are_faster() -> None:
@@ -74,7 +76,7 @@ def test_many_codecs_where_they_are_faster() -> None:
 def test_never_slower_than_one_codec(planner: str, startup: float, encode: AlphaBeta) -> None:
     profile = profile_of([100, 300_000, 7, 50_000, 2000], startup, encode)
     found = select(profile, AUTO, planners.get(planner), SCENARIO, 2)
-    assert found.prediction.step <= min(step_of(profile, planner, codecs.get(name)) for name in ("raw", "int4"))
+    assert found.prediction.seconds <= min(step_of(profile, planner, codecs.get(name)) for name in ("raw", "int4"))
 
 
 def test_rules_stay_what_they_are() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from fusionlayer.collectives.switching import KINDS
 from fusionlayer.errors import ConfigError
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile
-from fusionlayer.planning.projection import Scenario
 from fusionlayer.planning.zipped_costs import expected_costs
 from tests.planning.profiles import write_example
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 from hypothesis import strategies as st
 
 from fusionlayer.plan import TensorInfo
-from fusionlayer.planning.cost_model import FREE, AlphaBeta, Cost
+from fusionlayer.planning.bucket_costs import BucketCosts
+from fusionlayer.planning.cluster import Cluster
+from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, Cost, LinkCost
+from fusionlayer.planning.prediction import PlannedBucket, predict
+from fusionlayer.planning.profile import Model, Tensor
+from fusionlayer.planning.simulation import Step
 from fusionlayer.scheduler.planners import StepCosts
 
-__all__ = ["costs_of", "steps", "tensors_of"]
+__all__ = ["costs_of", "steps", "tensors_of", "timeline"]
 
 
 def tensors_of(sizes: Sequence[int]) -> list[TensorInfo]:
@@ -29,6 +36,30 @@ def costs_of(
     """Return the costs of a step of the tensors t0, t1, ..."""
     by_name = {f"t{i}": seconds for i, seconds in enumerate(backward)}
     return StepCosts(by_name, encode, decode, communicate, communicate(1), ahead, disturbance)
+
+
+def timeline(tensors: Sequence[TensorInfo], runs: Sequence[Sequence[str]], costs: StepCosts) -> Step:
+    """Return what is predicted of a plan: a timeline from the start of backward to the last result."""
+    encode, decode, sum_of_two, communicate = (
+        _as_cost(cost) for cost in (costs.encode, costs.decode, lambda n: costs.decode(n / 2), costs.communicate)
+    )
+    ranks = Cluster(2, LinkCost(0.0, 0.0, 0.0, FREE, FREE))
+    each = BucketCosts(
+        CodecCost(8.0, encode, decode, sum_of_two, FREE),  # a byte an element: ``communicate`` takes bytes then
+        "gather" if costs.ahead else "two_shot",
+        ranks,
+        disturbance=costs.disturbance,
+        transfer=communicate,
+    )
+    ready = accumulate(costs.backward[tensor.name] for tensor in tensors)
+    model = [Tensor(tensor.name, tensor.numel, at) for tensor, at in zip(tensors, ready, strict=True)]
+    buckets = [PlannedBucket(run, each) for run in runs]
+    return predict(Model("made up", 0.0, 0.0, 0.0, tuple(model)), buckets, whole=False)
+
+
+def _as_cost(function: Any) -> Any:
+    """Return a function as a cost, which may be a line or a curve only."""
+    return function
 
 
 @st.composite

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import TensorInfo
 from fusionlayer.planning.cost_model import AlphaBeta
+from fusionlayer.planning.simulation import Span, Step
 from fusionlayer.scheduler import planners
-from fusionlayer.scheduler.planners import Prediction, Span, StepCosts, predict
+from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._costs import Pipeline
 from fusionlayer.scheduler.planners.safusion import _adaptive
 
-from .steps import costs_of, steps, tensors_of
+from .steps import costs_of, steps, tensors_of, timeline
 
 pytestmark = pytest.mark.short
 
@@ -125,17 +126,23 @@ def ends_of(runs: list[list[TensorInfo]]) -> list[int]:
     return [sum(map(len, runs[: i + 1])) for i in range(len(runs))]
 
 
-def prediction(name: str, step: tuple[list[TensorInfo], StepCosts], **options: object) -> Prediction:
+def prediction(name: str, step: tuple[list[TensorInfo], StepCosts], **options: object) -> Step:
     tensors, costs = step
-    return Pipeline(tensors, costs).predict(ends_of(planners.get(name, **options)(tensors, costs)))
+    runs = planners.get(name, **options)(tensors, costs)
+    return timeline(tensors, [[tensor.name for tensor in run] for run in runs], costs)
+
+
+def last_result(name: str, step: tuple[list[TensorInfo], StepCosts], **options: object) -> float:
+    tensors, costs = step
+    return Pipeline(tensors, costs).score(ends_of(planners.get(name, **options)(tensors, costs)))[0]
 
 
 def counts(name: str, tensors: list[TensorInfo], costs: StepCosts, **options: object) -> list[int]:
     return [len(run) for run in planners.get(name, **options)(tensors, costs)]
 
 
-def no_worse(one: Prediction, other: Prediction) -> bool:
-    return one.waiting <= other.waiting + 1e-9
+def no_worse(one: float, other: float) -> bool:
+    return one <= other + 1e-9
 
 
 def test_which_planners_need_costs() -> None:
@@ -162,8 +169,8 @@ class TestTimeline:
     def test_behind_the_communication_thread_encodes(self) -> None:
         tensors = tensors_of([10, 20, 30])
         costs = costs_of([1.0, 1.0, 1.0], AlphaBeta(1, 0.1), AlphaBeta(0, 0.01), AlphaBeta(0, 0.02))
-        found = predict(tensors, [["t0"], ["t1", "t2"]], [costs, costs])
-        assert found.computing == 3
+        found = timeline(tensors, [["t0"], ["t1", "t2"]], costs)
+        assert found.alone == 3
         first, second = found.spans
         assert first == Span(1, 1, pytest.approx(1 + 0.1 + 2 + 0.2), 0)  # type: ignore[comparison-overlap]
         assert second == Span(3, pytest.approx(3.3), pytest.approx(3.3 + 0.5 + 6 + 1), 0)  # type: ignore[comparison-overlap]
@@ -172,21 +179,21 @@ class TestTimeline:
     def test_ahead_the_computing_thread_encodes(self) -> None:
         tensors = tensors_of([10, 20])
         costs = costs_of([1.0, 1.0], AlphaBeta(0.5, 0), AlphaBeta(0, 0.01), AlphaBeta(0, 0.02), ahead=True)
-        found = predict(tensors, [["t0"], ["t1"]], [costs, costs])
+        found = timeline(tensors, [["t0"], ["t1"]], costs)
         assert [span.ready for span in found.spans] == [pytest.approx(1.1), pytest.approx(2.3)]
         assert [span.end for span in found.spans] == [pytest.approx(1.8), pytest.approx(3.2)]
         assert found.idle == pytest.approx(0.5), "the paper's W between two buffers"
         assert found.waiting == pytest.approx(0.9)
 
     @given(steps(), st.data())
-    def test_a_partition_is_predicted_as_any_plan_is(
+    def test_planners_judge_a_partition_by_what_is_predicted_of_it(
         self, step: tuple[list[TensorInfo], StepCosts], data: st.DataObject
     ) -> None:
         tensors, costs = step
         ends = sorted(data.draw(st.sets(st.integers(1, len(tensors)))) | {len(tensors)})
         runs = [[t.name for t in tensors[i:j]] for i, j in zip([0, *ends], ends, strict=False)]
-        one, other = Pipeline(tensors, costs).predict(ends), predict(tensors, runs, [costs] * len(runs))
-        assert one.step == pytest.approx(other.step) and one.idle == pytest.approx(other.idle, abs=1e-12)
+        judged, predicted = Pipeline(tensors, costs).score(ends), timeline(tensors, runs, costs).score
+        assert judged == (pytest.approx(predicted[0], abs=2e-9), pytest.approx(predicted[1]))
 
     def test_tensors_of_other_pools_count_with_the_next_one(self) -> None:
         tensors = tensors_of([1, 1, 1, 1])
@@ -226,19 +233,18 @@ class TestOMGS:
 class TestCupcake:
     @given(steps())
     def test_the_optimum_has_no_better(self, step: tuple[list[TensorInfo], StepCosts]) -> None:
-        best = prediction("cupcake", step, partition="optimal")
+        best = last_result("cupcake", step, partition="optimal")
         for name in planners.names():
-            assert no_worse(best, prediction(name, step)), name
+            assert no_worse(best, last_result(name, step)), name
 
     @given(steps())
     def test_two_groups_are_no_worse_than_one(self, step: tuple[list[TensorInfo], StepCosts]) -> None:
-        found = prediction("cupcake", step)
-        assert len(found.spans) <= 2
-        assert no_worse(found, prediction("single", step))
+        assert len(counts("cupcake", *step)) <= 2
+        assert no_worse(last_result("cupcake", step), last_result("single", step))
 
     def test_an_optimum_by_hand(self) -> None:
         tensors, costs = tensors_of([1, 1, 1, 1]), costs_of([1.0] * 4, AlphaBeta(1.0, 0.25))
-        assert prediction("cupcake", (tensors, costs), partition="optimal").step == 5.5
+        assert prediction("cupcake", (tensors, costs), partition="optimal").seconds == 5.5
         assert counts("cupcake", tensors, costs) == [2, 2]
 
     def test_an_optimum_by_hand_where_buckets_disturb(self) -> None:
@@ -246,8 +252,8 @@ class TestCupcake:
         costs = costs_of([1.0] * 4, AlphaBeta(0.1, 0.25), disturbance=0.5)
         found = prediction("cupcake", (tensors, costs), partition="optimal")
         assert counts("cupcake_optimal", tensors, costs) == [3, 1]
-        assert (found.spans[1].ready, found.computing) == (4.5, 4.0)
-        assert (found.step, found.waiting) == (pytest.approx(4.85), pytest.approx(0.85))
+        assert (found.spans[1].ready, found.alone) == (4.5, 4.0)
+        assert (found.seconds, found.waiting) == (pytest.approx(4.85), pytest.approx(0.85))
         undisturbed = costs_of([1.0] * 4, AlphaBeta(0.1, 0.25))
         assert counts("cupcake_optimal", tensors, undisturbed)[-1] == 1
 
@@ -261,11 +267,11 @@ class TestSAFusion:
     def test_it_never_waits_longer_than_equal_counts_or_no_fusion(
         self, step: tuple[list[TensorInfo], StepCosts], buffers: int
     ) -> None:
-        inter, adaptive = prediction("safusion", step, scheme="inter"), prediction("safusion", step)
-        assert no_worse(inter, prediction("safusion", step, scheme="naive", buffers=buffers))
+        inter, adaptive = last_result("safusion", step, scheme="inter"), last_result("safusion", step)
+        assert no_worse(inter, last_result("safusion", step, scheme="naive", buffers=buffers))
         assert no_worse(adaptive, inter)
         for name in ("wfbp", "single"):
-            assert no_worse(inter, prediction(name, step))
+            assert no_worse(inter, last_result(name, step))
 
     def test_naive_has_equal_counts_and_needs_no_costs(self) -> None:
         runs = planners.get("safusion", scheme="naive", buffers=3)(tensors_of([1] * 8))

@@ -5,9 +5,9 @@
 #include <type_traits>
 
 #include "block_scale.h"
+#include "elements.h"
 #include "kernels.h"
 #include "rotation.h"
-#include "simd.h"
 #include "small_numbers.h"
 
 namespace fl::FL_ISA {

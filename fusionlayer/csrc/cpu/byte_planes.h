@@ -2,7 +2,7 @@
 // compute the same bits as the intrinsics.
 #pragma once
 
-#include "simd.h"
+#include "elements.h"
 
 namespace fl::FL_ISA {
 

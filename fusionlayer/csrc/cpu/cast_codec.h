@@ -1,8 +1,8 @@
 // The `cast` codec: values as f32, bf16 or f16.
 #pragma once
 
+#include "elements.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace fl::FL_ISA {
 

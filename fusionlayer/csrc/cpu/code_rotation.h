@@ -3,7 +3,7 @@
 // and words to 32 bits, the others are between registers.
 #pragma once
 
-#include "simd.h"
+#include "elements.h"
 
 #if defined(FL_AVX512) || defined(FL_AVX2)
 #define FL_CODE_ROTATION 1

@@ -4,9 +4,9 @@
 #include <type_traits>
 
 #include "dynamiq.h"
+#include "elements.h"
 #include "kernels.h"
 #include "random.h"
-#include "simd.h"
 
 namespace fl::FL_ISA {
 

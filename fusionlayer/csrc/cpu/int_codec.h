@@ -5,10 +5,10 @@
 #include <type_traits>
 
 #include "code_rotation.h"
+#include "elements.h"
 #include "int_group.h"
 #include "kernels.h"
 #include "random.h"
-#include "simd.h"
 
 namespace fl::FL_ISA {
 
@@ -381,23 +381,6 @@ FL_INLINE void add_messages(const IntCodec<kBits, kHadamard, kStochastic> &codec
                             Values<float, IntCodec<kBits, kHadamard, kStochastic>> &values, const Job &job,
                             int64_t unit) {
   codec.sum(*job.in, unit, values.size(), true, 1, values.data());
-}
-
-// v = the sum of n elements from number `element` on of all messages of job.source. Returns what to fetch before the next.
-using SumOfSource = Ahead(const Job &job, int64_t element, int n, float *v);
-
-template <int kBits, bool kHadamard>
-Ahead sum_of_source(const Job &job, int64_t element, int n, float *v) {
-  Job reading = job;
-  reading.spec = job.source;
-  const IntCodec<kBits, kHadamard, false> codec(reading);
-  return codec.sum(*job.in, element / codec.unit(), n, false, 2, v);
-}
-
-inline SumOfSource *sum_of(const fl_spec &source) {
-  const bool hadamard = source.param[2] & FL_INT_HADAMARD;
-  if (source.param[0] == 8) return hadamard ? sum_of_source<8, true> : sum_of_source<8, false>;
-  return hadamard ? sum_of_source<4, true> : sum_of_source<4, false>;
 }
 
 }  // namespace fl::FL_ISA

@@ -4,14 +4,14 @@
 #include "block_codec.h"
 #include "cast_codec.h"
 #include "dynamiq_codec.h"
-#include "int_codec.h"
+#include "int_sums.h"
 #include "magnitudes.h"
 #include "sparse_decode.h"
 #include "sparse_encode.h"
 #include "tahquant_codec.h"
 #include "thc_codec.h"
 #include "verbs.h"
-#include "zip_codec.h"
+#include "zip_decode.h"
 
 namespace fl::FL_ISA {
 namespace {

@@ -1,8 +1,8 @@
 // What the sparsifiers' thresholds are made of: sums, counts and candidates (core/sparse.h), and accumulation.
 #pragma once
 
+#include "elements.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace fl::FL_ISA {
 

@@ -1,8 +1,8 @@
 // core/rng.h on vectors.
 #pragma once
 
+#include "elements.h"
 #include "rng.h"
-#include "simd.h"
 
 namespace fl::FL_ISA {
 

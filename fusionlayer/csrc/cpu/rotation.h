@@ -1,7 +1,7 @@
 // Hadamard transforms of blocks of more than one run of 32.
 #pragma once
 
-#include "simd.h"
+#include "elements.h"
 
 namespace fl::FL_ISA {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "block_scale.h"
-#include "simd.h"
+#include "elements.h"
 
 namespace fl::FL_ISA {
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "elements.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace fl::FL_ISA {
 

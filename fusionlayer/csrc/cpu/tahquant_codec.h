@@ -1,9 +1,9 @@
 // The `tahquant` codec (core/tahquant.h) on vectors. Facts of tiles are gathered side by side, then come their codes.
 #pragma once
 
+#include "elements.h"
 #include "kernels.h"
 #include "rotation.h"
-#include "simd.h"
 #include "tahquant.h"
 
 namespace fl::FL_ISA {

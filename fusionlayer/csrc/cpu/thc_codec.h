@@ -1,10 +1,10 @@
 // The `thc` codec (core/thc.h) on vectors. A tile of whole blocks is rotated in L1, then rounded.
 #pragma once
 
+#include "elements.h"
 #include "kernels.h"
 #include "random.h"
 #include "rotation.h"
-#include "simd.h"
 #include "thc.h"
 
 namespace fl::FL_ISA {

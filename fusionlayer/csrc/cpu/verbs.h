@@ -9,8 +9,8 @@
 //                                  also for those that complete the last unit, if it pleases
 #pragma once
 
+#include "elements.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace fl::FL_ISA {
 

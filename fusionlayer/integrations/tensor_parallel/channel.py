@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ __all__ = ["PIECE_BYTES", "Channel"]
 # Bytes of a tensor that travel at a time. On fast links of GPUs TACO found 64 MB best (Fig. 10).
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
-_REDUCERS = {"one_shot": one_shot, "two_shot": two_shot, "two_level": two_level, "zipped": zipped}
+# Collectives that take a tensor piece by piece and leave it as it is.
+_IN_PIECES = {"one_shot": one_shot, "two_shot": two_shot, "two_level": two_level, "zipped": zipped}
 
 _channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 _numbers: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
@@ -93,8 +95,9 @@ class Channel:
             raise ConfigError(f"tensor parallelism with {self.codec} got algorithm={algorithm!r}; expected {expected}")
         if piece_bytes is not None and piece_bytes < 1:
             raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
-        wanted = self.codec.collective if self.codec.collective in _REDUCERS else None
-        self._algorithm = algorithm or collectives.choose(self.codec.lossless, self.size, wanted=wanted)
+        if algorithm is None and self.codec.needs_feedback:
+            algorithm = collectives.usual(self.codec, self.size)  # its own would lose most of an activation for good
+        self._algorithm = collectives.choose(self.codec, self.size, algorithm)
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
         if self.size > 1:
@@ -184,14 +187,12 @@ class Channel:
     def _all_reduce(self, x: Tensor) -> Tensor:
         self._check(x)
         x = x.contiguous()
-        if self._algorithm == "dense" or x.dtype not in DTYPE_CODES:
-            out = x.clone()
-            self._transport.all_reduce(out)
-            return out
-        out = torch.empty_like(x)
-        reduce = _REDUCERS[self._algorithm]
-        flat, into, seed = x.view(-1), out.view(-1), self._seed()
-        reduce(flat, self.codec, self._transport, seed=seed, out=into, piece=self._piece(x))
+        reduce = _IN_PIECES.get(self._algorithm) if x.dtype in DTYPE_CODES else None
+        algorithm: str | collectives.AllReduce = self._algorithm
+        flat = out = x.clone() if reduce is None else torch.empty_like(x)
+        if reduce is not None:
+            flat, algorithm = x, partial(reduce, out=out.view(-1), piece=self._piece(x))
+        collectives.reduce_flat(flat.view(-1), self.codec, self._transport, algorithm=algorithm, seed=self._seed())
         return out
 
     def _all_gather(self, x: Tensor, dim: int) -> Tensor:

@@ -56,6 +56,8 @@ class Autotuner(PlanController):
         overlap_forward: bool = False,
         first: PlanController | None = None,
     ) -> None:
+        # No lock guards what follows. The thread that submits writes it in ``note_step``, a communication thread in
+        # ``next_plan``; the engine lets the first thread wait until that has returned.
         self.first = first
         self._waits_for = first
         self._tensors = list(tensors)
@@ -80,11 +82,14 @@ class Autotuner(PlanController):
             self._windows = _Windows(space, Search(space, self._settings, self._settle, self._note_trial))
         else:
             if self._device.type == "cuda" and self._windows.measuring:
+                # Kernels are only queued when the host gets here; without this a step would seem to take no time.
                 torch.cuda.current_stream(self._device).synchronize()
             self._windows.note(seconds.wall)
 
     def due(self, step: int) -> bool:
         """Return whether the window is over."""
+        # A window ends after a number of steps, never after a time: ranks with clocks of their own would ask in
+        # different steps, and the first to ask would wait for the others for ever.
         if self._waits_for is not None:
             return self._waits_for.due(step)
         return self._windows is not None and self._windows.over
@@ -95,6 +100,7 @@ class Autotuner(PlanController):
             first, self._waits_for = self._waits_for, None
             return first.next_plan(transport)
         assert self._windows is not None
+        # Every rank's search is told the same seconds, so every rank's search asks for the same next plan.
         plan = self._windows.end(_slowest(self._windows.seconds, transport))
         if self._log is not None:
             self._log.note_progress(self._step, self._windows.search)

@@ -1,15 +1,15 @@
-"""What a planner knows of the costs of a step, and the timeline that follows from them and a plan."""
+"""What a planner knows of the costs of a step, and what it makes of them while it searches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
 from ...plan import TensorInfo
 
-__all__ = ["Pipeline", "Prediction", "Span", "StepCosts", "predict"]
+__all__ = ["Pipeline", "StepCosts"]
 
 Seconds = Callable[[float], float]
 
@@ -49,89 +49,11 @@ class StepCosts:
         return replace(self, backward=backward)
 
 
-@dataclass(frozen=True)
-class Span:
-    """A bucket on the timeline, in seconds after the start of backward.
-
-    Attributes:
-        ready: when its last gradient is there, and encoded if that is done ahead.
-        start: when the communication thread takes it.
-        end: when its results are there.
-        idle: seconds for which the communication thread had nothing to do before it; 0 for the first bucket. SAFusion
-            calls it W (section 3.3).
-    """
-
-    ready: float
-    start: float
-    end: float
-    idle: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The timeline of a step from the start of backward until all results are there.
-
-    Attributes:
-        spans: of the buckets, in order.
-        computing: seconds of backward and of what is encoded ahead, undisturbed: the same for all plans.
-    """
-
-    spans: tuple[Span, ...]
-    computing: float
-
-    @property
-    def step(self) -> float:
-        """Seconds until all results are there."""
-        return max([self.computing, *(span.end for span in self.spans)])
-
-    @property
-    def waiting(self) -> float:
-        """Seconds by which communication makes the step longer: what is not hidden, and what disturbs computing."""
-        return self.step - self.computing
-
-    @property
-    def idle(self) -> float:
-        """Seconds for which communication waited between buckets."""
-        return sum(span.idle for span in self.spans)
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """What plans of the same tensors are compared by, the less the better.
-
-        First the step, to the nanosecond, and so the waiting; then the seconds of communication.
-        """
-        return (round(self.step, 9), sum(span.end - span.start for span in self.spans))
-
-
-def predict(tensors: Sequence[TensorInfo], runs: Sequence[Sequence[str]], costs: Sequence[StepCosts]) -> Prediction:
-    """Return the timeline of a plan on one communication thread, which sends buckets in the order of the plan.
-
-    Args:
-        tensors: of the step, in order of arrival.
-        runs: names of the tensors of each bucket; every tensor is in one.
-        costs: of each bucket; with one codec for all, the same for each.
-    """
-    by_name = {tensor.name: tensor for tensor in tensors}
-    bucket_of = {name: i for i, run in enumerate(runs) for name in run}
-    computing = disturbed = 0.0
-    ready = [0.0] * len(runs)
-    left = [len(run) for run in runs]
-    for tensor in tensors:
-        index = bucket_of[tensor.name]
-        computing += costs[index].backward.get(tensor.name, 0.0)
-        computing += costs[index].encode(tensor.numel) if costs[index].ahead else 0.0
-        ready[index] = computing + disturbed
-        left[index] -= 1
-        disturbed += costs[index].disturbance if not left[index] else 0.0
-    seconds = [
-        Pipeline([by_name[name] for name in run], cost).communicating(0, len(run))
-        for run, cost in zip(runs, costs, strict=True)
-    ]
-    return Prediction(_queue(zip(ready, seconds, strict=True)), computing)
-
-
 class Pipeline:
     """What runs of consecutive tensors cost: ``[i:j]`` of them in one bucket.
+
+    This is what planners search with. It is the model of ``planning.simulation`` with one lane and a core for each
+    thread, where nothing is shared and so a recurrence takes the place of events; tests hold the two equal.
 
     Args:
         tensors: of a step, in order of arrival.
@@ -180,20 +102,16 @@ class Pipeline:
             return self._costs.communicate(n) + self._decoded[j] - self._decoded[i]
         return self._costs.encode(n) + self._costs.communicate(n) + self._costs.decode(n)
 
-    def predict(self, ends: Sequence[int]) -> Prediction:
-        """Return the timeline of the partition into runs that end before the indices ``ends``, the last the length."""
-        runs = zip([0, *ends], ends, strict=False)
-        each = self.disturbance
-        spans = _queue((self.ready(j) + each * n, self.communicating(i, j)) for n, (i, j) in enumerate(runs))
-        return Prediction(spans, self.ready(len(self)))
+    def score(self, ends: Sequence[int]) -> tuple[float, float]:
+        """Return what the partition into runs that end before the indices ``ends``, the last the length, is judged by.
 
-
-def _queue(buckets: Iterable[tuple[float, float]]) -> tuple[Span, ...]:
-    """Return the spans of buckets of (ready, seconds) that one thread takes in turn."""
-    spans: list[Span] = []
-    free = None
-    for ready, seconds in buckets:
-        start = ready if free is None else max(ready, free)
-        spans.append(Span(ready, start, start + seconds, 0.0 if free is None else start - free))
-        free = start + seconds
-    return tuple(spans)
+        That is the time of the last result, to the nanosecond, and then the seconds of communication; less is better.
+        It is the score of the step that ``planning.prediction`` predicts, found without a simulation: with one lane and
+        a core for each thread a bucket starts when it is ready and the one before it has ended.
+        """
+        free = seconds = 0.0
+        for n, (i, j) in enumerate(zip([0, *ends], ends, strict=False)):
+            start = max(free, self.ready(j) + self.disturbance * n)
+            free = start + self.communicating(i, j)
+            seconds += free - start
+        return (round(max(free, self.ready(len(self))), 9), seconds)

@@ -53,11 +53,11 @@ def _two_groups(pipeline: Pipeline) -> list[int]:
     low, high = 1, whole
     while low < high:
         middle = (low + high) // 2
-        if pipeline.predict(ends(middle)).rank <= pipeline.predict(ends(middle + 1)).rank:
+        if pipeline.score(ends(middle)) <= pipeline.score(ends(middle + 1)):
             high = middle
         else:
             low = middle + 1
-    return min(ends(low), [whole], key=lambda found: pipeline.predict(found).rank)
+    return min(ends(low), [whole], key=pipeline.score)
 
 
 def _optimal(pipeline: Pipeline) -> list[int]:

@@ -62,7 +62,7 @@ class SAFusion(Planner, name="safusion"):
         candidates = list(_all_equal_counts(len(tensors)))
         if self.scheme == "inter_intra":
             candidates = [*_adaptive(pipeline), *candidates]
-        best = min(candidates, key=lambda ends: pipeline.predict(ends).rank)
+        best = min(candidates, key=pipeline.score)
         return split_at(tensors, best)
 
 

@@ -1,4 +1,4 @@
-"""``run``: training that goes on with the workers that there are."""
+"""``run``: training that goes on when workers are lost or added."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                 ...
                 state.commit()
 
-    First all ranks get the newest commit that any of them can find, or without one the state of rank 0; then ``func``
-    is called. When it raises ``HorovodInternalError``, because a peer was lost, the state goes back to its last commit;
-    when it raises ``HostsUpdatedInterrupt``, because workers are to come or to go, the state stays as it is. Then the
-    job begins anew, and ``func`` is called again.
+    First all ranks get the newest commit that any rank finds, or the state of rank 0 if there is no commit. Then
+    ``func`` is called. If it raises ``HorovodInternalError``, a peer was lost: the state goes back to its last commit.
+    If it raises ``HostsUpdatedInterrupt``, workers will come or go: the state stays as it is. In both cases the job
+    begins anew, and ``func`` is called again.
 
-    Under torchrun's agent, which restarts all workers whenever one is lost or a node comes, to begin anew is to be
-    restarted: commits are kept in the memory of the host, where the restarted workers find them. Where all ranks are
-    still there, and without an agent, it is ``shutdown`` and ``init`` in the same processes. Without an agent a rank
-    that does not come back within the job's timeout ends the others with ``TransportError``.
+    torchrun's agent restarts all workers when one is lost or a node comes. The restarted workers find the commits in
+    the memory of the host. If no rank was lost, or without an agent, the job begins anew by ``shutdown`` and ``init``
+    in the same processes. Without an agent, a rank that does not come back within the job's timeout ends the others
+    with ``TransportError``.
     """
 
     @functools.wraps(func)
@@ -70,7 +70,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                         return func(state, *args, **kwargs)
                     with notice.awaited():
                         result = func(state, *args, **kwargs)
-                    # Who has finished must not take from the others what they would need to go on.
+                    # A rank that has finished keeps the commits: the others may still need them to go on.
                     ops.barrier()
                     storage.forget()
                     return result

@@ -1,4 +1,4 @@
-"""A sampler that, after ranks have come or gone, deals out what is left of the epoch."""
+"""A sampler that deals out the rest of the epoch after ranks have come or gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Give it to ``TorchState``, which lets it begin anew with the ranks that there are; call ``record_batch`` after each
     batch, before ``commit``, and ``set_epoch`` at the end of each epoch, not at its beginning.
 
-    Every rank gets equally many indices: where they do not come out even, the first of what is left come twice.
+    Every rank gets equally many indices. If they do not divide evenly, the first remaining indices come twice.
 
     Args:
         dataset: of constant size.

@@ -1,4 +1,4 @@
-"""What of a training run outlives lost and added workers."""
+"""The state of a training run that outlives lost and added workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class Keeper(Protocol):
-    """Where commits are put so that they outlive the process."""
+    """A place for commits that outlives the process."""
 
     def keep(self, number: int, shared: Any, own: Any) -> None:
         """Keep commit ``number``: what all ranks have alike, and what is this rank's."""
@@ -73,9 +73,9 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state as what training goes on from after a failure; then ``check_host_updates``.
+        """Save the state from which training goes on after a failure; then call ``check_host_updates``.
 
-        It copies all of the state, so do it as often as the work since the last one is worth.
+        A commit copies all of the state. Commit as often as repeating the lost work would cost more.
 
         Raises:
             HostsUpdatedInterrupt: workers are to come or to go; for ``run`` to handle.

@@ -20,7 +20,7 @@ __all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_re
 
 
 class TorchState(ObjectState):
-    """What of a PyTorch training run is kept when workers are lost or added.
+    """The part of a PyTorch training run that is kept when workers are lost or added.
 
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
@@ -66,7 +66,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Let what belongs to the job that has ended begin anew."""
+        """Reset what belonged to the job that has ended."""
         for handler in self._handlers.values():
             handler.reset()
 

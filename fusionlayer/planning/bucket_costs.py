@@ -1,0 +1,172 @@
+"""What a bucket costs: phases for the simulation, and their sums by kind of work for planners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .. import codecs, collectives
+from ..codecs import Codec
+from ..plan import Bucket
+from ..scheduler.planners import StepCosts
+from .cluster import Cluster, Scenario
+from .collective_phases import BETWEEN, Phase, message_phases
+from .cost_model import FREE, CodecCost, Cost, LinkCost
+from .profile import Profile
+
+__all__ = ["BucketCosts", "codec_cost", "codec_of", "costs_of", "short_name"]
+
+_BITS_FROM = 1 << 20
+_NO_LINK = LinkCost(0.0, 0.0, 0.0, FREE, FREE)
+
+
+@dataclass(frozen=True)
+class BucketCosts:
+    """What buckets cost that are all encoded by one codec and sent by one collective.
+
+    Attributes:
+        codec: its costs.
+        algorithm: a key of ``ALGORITHMS``; if it gathers, gradients are encoded ahead, straight into their messages.
+        cluster: the ranks.
+        copy: CPU seconds of packing, and of unpacking, by elements.
+        disturbance: seconds by which each bucket delays the rest of backward, where threads have cores of their own.
+        transfer: measured seconds of the collective by bytes of a rank's message, in place of what links cost.
+    """
+
+    codec: CodecCost
+    algorithm: str
+    cluster: Cluster
+    copy: Cost = FREE
+    disturbance: float = 0.0
+    transfer: Cost | None = None
+
+    @classmethod
+    def of(
+        cls, profile: Profile, codec: CodecCost, algorithm: str, cluster: Cluster, transfer: Cost | None = None
+    ) -> BucketCosts:
+        """Return the costs with the copies and the disturbance of a profile."""
+        messages = 2 if algorithm == "two_shot" else 1
+        return cls(codec, algorithm, cluster, profile.copy, messages * profile.disturbance, transfer)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the thread that computes encodes each gradient as it arrives."""
+        return self.algorithm in collectives.gather_names()
+
+    def encode(self, elements: float) -> float:
+        """Return seconds of packing and encoding so many elements on one rank."""
+        return _sum(self._work(elements, replace(_free(self.codec), encode=self.codec.encode), self._copying))
+
+    def communicate(self, elements: float) -> float:
+        """Return seconds of a bucket's transfers, and of what is done between them."""
+        return _sum(self._transfers(elements))
+
+    def decode(self, elements: float) -> float:
+        """Return seconds of summing all ranks' messages of so many elements, and of unpacking the sum."""
+        decoding = replace(_free(self.codec), decode=self.codec.decode, sum=self.codec.sum)
+        unpacking = self._copying(elements) if self.cluster.workers > 1 else 0.0
+        return _sum(self._work(elements, decoding, FREE)) + unpacking
+
+    def alone(self, elements: float) -> float:
+        """Return seconds that so many elements take by themselves, from encoding to the unpacked sum."""
+        return self.encode(elements) + self.communicate(elements) + self.decode(elements)
+
+    def phases(self, sizes: Sequence[int], unpack: bool = True) -> list[Phase]:
+        """Return what a communication thread does for a bucket of tensors of so many elements each.
+
+        Args:
+            sizes: elements of each tensor. Encoded ahead, each is decoded by itself.
+            unpack: results are copied into the gradients.
+        """
+        elements = sum(sizes)
+        if self.ahead:
+            return [*self._transfers(elements), *(Phase(each, each) for each in map(self.decode, sizes))]
+        if self.transfer is None:
+            return message_phases(self.algorithm, elements, self.codec, self.cluster, self.copy, unpack)
+        # What was measured is all transfers of the collective at once: the codec's work is put before them.
+        return [*self._work(elements, self.codec, self.copy, unpack), *self._measured(elements)]
+
+    def for_planner(self, backward: Mapping[str, float]) -> StepCosts:
+        """Return these costs as a planner wants them; ``backward``: seconds of backward by name of the tensor."""
+        startup = self.communicate(1)
+        return StepCosts(backward, self.encode, self.decode, self.communicate, startup, self.ahead, self.disturbance)
+
+    @property
+    def _copying(self) -> Cost:
+        return FREE if self.ahead else self.copy
+
+    def _transfers(self, elements: float) -> list[Phase]:
+        between = replace(_free(self.codec), recode=self.codec.recode)
+        if self.transfer is None:
+            return message_phases(self.algorithm, elements, between, self.cluster, FREE, unpack=False)
+        return [*self._work(elements, between, FREE), *self._measured(elements)]
+
+    def _work(self, elements: float, codec: CodecCost, copy: Cost, unpack: bool = False) -> list[Phase]:
+        """Return the same as if links cost nothing."""
+        offline = replace(self.cluster, between=_NO_LINK, inside=_NO_LINK)
+        return message_phases(self.algorithm, elements, codec, offline, copy, unpack)
+
+    def _measured(self, elements: float) -> list[Phase]:
+        assert self.transfer is not None
+        seconds = self.transfer(self.codec.nbytes(elements))
+        return [Phase(seconds, 0.0, BETWEEN)]
+
+
+def _free(codec: CodecCost) -> CodecCost:
+    return replace(codec, encode=FREE, decode=FREE, sum=FREE, recode=FREE)
+
+
+def _sum(phases: Sequence[Phase]) -> float:
+    return sum(phase.seconds for phase in phases)
+
+
+def costs_of(
+    profile: Profile, codec: Codec, algorithm: str, scenario: Scenario, workers: int, measured: bool = False
+) -> BucketCosts:
+    """Return what buckets of a codec cost in a scenario.
+
+    Args:
+        profile: what was measured.
+        codec: of the buckets.
+        algorithm: their collective.
+        scenario: the cluster.
+        workers: number of ranks.
+        measured: take the collective's own curve where it was measured with so many ranks, not the link's.
+    """
+    transfer = profile.transfer(algorithm, workers) if measured else None
+    return BucketCosts.of(profile, codec_cost(profile, codec), algorithm, scenario.cluster(profile, workers), transfer)
+
+
+def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
+    """Return the measured costs of a codec, with the bits of its own options.
+
+    Where just these options were not measured, those count whose bits are nearest.
+
+    Raises:
+        ConfigError: the codec was measured with no options at all.
+    """
+    bits = _bits(codec)
+    measured = {name: codecs.get(name).bare for name in profile.codecs if name in codecs.names()}
+    alike = [name for name, other in measured.items() if other.name == codec.name]
+    best = min(
+        alike, key=lambda name: (measured[name] != codec.bare, abs(profile.codecs[name].bits - bits)), default=""
+    )
+    found = profile.codec(best or codec.name)
+    if codec.zips:
+        return found  # what the data made of it was measured
+    return replace(found, bits=bits, within_bits=_bits(codec.within) if codec.within is not codec else None)
+
+
+def _bits(codec: Codec) -> float:
+    return 8 * codec.bare.wire(_BITS_FROM).capacity / _BITS_FROM
+
+
+def short_name(codec: Codec) -> str:
+    """Return the registered name, of a preset if there is one, of a codec with just these options, or else them too."""
+    names = [name for name in codecs.names() if codecs.get(name).bare == codec.bare]
+    return min([*reversed(names), str(codec)], key=len)
+
+
+def codec_of(bucket: Bucket) -> Codec:
+    """Return the codec of a bucket, its messages without header."""
+    return codecs.get(bucket.codec, **bucket.options, header=False)

@@ -1,0 +1,88 @@
+"""The ranks that a prediction is for: how many there are, and what their links and cores are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from .cost_model import LinkCost, parse_rate
+from .profile import Profile
+
+__all__ = ["Cluster", "Scenario"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks of a job, as one of them sees them.
+
+    Attributes:
+        workers: number of ranks.
+        between: link of a host, which its ranks share.
+        per_host: ranks of a host; they divide ``workers``.
+        inside: link between ranks of one host; needed where there are several.
+        cores: cores that a rank has for itself; less than one where ranks share them.
+        threads: that a rank computes with.
+    """
+
+    workers: int
+    between: LinkCost
+    per_host: int = 1
+    inside: LinkCost | None = None
+    cores: float = 2.0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
+            raise ConfigError(f"{self.workers} workers, {self.per_host} on each host; expected a multiple, at least 1")
+        if self.per_host > 1 and self.inside is None:
+            raise ConfigError(f"{self.per_host} workers on a host, and no cost of a link inside; measure one")
+        if not (self.cores > 0 and self.threads >= 1):
+            raise ConfigError(f"{self.cores} cores, {self.threads} threads of a rank; expected more than 0")
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.workers // self.per_host
+
+    @property
+    def within(self) -> LinkCost:
+        """The link inside a host."""
+        return self.between if self.inside is None else self.inside
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The cluster that is projected to.
+
+    Attributes:
+        rate: of each host's link, in the words of tc.
+        per_host: ranks of a host.
+        cores: cores that each rank has for itself; None: as many as where the profile was measured.
+        latency: seconds of a message; None: as measured.
+        latency_factor: multiplies it.
+        curves: take measured curves instead of alpha-beta costs where the rate was measured.
+    """
+
+    rate: str
+    per_host: int = 1
+    cores: float | None = None
+    latency: float | None = None
+    latency_factor: float = 1.0
+    curves: bool = False
+
+    def __post_init__(self) -> None:
+        parse_rate(self.rate)
+        if self.curves and (self.latency is not None or self.latency_factor != 1):
+            raise ConfigError("a given latency cannot be put into measured curves; leave out one of them")
+
+    def cluster(self, profile: Profile, workers: int) -> Cluster:
+        """Return it with so many ranks."""
+        link = profile.link(self.rate, self.curves)
+        if self.latency is not None or self.latency_factor != 1:
+            base = link.latency if self.latency is None else self.latency
+            link = link.with_latency(base * self.latency_factor)
+        if self.per_host > 1 and profile.inside is None:
+            raise ConfigError(f"{self.per_host} workers on a host, and the profile has no costs of a link inside one")
+        cores = profile.machine.cores_per_worker if self.cores is None else self.cores
+        inside = profile.inside.fitted() if profile.inside else None
+        return Cluster(workers, link, min(self.per_host, workers), inside, cores, profile.machine.threads)

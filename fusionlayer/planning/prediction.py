@@ -1,0 +1,150 @@
+"""What a step is predicted to take: the one function that every prediction comes from, and plans given to it.
+
+``explain``, ``plan``, codec selection and online planning ask as planners do: one lane, a core for each thread.
+``simulate`` asks for as many lanes as an engine has, and for cores and links that they share (``projection.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import collectives
+from ..errors import ConfigError
+from ..plan import FusionPlan
+from ..scheduler.order import send_order
+from .bucket_costs import BucketCosts, codec_of, costs_of
+from .cluster import Scenario
+from .profile import Model, Profile, Tensor
+from .simulation import Compute, Load, Step, run_step
+
+__all__ = ["OWN_CORES", "PlannedBucket", "Resources", "backward_seconds", "plan_costs", "predict", "predict_plan"]
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """Tensors that travel together, by name, and what that costs."""
+
+    names: Sequence[str]
+    costs: BucketCosts
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a rank makes a step with.
+
+    Attributes:
+        cores: that its threads share; infinite: each thread has its own, and what threads take from each other all the
+            same is the costs' ``disturbance``. Where cores are shared the simulation computes that itself.
+        threads: that it computes with.
+        lanes: communication threads, which take the buckets in turn.
+        overlap_forward: results are waited for when the next forward needs them.
+    """
+
+    cores: float = math.inf
+    threads: int = 1
+    lanes: int = 1
+    overlap_forward: bool = False
+
+
+OWN_CORES = Resources()
+"""What planners assume: one lane, and a core for each thread."""
+
+
+def predict(
+    model: Model, buckets: Sequence[PlannedBucket], resources: Resources = OWN_CORES, *, whole: bool = True
+) -> Step:
+    """Return the simulated step of a model whose gradients travel in ``buckets``.
+
+    Args:
+        model: its step without communication.
+        buckets: in the order in which they are sent; every gradient of the model is in one.
+        resources: what the step is made with.
+        whole: predict update and next forward too; otherwise the step ends with the last result, and backward with the
+            last gradient.
+    """
+    bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+    backward = backward_seconds(model.tensors)
+    ready: dict[str, float] = {}
+    at = encoded = 0.0
+    for tensor in model.tensors:
+        costs = bucket_of[tensor.name].costs
+        ahead = costs.encode(tensor.numel) if costs.ahead else 0.0
+        encoded += ahead
+        at += backward[tensor.name] + ahead
+        ready[tensor.name] = at
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    loads = [_load([tensors[name] for name in b.names], ready, b.costs, resources) for b in buckets]
+    compute = Compute(model.forward, model.backward + encoded, model.optimizer) if whole else Compute(0.0, at, 0.0)
+
+    def step(loads: Sequence[Load]) -> Step:
+        return run_step(
+            compute,
+            loads,
+            cores=resources.cores,
+            threads=resources.threads,
+            lanes=resources.lanes,
+            overlap_forward=resources.overlap_forward,
+        )
+
+    found = step(loads)
+    if not resources.overlap_forward:
+        return found
+    # As the engine does: measure in the order of completion, then reorder.
+    busy = [(span.end - span.start) / resources.lanes for span in found.spans]
+    return step([loads[i] for i in send_order([load.ready for load in loads], busy)])
+
+
+def _load(members: Sequence[Tensor], ready: dict[str, float], costs: BucketCosts, resources: Resources) -> Load:
+    sizes = [tensor.numel for tensor in members]
+    return Load(
+        max(ready[tensor.name] for tensor in members),
+        min(tensor.used for tensor in members),
+        sum(sizes),
+        costs.phases(sizes, unpack=not resources.overlap_forward),
+        costs.disturbance if math.isinf(resources.cores) else 0.0,
+    )
+
+
+def backward_seconds(tensors: Sequence[Tensor]) -> dict[str, float]:
+    """Return the seconds of backward for each tensor, by name: since the one before it arrived."""
+    arrivals = [0.0, *(tensor.ready for tensor in tensors)]
+    return {t.name: max(0.0, t.ready - before) for t, before in zip(tensors, arrivals, strict=False)}
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def plan_costs(profile: Profile, plan: FusionPlan, scenario: Scenario, measured: bool = False) -> list[BucketCosts]:
+    """Return the costs of each bucket of a plan; ``measured``: as for ``costs_of``.
+
+    Raises:
+        ConfigError: the plan is not for the profile's model, or the profile lacks costs.
+    """
+    plan.check([tensor.info for tensor in profile.model.tensors], plan.world_size)
+    known: dict[str, BucketCosts] = {}
+    costs = []
+    for bucket in plan.buckets:
+        codec = codec_of(bucket)
+        key = f"{codec} {bucket.algorithm}"
+        if key not in known:
+            known[key] = costs_of(profile, codec, bucket.algorithm, scenario, plan.world_size, measured)
+        if known[key].ahead != bucket.ahead:
+            raise ConfigError(
+                f"plan: a bucket with ahead={bucket.ahead} travels by {bucket.algorithm!r}; expected one of: "
+                f"{', '.join(collectives.gather_names() if bucket.ahead else collectives.names())}"
+            )
+        costs.append(known[key])
+    return costs
+
+
+def predict_plan(profile: Profile, plan: FusionPlan, scenario: Scenario, measured: bool = False) -> Step:
+    """Return the step of a plan until the last result, as planners predict it; ``measured``: as for ``costs_of``.
+
+    Raises:
+        ConfigError: the plan is not for the profile's model, or the profile lacks costs.
+    """
+    costs = plan_costs(profile, plan, scenario, measured)
+    buckets = [PlannedBucket(bucket.names, cost) for bucket, cost in zip(plan.buckets, costs, strict=True)]
+    return predict(profile.model, buckets, whole=False)
