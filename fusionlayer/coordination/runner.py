@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from ..timeline import Timeline
 from ..transport import Transport
 from .execution import OperationPart, execute
@@ -73,6 +74,17 @@ class Runner:
             end = time.perf_counter_ns()
             for operation in operations:
                 self._timeline.record(kind.upper(), now, end, row=operation.label)
+
+    def check_member(self, process_set: int) -> None:
+        """Raise ``ConfigError`` unless this rank is in the process set; callers' threads ask."""
+        members = self.process_sets.get(process_set)
+        if members is None:
+            raise ConfigError(f"there is no process set {process_set} (any more); known: {sorted(self.process_sets)}")
+        if members.transport is None:
+            raise ConfigError(
+                f"rank {self._transport.rank} is not in process set {process_set}, which has the ranks "
+                f"{list(members.ranks)}; call operations of a set on its ranks only"
+            )
 
     def close(self) -> None:
         """Give the transports up."""

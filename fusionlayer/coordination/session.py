@@ -21,13 +21,11 @@ from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
 from .execution import OperationPart
 from .matching import describe
-from .operation import Operation, Reduce, signature_of
+from .operation import Operation, Reduce, again, signature_of
 from .requester import Requester
 from .requests import (
     ALL_RANKS,
     Begun,
-    Item,
-    Key,
     Request,
     Response,
     Signature,
@@ -37,6 +35,7 @@ from .requests import (
     write_farewell,
 )
 from .runner import Runner
+from .table import OperationTable
 
 __all__ = ["Session"]
 
@@ -86,18 +85,13 @@ class Session:
         self._transport = transport.duplicate()
         self._runner = Runner(self._transport, self.timeline)
         self.process_sets = self._runner.process_sets
-        # Guards the phase, and what submitting changes: handles, names under way, numbers of unnamed operations, begun
-        # steps. A request is noted with it held, so that requests leave in the order of their handles.
+        # Guards the phase, and what submitting changes: new operations, numbers of unnamed ones, begun steps. A request
+        # is noted with it held, so that requests leave in the order of their handles.
         self._lock = threading.Lock()
-        # Guards how operations end, and _told; notified whenever one of them changes. Never taken together with _lock.
-        self._done = threading.Condition()
+        self._table = OperationTable()
         self._phase = Phase.RUNNING
         self._why: FusionLayerError | None = None
-        self._operations: dict[int, Operation] = {}
-        self._running: dict[int, Operation] = {}
-        self._asked: set[Key] = set()
         self._unnamed: Counter[tuple[int, str]] = Counter()
-        self._handles = 0
         self._begun: Begun = {}
         self._told: Begun = {}
         self._coordinator: Coordinator | None = None
@@ -167,8 +161,8 @@ class Session:
         data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
         with self._lock:
             if self._why is not None:
-                raise _again(self._why)
-            self._check_member(process_set)
+                raise again(self._why)
+            self._runner.check_member(process_set)
             if kind == "join":
                 numbers = flatten(self._begun)
             label: str | int
@@ -178,7 +172,7 @@ class Session:
             else:
                 label = name
             key = (process_set, kind, label)
-            if key in self._asked:
+            if self._table.has(key):
                 # The other ranks wait for this operation, and must be told that it will not come.
                 self._requester.note(Request(-1, label, signature, numbers))
                 self._requester.bring_soon()
@@ -186,13 +180,10 @@ class Session:
                     f"{describe(key)} was asked for again before it was done; give operations that are under way at "
                     "once different names, or synchronize() the first"
                 )
-            self._handles += 1
             text = name if name is not None else f"{kind}.noname.{label}"
-            operation = Operation(
-                self._handles, key, text, signature, tensors, outputs, reduce, tuple(splits), deliver, ready=ready
+            operation = self._table.add(
+                key, text, signature, tensors, outputs, reduce, tuple(splits), deliver, ready=ready
             )
-            self._operations[operation.handle] = self._running[operation.handle] = operation
-            self._asked.add(key)
             self._requester.note(Request(operation.handle, label, signature, numbers, data))
             if not at_once:
                 self._requester.bring_soon()
@@ -204,7 +195,7 @@ class Session:
         Raises:
             ConfigError: there is no such operation, or its result has been fetched.
         """
-        operation = self._operations.get(handle)
+        operation = self._table.get(handle)
         if operation is None:
             raise ConfigError(f"handle {handle!r} belongs to no operation whose result is still to be fetched")
         return operation.done and (operation.finished is None or operation.finished.query())
@@ -216,24 +207,13 @@ class Session:
             PlanMismatch: ranks have asked for it differently.
             TransportError: a peer was lost, stopped or too late.
         """
-        operation = self._operations.get(handle)
+        operation = self._table.get(handle)
         if operation is None:
             return None
         if not operation.done:
             self._requester.bring()
-            with self._done:
-                while not operation.done:
-                    self._done.wait()
-        self._operations.pop(handle, None)
-        if operation.error is not None:
-            raise _again(operation.error)
-        if operation.finished is not None:
-            stream = torch.cuda.current_stream()
-            stream.wait_event(operation.finished)
-            for x in operation.result if isinstance(operation.result, (list, tuple)) else ():
-                if isinstance(x, Tensor):
-                    x.record_stream(stream)
-        return operation.result if operation.deliver is None else operation.deliver(operation.result)
+        self._table.wait(operation)
+        return operation.fetch()
 
     def enlist(self, process_set: int) -> tuple[int, int]:
         """Return the key of a sequence of steps that is planned on every rank of a set; they enlist in one order."""
@@ -264,22 +244,23 @@ class Session:
             known: what was returned before.
             failed: whether to wait no longer; looked at again after ``notify``.
         """
-        operation = self._operations[join]
+        operation = self._table.get(join)
+        assert operation is not None
         self._requester.bring()
-        with self._done:
+        with self._table.changed:
             while not (operation.done or failed()) and self._told == known:
-                self._done.wait()
+                self._table.changed.wait()
             return None if failed() or self._told == known else self._told
 
     def notify(self) -> None:
         """Let ``await_steps`` look again."""
-        with self._done:
-            self._done.notify_all()
+        with self._table.changed:
+            self._table.changed.notify_all()
 
     @property
     def pending(self) -> int:
         """Operations whose results have not been fetched."""
-        return len(self._operations)
+        return self._table.unfetched
 
     @property
     def has_ended(self) -> bool:
@@ -301,17 +282,7 @@ class Session:
         self._thread.join(self._transport.timeout)
         self._runner.close()
         self.timeline.close()
-        self._fail_all(ended)
-
-    def _check_member(self, process_set: int) -> None:
-        members = self.process_sets.get(process_set)
-        if members is None:
-            raise ConfigError(f"there is no process set {process_set} (any more); known: {sorted(self.process_sets)}")
-        if members.transport is None:
-            raise ConfigError(
-                f"rank {self.rank} is not in process set {process_set}, which has the ranks {list(members.ranks)}; "
-                "call operations of a set on its ranks only"
-            )
+        self._table.fail_all(ended)
 
     # ---- on the communication thread --------------------------------------------------------------------------------
 
@@ -324,14 +295,14 @@ class Session:
             elif response.code == "joined":
                 self._tell_begun()
             elif response.code == "begun":
-                with self._done:
+                with self._table.changed:
                     self._told = unflatten(response.items[0].numbers)
-                    self._done.notify_all()
+                    self._table.changed.notify_all()
             elif response.code == "end":
                 self._end(TransportError(response.text))
             elif response.code in ("fail", "lost"):
                 error = PlanMismatch if response.code == "fail" else TransportError
-                self._finish(self._take(response.items), error(f"rank {self.rank}: {response.text}"))
+                self._table.finish(self._table.take(response.items), error(f"rank {self.rank}: {response.text}"))
             else:
                 self._run(response)
 
@@ -353,7 +324,7 @@ class Session:
             self._responses.put(response)
 
     def _take_results(self, response: Response) -> None:
-        operations = self._take(response.items)
+        operations = self._table.take(response.items)
         error: Exception | None = None
         try:
             with torch.no_grad():
@@ -367,7 +338,7 @@ class Session:
                     kind = operation.signature.kind.upper()
                     self.timeline.record(f"NEGOTIATE_{kind}", operation.submitted, now, row=operation.label)
                     self.timeline.record(kind, now, time.perf_counter_ns(), row=operation.label)
-        self._finish(operations, error)
+        self._table.finish(operations, error)
 
     def _next_response(self) -> Response | None:
         if self._connection is None:
@@ -379,7 +350,7 @@ class Session:
         return read_response(message)
 
     def _run(self, response: Response) -> None:
-        taken = self._take(response.items)
+        taken = self._table.take(response.items)
         operations = [operation for operation in taken if operation is not None]
         try:
             parts = [OperationPart(operation, item) for operation, item in zip(taken, response.items, strict=True)]
@@ -389,7 +360,7 @@ class Session:
         except Exception as error:
             self._break(error, operations)
         else:
-            self._finish(operations)
+            self._table.finish(operations)
         finally:
             if self._coordinator is not None:
                 self._coordinator.note_done()
@@ -400,22 +371,10 @@ class Session:
             if self._phase is Phase.TELLING_STEPS:
                 self._phase = Phase.RUNNING
 
-    def _take(self, items: Sequence[Item]) -> list[Operation | None]:
-        """Return the operations that a response is about."""
-        return [None if item.handle is None else self._running.pop(item.handle, None) for item in items]
-
-    def _finish(self, operations: Sequence[Operation | None], error: Exception | None = None) -> None:
-        with self._done:
-            for operation in operations:
-                if operation is not None:
-                    self._asked.discard(operation.key)
-                    operation.finish(error)
-            self._done.notify_all()
-
     def _break(self, error: Exception, operations: Sequence[Operation]) -> None:
         """Something went wrong in the middle of a message: the ranks are out of step from here."""
         why = f"rank {self.rank}: {operations[0].label if operations else 'a joined rank'}: {error}"
-        self._finish(operations, error)
+        self._table.finish(operations, error)
         if self._coordinator is not None:
             self._coordinator.end(why)
         elif self._connection is not None:
@@ -425,7 +384,7 @@ class Session:
 
     def _end(self, error: FusionLayerError) -> None:
         self._leave(error)
-        self._fail_all(error)
+        self._table.fail_all(error)
 
     def _leave(self, error: FusionLayerError) -> FusionLayerError:
         """Let nothing be asked for any more; return why, which is the first reason that there was."""
@@ -433,18 +392,3 @@ class Session:
             self._phase = Phase.ENDED
             self._why = self._why or error
             return self._why
-
-    def _fail_all(self, error: FusionLayerError) -> None:
-        with self._lock:
-            running = list(self._running.values())
-            self._running.clear()
-        self._finish(running, error)
-
-
-def _again(error: Exception) -> Exception:
-    """Return an error like the one that was raised, for another thread to raise."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.args = error.args
-    copy.__cause__ = error
-    return copy
