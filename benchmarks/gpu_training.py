@@ -9,14 +9,12 @@ fails.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
+from benchmarks import driver
 from fusionlayer import context
 from fusionlayer.plan import TensorInfo
 from fusionlayer.scheduler import Engine
-
-from .report import Environment, table, write
 
 METHODS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -170,21 +167,17 @@ def _run(target: Any, world: int, steps: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run both parts, print their table and write its result files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = driver.make_parser("gpu_training", __doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device here")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rows = _run(_shared_gpu, 2, args.steps) + _run(_alone_with_nccl, 1, args.steps)
-    environment = Environment.here(torch.device("cuda", 0), args.hardware)
+    environment = driver.begin(args, device="cuda")
     title = f"Training on one GPU: 2 processes over gloo, and the engine over NCCL; {args.steps} steps"
-    print(table(title, rows))
-    print(environment)
-    if args.out:
-        write(args.out, "gpu_training", title, environment, rows)
+    driver.finish(args, "gpu_training", title, environment, rows)
 
 
 if __name__ == "__main__":

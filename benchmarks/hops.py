@@ -10,22 +10,18 @@ error feedback. Every result is a function of the arguments alone. Needs no quie
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
 import fusionlayer as fl
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
-from benchmarks.plots import COLOURS, MARKERS, STYLE, save
-from benchmarks.report import Environment, table, write
+from benchmarks.plots import COLOURS, MARKERS
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.omnireduce import OmniReduce
 from fusionlayer.transport import local
@@ -219,28 +215,19 @@ def picture(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and write its result files and its picture."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("hops", __doc__)
     parser.add_argument("--numel", type=int, default=ELEMENTS, help="elements of each tensor; a multiple of 256")
     parser.add_argument("--worlds", type=comma_separated(count(2)), default=WORLDS, help="numbers of workers")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     args = parser.parse_args(arguments)
     if args.numel < RUN or args.numel % RUN:
         parser.error(f"--numel {args.numel}: expected a multiple of {RUN}")
     rows = measure(args.numel, args.worlds)
     title = f"vNMSE of an all-reduce by number of workers, {args.numel} elements"
     shown = by_workers(rows)
-    print(table(title, shown))
-    if args.out:
-        environment = Environment.here(torch.device("cpu"), args.hardware)
-        path = write(args.out, "hops", title, environment, rows, shown)
-        with rc_context(STYLE):  # type: ignore[arg-type]
-            save(picture(rows), args.out / "plots" / "hops")
-        print(f"wrote {path}", file=sys.stderr)
+    driver.finish(args, "hops", title, driver.begin(args), rows, shown, pictures={"hops": lambda: picture(rows)})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

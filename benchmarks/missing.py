@@ -10,20 +10,16 @@ quiet machine.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
-from benchmarks.plots import COLOURS, MARKERS, STYLE, save
-from benchmarks.report import Environment, table, write
+from benchmarks.plots import COLOURS, MARKERS
 from benchmarks.training.workloads import MODELS, make_workload
 
 __all__ = ["main", "missing_rates"]
@@ -106,15 +102,12 @@ def picture(rows: Sequence[dict[str, Any]], density: float) -> Figure:
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.missing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("missing", __doc__)
     models = comma_separated(one_of(list(MODELS)))
     parser.add_argument("--models", type=models, default=("gpt", "resnet"), help="default gpt,resnet")
     parser.add_argument("--density", type=float, default=0.01, help="part of the elements that is sent (default 0.01)")
     parser.add_argument("--steps", type=count(), default=40, help="steps that are counted (default 40)")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file name")
+    driver.add_options(parser)
     options = parser.parse_args()
     if not 0 < options.density <= 1:
         parser.error(f"--density {options.density}; expected a number above 0, at most 1")
@@ -122,15 +115,10 @@ def main() -> int:
     for model in options.models:
         rows += missing_rates(model, options.density, options.steps)
     title = f"Missing tensors, top-k of density {options.density:g}, mean of {options.steps} steps"
-    print(table(title, rows))
-    if options.out:
-        environment = Environment.here(torch.device("cpu"), options.hardware)
-        path = write(options.out, "missing", title, environment, rows)
-        with rc_context(STYLE):
-            save(picture(rows, options.density), options.out / "plots" / "missing")
-        print(f"wrote {path}", file=sys.stderr)
+    pictures = {"missing": lambda: picture(rows, options.density)}
+    driver.finish(options, "missing", title, driver.begin(options), rows, pictures=pictures)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

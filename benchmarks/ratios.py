@@ -11,19 +11,17 @@ mixed precision. In f16 the symbols of ``rans`` have two bits of the mantissa, t
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import fusionlayer as fl
+from benchmarks import driver
 from benchmarks.arguments import count
 from benchmarks.errors import skewed, tensor_parallel
-from benchmarks.report import Environment, table, write
+from benchmarks.report import table
 from examples.gpt import GPT, Config, Corpus
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.zip import Zip, window_base
@@ -141,13 +139,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and write their result files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ratios", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("ratios", __doc__)
     parser.add_argument("--numel", type=count(1 << 16), default=ELEMENTS, help="elements of each synthetic tensor")
     parser.add_argument("--steps", type=count(), default=STEPS, help="of the GPT's training")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # so that the training is the same on every machine
     rows = []
@@ -171,14 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     title = f"Ratios of lossless codecs; the GPT after {args.steps} steps"
     more = table("Exponents of N(0, 1) in bf16", covered), table("Windows of seven exponents", bases)
-    print(table(title, rows), *more, sep="\n")
-    if args.out:
-        path = write(args.out, "ratios", title, Environment.here(torch.device("cpu"), args.hardware), rows)
-        shown = path.with_suffix(".md")
-        shown.write_text("\n".join([shown.read_text(), *more]))
-        print(f"wrote {path}", file=sys.stderr)
+    driver.finish(args, "ratios", title, driver.begin(args), rows, more=more)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
-from benchmarks.plots import COLOURS, MARKERS, STYLE, save
-from benchmarks.report import Environment, table, write
+from benchmarks.plots import COLOURS, MARKERS, STYLE
+from benchmarks.report import write
 
 __all__ = ["VARIANTS", "curves", "main", "summarize"]
 
@@ -50,11 +50,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sharded_losses",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = driver.make_parser("sharded_losses", __doc__)
     parser.add_argument(
         "--variants",
         type=comma_separated(one_of(list(VARIANTS))),
@@ -66,10 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=count(), default=8, help="pieces of text per rank and step (8)")
     parser.add_argument("--width", type=count(), default=128, help="of the model (128)")
     parser.add_argument("--layers", type=count(), default=4, help="of the model (4)")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     options = parser.parse_args(arguments)
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options)
     title = (
         f"Loss under FSDP2, 2 nodes of 2 ranks: GPT of width {options.width} and {options.layers} layers, "
         f"{options.steps} steps, batches of {options.batch_size}"
@@ -86,9 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}, seed {seed}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
             if options.out:  # runs are long: what is there is kept
                 write(options.out, "sharded-losses", title, environment, found, summarize(found))
-    print(table(title, summarize(found)))
-    if options.out:
-        save(curves(found, title), options.out / "plots" / "sharded-losses")
+    pictures = {"sharded-losses": lambda: curves(found, title)}
+    driver.finish(options, "sharded-losses", title, environment, found, summarize(found), pictures=pictures)
     return 0
 
 
@@ -162,4 +156,4 @@ def curves(found: Sequence[Mapping[str, Any]], title: str) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

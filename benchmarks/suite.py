@@ -10,13 +10,13 @@ whatever else the machine does, and its figures mean nothing. Benchmarks that ne
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import driver
 from benchmarks.quiet import refuse_if_busy
 
 __all__ = ["commands", "main"]
@@ -68,9 +68,7 @@ def commands(smoke: bool, busy_ok: bool, out: Path) -> Iterator[tuple[str, ...]]
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("suite", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of results; pictures go into plots/ there")
     parser.add_argument("--smoke", action="store_true", help="a little of everything, only to see that it works")
     parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on; it is in the result")
@@ -91,7 +89,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    driver.leave(main)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from . import records
 from .errors import ConfigError
 from .registry import nearest
 
@@ -91,42 +91,15 @@ class Config:
     threads: int | None = _setting("threads of one codec call on the CPU; null: as many as torch uses, at most 8", None)
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {
-            "codec": str,
-            "codec_options": Mapping,
-            "algorithm": (str, type(None)),
-            "ahead": (bool, type(None)),
-            "planner": str,
-            "planner_options": Mapping,
-            "profile": (str, type(None)),
-            "policy": (str, type(None)),
-            "fidelity": str,
-            "replan": bool,
-            "autotune": bool,
-            "autotune_options": Mapping,
-            "error_feedback": (bool, type(None)),
-            "checksum": bool,
-            "transport": str,
-            "timeout": (int, float),
-            "stall_warning": (int, float),
-            "timeline": (str, type(None)),
-            "ranks_per_node": (int, type(None)),
-            "lanes": (int, type(None)),
-            "backend": (Mapping, type(None)),
-            "threads": (int, type(None)),
-        }
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool and kind[0] is not bool):
-                raise ConfigError(f"config: {name}={value!r} has type {type(value).__name__}; see docs/config.md")
+        records.check(self)
         if self.transport not in TRANSPORTS:
-            raise ConfigError(f"config: unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
+            raise ConfigError(f"unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
         for name in ("timeout", "stall_warning"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"config: {name}={getattr(self, name)!r}; expected seconds above 0")
+                raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds above 0")
         for name in ("ranks_per_node", "lanes", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"config: {name}={getattr(self, name)}; expected at least 1, or null")
+                raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1, or null")
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:
@@ -136,9 +109,6 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         ConfigError: the file cannot be read, has an unknown key or a value of the wrong kind.
     """
     values: dict[str, Any] = {}
-    path = environ.get("FUSIONLAYER_CONFIG")
-    if path:
-        values = _read(Path(path))
     for variable, key in (("FUSIONLAYER_TIMEOUT", "timeout"), ("FUSIONLAYER_STALL_WARNING", "stall_warning")):
         if environ.get(variable):
             try:
@@ -149,21 +119,10 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         values["timeline"] = environ["FUSIONLAYER_TIMELINE"]
     if environ.get("FUSIONLAYER_TRANSPORT"):
         values["transport"] = environ["FUSIONLAYER_TRANSPORT"]
-    return Config(**values)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"FUSIONLAYER_CONFIG={path}: {error}; expected a YAML file of settings") from error
-    known = [f.name for f in fields(Config)]
-    if not isinstance(values, dict):
-        raise ConfigError(f"FUSIONLAYER_CONFIG={path}: holds a {type(values).__name__}, expected keys: {known}")
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"FUSIONLAYER_CONFIG={path}: unknown key {key!r}; {nearest(str(key), known)}")
-    return values
+    path = environ.get("FUSIONLAYER_CONFIG")
+    given = (records.read(path, "config") or {}) if path else {}
+    settings = records.build(Config, given, f"config {path}")
+    return records.build(Config, {**vars(settings), **values}, "config in the environment")
 
 
 def describe() -> str:

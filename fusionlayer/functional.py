@@ -20,7 +20,7 @@ from .collectives.switching import Switcher, switcher_of
 from .errors import ConfigError, PlanMismatch
 from .seeds import derive_seed
 from .transport import Transport
-from .wire import DTYPE_CODES
+from .wire import DTYPE_CODES, digest
 
 __all__ = [
     "Average",
@@ -86,9 +86,9 @@ def _negotiate(
 
     At most as many numbers as ranks: ranks that make different calls must still exchange records of one length.
     """
-    digest = derive_seed(*f"{call} {facts}".encode()).to_bytes(8, "little")
     padded = [*numbers, *[0] * (transport.size - len(numbers))]
-    mine = torch.frombuffer(bytearray(digest + struct.pack(f"<{len(padded)}q", *padded)), dtype=torch.uint8)
+    record = digest(call, *facts)[:8] + struct.pack(f"<{len(padded)}q", *padded)
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
     every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8)
     transport.all_gather(mine, every)
     records = [record.numpy().tobytes() for record in every]

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from . import records
 from .errors import ConfigError
 
 __all__ = ["Bucket", "FusionPlan", "Slot", "TensorInfo"]
@@ -148,7 +149,7 @@ class FusionPlan:
     @classmethod
     def from_bytes(cls, data: bytes) -> FusionPlan:
         """Return the plan that ``to_bytes`` made ``data`` of."""
-        return cls._from_dict(json.loads(data))
+        return records.build(_PlanFile, json.loads(data), "plan").plan
 
     def to_yaml(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -157,21 +158,7 @@ class FusionPlan:
     @classmethod
     def from_yaml(cls, path: str | Path) -> FusionPlan:
         """Read a plan from a file; ``ConfigError`` if it is not one."""
-        try:
-            data = _typed(yaml.safe_load(Path(path).read_text()))
-            if data["version"] != PLAN_VERSION:
-                raise ConfigError(f"plan file {path} has version {data['version']}, expected {PLAN_VERSION}")
-            return cls._from_dict(data)
-        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-            raise ConfigError(f"plan file {path} cannot be read as a fusion plan: {error!r}") from error
-
-    @classmethod
-    def _from_dict(cls, data: Mapping[str, Any]) -> FusionPlan:
-        buckets = tuple(
-            Bucket(**{**_typed(bucket), "slots": tuple(Slot(**_typed(slot)) for slot in bucket["slots"])})
-            for bucket in data["buckets"]
-        )
-        return cls(buckets, data["world_size"])
+        return records.load(_PlanFile, path, "plan file", PLAN_VERSION).plan
 
     def _as_dict(self) -> dict[str, Any]:
         buckets = [
@@ -181,20 +168,12 @@ class FusionPlan:
         return {"version": PLAN_VERSION, "world_size": self.world_size, "buckets": buckets}
 
 
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("version", "world_size", "numel", "offset"), int),
-    **dict.fromkeys(("name", "dtype", "codec", "algorithm"), str),
-    **dict.fromkeys(("buckets", "slots"), list),
-    "options": dict,
-    "ahead": bool,
-}
+@dataclass(frozen=True)
+class _PlanFile:
+    version: int
+    world_size: int
+    buckets: tuple[Bucket, ...]
 
-
-def _typed(record: object) -> dict[str, Any]:
-    """Return ``record``, a mapping of a plan file, if every key in it is known and every value is of its kind."""
-    if not isinstance(record, dict):
-        raise TypeError(f"expected keys and values, got {record!r:.80}")
-    for key, value in record.items():
-        if not isinstance(value, _KINDS[key]):
-            raise TypeError(f"{key}: {value!r:.80} is no {_KINDS[key].__name__}")
-    return record
+    @property
+    def plan(self) -> FusionPlan:
+        return FusionPlan(self.buckets, self.world_size)

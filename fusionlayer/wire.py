@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from . import native
 from .errors import WireError
 
-__all__ = ["ALIGN", "WIRE_VERSION", "Header", "Plane", "Section", "WireFormat", "aligned", "lay_out"]
+__all__ = ["ALIGN", "WIRE_VERSION", "Header", "Plane", "Section", "WireFormat", "aligned", "digest", "lay_out"]
 
 WIRE_VERSION = 1
 ALIGN = 128
@@ -27,6 +28,31 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 def aligned(nbytes: int, align: int = ALIGN) -> int:
     """Return ``nbytes`` rounded up to a multiple of ``align``, by default that of most messages, 128 bytes."""
     return -(-nbytes // align) * align
+
+
+def digest(*facts: object) -> bytes:
+    """Return 32 bytes that are equal on two ranks only if the wire version and ``facts`` are.
+
+    Facts are numbers, texts, bytes, dtypes, and what prints all that matters of it: dataclasses, codecs, planners. In
+    lists and tuples order counts, in mappings and sets it does not.
+    """
+    return hashlib.sha256(_rendered((WIRE_VERSION, *facts)).encode()).digest()
+
+
+def _rendered(fact: object) -> str:
+    """Return ``fact`` as text, the same in every process."""
+    if isinstance(fact, Mapping):
+        return f"{{{', '.join(sorted(f'{_rendered(key)}: {_rendered(value)}' for key, value in fact.items()))}}}"
+    if isinstance(fact, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_rendered, fact)))}}}"
+    if isinstance(fact, (list, tuple)):
+        return f"[{', '.join(map(_rendered, fact))}]"
+    if is_dataclass(fact) and not isinstance(fact, type):
+        return f"{type(fact).__name__}{_rendered({f.name: getattr(fact, f.name) for f in fields(fact) if f.compare})}"
+    # A text is quoted, so that no two lists of texts look alike; what has no words of its own would show its address.
+    if type(fact).__str__ is object.__str__ and type(fact).__repr__ is object.__repr__:
+        raise TypeError(f"{fact!r} cannot be compared over ranks; expected a value that prints what it is")
+    return repr(fact) if isinstance(fact, (str, bytes)) else str(fact)
 
 
 @dataclass(frozen=True)

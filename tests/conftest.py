@@ -6,6 +6,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.tiers import unguarded
+
+pytest_plugins = ["pytester"]
+
 # No test asserts a time, and a failure that is seen once can be seen again.
 settings.register_profile("fusionlayer", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("fusionlayer")
@@ -17,11 +21,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give all tests that start processes to one worker of pytest-xdist: they have the other cores for their ranks."""
+    """Refuse tests without a case in the fast tier; share out tests that start processes over pytest-xdist's workers.
+
+    A file's tests that start processes run one after the other on one worker, and so do all that make network
+    namespaces. All others go wherever there is time.
+    """
+    # One case that was asked for by its name may well be exhaustive.
+    alone = [] if any("::" in argument for argument in config.args) else unguarded(items)
+    if alone:
+        raise pytest.UsageError(
+            f"every case is exhaustive: leave one to the fast tier, or name a guarded_by: {', '.join(alone)}"
+        )
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             if item.get_closest_marker("medium"):
-                item.add_marker(pytest.mark.xdist_group("processes"))
+                group = "netns" if item.get_closest_marker("netns") else item.nodeid.partition("::")[0]
+                item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@
     def test_total():
         assert run_ranks(total, 4, 2.0) == [12.0] * 4
 
-Processes come from a forkserver with torch preloaded, meet by a file or a port of the system's choice, have a deadline,
-and are all gone when the call returns. ``outcomes_of`` is the form for tests in which ranks are meant to fail.
+Processes are forked, in a hundredth of a second each, from a server that has imported torch and fusionlayer already: a
+test has processes of its own and pays for no import. They meet by a file or a port of the system's choice, have a
+deadline, and are all gone when the call returns. ``outcomes_of`` is the form for ranks that are meant to fail.
 """
 
 from __future__ import annotations
@@ -36,7 +37,25 @@ import torch.distributed as dist
 __all__ = ["Outcome", "checkpoint", "outcomes_of", "run_ranks"]
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])  # nothing that starts threads
+# What ranks import, so that each need not: seconds of a processor. Nothing of it may start a thread or read a setting
+# that a test makes later; after a fork threads are gone, and settings are the server's.
+_context.set_forkserver_preload(
+    [
+        "pytest",
+        "torch.distributed.checkpoint",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torch._inductor.compile_fx",
+        "fusionlayer.backend",
+        "fusionlayer.integrations.fsdp",
+        "fusionlayer.integrations.pipeline",
+        "fusionlayer.planning.autotune",
+        "fusionlayer.torch.elastic",
+        "fusionlayer.transport.c10d",
+        "tests.codecs.variants",
+        "tests.synthetic",
+    ]
+)
 
 _report: Connection | None = None
 
@@ -225,6 +244,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    tempfile.tempdir = None  # the server has looked for it; a rank that sets TMPDIR looks again
     try:
         if backend is not None:
             dist.init_process_group(

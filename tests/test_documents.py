@@ -30,7 +30,8 @@ from tests.harness import run_ranks
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [
-    *("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/lab/README.md", "profiles/README.md"),
+    *("README.md", "CONTRIBUTING.md", "tests/README.md", "benchmarks/README.md", "benchmarks/lab/README.md"),
+    "profiles/README.md",
     *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
 ]
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusionlayer import native
+from fusionlayer import native, wire
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import WireError
-from fusionlayer.wire import ALIGN, WIRE_VERSION, Header, Plane, aligned, lay_out
+from fusionlayer.wire import ALIGN, WIRE_VERSION, Header, Plane, aligned, digest, lay_out
 from tests.codecs.variants import every
 from tests.synthetic import gradient
 
@@ -24,6 +24,38 @@ CODECS = [codec.checked for codec in every()]
 
 def message(codec: Codec, numel: int = 300) -> Tensor:
     return codec.compress(gradient(numel, 80), seed=1)
+
+
+# ---- facts that ranks compare ---------------------------------------------------------------------------------------
+
+
+def test_equal_facts_have_equal_digests() -> None:
+    assert digest({"a": 1, "b": {2, 1}}, [3, 4]) == digest({"b": {1, 2}, "a": 1}, (3, 4))
+    assert len({digest(codec) for codec in CODECS} | {digest(codec.bare) for codec in CODECS}) == 2 * len(set(CODECS))
+    with pytest.raises(TypeError, match="cannot be compared over ranks"):
+        digest(object())
+
+
+def test_every_difference_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = [
+        (),
+        (1,),
+        ("1",),
+        (1, 2),
+        ([1, 2],),
+        ("1, 2",),
+        (1.0,),
+        (True,),
+        (None,),
+        (b"1",),
+        ({"a": 1},),
+        ({"a": "1"},),
+    ]
+    facts += [(torch.float16,), (HEADER,), (replace(HEADER, numel=1001),)]
+    digests = {digest(*fact) for fact in facts}
+    assert len(digests) == len(facts)
+    monkeypatch.setattr(wire, "WIRE_VERSION", WIRE_VERSION + 1)
+    assert digest() not in digests
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------

@@ -21,11 +21,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
-import torch
-
+from benchmarks import driver
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.quiet import pressure, refuse_if_busy
-from benchmarks.report import Environment, table, write
+from benchmarks.quiet import pressure
 
 from .cell import Cell, Row, in_words
 from .options import parse
@@ -35,8 +33,7 @@ from .summary import summarize
 def main() -> int:
     """Run the command line; return the exit status."""
     options = parse(__doc__)
-    refuse_if_busy(options.busy_ok, max(options.worlds))
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options, max(options.worlds))
     no_namespaces = why_not(Network(hosts=1))
     if no_namespaces:
         print(f"no emulated networks, and loopback is shared with others: {no_namespaces}", file=sys.stderr)
@@ -60,10 +57,7 @@ def main() -> int:
     if not results:
         return 1
     title = f"Collectives: {options.rounds} rounds, f32 on CPUs"
-    print(table(title, lines))
-    print(environment)
-    if options.out:
-        write(options.out, "collective", title, environment, results, lines)
+    driver.finish(options, "collective", title, environment, results, lines)
     return 1 if failed else 0
 
 
@@ -106,4 +100,4 @@ def why_no_mpi() -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

@@ -6,9 +6,9 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import fusionlayer as fl
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
 from benchmarks.lab import Network
 from benchmarks.lab.network import CPU_BOUND
@@ -22,12 +22,7 @@ SMOKE = {"rates": "none,1gbit", "worlds": "2", "sizes": "64KB", "rounds": 2}
 
 def parse(description: str | None) -> argparse.Namespace:
     """Return what the command line asks for; what cannot be is told to the user, and ends the process."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.collective",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = driver.make_parser("collective", description, allow_abbrev=False)
     parser.add_argument(
         "--rates",
         type=comma_separated(_rate),
@@ -43,11 +38,8 @@ def parse(description: str | None) -> argparse.Namespace:
     collectives = fl.collectives.names()
     parser.add_argument("--collectives", type=_names(collectives), default=tuple(collectives), help="default: all")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one set of workers (default 1800)")
-    parser.add_argument("--smoke", action="store_true", help="a little of everything, only to see that it works")
-    parser.add_argument("--busy-ok", action="store_true", help="measure even while the machine has other work")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
-    parser.set_defaults(**({**SMOKE, "busy_ok": True} if "--smoke" in sys.argv[1:] else DEFAULTS))
+    driver.add_options(parser, timed=True, smoke=True)
+    parser.set_defaults(**(SMOKE if "--smoke" in sys.argv[1:] else DEFAULTS))
     options = parser.parse_args()
     uneven = [world for world in options.worlds if world % options.hosts]
     if uneven and any(options.rates):

@@ -18,8 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.lab import Network, launch
 from benchmarks.report import Environment, result_path, table, write
@@ -44,7 +43,7 @@ def main() -> int:
         options.every,
         options.optimizer,
     )
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options)
     folder: Path | None = options.out
     rows: list[dict[str, Any]] = []
     if options.resume:
@@ -134,9 +133,7 @@ def _method(name: str) -> str:
 
 def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     default = Settings()
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("convergence", __doc__)
     parser.add_argument(
         "--presets",
         type=comma_separated(_method),
@@ -166,4 +163,4 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

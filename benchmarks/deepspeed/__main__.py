@@ -23,12 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.quiet import pressure, refuse_if_busy
-from benchmarks.report import Environment, table, write
+from benchmarks.quiet import pressure
+from benchmarks.report import write
 from benchmarks.training.summary import interval
 
 from .variants import BASELINE, LIMITS, section
@@ -52,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.deepspeed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = driver.make_parser("deepspeed", __doc__)
     parts = parser.add_subparsers(dest="what", required=True)
     kinds = comma_separated(one_of(KINDS))
     for name, chosen, variants, steps, batch in (
@@ -68,8 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         part.add_argument("--variants", type=comma_separated(str), default=variants, help=f"({','.join(variants)})")
         part.add_argument("--steps", type=count(), default=steps, help=f"of each training ({steps})")
         part.add_argument("--batch", type=count(), default=batch, help=f"pieces of text for each rank ({batch})")
-        part.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-        part.add_argument("--hardware", help="name of the machine in the file names")
+        driver.add_options(part, timed=name == "steps")
         if name == "losses":
             part.add_argument("--seeds", type=comma_separated(count(0)), default=(0,), help="of weights and data (0)")
             part.add_argument("--width", type=count(), default=128, help="of the model (128)")
@@ -79,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
             part.add_argument("--rate", default="100mbit", help="of the links (100mbit)")
             part.add_argument("--width", type=count(), default=384, help="of the model (384)")
             part.add_argument("--layers", type=count(), default=6, help="of the model (6)")
-            part.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
     return parser
 
 
@@ -93,8 +86,7 @@ def _steps(options: argparse.Namespace) -> int:
         _parser().error(str(error))
     if obstacle := why_not(network):
         _parser().error(f"needs network namespaces: {obstacle}")
-    refuse_if_busy(options.busy_ok, 2)
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options, 2)
     title = f"DeepSpeed steps at {options.rate}: 2 ranks, GPT of width {options.width} with {options.layers} layers"
     measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
     before = pressure()
@@ -109,7 +101,7 @@ def _steps(options: argparse.Namespace) -> int:
                 measured.setdefault((kind, variant), []).append(json.loads(result.read_text()))
             print(f"round {turn + 1}: {kind}, {variant}", file=sys.stderr, flush=True)
     found = [{**row, "pressure": {"before": before, "after": pressure()}} for row in step_rows(measured)]
-    _report(options, "deepspeed-steps-2x1", title, environment, found, shown_steps(found))
+    driver.finish(options, "deepspeed-steps-2x1", title, environment, found, shown_steps(found))
     return 0
 
 
@@ -151,7 +143,7 @@ def shown_steps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _losses(options: argparse.Namespace) -> int:
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options)
     title = f"Losses under DeepSpeed: {options.steps} steps, 2 ranks, batches of {options.batch}"
     found: list[dict[str, Any]] = []
     for seed in options.seeds:
@@ -169,7 +161,7 @@ def _losses(options: argparse.Namespace) -> int:
             )
             if options.out:  # runs are long: what is there is kept
                 write(options.out, "deepspeed-losses", title, environment, found, shown_losses(found))
-    _report(options, "deepspeed-losses", title, environment, found, shown_losses(found))
+    driver.finish(options, "deepspeed-losses", title, environment, found, shown_losses(found))
     return 0
 
 
@@ -226,22 +218,5 @@ def _jobs(options: argparse.Namespace, **more: Any) -> Iterator[tuple[str, str, 
             yield kind, variant, json.dumps({**job, **more})
 
 
-def _report(
-    options: argparse.Namespace,
-    theme: str,
-    title: str,
-    environment: Environment,
-    rows: list[dict[str, Any]],
-    shown: list[dict[str, Any]],
-) -> None:
-    print(table(title, shown))
-    if options.out:
-        path = write(options.out, theme, title, environment, rows, shown)
-        print(f"wrote {path}", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    driver.leave(main)

@@ -9,21 +9,16 @@ differs from gloo in nothing and says what the machine's noise is. "with rules" 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-import torch
-
+from benchmarks import driver
 from benchmarks.arguments import count
 from benchmarks.lab import Network, launch
-from benchmarks.quiet import refuse_if_busy
-from benchmarks.report import Environment, table, write
 from benchmarks.training.summary import interval
 
 from .worker import FORMS, Cell
@@ -35,21 +30,13 @@ SMOKE = Cell(width=32, layers=1, steps=1, rounds=2)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.passthrough",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = driver.make_parser("passthrough", __doc__)
     parser.add_argument("--workers", type=count(2), default=2, help="(2)")
     parser.add_argument("--rounds", type=count(), default=Cell.rounds, help=f"({Cell.rounds})")
-    parser.add_argument("--smoke", action="store_true", help="a little of everything, only to see that it works")
-    parser.add_argument("--busy-ok", action="store_true", help="measure even while the machine has other work")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for all (900)")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser, timed=True, smoke=True)
     options = parser.parse_args(arguments)
-    refuse_if_busy(options.busy_ok or options.smoke, options.workers)
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options, options.workers)
     cell = SMOKE if options.smoke else Cell(rounds=options.rounds)
     command = [sys.executable, "-m", f"{__package__}.worker", json.dumps(asdict(cell))]
     network = Network(1, isolated=False)
@@ -61,11 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds: dict[str, list[float]] = json.loads(text)
     rows = [line(form, seconds) for form in FORMS]
     title = f"Calls that pass, GPT of width {cell.width}, {options.workers} workers, {cell.rounds} rounds"
-    print(table(title, rows))
-    print(environment)
-    if options.out:
-        found = [{"form": form, "seconds": seconds[form], **asdict(cell)} for form in FORMS]
-        print(f"wrote {write(options.out, 'passthrough', title, environment, found, rows)}", file=sys.stderr)
+    found = [{"form": form, "seconds": seconds[form], **asdict(cell)} for form in FORMS]
+    driver.finish(options, "passthrough", title, environment, found, rows)
     return 0
 
 
@@ -78,4 +62,4 @@ def line(form: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

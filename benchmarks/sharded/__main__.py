@@ -13,7 +13,6 @@ the same price in memory. "optimizer: ..." is ``fl.ShardedOptimizer``, without F
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,15 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks import driver
 from benchmarks.arguments import count
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS, STYLE, save
-from benchmarks.quiet import pressure, refuse_if_busy
-from benchmarks.report import Environment, table, write
+from benchmarks.plots import COLOURS
+from benchmarks.quiet import pressure
 from benchmarks.training.summary import interval
 from examples.gpt import Config
 
@@ -113,9 +110,7 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sharded", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("sharded", __doc__)
     parser.add_argument("--rate", default="100mbit", help="of each node's link (100mbit)")
     parser.add_argument("--nodes", type=count(2), default=2, help="nodes (2)")
     parser.add_argument("--ranks", type=count(), default=2, help="ranks of a node (2)")
@@ -125,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in shape.items():
         parser.add_argument(f"--{name}", type=count(), default=value, help=f"of the model ({value})")
     parser.add_argument("--batch", type=count(), default=2, help="pieces of text in a rank's step (2)")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
-    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
+    driver.add_options(parser, timed=True)
     options = parser.parse_args(arguments)
     try:
         network = Network(options.nodes, options.rate)
@@ -136,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if obstacle := why_not(network):
         parser.error(f"needs network namespaces: {obstacle}")
-    refuse_if_busy(options.busy_ok, options.nodes * options.ranks)
+    environment = driver.begin(options, options.nodes * options.ranks)
     names = list(dict.fromkeys([BASELINE, *(VARIANTS if options.variants is None else options.variants)]))
     before = pressure()
     measured = _measure(Job(names, options.rounds, asdict(config), options.batch), network, options.ranks)
@@ -151,14 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"Sharded step: {options.nodes} nodes of {options.ranks} ranks, {network.rate} between nodes, GPT of "
         f"{elements / 1e6:.1f} M weights, {options.rounds} rounds"
     )
-    environment = Environment.here(torch.device("cpu"), options.hardware)
-    print(table(title, shown))
-    if options.out:
-        name = f"sharded-{options.nodes}x{options.ranks}"
-        path = write(options.out, name, title, environment, found, shown)
-        with rc_context(STYLE):  # type: ignore[arg-type]
-            save(picture(found), options.out / "plots" / name)
-        print(f"wrote {path}", file=sys.stderr)
+    name = f"sharded-{options.nodes}x{options.ranks}"
+    driver.finish(options, name, title, environment, found, shown, pictures={name: lambda: picture(found)})
     return 0
 
 
@@ -176,7 +163,4 @@ def _measure(job: Job, network: Network, per_node: int) -> dict[str, list[dict[s
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    driver.leave(main)

@@ -14,11 +14,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from benchmarks import driver
 from benchmarks.arguments import comma_separated
-from benchmarks.quiet import refuse_if_busy
-from benchmarks.report import Environment, result_path, table, write
+from benchmarks.report import result_path
 from benchmarks.training.workloads import MODELS
 from fusionlayer.errors import FusionLayerError
 from fusionlayer.planning.cost_model import parse_rate
@@ -32,11 +30,7 @@ COMMENT = "A measured cost profile; profiles/README.md has the schema. Written b
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = driver.make_parser("simulate", __doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     measuring = commands.add_parser("measure", help="measure a profile in the lab")
     measuring.add_argument("--model", choices=list(MODELS), default="gpt", help="whose step is measured (default gpt)")
@@ -53,8 +47,7 @@ def main() -> int:
     validating.add_argument("--profile", type=Path, required=True, metavar="PROFILE.yaml")
     validating.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
     validating.add_argument("--update", action="store_true", help="store the errors in the profile")
-    validating.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    validating.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(validating)
     validating.set_defaults(run=_validate)
     options = parser.parse_args()
     try:
@@ -74,8 +67,7 @@ def _rate(text: str) -> str:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    refuse_if_busy(options.busy_ok, 2)
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options, 2)
     profile = measure(options.model, options.rates, QUICK if options.quick else FULL, environment)
     options.out.mkdir(parents=True, exist_ok=True)
     path = result_path(options.out, options.model, environment).with_suffix(".yaml")
@@ -94,14 +86,11 @@ def _validate(options: argparse.Namespace) -> None:
     rows = [each.row() for each in compared]
     mean, median, largest = known.error
     title = f"Projected beside measured steps: error {mean:.1%} mean, {median:.1%} median, {largest:.1%} largest"
-    environment = Environment.here(torch.device("cpu"), options.hardware)
-    print(table(title, rows))
-    if options.out:
-        print(write(options.out, f"simulate-{profile.model.name}", title, environment, rows))
+    driver.finish(options, f"simulate-{profile.model.name}", title, driver.begin(options), rows)
     if options.update:
         comment = COMMENT.format(command=profile.environment.get("command", "hand"))
         replace(profile, validation=known).to_yaml(options.profile, comment)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

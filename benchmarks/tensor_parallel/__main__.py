@@ -20,15 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS, MARKERS, STYLE, save
-from benchmarks.quiet import pressure, refuse_if_busy
-from benchmarks.report import Environment, table, write
+from benchmarks.plots import COLOURS, MARKERS
+from benchmarks.quiet import pressure
 from benchmarks.training.summary import interval
 
 from .model import Shape
@@ -118,11 +116,7 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tensor_parallel",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = driver.make_parser("tensor_parallel", __doc__)
     parser.add_argument(
         "--rates", type=comma_separated(str), default=("1gbit", "100mbit"), help="of the links (1gbit,100mbit)"
     )
@@ -133,9 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=count(), default=4, help="turns of each variant (4)")
     for name, value in asdict(Shape()).items():
         parser.add_argument(f"--{name}", type=count(), default=value, help=f"of the model or batch ({value})")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
-    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
+    driver.add_options(parser, timed=True)
     options = parser.parse_args(arguments)
     try:
         networks = [Network(options.ranks, rate) for rate in options.rates]
@@ -147,10 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{given}: expected ranks that divide the heads, and a width that is a multiple of 32 heads")
     if obstacle := why_not(networks[0]):
         parser.error(f"needs network namespaces: {obstacle}")
-    refuse_if_busy(options.busy_ok, options.ranks)
     names = list(dict.fromkeys([BASELINE, *(options.variants or (each.name for each in variants()))]))
     job = Job(names, options.rounds, asdict(shape))
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options, options.ranks)
     title = (
         f"Tensor-parallel step: {options.ranks} ranks, width {shape.width}, {shape.layers} layers, activations of "
         f"{shape.activation_bytes / (1 << 20):g} MiB, {options.rounds} rounds"
@@ -164,12 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         busy = {"before": before, "after": pressure()}
         found += [{**row, "pressure": busy} for row in rows(network.rate, measured)]
     shown = [columns(row) for row in found]
-    print(table(title, shown))
-    if options.out:
-        path = write(options.out, f"tensor-parallel-{options.ranks}x1", title, environment, found, shown)
-        with rc_context(STYLE):  # type: ignore[arg-type]
-            save(picture(found), options.out / "plots" / f"tensor-parallel-{options.ranks}x1")
-        print(f"wrote {path}", file=sys.stderr)
+    theme = f"tensor-parallel-{options.ranks}x1"
+    pictures = {theme: lambda: picture(found)}
+    driver.finish(options, theme, title, environment, found, shown, pictures=pictures)
     return 0
 
 
@@ -194,7 +182,4 @@ def _measure(job: Job, network: Network) -> dict[str, list[dict[str, float]]] | 
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    driver.leave(main)

@@ -9,7 +9,6 @@ instruction set. Needs no quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
-from benchmarks.report import Environment, table, write
+from benchmarks.report import write
 
 __all__ = ["VARIANTS", "main"]
 
@@ -42,22 +40,17 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tensor_parallel.losses",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = driver.make_parser("tensor_parallel.losses", __doc__)
     parser.add_argument("--ranks", type=comma_separated(count(2)), default=(2, 4), help="numbers of ranks (2,4)")
     parser.add_argument("--steps", type=count(), default=400, help="of training (400)")
     parser.add_argument("--batch-size", type=count(), default=8, help="pieces of text (8)")
     parser.add_argument("--only", type=comma_separated(str), help=f"of {'; '.join(VARIANTS)}")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser)
     options = parser.parse_args(arguments)
     chosen = {name: VARIANTS[name] for name in VARIANTS if not options.only or name in options.only}
     if options.only and set(options.only) - set(VARIANTS):
         parser.error(f"--only {','.join(options.only)}; choose from {', '.join(VARIANTS)}")
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options)
     title = f"Loss by codec of activations: {options.steps} steps, batches of {options.batch_size}"
     found: list[dict[str, Any]] = []
     for ranks in options.ranks:
@@ -72,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{ranks} ranks, {name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
             if options.out:  # runs are long: what is there is kept
                 write(options.out, "tensor-parallel-losses", title, environment, found, _shown(found))
-    print(table(title, _shown(found)))
+    driver.finish(options, "tensor-parallel-losses", title, environment, found, _shown(found))
     return 0
 
 
@@ -111,4 +104,4 @@ def _shown(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

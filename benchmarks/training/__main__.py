@@ -17,12 +17,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.lab import Network, launch, why_not
 from benchmarks.quiet import pressure, refuse_if_busy
-from benchmarks.report import Environment, table, write
+from benchmarks.report import table, write
 
 from .cell import Cell, Measured, Round
 from .methods import all_methods, select
@@ -45,7 +44,7 @@ def main() -> int:
         networks = [Network(1, isolated=False)]
         hosts, workers = 1, hosts * workers
         _say(f"no network namespaces here ({obstacle}): {workers} workers on loopback, at no given rate")
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options)
     title = f"Training {options.model}, {hosts} x {workers} workers, {options.rounds} rounds"
     found: list[dict[str, Any]] = []
     for network in networks:
@@ -69,11 +68,8 @@ def main() -> int:
 
 def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     methods = "\n".join(f"  {name:14} {about}" for name, about in all_methods().items())
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training",
-        description=__doc__,
-        epilog=f"methods, beside the words all, peers, codecs and overlap:\n{methods}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = driver.make_parser(
+        "training", __doc__, epilog=f"methods, beside the words all, peers, codecs and overlap:\n{methods}"
     )
     parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained (default gpt)")
     parser.add_argument("--hosts", type=count(), default=2, help="number of hosts (default 2)")
@@ -88,9 +84,7 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--methods", type=comma_separated(str), help="comma-separated (default: all)")
     parser.add_argument("--rounds", type=count(), default=8, help="turns of each method (default 8)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and order (default 0)")
-    parser.add_argument("--out", type=Path, help="folder of result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
-    parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on; it is in the result")
+    driver.add_options(parser, timed=True)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one rate (default 3600)")
     return parser, parser.parse_args()
 
@@ -121,7 +115,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    driver.leave(main)

@@ -19,19 +19,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.collective.cell import in_words
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS, MARKERS, STYLE, save
-from benchmarks.quiet import pressure, refuse_if_busy
-from benchmarks.report import Environment, table, write
+from benchmarks.plots import COLOURS, MARKERS
+from benchmarks.quiet import pressure
+from benchmarks.report import table
 
 from .worker import CALLS, Cell
 
@@ -48,22 +46,16 @@ Row = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.zipped", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.make_parser("zipped", __doc__)
     parser.add_argument("--rates", type=comma_separated(str), default=RATES, help="comma-separated (100mbit,1gbit)")
     parser.add_argument("--rounds", type=count(), default=7, help="(7)")
-    parser.add_argument("--smoke", action="store_true", help="a little of everything, only to see that it works")
-    parser.add_argument("--busy-ok", action="store_true", help="measure even while the machine has other work")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one set of workers (400)")
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
-    parser.add_argument("--hardware", help="name of the machine in the file names")
+    driver.add_options(parser, timed=True, smoke=True)
     options = parser.parse_args(arguments)
-    refuse_if_busy(options.busy_ok or options.smoke, 2)
     if reason := why_not(Network()):
         print(f"no emulated networks: {reason}", file=sys.stderr)
         return 1
-    environment = Environment.here(torch.device("cpu"), options.hardware)
+    environment = driver.begin(options, 2)
     rows, failed = [], []
     for cell in cells(options):
         found = list(run(cell, options.timeout))
@@ -80,17 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"Zipped collectives beside native ones, 2 hosts, bf16, {rows[0]['rounds']} rounds"
     told = [late_line(row) for row in late]
     late_title = f"A rank that comes late, {LATE_HOSTS} hosts, {LATE_RATE}"
-    print(table(title, shown) if shown else "")
-    print(table(late_title, told) if told else "")
-    print(environment)
-    if options.out and shown and told:
-        path = write(options.out, "zipped", title, environment, rows, shown)
-        facts = path.with_suffix(".md").read_text()
-        path.with_suffix(".md").write_text(f"{facts}\n{table(late_title, told)}")
-        with rc_context(STYLE):  # type: ignore[arg-type]
-            save(ratios(compared), options.out / "plots" / "zipped")
-            save(designs(late), options.out / "plots" / "zipped-late")
-        print(f"wrote {path}", file=sys.stderr)
+    late_table = table(late_title, told) if told else ""
+    if not shown or not told:  # half of it, which is shown and not kept
+        print(table(title, shown) if shown else late_table)
+        return 1
+    pictures = {"zipped": lambda: ratios(compared), "zipped-late": lambda: designs(late)}
+    driver.finish(options, "zipped", title, environment, rows, shown, more=[late_table], pictures=pictures)
     return 1 if failed else 0
 
 
@@ -200,4 +187,4 @@ def designs(rows: Sequence[Row]) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

@@ -20,8 +20,8 @@ class Hint:
 
     Attributes:
         plain: whatever the policy says, the tensor travels as it is.
-        residual: (n,) f32, this rank's error feedback of an all-reduce of n elements: added to what is sent, replaced
-            by what sending lost.
+        residual: (n,) f32, this rank's error feedback of an all-reduce of n elements: added to what is sent, which for
+            an average is divided already, and replaced by what sending lost.
         padding: elements of the input without meaning, which may be anything: they are sent as zeros.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PlanMismatch
+from ..wire import digest
 
 __all__ = ["Native"]
 
@@ -117,8 +117,7 @@ class Native:
         Raises:
             PlanMismatch: on every rank, if any differ.
         """
-        digest = hashlib.sha256(facts.encode()).digest()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(digest(facts)), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self._size)]
         self._gloo.allgather([every], [mine]).wait()
         differ = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from .. import codecs, collectives
+from .. import codecs, collectives, records
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..registry import nearest
@@ -57,54 +56,42 @@ class CallRule:
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        _check_kinds(
-            "rule",
-            self,
-            codec=(str,),
-            options=(Mapping,),
-            op=(str, list, tuple, type(None)),
-            group=(str,),
-            dtype=(str, list, tuple, type(None)),
-            min_bytes=(int, type(None)),
-            max_bytes=(int, type(None)),
-            algorithm=(str, type(None)),
-            error_feedback=(bool,),
-        )
+        records.check(self)
         for op in _listed(self.op):
             if op not in OPS:
-                raise ConfigError(f"rule: unknown op {op!r}; {nearest(str(op), list(OPS))}")
+                raise ConfigError(f"unknown op {op!r}; {nearest(str(op), list(OPS))}")
         for dtype in _listed(self.dtype):
             if dtype not in _DTYPES:
-                raise ConfigError(f"rule: unknown dtype {dtype!r}; {nearest(str(dtype), list(_DTYPES))}")
+                raise ConfigError(f"unknown dtype {dtype!r}; {nearest(str(dtype), list(_DTYPES))}")
         low, high = self.min_bytes or 0, self.max_bytes
         if low < 0 or (high is not None and high < low):
-            raise ConfigError(f"rule: min_bytes={self.min_bytes}, max_bytes={high}; expected 0 <= min <= max")
+            raise ConfigError(f"min_bytes={self.min_bytes}, max_bytes={high}; expected 0 <= min <= max")
         self._check_codec()
 
     def _check_codec(self) -> None:
         codec = self.make_codec()
         if codec.ahead:
             raise ConfigError(
-                f"rule: codec {self.codec!r} leaves most elements out and needs error feedback, for which the group "
+                f"codec {self.codec!r} leaves most elements out and needs error feedback, for which the group "
                 "would have to know the tensors; choose a codec that sends all, or wrap the optimizer"
             )
         if codec.needs_feedback and not (self.error_feedback and self.ops == ("all_reduce",)):
             raise ConfigError(
-                f"rule: codec {self.codec!r} loses most of a tensor and needs error feedback, which a process group "
+                f"codec {self.codec!r} loses most of a tensor and needs error feedback, which a process group "
                 "has only where callers give it: say so in a rule for op all_reduce, with error_feedback true, choose "
                 "another codec, or wrap the optimizer"
             )
         if self.algorithm is None:
             return
         if self.passes:
-            raise ConfigError(f"rule: algorithm={self.algorithm!r} with codec 'raw', which leaves calls as they are")
+            raise ConfigError(f"algorithm={self.algorithm!r} with codec 'raw', which leaves calls as they are")
         ops = set(self.ops)
         if ops == {"reduce_scatter"}:
             if self.algorithm != "ring":
-                raise ConfigError(f"rule: algorithm={self.algorithm!r} for reduce_scatter; expected 'ring' or none")
+                raise ConfigError(f"algorithm={self.algorithm!r} for reduce_scatter; expected 'ring' or none")
         elif ops != {"all_reduce"}:
             raise ConfigError(
-                f"rule: algorithm={self.algorithm!r} for {', '.join(self.ops)}; give it in a rule with op: all_reduce "
+                f"algorithm={self.algorithm!r} for {', '.join(self.ops)}; give it in a rule with op: all_reduce "
                 "or op: reduce_scatter alone"
             )
         else:
@@ -163,9 +150,9 @@ class CallPolicy:
     min_bytes: int = 16384
 
     def __post_init__(self) -> None:
-        _check_kinds("policy", self, rules=(tuple,), min_bytes=(int,))
+        records.check(self)
         if self.min_bytes < 0:
-            raise ConfigError(f"policy: min_bytes={self.min_bytes}; expected a number of bytes, 0 for none")
+            raise ConfigError(f"min_bytes={self.min_bytes}; expected a number of bytes, 0 for none")
 
     @classmethod
     def of(cls, source: CallPolicy | Mapping[str, Any] | str | Path | None) -> CallPolicy:
@@ -181,32 +168,13 @@ class CallPolicy:
         if isinstance(source, CallPolicy):
             return source
         if isinstance(source, Mapping):
-            return cls._parse(source)
-        if not isinstance(source, (str, Path)):
-            raise ConfigError(
-                f"policy: got a {type(source).__name__}; expected a fusionlayer.backend.Policy, a mapping, "
-                "or the path of a YAML file"
-            )
-        try:
-            data = yaml.safe_load(Path(source).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"policy {source} cannot be read: {' '.join(str(error).split())}") from error
-        try:
-            return cls._parse(data)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
-
-    @classmethod
-    def _parse(cls, data: object) -> CallPolicy:
-        _check_keys("policy", data, cls)
-        assert isinstance(data, Mapping)
-        entries = data.get("rules", ())
-        if not isinstance(entries, (list, tuple)):
-            raise ConfigError(f"policy: rules={entries!r:.60}; expected a list of rules")
-        rules = [
-            entry if isinstance(entry, CallRule) else _rule(number, entry) for number, entry in enumerate(entries, 1)
-        ]
-        return cls(**{**data, "rules": tuple(rules)})
+            return records.build(cls, source, "policy")
+        if isinstance(source, (str, Path)):
+            return records.load(cls, source, "policy")
+        raise ConfigError(
+            f"policy: got a {type(source).__name__}; expected a fusionlayer.backend.Policy, a mapping, "
+            "or the path of a YAML file"
+        )
 
     @property
     def facts(self) -> str:
@@ -215,35 +183,7 @@ class CallPolicy:
         return "\n".join([*rules, f"min_bytes {self.min_bytes}, wire version {WIRE_VERSION}"])
 
 
-def _rule(number: int, entry: object) -> CallRule:
-    try:
-        _check_keys("rule", entry, CallRule)
-        assert isinstance(entry, Mapping)
-        if "codec" not in entry:
-            raise ConfigError(f"rule: {dict(entry)!r:.80} lacks 'codec'")
-        return CallRule(**entry)
-    except ConfigError as error:
-        raise ConfigError(f"policy, rule {number}: {str(error).removeprefix('rule: ')}") from None
-
-
 def _listed(value: str | Sequence[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _check_keys(what: str, data: object, kind: type[CallPolicy] | type[CallRule]) -> None:
-    known = [f.name for f in fields(kind)]
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{what}: {data!r:.60}; expected keys and values, of: {', '.join(known)}")
-    for key in data:
-        if key not in known:
-            raise ConfigError(f"{what}: unknown key {key!r}; {nearest(str(key), known)}")
-
-
-def _check_kinds(what: str, given: object, **kinds: tuple[Any, ...]) -> None:
-    for name, kind in kinds.items():
-        value = getattr(given, name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
-            names = " or ".join("null" if k is type(None) else k.__name__ for k in kind)
-            raise ConfigError(f"{what}: {name}={value!r:.60} has type {type(value).__name__}; expected {names}")

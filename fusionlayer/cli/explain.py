@@ -127,7 +127,7 @@ def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
 
 
 def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> BucketCosts | None:
-    """Return the costs of sending values as they are, if the profile has them."""
+    """Return the costs of sending values uncompressed, if the profile has them."""
     if "raw" not in profile.codecs:
         return None
     return costs_of(profile, codecs.get("raw"), "dense", scenario, workers, measured)

@@ -125,7 +125,7 @@ class DynamiQ(NativeCodec, name="dynamiq"):
         order = deal(bits, lengths) if movable and len(lengths) > 1 else None
         given = bits if order is None else bits[order]
         if self.header:
-            transport.check_agreement("bits of super-groups", given.cpu().numpy().tobytes())
+            transport.agree("bits of super-groups", given.cpu().numpy().tobytes())
         centre = means.nan_to_num(0.0, 0.0, 0.0) if self.centred else None
         correlated = self.correlated and transport.size <= _MOST_RANKS
         return replace(

@@ -44,10 +44,10 @@ def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, 
     chosen = union.nonzero().view(-1)
     if not everything:
         codec.share.adapt(wanted, len(chosen))
-    rows = codec.rows(given)
-    total = rows[chosen].view(-1)
-    lost = None if residual is None else torch.zeros_like(total)
+    total = codec.rows(x.float())[chosen].view(-1)
+    lost = None if residual is None else codec.rows(residual)[chosen].view(-1)
     ring(total, codecs.get("bf16").bare, transport, seed=seed, residual=lost)
+    rows = codec.rows(given)
     if residual is not None and lost is not None:
         kept = rows.clone()
         kept[chosen] = lost.view(-1, size)

@@ -5,7 +5,6 @@ Their interface is that of torch's ``Comm``, which is not public and says no mor
 
 from __future__ import annotations
 
-import hashlib
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from ..collectives.switching import switcher_of
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
-from ..wire import DTYPE_CODES, WIRE_VERSION
+from ..wire import DTYPE_CODES
 from .codec_or_auto import CodecOrAuto
 from .fsdp_shards import Shards
 from .replica import Replica
@@ -62,9 +61,7 @@ class Direction:
         """Return the transport over ``group``, whose ranks have compared codecs."""
         transport = context.transport(group, self._ranks_per_node)
         if transport not in self._agreed:
-            facts = f"{self._what} {self} {self._ranks_per_node} {WIRE_VERSION}"
-            digest = hashlib.sha256(facts.encode()).digest()
-            transport.check_agreement(f"the codec of FSDP's {self._what}", digest)
+            transport.agree(f"the codec of FSDP's {self._what}", self._what, self, self._ranks_per_node)
             self._agreed.add(transport)
         return transport
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ..collectives.switching import switcher_of
 from ..errors import ConfigError, PlanMismatch
 from ..seeds import derive_seed
 from ..transport import Transport
-from ..wire import DTYPE_CODES, WIRE_VERSION
+from ..wire import DTYPE_CODES
 from .codec_or_auto import CodecOrAuto
 from .groups import resolve
 
@@ -89,7 +88,7 @@ class Dispatcher:
         self.rank, self.size = self._transport.rank, self._transport.size
         self.bytes_sent = 0
         if self.size > 1:
-            self._agree("codecs of expert parallelism", f"{self._forward}, gradients {self._backward}")
+            self._transport.agree("codecs of expert parallelism", self._forward, self._backward)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, counts: Tensor | Sequence[int]) -> tuple[Tensor, Route]:
@@ -197,9 +196,6 @@ class Dispatcher:
             )
         return every[:, :-1].view(self.size, *counts.shape)
 
-    def _agree(self, what: str, facts: str) -> None:
-        self._transport.check_agreement(what, hashlib.sha256(f"{facts} {WIRE_VERSION}".encode()).digest())
-
 
 class _Travel(torch.autograd.Function):
     """Rows to other ranks, with gradients that come back.
@@ -249,7 +245,7 @@ class Experts(nn.Module):
         if not len(self.experts):
             raise ConfigError("Experts got no experts; give each rank as many, at least one")
         if dispatcher.size > 1:
-            dispatcher._agree("the number of experts on each rank", f"{len(self.experts)} {average}")
+            dispatcher._transport.agree("the number of experts on each rank", len(self.experts), average)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """Return the weighted sum of what its experts make of each token.

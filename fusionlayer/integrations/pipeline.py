@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from ..codecs import Codec
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..seeds import derive_seed
-from ..wire import DTYPE_CODES, WIRE_VERSION
+from ..wire import DTYPE_CODES
 
 __all__ = ["PipelineStage"]
 
@@ -148,8 +147,7 @@ def _agree(group: dist.ProcessGroup | None, facts: str) -> None:
     world = group or dist.group.WORLD
     assert world is not None
     if world not in _agreed:
-        digest = hashlib.sha256(f"{facts} {WIRE_VERSION}".encode()).digest()
-        context.transport(group).check_agreement("codecs or warm-up of pipeline stages", digest)
+        context.transport(group).agree("codecs or warm-up of pipeline stages", facts)
         _agreed[world] = facts
     if _agreed[world] != facts:
         raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -18,7 +17,7 @@ from ..errors import ConfigError, UsageError
 from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
-from ..wire import DTYPE_CODES, WIRE_VERSION
+from ..wire import DTYPE_CODES
 from .weights import Weights, both_ways
 
 __all__ = ["ShardedOptimizer"]
@@ -171,10 +170,9 @@ class ShardedOptimizer(Optimizer):
 
     def _fl_agree(self, align: int, name: str) -> None:
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in each["params"]] for each in self.param_groups]
-        facts = f"{shapes} {align} {name} {self._fl_weights} {self._fl_gradients} {WIRE_VERSION}"
         if self._fl_transport.size > 1:
-            digest = hashlib.sha256(facts.encode()).digest()
-            self._fl_transport.check_agreement("parameters or codecs of a ShardedOptimizer", digest)
+            facts = (shapes, align, name, self._fl_weights, self._fl_gradients)
+            self._fl_transport.agree("parameters or codecs of a ShardedOptimizer", *facts)
 
 
 class _Part:

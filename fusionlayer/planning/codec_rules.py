@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from .. import codecs
+from .. import codecs, records
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..plan import TensorInfo
@@ -26,7 +25,7 @@ NEAR_LOSSLESS_ERROR = 1e-4
 """Largest part of a Gaussian tensor's energy that a codec may change and still be called near-lossless."""
 _SAMPLE = 1 << 16
 
-Seconds = Callable[[Codec, TensorInfo], float]
+SecondsAlone = Callable[[Codec, TensorInfo], float]
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,11 @@ class CodecRule:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {
-            "codec": str,
-            "options": Mapping,
-            "match": str,
-            "min_numel": int,
-            "dtype": (str, type(None)),
-        }
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind) or isinstance(getattr(self, name), bool):
-                raise ConfigError(f"rule: {name}={getattr(self, name)!r} has type {type(getattr(self, name)).__name__}")
+        records.check(self)
         if self.codec != AUTO:
             codecs.get(self.codec, **self.options)
         elif self.options:
-            raise ConfigError(f"rule: codec 'auto' takes no options, got {dict(self.options)}")
+            raise ConfigError(f"codec 'auto' takes no options, got {dict(self.options)}")
 
     def fits(self, tensor: TensorInfo) -> bool:
         """Return whether the rule is for this tensor."""
@@ -101,30 +91,16 @@ class CodecRules:
     fidelity: str = "near_lossless"
 
     def __post_init__(self) -> None:
+        records.check(self)
         if self.fidelity not in FIDELITIES:
-            raise ConfigError(f"policy: fidelity={self.fidelity!r}; expected one of: {', '.join(FIDELITIES)}")
+            raise ConfigError(f"fidelity={self.fidelity!r}; {nearest(self.fidelity, [*FIDELITIES])}")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> CodecRules:
         """Read a policy from a file with ``fidelity`` and ``rules``; ``ConfigError`` if it is none."""
-        try:
-            data = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"policy {path} cannot be read: {' '.join(str(error).split())}") from error
-        try:
-            _check_keys(data, cls)
-            rules = data.get("rules", [])
-            if not isinstance(rules, list):
-                raise ConfigError(f"rules are {rules!r:.60}; expected a list")
-            for rule in rules:
-                _check_keys(rule, CodecRule)
-                if "codec" not in rule:
-                    raise ConfigError(f"rule {rule} lacks 'codec'")
-            return cls(**{**data, "rules": tuple(CodecRule(**rule) for rule in rules)})
-        except ConfigError as error:
-            raise ConfigError(f"policy {path}: {error}") from None
+        return records.load(cls, path, "policy")
 
-    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: Seconds) -> CodecChoice:
+    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: SecondsAlone) -> CodecChoice:
         """Return the codec of a tensor.
 
         Args:
@@ -172,12 +148,3 @@ def _error(codec: Codec) -> float:
     x = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0))
     kept = codec.decompress(codec.compress(x), _SAMPLE)
     return float((kept - x).square().sum() / x.square().sum())
-
-
-def _check_keys(data: object, kind: type[CodecRules] | type[CodecRule]) -> None:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{data!r:.60} where keys and values were expected")
-    known = [f.name for f in fields(kind)]
-    for key in data:
-        if key not in known:
-            raise ConfigError(f"unknown key {key!r}; {nearest(str(key), known)}")

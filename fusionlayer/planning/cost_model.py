@@ -153,7 +153,7 @@ class LinkCost:
     def __post_init__(self) -> None:
         for name in ("latency", "overhead", "cpu_per_byte"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"link: {name}={getattr(self, name)!r}; expected seconds of at least 0")
+                raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds of at least 0")
 
     def fitted(self) -> LinkCost:
         """Return the same link with alpha-beta costs in place of curves; two ranks make two hops in an all-reduce."""

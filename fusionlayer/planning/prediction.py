@@ -16,7 +16,7 @@ from ..plan import FusionPlan
 from ..scheduler.order import send_order
 from .bucket_costs import BucketCosts, codec_of, costs_of
 from .cluster import Scenario
-from .profile import Model, Profile, Tensor
+from .profile import Gradient, Model, Profile
 from .simulation import Compute, Load, Step, run_step
 
 __all__ = ["OWN_CORES", "PlannedBucket", "Resources", "backward_seconds", "plan_costs", "predict", "predict_plan"]
@@ -96,7 +96,7 @@ def predict(
     return step([loads[i] for i in send_order([load.ready for load in loads], busy)])
 
 
-def _load(members: Sequence[Tensor], ready: dict[str, float], costs: BucketCosts, resources: Resources) -> Load:
+def _load(members: Sequence[Gradient], ready: dict[str, float], costs: BucketCosts, resources: Resources) -> Load:
     sizes = [tensor.numel for tensor in members]
     return Load(
         max(ready[tensor.name] for tensor in members),
@@ -107,7 +107,7 @@ def _load(members: Sequence[Tensor], ready: dict[str, float], costs: BucketCosts
     )
 
 
-def backward_seconds(tensors: Sequence[Tensor]) -> dict[str, float]:
+def backward_seconds(tensors: Sequence[Gradient]) -> dict[str, float]:
     """Return the seconds of backward for each tensor, by name: since the one before it arrived."""
     arrivals = [0.0, *(tensor.ready for tensor in tensors)]
     return {t.name: max(0.0, t.ready - before) for t, before in zip(tensors, arrivals, strict=False)}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,12 +16,11 @@ from torch import Tensor
 from .. import codecs, collectives
 from ..codecs import Codec
 from ..collectives import UNSCALED, Scaling
-from ..errors import FusionLayerError, UsageError
+from ..errors import UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
-from ..wire import WIRE_VERSION
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
 from .failure import located
@@ -128,10 +127,11 @@ class Engine:
         # Guards what submitting changes: _arrived, _jobs, the buffers and the step's beginning. Hooks may run on
         # several threads of backward at once. The end of a step needs no lock, since no hook runs then.
         self._lock = threading.Lock()
-        transport.check_agreement("the number of lanes", lanes.to_bytes(2, "little"))
+        transport.agree("the number of lanes", lanes)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None
+        self._cause: BaseException | None = None  # what a bucket has failed with before any other, on whatever lane
 
     def switch(self, plan: FusionPlan) -> None:
         """Adopt another plan when the next step begins; all ranks call it between the same two steps.
@@ -180,7 +180,6 @@ class Engine:
             self._lanes[0].put(agree).wait()
         except BaseException as error:
             self._fail(error)
-            raise
         out = frozenset(name for name, count in zip(known, named.tolist(), strict=True) if count)
         for name in out:
             del self._tensors[name]
@@ -226,7 +225,6 @@ class Engine:
                     self._watch.note_gradient(name, arrived)
             except BaseException as error:
                 self._fail(error)
-                raise
 
     def submit_bucket(self, index: int, bucket: Bucket, flat: Tensor, seed: int, done: Callable[[], None]) -> None:
         """Take all gradients of a bucket at once; the scaled sum over ranks replaces them. It leaves at once.
@@ -261,7 +259,6 @@ class Engine:
                 self._send(index, seed, done)
             except BaseException as error:
                 self._fail(error)
-                raise
 
     def end_step(self) -> None:
         """Let the step end without waiting for its results.
@@ -288,7 +285,6 @@ class Engine:
             self._order.end_step()
         except BaseException as error:
             self._fail(error)
-            raise
         self._arrived.clear()
         self._ended = {index: (job, self._buffers[index]) for index, job in self._jobs.items()}
         self._ended_bucket_of = self._bucket_of
@@ -299,7 +295,6 @@ class Engine:
                 self._ask_controller(self.plan_controller)
             except BaseException as error:
                 self._fail(error)
-                raise
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
@@ -315,7 +310,6 @@ class Engine:
             self._wait_for(index, job)
         except BaseException as error:
             self._fail(error)
-            raise
         del self._ended[index]
         return buffer.take()
 
@@ -443,12 +437,18 @@ class Engine:
     def _codec_of(self, bucket: Bucket) -> Codec:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
 
-    def _fail(self, error: BaseException) -> None:
-        """Let go of the peers, which are out of step with this rank now, and of the gradients."""
-        self.failure = error
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Let go of the gradients and of the peers, which are out of step with this rank; raise the first cause."""
+        # Results are waited for in the order of the plan, but lanes fail in any: an early bucket may have failed
+        # because a later one did.
+        cause = self._cause if isinstance(error, Exception) and self._cause is not None else error
+        self.failure = cause
         self._arrived.clear()
         self._ended.clear()
         self.close()
+        if cause is error:
+            raise error
+        raise cause from error
 
     def _put(self, name: str, gradient: Tensor) -> None:
         index = self._bucket_of[name]
@@ -489,8 +489,12 @@ class Engine:
         try:
             with timeline.span("ALLREDUCE", step=step, bucket=index):
                 buffer.run(transport, seed)
-        except FusionLayerError:
-            with located(step, index, buffer.bucket, transport):
+        except BaseException:
+            try:
+                with located(step, index, buffer.bucket, transport):
+                    raise
+            except BaseException as told:
+                self._cause = self._cause or told
                 raise
         seconds = time.perf_counter() - start
         self._order.note_sent(index, seconds)
@@ -502,9 +506,8 @@ class Engine:
     def _agree(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
         """Compare with the other ranks what this engine is about to do."""
         names = sorted(self._tensors)
-        parts = [repr(self._tensors[name]) for name in names]
-        parts += [
-            f"wire {WIRE_VERSION}",
+        facts: list[object] = [
+            [self._tensors[name] for name in names],
             f"scaling {self._scaling}",
             f"checksum {self._checksum}",
             f"feedback {self._error_feedback}",
@@ -513,13 +516,12 @@ class Engine:
             f"plan_controller {self.plan_controller}",
         ]
         if plan is not None:
-            parts.append(plan.digest().hex())
+            facts.append(plan)
         else:
-            each = [self._codec] if isinstance(self._codec, Codec) else [self._codec[name] for name in names]
-            parts += [*map(str, each), str(self._algorithm), str(self._ahead), str(self._planner)]
-        digest = hashlib.sha256("\n".join(parts).encode()).digest()
+            codec = self._codec if isinstance(self._codec, Codec) else [self._codec[name] for name in names]
+            facts += [codec, self._algorithm, self._ahead, str(self._planner)]
         with self._timeline.span("NEGOTIATE_ALLREDUCE"):
-            transport.check_agreement("the fusion plan (model, codec, options)", digest)
+            transport.agree("the fusion plan (model, codec, options)", *facts)
 
     def _agree_and_plan(self, step: int, transport: Transport) -> None:
         """Compare, take rank 0's order of arrival, plan with it, and compare the plans."""
@@ -531,5 +533,5 @@ class Engine:
         tensors = [self._tensors[names[i]] for i in order.tolist()]
         plan = fuse(tensors, self._planner, self._codec, transport.size, algorithm=self._algorithm, ahead=self._ahead)
         plan.check(self._tensors.values(), transport.size)
-        transport.check_agreement("the fusion plan that was made", plan.digest())
+        transport.agree("the fusion plan that was made", plan)
         self.plan = plan

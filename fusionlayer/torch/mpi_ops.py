@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import enum
-import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, Part
-from ..collectives import Scaling, reduce_flat
-from ..coordination import Reduce
-from ..coordination.operation import DTYPES
 from ..errors import ConfigError, FusionLayerError
-from ..seeds import derive_seed
-from ..transport import Transport
 from .basics import HorovodInternalError, session
 from .compression import Compression, codec_of
 from .process_sets import ProcessSet, global_process_set, number_of
+from .requests import (
+    ReduceOp,
+    Reduction,
+    all_of,
+    allreduce_of,
+    checked,
+    choose_op,
+    first_of,
+    grouped_allreduce_of,
+    grouped_reducescatter_of,
+    reducescatter_of,
+    submit,
+    taking,
+)
 
 __all__ = [
     "Adasum",
@@ -59,34 +65,8 @@ __all__ = [
 ]
 
 
-class ReduceOp(enum.IntEnum):
-    """What a reduction does with the values of all ranks."""
-
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
-
-
 Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
-
-
-def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
-    """Return the reduction that ``op`` and the deprecated ``average`` mean together."""
-    if average is not None:
-        if op is not None:
-            raise ConfigError("got both op and average; average is deprecated: give op alone")
-        warnings.warn("average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
-        return Average if average else Sum
-    if op is None:
-        return Average
-    try:
-        return ReduceOp(op)
-    except ValueError:
-        raise ConfigError(f"op={op!r}; expected hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
 
 
 # ---- allreduce -------------------------------------------------------------------------------------------------------
@@ -118,68 +98,13 @@ def allreduce(
         ConfigError: arguments that cannot be.
         HorovodInternalError: a peer was lost, or ranks have asked for the operation differently; on every rank.
     """
-    chosen = choose_op(op, average)
+    request = allreduce_of(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     codec = codec_of(compression)
-    _checked("allreduce", tensor)
+    checked("allreduce", tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()) and compression is Compression.none:
-        how = (prescale_factor, postscale_factor, process_set, codec)
-        return synchronize(_reduce([tensor], name, chosen, *how, deliver=_first, at_once=True))  # type: ignore[no-any-return]
-    small, ctx = compression.compress(tensor)
-    reduced = _apply(_Allreduce, small, name, chosen, prescale_factor, postscale_factor, process_set, codec)
-    out: Tensor = compression.decompress(reduced, ctx)
+        return synchronize(request.begin_allreduce(at_once=True))  # type: ignore[no-any-return]
+    (out,) = _compressed(_Allreduce, replace(request, codec=codec), compression)
     return out
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Replace ``tensor`` by its reduction over ranks and return it; arguments as in ``allreduce``."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    out: Tensor = synchronize(handle)
-    return out
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin ``allreduce``; return the handle for ``poll`` and ``synchronize``. Leave ``tensor`` alone until then."""
-    chosen = choose_op(op, average)
-    return _reduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, deliver=_first)
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin ``allreduce_``; return the handle for ``poll`` and ``synchronize``."""
-    chosen = choose_op(op, average)
-    return _reduce(
-        [tensor],
-        name,
-        chosen,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        in_place=True,
-        deliver=lambda _: tensor,
-    )
 
 
 def grouped_allreduce(
@@ -193,73 +118,46 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors, which travel together; arguments as in ``allreduce``."""
-    chosen = choose_op(op, average)
-    codec = codec_of(compression)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _apply(
-        _GroupedAllreduce,
-        name,
-        chosen,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        codec,
-        *(small for small, _ in pairs),
-    )
-    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(reduced, pairs, strict=True)]
+    request = grouped_allreduce_of(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return _compressed(_Allreduce, replace(request, codec=codec_of(compression)), compression)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Replace several tensors by their reductions and return them; arguments as in ``allreduce``."""
-    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    out: list[Tensor] = synchronize(handle)
+@taking(allreduce_of)
+def allreduce_(request: Reduction) -> Tensor:
+    """Replace ``tensor`` by its reduction over ranks and return it; arguments as in ``allreduce``."""
+    out: Tensor = synchronize(request.begin_allreduce(in_place=True))
     return out
 
 
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@taking(allreduce_of)
+def allreduce_async(request: Reduction) -> int:
+    """Begin ``allreduce``; return the handle for ``poll`` and ``synchronize``. Leave ``tensor`` alone until then."""
+    return request.begin_allreduce()
+
+
+@taking(allreduce_of)
+def allreduce_async_(request: Reduction) -> int:
+    """Begin ``allreduce_``; return the handle for ``poll`` and ``synchronize``."""
+    return request.begin_allreduce(in_place=True)
+
+
+@taking(grouped_allreduce_of)
+def grouped_allreduce_(request: Reduction) -> list[Tensor]:
+    """Replace several tensors by their reductions and return them; arguments as in ``allreduce``."""
+    out: list[Tensor] = synchronize(request.begin_allreduce(in_place=True))
+    return out
+
+
+@taking(grouped_allreduce_of)
+def grouped_allreduce_async(request: Reduction) -> int:
     """Begin ``grouped_allreduce``; return the one handle of the group."""
-    chosen = choose_op(op, average)
-    return _reduce(tensors, name, chosen, prescale_factor, postscale_factor, process_set)
+    return request.begin_allreduce()
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@taking(grouped_allreduce_of)
+def grouped_allreduce_async_(request: Reduction) -> int:
     """Begin ``grouped_allreduce_``; return the one handle of the group."""
-    chosen = choose_op(op, average)
-    given = list(tensors)
-    return _reduce(
-        given,
-        name,
-        chosen,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        in_place=True,
-        deliver=lambda _: given,
-    )
+    return request.begin_allreduce(in_place=True)
 
 
 def sparse_allreduce_async(
@@ -287,91 +185,22 @@ def sparse_allreduce_async(
     return wait
 
 
+def _compressed(function: type[torch.autograd.Function], request: Reduction, compression: Any) -> list[Tensor]:
+    """Return the results of ``function``, which gradients flow through, for tensors that ``compression`` has cast."""
+    pairs = [compression.compress(tensor) for tensor in request.tensors]
+    reduced = _apply(function, replace(request, tensors=()), *(small for small, _ in pairs))
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, *how: Any) -> Any:
-        ctx.how = how
-        return synchronize(_reduce([tensor], name, *how, deliver=_first, at_once=True))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_Allreduce, gradient, None, *ctx.how), *[None] * 6
-
-
-class _GroupedAllreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, *how_and_tensors: Any) -> Any:
-        ctx.how, tensors = how_and_tensors[:5], how_and_tensors[5:]
-        return tuple(synchronize(_reduce(tensors, name, *ctx.how, at_once=True)))
+    def forward(ctx: Any, request: Reduction, *tensors: Tensor) -> Any:
+        ctx.request = request
+        return tuple(synchronize(replace(request, tensors=tensors, deliver=all_of).begin_allreduce(at_once=True)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return *[None] * 6, *_apply(_GroupedAllreduce, None, *ctx.how, *gradients)
-
-
-def _reduce(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    codec: Codec | None = None,
-    *,
-    in_place: bool = False,
-    deliver: Callable[[Any], Any] | None = None,
-    at_once: bool = False,
-) -> int:
-    text, reduce = op.name, None
-    if op is Adasum:
-        reduce = _adasum(process_set, codec)
-    elif codec is not None:
-        text, reduce = _by_codec(op, codec)
-    return _submit(
-        "allreduce",
-        tensors,
-        in_place=in_place,
-        name=name,
-        process_set=process_set,
-        op=text,
-        prescale=prescale,
-        postscale=postscale,
-        reduce=reduce,
-        deliver=deliver,
-        at_once=at_once,
-    )
-
-
-def _adasum(process_set: ProcessSet, codec: Codec | None) -> Reduce:
-    from .adasum import all_reduce
-
-    size = session().size
-    if number_of(process_set) != number_of(global_process_set) or size & (size - 1) or codec is not None:
-        raise ConfigError(
-            f"op=Adasum over {size} ranks of {process_set}; it pairs all ranks, whose number is a power of two, and "
-            "takes no codec: use Average"
-        )
-
-    def reduce(x: Tensor, transport: Transport, scaling: Scaling) -> None:
-        scaling.scale_before_(x)
-        all_reduce(x.view(-1), transport)
-        scaling.scale_after_(x)
-
-    return reduce
-
-
-def _by_codec(op: ReduceOp, codec: Codec) -> tuple[str, Reduce]:
-    """Return how a sum or average is made of messages of a codec, and the text that says so."""
-    if op not in (Average, Sum):
-        raise ConfigError(
-            f"op={op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression"
-        )
-    return f"{op.name} by {codec}", partial(_reduce_by, codec)
-
-
-def _reduce_by(codec: Codec, x: Tensor, transport: Transport, scaling: Scaling) -> None:
-    fitted = codec.for_parts([Part("", tuple(x.shape))])
-    reduce_flat(x.view(-1), fitted, transport, scaling, seed=derive_seed(transport.sequence))
+        return None, *_apply(_Allreduce, replace(ctx.request, name=None), *gradients)
 
 
 # ---- allgather -------------------------------------------------------------------------------------------------------
@@ -395,7 +224,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin ``allgather``; return the handle for ``poll`` and ``synchronize``."""
-    return _gather([tensor], name, process_set, deliver=_first)
+    return _gather([tensor], name, process_set, deliver=first_of)
 
 
 def grouped_allgather(
@@ -440,7 +269,7 @@ def _gather(
     at_once: bool = False,
 ) -> int:
     rows = [tensor if tensor.dim() else tensor.view(1) for tensor in tensors]
-    return _submit("allgather", rows, name=name, process_set=process_set, deliver=deliver, at_once=at_once)
+    return submit("allgather", rows, name=name, process_set=process_set, deliver=deliver, at_once=at_once)
 
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
@@ -477,7 +306,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin ``broadcast``; return the handle for ``poll`` and ``synchronize``."""
-    return _broadcast(tensor, root_rank, name, process_set, deliver=_first)
+    return _broadcast(tensor, root_rank, name, process_set, deliver=first_of)
 
 
 def broadcast_async_(
@@ -512,7 +341,7 @@ def _broadcast(
     members = session().process_sets.get(number_of(process_set))
     if members is not None and root_rank not in members.ranks:
         raise ConfigError(f"root_rank={root_rank}; expected a rank of the job that takes part: {list(members.ranks)}")
-    return _submit(
+    return submit(
         "broadcast",
         [tensor],
         in_place=in_place,
@@ -572,7 +401,7 @@ def alltoall_async(
         out, received = result
         return out, like.new_tensor(received)
 
-    return _submit("alltoall", [tensor], name=name, process_set=process_set, splits=counts, deliver=deliver)
+    return submit("alltoall", [tensor], name=name, process_set=process_set, splits=counts, deliver=deliver)
 
 
 class _Alltoall(torch.autograd.Function):
@@ -621,18 +450,6 @@ def reducescatter(
     return out
 
 
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: ReduceOp | int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Begin ``reducescatter``; return the handle for ``poll`` and ``synchronize``."""
-    return _scatter([tensor], name, op, process_set, prescale_factor, postscale_factor, deliver=_first)
-
-
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -645,63 +462,34 @@ def grouped_reducescatter(
     """Return what ``reducescatter`` makes of each of several tensors."""
     if codec_of(compression) is not None:
         raise ConfigError(f"reducescatter with {compression}; use hvd.Compression.none, .fp16 or .bf16")
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    scattered = _apply(
-        _Reducescatter, name, op, process_set, prescale_factor, postscale_factor, *(small for small, _ in pairs)
-    )
-    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(scattered, pairs, strict=True)]
+    request = grouped_reducescatter_of(tensors, name, op, process_set, prescale_factor, postscale_factor)
+    return _compressed(_Reducescatter, request, compression)
 
 
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: ReduceOp | int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+@taking(reducescatter_of)
+def reducescatter_async(request: Reduction) -> int:
+    """Begin ``reducescatter``; return the handle for ``poll`` and ``synchronize``."""
+    return request.begin_reducescatter()
+
+
+@taking(grouped_reducescatter_of)
+def grouped_reducescatter_async(request: Reduction) -> int:
     """Begin ``grouped_reducescatter``; return the one handle of the group."""
-    return _scatter(tensors, name, op, process_set, prescale_factor, postscale_factor)
+    return request.begin_reducescatter()
 
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str | None, op: Any, process_set: ProcessSet, *scales_and_tensors: Any) -> Any:
-        prescale, postscale, *tensors = scales_and_tensors
-        ctx.factor = prescale * postscale * (process_set.size() if choose_op(op) is Sum else 1)
-        ctx.process_set = process_set
-        return tuple(synchronize(_scatter(tensors, name, op, process_set, prescale, postscale)))
+    def forward(ctx: Any, request: Reduction, *tensors: Tensor) -> Any:
+        summands = request.process_set.size() or 1 if request.op is Sum else 1
+        ctx.factor = request.prescale * request.postscale * summands
+        ctx.process_set = request.process_set
+        return tuple(synchronize(replace(request, tensors=tensors).begin_reducescatter()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         scaled = [gradient * ctx.factor for gradient in gradients]
-        return *[None] * 5, *grouped_allgather(scaled, process_set=ctx.process_set)
-
-
-def _scatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp | int,
-    process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
-    deliver: Callable[[Any], Any] | None = None,
-) -> int:
-    chosen = choose_op(op)
-    if chosen is Adasum:
-        raise ConfigError("reducescatter with op=Adasum; Adasum needs whole tensors: use allreduce")
-    if not all(tensor.dim() for tensor in tensors):
-        raise ConfigError("reducescatter of a scalar; give a tensor with a first dimension to be cut")
-    return _submit(
-        "reducescatter",
-        tensors,
-        name=name,
-        process_set=process_set,
-        op=chosen.name,
-        prescale=prescale,
-        postscale=postscale,
-        deliver=deliver,
-    )
+        return None, *grouped_allgather(scaled, process_set=ctx.process_set)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -730,44 +518,8 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it."""
-    synchronize(_submit("barrier", process_set=process_set, at_once=True))
-
-
-def _submit(
-    kind: str,
-    tensors: Sequence[Tensor] = (),
-    *,
-    in_place: bool = False,
-    process_set: ProcessSet = global_process_set,
-    **how: Any,
-) -> int:
-    given = [_checked(kind, tensor) for tensor in tensors]
-    if len({tensor.device for tensor in given}) > 1:
-        raise ConfigError(f"{kind} of tensors on several devices; give one group for each device")
-    if kind in _OF_TENSORS and not given:
-        raise ConfigError(f"{kind} of no tensors; give at least one")
-    try:
-        return session().submit(kind, given, given if in_place else None, process_set=number_of(process_set), **how)
-    except ConfigError:
-        raise
-    except FusionLayerError as error:
-        raise HorovodInternalError(str(error)) from error
-
-
-_OF_TENSORS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
-
-
-def _checked(kind: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
-        what = f"{tensor.layout} tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
-        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ConfigError(f"{kind} of a {what}; expected a dense tensor of one of: {types}")
-    return tensor.detach() if tensor.requires_grad else tensor
+    synchronize(submit("barrier", process_set=process_set, at_once=True))
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
-
-
-def _first(results: Sequence[Tensor]) -> Tensor:
-    return results[0]

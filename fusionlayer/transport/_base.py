@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PlanMismatch
+from ..wire import digest
 
 __all__ = ["Transport"]
 
@@ -153,13 +154,13 @@ class Transport(ABC):
                 kept[name] = torch.empty(nbytes, dtype=torch.uint8)
         return cast(Tensor, kept[name][:nbytes])
 
-    def check_agreement(self, what: str, digest: bytes) -> None:
-        """Compare ``digest`` (equally long on all ranks) over ranks, before anything depends on it.
+    def agree(self, what: str, *facts: object) -> None:
+        """Compare ``facts`` (see ``wire.digest``) and the wire version over ranks, before anything depends on them.
 
         Raises:
             PlanMismatch: on every rank, if any differ; it names the ranks and ``what``.
         """
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
         every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
         self.all_gather(mine, every)
         differ = [rank for rank in range(self.size) if not torch.equal(every[rank], every[0])]

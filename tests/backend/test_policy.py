@@ -77,20 +77,23 @@ def test_what_is_never_touched() -> None:
     "source, told",
     [
         ({"rule": []}, r"policy: unknown key 'rule'; did you mean 'rules'\? known: rules, min_bytes"),
-        ({"rules": {}}, "policy: rules={}; expected a list of rules"),
-        ({"rules": [3]}, "policy, rule 1: 3; expected keys and values, of: codec, "),
-        ({"min_bytes": "many"}, "policy: min_bytes='many' has type str; expected int"),
+        ({"rules": {}}, "policy: rules={}; expected a list"),
+        ({"rules": [3]}, r"policy: rules\[0\]=3; expected keys and values"),
+        ({"min_bytes": "many"}, "policy: min_bytes='many'; expected a whole number"),
         ({"min_bytes": -1}, "policy: min_bytes=-1; expected a number of bytes"),
-        ({"rules": [{"codec": "int8"}, {"op": "send"}]}, "policy, rule 2: {'op': 'send'} lacks 'codec'"),
-        ({"rules": [{"codec": "int9"}]}, r"policy, rule 1: unknown codec 'int9'; did you mean 'int'\?"),
-        ({"rules": [{"codec": 8}]}, "policy, rule 1: codec=8 has type int; expected str"),
-        ({"rules": [{"codec": "int8", "options": {"bit": 4}}]}, "policy, rule 1: .*cannot take the options .*'bit'"),
-        ({"rules": [{"codec": "int8", "options": 4}]}, "policy, rule 1: options=4 has type int; expected Mapping"),
-        ({"rules": [{"codec": "int8", "opp": "send"}]}, r"policy, rule 1: unknown key 'opp'; did you mean 'op'\?"),
+        ({"rules": [{"codec": "int8"}, {"op": "send"}]}, r"policy: rules\[1\]: lacks 'codec'"),
+        ({"rules": [{"codec": "int9"}]}, r"policy: rules\[0\]: unknown codec 'int9'; did you mean 'int'\?"),
+        ({"rules": [{"codec": 8}]}, r"policy: rules\[0\].codec=8; expected a text"),
+        (
+            {"rules": [{"codec": "int8", "options": {"bit": 4}}]},
+            r"rules\[0\]: .*cannot take the options .*'bit'",
+        ),
+        ({"rules": [{"codec": "int8", "options": 4}]}, r"policy: rules\[0\].options=4; expected keys and values"),
+        ({"rules": [{"codec": "int8", "opp": "send"}]}, r"policy: rules\[0\]: unknown key 'opp'; did you mean 'op'\?"),
         ({"rules": [{"codec": "int8", "op": "allreduce"}]}, r"unknown op 'allreduce'; did you mean 'all_reduce'\?"),
-        ({"rules": [{"codec": "int8", "op": 1}]}, "op=1 has type int; expected str or list or tuple or null"),
+        ({"rules": [{"codec": "int8", "op": 1}]}, "op=1; expected a text or a list or null"),
         ({"rules": [{"codec": "int8", "dtype": "float64"}]}, "unknown dtype 'float64'; did you mean .* known: float32"),
-        ({"rules": [{"codec": "int8", "min_bytes": True}]}, "min_bytes=True has type bool; expected int or null"),
+        ({"rules": [{"codec": "int8", "min_bytes": True}]}, "min_bytes=True; expected a whole number or null"),
         ({"rules": [{"codec": "int8", "min_bytes": 9, "max_bytes": 8}]}, "min_bytes=9, max_bytes=8; expected 0 <="),
         ({"rules": [{"codec": "topk"}]}, "codec 'topk' leaves most elements out and needs error feedback"),
         ({"rules": [{"codec": "onebit"}]}, "codec 'onebit' loses most of a tensor and needs error feedback"),
@@ -118,7 +121,7 @@ def test_files(tmp_path: Path) -> None:
     )
     assert CallPolicy.of(read) is read
     path.write_text("rules: [{codec: int8, gruop: x}]")
-    with pytest.raises(ConfigError, match=r"policy.yaml: policy, rule 1: unknown key 'gruop'; did you mean 'group'\?"):
+    with pytest.raises(ConfigError, match=r"policy .*policy.yaml: rules.*unknown key 'gruop'; did you mean 'group'\?"):
         CallPolicy.of(path)
     path.write_text("rules: [")
     with pytest.raises(ConfigError, match="policy.yaml cannot be read: "):

@@ -75,7 +75,7 @@ class TestCommandLine:
     def test_smoke_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         options = self.read(monkeypatch, "--smoke")
         assert (options.rates, options.worlds, options.sizes) == ((None, "1gbit"), (2,), (64 * KB,))
-        assert options.busy_ok and not self.read(monkeypatch).busy_ok
+        assert options.smoke and not self.read(monkeypatch).smoke
 
     @pytest.mark.parametrize(
         ("arguments", "told"),

@@ -15,6 +15,7 @@ from benchmarks.convergence import BASELINE, Settings, methods, summarize
 from benchmarks.convergence import __main__ as command
 from benchmarks.report import Environment
 from benchmarks.variants import codec_presets
+from tests.tiers import exhaustive
 
 
 def row(method: str, seed: int, final: float) -> dict[str, Any]:
@@ -161,6 +162,7 @@ class TestResultFile:
 
 @pytest.mark.medium
 class TestRuns:
+    @exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
     @pytest.mark.timeout(180)  # four runs, of which each starts two processes
     def test_differ_by_the_method_alone(self) -> None:
         """With two workers the f32 sum is one addition: fusionlayer without compression must repeat DDP's bits."""

@@ -23,6 +23,7 @@ from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
 from tests.examples.places import needs_namespaces
 from tests.planning.profiles import write_example
+from tests.tiers import exhaustive
 
 
 @pytest.fixture
@@ -134,6 +135,9 @@ class TestValidate:
         assert "none.json is no result file" in capsys.readouterr().err
 
 
+@exhaustive(
+    guarded_by="tests/cli/test_plan.py::TestProfile::test_two_processes_measure_a_link_and_a_plan_can_be_made_of_it"
+)
 @pytest.mark.medium
 @pytest.mark.netns
 @pytest.mark.timeout(180)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.suite import commands
 from tests.examples.places import NAMESPACES_WORK, ROOT
+from tests.tiers import exhaustive
 
 
 @pytest.mark.short
@@ -31,6 +32,7 @@ def test_parts_of_the_suite(tmp_path: Path) -> None:
     )
 
 
+@exhaustive(guarded_by="tests/benchmarks/test_training.py::test_without_namespaces_it_runs_on_loopback_and_says_so")
 @pytest.mark.medium
 @pytest.mark.netns
 @pytest.mark.timeout(240)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
 
 from fusionlayer import codecs
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
+from tests.synthetic import awkward, gradient
+
+KINDS = ("raw", "int4", "topk", "zip", "thc", "dynamiq", "powersgd", "tlq")
+"""One codec of each kind: what the fast tier tries in all worlds and with all element types."""
 
 
 def defaults() -> list[Codec]:
@@ -29,6 +37,45 @@ def variants(name: str) -> list[Codec]:
         accepted = [codec for value in _values(hints[option]) if (codec := _built(name, option, value))]
         found += accepted if _is_choice(hints[option]) else [accepted[0], accepted[-1]] if accepted else []
     return list(dict.fromkeys(found))
+
+
+@cache
+def _kinds() -> frozenset[Codec]:
+    return frozenset(codecs.get(name).bare for name in KINDS)
+
+
+def is_kind(codec: Codec) -> bool:
+    return codec.bare in _kinds()
+
+
+@cache
+def repeats() -> frozenset[Codec]:
+    """Return the variants that make, of a set of inputs, the bytes of an earlier variant of their class.
+
+    The default of a name is no repeat. What an option does in a collective, over steps or with other ranks, these
+    bytes do not show.
+    """
+    first: dict[tuple[type[Codec], bytes], Codec] = {}
+    every_codec = [*defaults(), *every()]
+    for codec in every_codec:
+        first.setdefault((type(codec), fingerprint(codec)), codec)
+    return frozenset(every_codec).difference(first.values(), defaults())
+
+
+@cache
+def fingerprint(codec: Codec) -> bytes:
+    """Return a digest of messages, residuals and decoded values of some tensors: ties, zeros, huge and tiny ones."""
+    codec, digest = codec.bare, hashlib.sha256()
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (67, 4133):
+            for seed, x in enumerate((gradient(numel, 1), gradient(numel, 2).sign(), awkward(numel, 32))):
+                residual, out = gradient(numel, 9 + seed), torch.empty(numel, dtype=dtype)
+                payload = torch.zeros(codec.wire(numel, dtype).capacity, dtype=torch.uint8)
+                codec.encode(x.to(dtype), payload, seed=seed, offset=seed * codec.block, residual=residual)
+                codec.decode(payload, out)
+                for made in (payload, residual, out):
+                    digest.update(made.view(torch.uint8).numpy().tobytes())
+    return digest.digest()
 
 
 def _values(hint: Any) -> Iterator[Any]:

@@ -36,6 +36,7 @@ def pairs(codecs: Iterable[Codec]) -> list[Pair]:
     return [(name, codec.bare) for codec in codecs for name in collectives.names() if takes(name, codec)]
 
 
+@cache
 def takes(name: str, codec: Codec) -> bool:
     def body(transport: Transport) -> bool:
         try:

@@ -273,4 +273,4 @@ def test_a_rank_that_is_lost_on_the_way_is_named_on_all_others(name: str, exchan
             transport.barrier()
         assert transport.rank == 2 or 2 in raised.value.ranks
 
-    over_threads(4, body, timeout=10)
+    over_threads(4, body)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import exhaustive
+
 from .places import EXAMPLES
 
 pytest.importorskip("deepspeed")
@@ -40,6 +42,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert found["bytes_per_step"] > found["parameters"] / 2, "gradients alone take more"
 
 
+@exhaustive(guarded_by="tests/examples/test_deepspeed.py::test_torchrun")
 def test_the_launcher_of_deepspeed(tmp_path: Path) -> None:
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     config["zero_optimization"]["stage"] = 3

@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from tests.tiers import exhaustive
+
 from .places import EXAMPLES, NAMESPACES_WORK, marked
 
 pytestmark = [pytest.mark.medium, pytest.mark.netns]
@@ -23,6 +25,7 @@ ROW = re.compile(
 )
 
 
+@exhaustive(guarded_by="tests/examples/test_examples.py::test_train_gpt_under_torchrun")
 @pytest.mark.timeout(240)
 def test_table() -> None:
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=230, env={**os.environ, "COLUMNS": "80"})

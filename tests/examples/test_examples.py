@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.lab import Network, launch
+from tests.tiers import exhaustive, tiered
 
 from .places import EXAMPLES, NAMESPACES_WORK
 
@@ -179,7 +180,7 @@ def torchrun(workers: int, script: str, *options: str, timeout: float = 110) -> 
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", tiered([False, True], lambda sequence: sequence))
 def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     cut = ("--sequence-parallel",) if sequence else ("--data-parallel", "2")
@@ -198,7 +199,7 @@ def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> 
 
 @pytest.mark.medium
 @pytest.mark.timeout(290)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", tiered([2, 4], lambda ranks: ranks == 2))
 def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_path: Path) -> None:
     results = {}
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4")
@@ -217,7 +218,7 @@ def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", tiered(["1f1b", "interleaved"], lambda schedule: schedule == "1f1b"))
 def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     small = ("--width", "64", "--layers", "4", "--steps", "12", "--batch-size", "8")
@@ -230,6 +231,7 @@ def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
     assert math.isfinite(result["validation_loss"])
 
 
+@exhaustive(guarded_by="tests/examples/test_examples.py::test_train_tp_learns_and_its_ranks_agree")
 @pytest.mark.medium
 @pytest.mark.timeout(150)
 def test_train_gpt_3d_learns(tmp_path: Path) -> None:
@@ -244,15 +246,21 @@ def test_train_gpt_3d_learns(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 @pytest.mark.timeout(170)
-def test_layers_that_cannot_be_cut_are_refused() -> None:
-    for script, options, complaint in (
-        ("train_tp.py", ["--heads", "3", "--width", "96"], "2 tensor-parallel ranks do not divide --heads 3"),
-        ("train_pp.py", ["--layers", "1"], "--layers 1 are too few for 2 stages"),
-        ("train_moe.py", ["--experts", "3"], "--experts 3, --experts-per-token 2, --layers 4 over 2 ranks"),
-    ):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=50)
-        assert done.returncode and complaint in done.stderr
+@pytest.mark.parametrize(
+    "script, options, complaint",
+    tiered(
+        [
+            ("train_tp.py", ("--heads", "3", "--width", "96"), "2 tensor-parallel ranks do not divide --heads 3"),
+            ("train_pp.py", ("--layers", "1"), "--layers 1 are too few for 2 stages"),
+            ("train_moe.py", ("--experts", "3"), "--experts 3, --experts-per-token 2, --layers 4 over 2 ranks"),
+        ],
+        lambda script, options, complaint: script == "train_pp.py",
+    ),
+)
+def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, ...], complaint: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=100)
+    assert done.returncode and complaint in done.stderr
 
 
 @pytest.mark.medium

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from tests.tiers import exhaustive
+
 from .test_examples import torchrun
 
 
@@ -59,6 +61,7 @@ def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -
     assert len(accuracy) == 2 and accuracy[1] > 70
 
 
+@exhaustive(guarded_by="tests/examples/test_hvd.py::test_digits_has_the_losses_of_one_process")
 @pytest.mark.medium
 @pytest.mark.timeout(150)
 def test_synthetic_benchmark_with_adasum_and_f16() -> None:

@@ -52,7 +52,7 @@ def test_roles_become_rules_of_operations() -> None:
     }
     assert rules["all_reduce"].algorithm == "ring" and rules["reduce_scatter"].algorithm is None
     assert rules["all_reduce"].options == {"group_size": 64} and rules["all_reduce"].min_bytes == 10
-    assert found.digest != section({"gradients": "int4"}).digest
+    assert found != section({"gradients": "int4"})
 
 
 def test_presets_are_defaults() -> None:
@@ -80,20 +80,20 @@ def test_the_sections_of_the_page_are_sections() -> None:
 @pytest.mark.parametrize(
     ("given", "stage", "zero", "message"),
     [
-        ("int8", 2, {}, "fusionlayer='int8' is a str; expected keys and values"),
+        ("int8", 2, {}, "'int8'; expected keys and values"),
         ({"gradient": "int8"}, 2, {}, "unknown key 'gradient'; did you mean 'gradients'?"),
-        ({"gradients": {"codek": "int8"}}, 2, {}, "unknown key gradients.'codek'; did you mean 'codec'?"),
+        ({"gradients": {"codek": "int8"}}, 2, {}, "gradients: unknown key 'codek'; did you mean 'codec'?"),
         ({"gradients": "int5"}, 2, {}, "gradients: unknown codec 'int5'; did you mean"),
-        ({"gradients": 8}, 2, {}, "gradients=8 is a int; expected a codec's name"),
+        ({"gradients": 8}, 2, {}, "gradients=8; expected keys and values"),
         ({"gradients": {"codec": "int8", "options": {"grup_size": 8}}}, 2, {}, "cannot take the options"),
         ({"gradients": {"algorithm": "rung"}}, 2, {}, "gradients.algorithm='rung'; did you mean 'ring'?"),
         ({"weights": {"codec": "int8", "algorithm": "ring"}}, 2, {}, "weights.algorithm='ring'; only all-reduces"),
         ({"gradients": {"min_bytes": -1}}, 2, {}, "min_bytes=-1; expected 0 or more"),
-        ({"gradients": {"min_bytes": "big"}}, 2, {}, "gradients.min_bytes='big' is a str; expected a whole number"),
-        ({"enabled": 1}, 2, {}, "enabled=1 is a int; expected true or false"),
-        ({"error_feedback": "yes"}, 2, {}, "error_feedback='yes' is a str; expected true or false, or \"auto\""),
+        ({"gradients": {"min_bytes": "big"}}, 2, {}, "gradients.min_bytes='big'; expected a whole number"),
+        ({"enabled": 1}, 2, {}, "enabled=1; expected true or false"),
+        ({"error_feedback": "yes"}, 2, {}, "error_feedback='yes'; expected true or false"),
         ({"warmup_steps": -1}, 2, {}, "warmup_steps=-1; expected 0 or more"),
-        ({"exempt": "*router*"}, 2, {}, "exempt='*router*'; expected a list of patterns"),
+        ({"exempt": "*router*"}, 2, {}, "exempt='*router*'; expected a list"),
         ({"error_feedback": True}, 3, {}, "error_feedback=true with ZeRO stage 3"),
         ({"weights": "int8"}, 0, {}, "only ZeRO 1 to 3 send weights"),
         ({"zero_plus_plus": True, "one_bit": True}, 2, {}, "choose one"),
@@ -101,7 +101,7 @@ def test_the_sections_of_the_page_are_sections() -> None:
         ({"gradients": "topk"}, 2, {}, "leaves most elements out"),
         ({"gradients": "onebit", "error_feedback": False}, 2, {}, "'onebit', which loses most of them, without error"),
         ({"gradients": "powersgd"}, 3, {}, "'powersgd', which loses most of them, without error_feedback"),
-        ({"activations": "onebit"}, 0, {}, "activations: rule: codec 'onebit' loses most of a tensor"),
+        ({"activations": "onebit"}, 0, {}, "activations: codec 'onebit' loses most of a tensor"),
         ({}, 2, {"use_multi_rank_bucket_allreduce": False}, "use_multi_rank_bucket_allreduce=false"),
         ({}, 3, {"zero_quantized_gradients": True}, "zero_quantized_gradients is true; one of the two"),
         ({}, 3, {"stage3_use_all_reduce_for_fetch_params": True}, "cannot be told from gradients"),

@@ -251,7 +251,7 @@ def assert_damage_is_told(results: list[tuple[str, str]]) -> None:
 def test_damaged_bytes_are_an_error_on_every_rank(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "settings.yaml").write_text("checksum: true\n")
     monkeypatch.setenv("FUSIONLAYER_CONFIG", str(tmp_path / "settings.yaml"))
-    assert_damage_is_told(local.run(lambda rank: receive_damaged_bytes(rank, 3, at), 3, timeout=8))
+    assert_damage_is_told(local.run(lambda rank: receive_damaged_bytes(rank, 3, at), 3, timeout=30))
     if at == 3:
         outcome = run_ranks(receive_damaged_bytes_in_a_process, 3, str(tmp_path), at, backend=None, timeout=45)
         assert_damage_is_told(outcome)

@@ -14,7 +14,7 @@ import fusionlayer as fl
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.construction import GradientOptions, make_engine
 from fusionlayer.planning.cluster import Scenario
-from fusionlayer.planning.plans import plan_costs
+from fusionlayer.planning.prediction import plan_costs
 from fusionlayer.planning.profile import Profile
 from fusionlayer.scheduler import Scaling
 from fusionlayer.timeline import Timeline

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,10 +25,25 @@ COMPILE = (
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Return csrc/cuda as a library for this CPU."""
+    """Return csrc/cuda as a library for this CPU; the workers of pytest-xdist compile it once for all."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cuda_on_host"
+    folder.mkdir(exist_ok=True)
+    library = folder / "libkernels.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # guards the folder while one worker compiles
+        if not library.exists():
+            compile_kernels(folder, library)
+    loaded = ctypes.CDLL(str(library))
+    native.declare(loaded)
+    for name in ("fl_build_info", "fl_last_error"):
+        getattr(loaded, name).restype = ctypes.c_char_p
+    return loaded
+
+
+def compile_kernels(folder: Path, library: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "no C++ compiler: neither g++ nor c++ is on PATH"
-    folder = tmp_path_factory.mktemp("cuda_on_host")
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     compiles = [
         subprocess.Popen(
@@ -40,11 +57,5 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for process in compiles:
         output = process.communicate()[0]
         assert process.returncode == 0, output
-    library = folder / "libkernels.so"
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     subprocess.run([compiler, "-shared", "-fsanitize=undefined", "-o", str(library), *objects], check=True)
-    loaded = ctypes.CDLL(str(library))
-    native.declare(loaded)
-    for name in ("fl_build_info", "fl_last_error"):
-        getattr(loaded, name).restype = ctypes.c_char_p
-    return loaded

@@ -19,6 +19,7 @@ import torch
 from setuptools.errors import SetupError
 
 from fusionlayer import native
+from tests.tiers import exhaustive
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]  # nvcc compiles for four targets
 
@@ -132,12 +133,14 @@ def test_without_a_device_a_call_fails_with_the_reason(library: Path) -> None:
     assert not any(memory)
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
 def test_nothing_is_contracted_to_a_fused_multiply_add(compiled: dict[str, tuple[str, str]]) -> None:
     ptx = {name: text for name, (text, _) in compiled.items()}
     assert sum("mul.f32" in text or "mul.rn.f32" in text for text in ptx.values()) >= 2, "nothing to contract was found"
     assert [name for name, text in ptx.items() if re.search(r"\bfma\.\w+\.f32", text)] == []
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
 def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     report = "".join(text for _, text in compiled.values())
     form = r"properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -151,6 +154,7 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     assert shared == {"dynamiq", "magnitudes", "sparse_decode", "zip_encode", *through}, "for histograms, sums, blocks"
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
 def test_memory_is_accessed_as_global(compiled: dict[str, tuple[str, str]]) -> None:
     for name, (ptx, _) in compiled.items():
         assert not re.search(r"\b(ld|st)\.(v\d\.)?[usbf]\d+\b", ptx), f"{name}.cu has a generic load or store"

@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 from setuptools.errors import SetupError
 
+from tests.tiers import exhaustive
+
 from .project_tree import Run
 
 BUILD_IN_PLACE = ("setup.py", "-q", "build_ext", "--inplace")
@@ -54,6 +56,7 @@ def test_second_build_compiles_nothing(source_tree: Path, run: Run) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_build.py::test_library_has_machine_code_and_ptx_for_its_architectures")
 @pytest.mark.medium
 @pytest.mark.timeout(600)
 def test_cuda_library_builds_where_nvcc_is_found(build_script: ModuleType, source_tree: Path, run: Run) -> None:

@@ -17,8 +17,10 @@ pytestmark = pytest.mark.short
     ("target", "command"),
     [
         ("demo", "python examples/demo.py --steps 3"),
-        ("test", 'python -m pytest -m "not gpu" -n 2 --dist loadgroup --steps 3'),
-        ("test-short", "python -m pytest -m short --steps 3"),
+        ("test", 'python -m pytest -n 2 --dist loadgroup -m "not gpu and not exhaustive" --steps 3'),
+        ("test-exhaustive", 'python -m pytest -n 2 --dist loadgroup -m "exhaustive and not gpu" --steps 3'),
+        ("test-all", 'python -m pytest -n 2 --dist loadgroup -m "not gpu" --steps 3'),
+        ("test-short", 'python -m pytest -m "short and not exhaustive" --steps 3'),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
         ("bench", "python -m benchmarks.suite --out benchmarks/results --steps 3"),
@@ -42,12 +44,13 @@ def test_make_target_runs(target: str, command: str) -> None:
     assert command in done.stdout
 
 
-def test_ci_runs_make_test_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", ["", "test", "test-exhaustive"])
+def test_ci_runs_both_tiers_to_their_end_and_fails_with_either(failing: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     make = tmp_path / "make"
-    make.write_text(f'#!/bin/sh\necho "$PWD $*" >> {log}\nexit 3\n')
+    make.write_text(f'#!/bin/sh\necho "$PWD $*" >> {log}\n[ "$1" != "{failing}" ] || exit 3\n')
     make.chmod(0o755)
     environment = {**os.environ, "CI": "true", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([ROOT / ".ci/run"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, timeout=30)
-    assert done.returncode == 3
-    assert log.read_text().splitlines() == [f"{ROOT} test"]
+    assert done.returncode == (3 if failing else 0)
+    assert log.read_text().splitlines() == [f"{ROOT} test", f"{ROOT} test-exhaustive"]

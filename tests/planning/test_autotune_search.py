@@ -292,12 +292,12 @@ def test_typical() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"steps": 0}, "steps=0; expected a whole number"),
+        ({"steps": 0}, "autotune: steps=0; expected a whole number"),
         ({"steps": True}, "steps=True"),
         ({"every": 1.5}, "every=1.5"),
-        ({"drift": 0}, "drift=0; expected a share"),
-        ({"log": 3}, "log=3; expected the name of a file"),
-        ({"stps": 3}, "unknown option 'stps'; did you mean 'steps'"),
+        ({"drift": 0}, "autotune: drift=0.0; expected a share"),
+        ({"log": 3}, "autotune: log=3; expected a text or null"),
+        ({"stps": 3}, "autotune: unknown key 'stps'; did you mean 'steps'"),
     ],
 )
 def test_settings_that_have_no_meaning(options: dict[str, object], words: str) -> None:

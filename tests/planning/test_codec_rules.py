@@ -104,15 +104,15 @@ def test_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "where keys and values were expected"),
-        ("rules: 7", "rules are 7; expected a list"),
+        ("[]", "[]; expected keys and values"),
+        ("rules: 7", "rules=7; expected a list"),
         ("rule: []", "unknown key 'rule'; did you mean 'rules'"),
-        ("rules: [{codec: raw, numel: 3}]", "unknown key 'numel'; did you mean 'min_numel'"),
-        ("rules: [{match: x}]", "lacks 'codec'"),
-        ("rules: [{codec: int5}]", "unknown codec 'int5'"),
+        ("rules: [{codec: raw, numel: 3}]", "rules[0]: unknown key 'numel'; did you mean 'min_numel'"),
+        ("rules: [{match: x}]", "rules[0]: lacks 'codec'"),
+        ("rules: [{codec: int5}]", "rules[0]: unknown codec 'int5'"),
         ("rules: [{codec: auto, options: {bits: 4}}]", "'auto' takes no options"),
-        ("rules: [{codec: raw, min_numel: many}]", "rule: min_numel='many' has type str"),
-        ("{rules: [], fidelity: high}", "fidelity='high'; expected one of: lossless"),
+        ("rules: [{codec: raw, min_numel: many}]", "rules[0].min_numel='many'; expected a whole number"),
+        ("{rules: [], fidelity: lossles}", "fidelity='lossles'; did you mean 'lossless'"),
         ("rules: [", "cannot be read"),
     ],
 )

@@ -19,7 +19,7 @@ from fusionlayer.planning.collective_phases import ALGORITHMS, message_phases
 from fusionlayer.planning.cost_model import AlphaBeta, CodecCost, Curve
 from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.prediction import backward_seconds, plan_costs, predict_plan
-from fusionlayer.planning.profile import Profile, Tensor
+from fusionlayer.planning.profile import Gradient, Profile
 from fusionlayer.planning.projection import Method, project
 from fusionlayer.planning.selection import choose_codecs
 from fusionlayer.scheduler import planners
@@ -197,7 +197,7 @@ def test_gradients_of_different_codecs_never_share_a_bucket(profile: Profile) ->
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_engine_runs_what_was_planned(profile: Profile, ahead: bool) -> None:
     model = replace(
-        profile.model, tensors=tuple(Tensor(t.name, t.numel, 0.01 * i) for i, t in enumerate(reversed(MODEL)))
+        profile.model, tensors=tuple(Gradient(t.name, t.numel, 0.01 * i) for i, t in enumerate(reversed(MODEL)))
     )
     mixed = {tensor.name: codecs.get("int4" if tensor.numel > 200 else "raw") for tensor in MODEL}
     plan = make_plan(replace(profile, model=model), planners.get("safusion"), mixed, SCENARIO, 2, ahead=ahead or None)

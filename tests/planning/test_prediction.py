@@ -17,7 +17,7 @@ from fusionlayer.planning.collective_phases import ALGORITHMS
 from fusionlayer.planning.cost_model import AlphaBeta, CodecCost, LinkCost
 from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.prediction import PlannedBucket, Resources, backward_seconds, predict, predict_plan
-from fusionlayer.planning.profile import Model, Profile, Tensor
+from fusionlayer.planning.profile import Gradient, Model, Profile
 from fusionlayer.planning.projection import Method, project
 from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.planners._costs import Pipeline
@@ -40,7 +40,7 @@ def models(draw: st.DrawFn) -> Model:
     """Draw a model of few or many gradients; backward may go on after the last of them."""
     sizes = draw(st.lists(st.sampled_from([1, 100, 10_000, 300_000]), min_size=1, max_size=12))
     ready = accumulate(draw(seconds) for _ in sizes)
-    tensors = tuple(Tensor(f"t{i}", n, at, draw(seconds)) for i, (n, at) in enumerate(zip(sizes, ready, strict=True)))
+    tensors = tuple(Gradient(f"t{i}", n, at, draw(seconds)) for i, (n, at) in enumerate(zip(sizes, ready, strict=True)))
     return Model("made up", draw(seconds), tensors[-1].ready + draw(seconds), draw(seconds), tensors)
 
 

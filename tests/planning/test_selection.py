@@ -12,7 +12,7 @@ from fusionlayer.planning.codec_rules import CodecRule, CodecRules
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
 from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.prediction import predict_plan
-from fusionlayer.planning.profile import Machine, Model, Profile, Tensor
+from fusionlayer.planning.profile import Gradient, Machine, Model, Profile
 from fusionlayer.planning.selection import choose_codecs, select
 from fusionlayer.scheduler import planners
 
@@ -25,7 +25,7 @@ SCENARIO = Scenario("100mbit")
 def profile_of(sizes: list[int], startup: float, encode: AlphaBeta) -> Profile:
     """Return a model of tensors t0, t1, ... on a link of 100 Mbit/s with raw and int4, whose encoding is dear."""
     line = AlphaBeta(startup, 8e-8)
-    tensors = tuple(Tensor(f"t{i}", n, 1e-4 * (i + 1)) for i, n in enumerate(sizes))
+    tensors = tuple(Gradient(f"t{i}", n, 1e-4 * (i + 1)) for i, n in enumerate(sizes))
     return Profile(
         version=1,
         title="made up",

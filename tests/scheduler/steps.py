@@ -13,7 +13,7 @@ from fusionlayer.planning.bucket_costs import BucketCosts
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, Cost, LinkCost
 from fusionlayer.planning.prediction import PlannedBucket, predict
-from fusionlayer.planning.profile import Model, Tensor
+from fusionlayer.planning.profile import Gradient, Model
 from fusionlayer.planning.simulation import Step
 from fusionlayer.scheduler.planners import StepCosts
 
@@ -52,7 +52,7 @@ def timeline(tensors: Sequence[TensorInfo], runs: Sequence[Sequence[str]], costs
         transfer=communicate,
     )
     ready = accumulate(costs.backward[tensor.name] for tensor in tensors)
-    model = [Tensor(tensor.name, tensor.numel, at) for tensor, at in zip(tensors, ready, strict=True)]
+    model = [Gradient(tensor.name, tensor.numel, at) for tensor, at in zip(tensors, ready, strict=True)]
     buckets = [PlannedBucket(run, each) for run in runs]
     return predict(Model("made up", 0.0, 0.0, 0.0, tuple(model)), buckets, whole=False)
 

@@ -25,6 +25,7 @@ from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.torch.elastic.torch_state import StateHandler, merge_feedback
 from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, weights
+from tests.tiers import exhaustive
 from tests.torch.elastic_worker import digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +122,7 @@ def job(folder: Path) -> Iterator[Job]:
         made.kill_all()
 
 
+@exhaustive(guarded_by="tests/torch/test_elastic.py::test_worker_of_one_agent_killed")
 @pytest.mark.medium
 @pytest.mark.timeout(280)
 def test_worker_killed_then_host_lost_then_another_added(tmp_path: Path) -> None:

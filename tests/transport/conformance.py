@@ -194,12 +194,11 @@ def bytes_sent_are_counted(transport: Transport) -> None:
 
 
 def disagreement_is_found_on_all_ranks(transport: Transport) -> None:
-    transport.check_agreement("the plan", b"0123456789abcdef")
+    transport.agree("the plan", 4, "int4", {"bits": 4, "group": 64} if transport.rank else {"group": 64, "bits": 4})
     if transport.size > 1:
         odd = transport.size - 1
-        digest = b"0123456789abcdef" if transport.rank != odd else b"0123456789abcdee"
         with pytest.raises(PlanMismatch, match="the plan differs") as caught:
-            transport.check_agreement("the plan", digest)
+            transport.agree("the plan", 4, "int4" if transport.rank != odd else "int8")
         assert caught.value.ranks == (odd,)
     transport.barrier()
 

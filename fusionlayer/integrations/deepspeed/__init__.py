@@ -127,7 +127,7 @@ def _start(section: DeepSpeedSection, **kwargs: Any) -> None:
     if runs:
         backend.adopt(section.policy)
     transport = context.transport()
-    transport.check_agreement(f'the section "{KEY}" of the DeepSpeed configuration', section.digest)
+    transport.agree(f'the section "{KEY}" of the DeepSpeed configuration', section)
 
 
 def _configuration(arguments: dict[str, Any]) -> tuple[dict[str, Any] | None, Callable[[dict[str, Any]], None]]:

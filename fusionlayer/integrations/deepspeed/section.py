@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ... import codecs, collectives
+from ... import codecs, collectives, records
 from ...backend import CallPolicy
 from ...backend.policy import CallRule
 from ...codecs import Codec
@@ -19,6 +18,8 @@ __all__ = ["KEY", "ROUTERS", "DeepSpeedSection", "RoleCodec"]
 KEY = "fusionlayer"
 AUTO = "auto"
 RAW = "raw"
+ROLES = ("gradients", "weights", "activations")
+_WHERE = f'section "{KEY}" of the DeepSpeed configuration'
 
 ROUTERS = ("*.gate.wg.weight", "*.gate.weight", "*router*")
 """Names of the routers of DeepSpeed's own MoE layer, and of those in Hugging Face's models."""
@@ -39,6 +40,10 @@ class RoleCodec:
     options: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str | None = None
     min_bytes: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.min_bytes < 0:
+            raise ConfigError(f"min_bytes={self.min_bytes}; expected 0 or more")
 
     @property
     def compresses(self) -> bool:
@@ -72,6 +77,10 @@ class DeepSpeedSection:
     error_feedback: bool = False
     warmup_steps: int = 0
 
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={self.warmup_steps}; expected 0 or more")
+
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DeepSpeedSection | None:
         """Return the section of a whole DeepSpeed configuration; None if it has none.
@@ -81,39 +90,19 @@ class DeepSpeedSection:
         """
         if KEY not in config:
             return None
-        given = config[KEY]
-        _known(given, (*(f.name for f in fields(cls)), "zero_plus_plus", "one_bit"), "")
-        values = {key: value for key, value in given.items() if value != AUTO}
+        written = records.build(_Written, _filled(config[KEY]), _WHERE)
         stage = _stage(config)
-        enabled = _read(values, "enabled", bool, True)
-        plus, one_bit = (_read(values, key, bool, False) for key in ("zero_plus_plus", "one_bit"))
-        if plus and one_bit:
+        if written.zero_plus_plus and written.one_bit:
             raise _error("zero_plus_plus and one_bit are both true; they are two ways to send gradients: choose one")
-        if one_bit and stage == 3:
+        if written.one_bit and stage == 3:
             raise _error("one_bit is true with ZeRO stage 3; signs need error feedback, which stages 0 to 2 have")
-        gradients = _traffic(values, "gradients", "int4" if plus else "onebit" if one_bit else "int8")
-        weights = _traffic(values, "weights", "int8" if plus else RAW)
-        activations = _traffic(values, "activations", RAW)
-        warmup = _read(values, "warmup_steps", int, 100 if one_bit else 0)
-        if warmup < 0:
-            raise _error(f"warmup_steps={warmup}; expected 0 or more")
-        section = cls(
-            enabled,
-            gradients,
-            weights,
-            activations,
-            _patterns(values),
-            _feedback(values, gradients, stage),
-            warmup,
-        )
-        if enabled:
+        for role in ROLES:
+            _check_role(role, getattr(written, role))
+        section = cls(**{f.name: getattr(written, f.name) for f in fields(cls)})
+        section = replace(section, error_feedback=_feedback(config[KEY], section, stage))
+        if section.enabled:
             _check(section, config, stage)
         return section
-
-    @property
-    def digest(self) -> bytes:
-        """32 bytes that are equal where sections are."""
-        return hashlib.sha256(repr(self).encode()).digest()
 
     @property
     def policy(self) -> CallPolicy:
@@ -141,68 +130,50 @@ class DeepSpeedSection:
         )
 
 
+@dataclass(frozen=True)
+class _Written(DeepSpeedSection):
+    """The section with the presets, which are defaults of other keys."""
+
+    zero_plus_plus: bool = False
+    one_bit: bool = False
+
+
 def _error(text: str) -> ConfigError:
-    return ConfigError(f'section "{KEY}" of the DeepSpeed configuration: {text}')
+    return ConfigError(f"{_WHERE}: {text}")
 
 
-def _known(values: object, known: Sequence[str], where: str) -> None:
-    if not isinstance(values, Mapping):
-        raise _error(f"{where or KEY}={values!r} is a {type(values).__name__}; expected keys and values")
-    for key in values:
-        if key not in known:
-            raise _error(f"unknown key {f'{where}.' * bool(where)}{key!r}; {nearest(str(key), list(known))}")
-
-
-def _read(values: Mapping[str, Any], key: str, kind: type, default: Any, where: str = "") -> Any:
-    value = values.get(key, default)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise _error(
-            f'{where}{key}={value!r} is a {type(value).__name__}; expected {_WORDS[kind]}, or "auto" for {default!r}'
-        )
-    return value
-
-
-_WORDS = {bool: "true or false", int: "a whole number", str: "a name", Mapping: "keys and values"}
-
-
-def _traffic(values: Mapping[str, Any], role: str, default: str) -> RoleCodec:
-    given = values.get(role, {})
-    if isinstance(given, str):
-        given = {"codec": given}
+def _filled(given: object) -> object:
+    """Return the section with the defaults that depend on its presets; each "auto" is left out."""
     if not isinstance(given, Mapping):
-        raise _error(
-            f"{role}={given!r} is a {type(given).__name__}; expected a codec's name, or keys and values with 'codec'"
-        )
-    _known(given, [f.name for f in fields(RoleCodec)], role)
-    given = {key: value for key, value in given.items() if value != AUTO}
-    where = f"{role}."
-    algorithm = given.get("algorithm")
-    if algorithm is not None and role != "gradients":
-        raise _error(f"{where}algorithm={algorithm!r}; only all-reduces of gradients have a choice: leave it out")
-    if algorithm is not None and algorithm not in collectives.names():
-        raise _error(f"{where}algorithm={algorithm!r}; {nearest(str(algorithm), collectives.names())}")
-    traffic = RoleCodec(
-        _read(given, "codec", str, default, where),
-        _read(given, "options", Mapping, {}, where),
-        algorithm,
-        _read(given, "min_bytes", int, RoleCodec.min_bytes, where),
-    )
-    if traffic.min_bytes < 0:
-        raise _error(f"{where}min_bytes={traffic.min_bytes}; expected 0 or more")
+        return given
+    values = _without_auto(given)
+    plus, one_bit = (bool(values.get(preset)) for preset in ("zero_plus_plus", "one_bit"))
+    defaults = {"gradients": "int4" if plus else "onebit" if one_bit else "int8", "weights": "int8" if plus else RAW}
+    for role in ROLES:
+        said = values.get(role, {})
+        said = {"codec": said} if isinstance(said, str) else said
+        if isinstance(said, Mapping):
+            values[role] = {"codec": defaults.get(role, RAW), **_without_auto(said)}
+    return {"warmup_steps": 100 if one_bit else 0, **values}
+
+
+def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value != AUTO}
+
+
+def _check_role(role: str, traffic: RoleCodec) -> None:
+    if (algorithm := traffic.algorithm) is not None:
+        where = f"{role}.algorithm={algorithm!r}"
+        if role != "gradients":
+            raise _error(f"{where}; only all-reduces of gradients have a choice: leave it out")
+        if algorithm not in collectives.names():
+            raise _error(f"{where}; {nearest(algorithm, collectives.names())}")
     try:
         if traffic.compresses:
             # Which refuses what no process group can carry.
             CallRule(traffic.codec, traffic.options, "all_reduce", error_feedback=role == "gradients")
     except ConfigError as error:
         raise _error(f"{role}: {error}") from None
-    return traffic
-
-
-def _patterns(values: Mapping[str, Any]) -> tuple[str, ...]:
-    given = values.get("exempt", ROUTERS)
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
-        raise _error(f"exempt={given!r}; expected a list of patterns of parameter names, such as {list(ROUTERS)}")
-    return tuple(given)
 
 
 def _stage(config: Mapping[str, Any]) -> int:
@@ -211,9 +182,10 @@ def _stage(config: Mapping[str, Any]) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def _feedback(values: Mapping[str, Any], gradients: RoleCodec, stage: int) -> bool:
-    codec = gradients.make()
-    wanted: bool = _read(values, "error_feedback", bool, codec.feedback_pays and stage < 3)
+def _feedback(given: Mapping[str, Any], section: DeepSpeedSection, stage: int) -> bool:
+    codec = section.gradients.make()
+    said = given.get("error_feedback", AUTO) != AUTO
+    wanted = section.error_feedback if said else codec.feedback_pays and stage < 3
     if wanted and stage == 3:
         raise _error(
             "error_feedback=true with ZeRO stage 3, whose ranks would each keep an f32 copy of all gradients; leave it "

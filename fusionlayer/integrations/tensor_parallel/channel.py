@@ -6,7 +6,6 @@ its name: graphs hold strings, and equal channels of several layers have one nam
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import weakref
 from functools import partial
@@ -28,7 +27,7 @@ from ...errors import ConfigError, UsageError
 from ...functional import make_codec
 from ...seeds import derive_seed
 from ...transport import Transport
-from ...wire import DTYPE_CODES, WIRE_VERSION
+from ...wire import DTYPE_CODES
 from ..groups import resolve
 
 __all__ = ["PIECE_BYTES", "Channel"]
@@ -101,8 +100,7 @@ class Channel:
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
         if self.size > 1:
-            digest = hashlib.sha256(f"{facts} {WIRE_VERSION}".encode()).digest()
-            self._transport.check_agreement("codec or options of tensor parallelism", digest)
+            self._transport.agree("codec or options of tensor parallelism", facts)
         if self._transport not in _numbers:
             _numbers[self._transport] = next(_count)
         self.name = f"{facts} on {_numbers[self._transport]}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from ... import records
 from ...errors import ConfigError
-from ...registry import nearest
 
 __all__ = ["Autotune"]
 
@@ -34,20 +34,14 @@ class Autotune:
     log: str | None = None
 
     def __post_init__(self) -> None:
+        records.check(self)
         for name in ("steps", "every"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"autotune: {name}={value!r}; expected a whole number of steps above 0, or None")
-        if isinstance(self.drift, bool) or not isinstance(self.drift, (int, float)) or not self.drift > 0:
-            raise ConfigError(f"autotune: drift={self.drift!r}; expected a share of the step time above 0, such as 0.1")
-        if self.log is not None and not isinstance(self.log, str):
-            raise ConfigError(f"autotune: log={self.log!r}; expected the name of a file, or None")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name}={value}; expected a whole number of steps above 0, or null")
+        if not self.drift > 0:
+            raise ConfigError(f"drift={self.drift!r}; expected a share of the step time above 0, such as 0.1")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Autotune:
         """Return the settings with these ``options``; ``ConfigError`` if one is unknown."""
-        known = [f.name for f in fields(cls)]
-        for key in options:
-            if key not in known:
-                raise ConfigError(f"autotune: unknown option {key!r}; {nearest(str(key), known)}")
-        return cls(**options)
+        return records.build(cls, options, "autotune")

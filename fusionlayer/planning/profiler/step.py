@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ..profile import Model
-from ..profile import Tensor as Gradient
+from ..profile import Gradient, Model
 
 __all__ = ["as_model", "measure_step"]
 

@@ -14,8 +14,7 @@ from ...plan import TensorInfo
 from ...scheduler.plan_controller import StepSeconds
 from ...transport import Transport
 from ..cost_model import LinkCost
-from ..profile import PROFILE_VERSION, Machine, Model, Profile
-from ..profile import Tensor as Gradient
+from ..profile import PROFILE_VERSION, Gradient, Machine, Model, Profile
 from .averages import Points, average
 from .codecs import measure_codecs, measure_copy
 from .disturbance import measure_disturbance

@@ -1,0 +1,232 @@
+"""Records: dataclasses that YAML or JSON fills in. One checker and one style of error for every file and section.
+
+Why not a library: msgspec ignores unknown keys of dataclasses, does not name the value it refuses, and takes no union
+of two dataclasses, such as a line or a curve. pydantic is 10 MB with its core, answers in several lines, loses the
+place where a union is tried in vain, and needs as much code again to name the nearest key.
+
+A dataclass whose only field is a list is written as that list, as a curve is by its points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from .errors import ConfigError
+from .registry import nearest
+
+__all__ = ["build", "check", "load", "read", "save"]
+
+T = TypeVar("T")
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    type(None): "null",
+    Mapping: "keys and values",
+    Sequence: "a list",
+}
+# The C parser is many times faster where it is there; both make plain data alone.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path, what: str) -> Any:
+    """Return the data of a YAML file; ``ConfigError`` if it cannot be read. ``what`` says what the file holds."""
+    try:
+        return yaml.load(Path(path).read_text(), Loader=_Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def load(kind: type[T], path: str | Path, what: str, version: int | None = None) -> T:
+    """Return the record in a YAML file.
+
+    Args:
+        kind: dataclass of the record.
+        path: of the file.
+        what: the file holds, as errors say it.
+        version: that the key ``version`` must have; None: there is no such key.
+
+    Raises:
+        ConfigError: the file cannot be read, has another version, or does not fit ``kind``.
+    """
+    data = read(path, what)
+    # Before all else, as a file of another version may have other keys.
+    if version is not None and isinstance(data, Mapping) and data.get("version", version) != version:
+        raise ConfigError(f"{what} {path} has version {data['version']}, expected {version}; make it anew")
+    return build(kind, data, f"{what} {path}")
+
+
+def build(kind: type[T], data: object, where: str) -> T:
+    """Return the dataclass ``kind`` made from a mapping; ``where`` says whence, as the error begins.
+
+    Values that are dataclasses already stay what they are.
+
+    Raises:
+        ConfigError: ``where``, the key, what it has and what was expected, with the nearest known name.
+    """
+    try:
+        return typing.cast(T, _record(kind, data, ""))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def check(record: Any) -> None:
+    """Raise ``ConfigError`` unless each field of a dataclass has a value of its type; for ``__post_init__``."""
+    kind: Any = type(record)
+    for name, hint in _hints(kind).items():
+        _value(hint, getattr(record, name), name)
+
+
+# Making out the types takes longer than checking a value, and a plan has thousands of slots.
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+@cache
+def _required(kind: type) -> tuple[str, ...]:
+    fields = dataclasses.fields(kind)
+    return tuple(f.name for f in fields if f.default is MISSING and f.default_factory is MISSING)
+
+
+def _record(kind: type, data: object, where: str) -> Any:
+    hints = _hints(kind)
+    if _shape(kind) is Sequence:
+        ((name, hint),) = hints.items()
+        values = {name: _value(hint, data, where)}
+    else:
+        if not isinstance(data, Mapping):
+            raise _refusal(data, where, Mapping)
+        for key in data:
+            if key not in hints:
+                raise ConfigError(f"{_lead(where)}unknown key {key!r}; {nearest(str(key), list(hints))}")
+        for name in _required(kind):
+            if name not in data:
+                raise ConfigError(f"{_lead(where)}lacks {name!r}; it needs: {', '.join(_required(kind))}")
+        values = {key: _value(hints[key], value, f"{where}.{key}" if where else key) for key, value in data.items()}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{_lead(where)}{error}") from None
+
+
+def _value(hint: Any, data: object, where: str) -> Any:
+    """Return ``data``, which stands at ``where``, as what the type ``hint`` says."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        fitting = [each for each in args if _looks(data, each)]
+        if not fitting:
+            raise _refusal(data, where, *args)
+        return _value(fitting[0], data, where)
+    if hint is Any:
+        return data
+    if not _looks(data, hint):
+        raise _refusal(data, where, hint)
+    if dataclasses.is_dataclass(hint):
+        return data if isinstance(data, typing.cast(type, hint)) else _record(typing.cast(type, hint), data, where)
+    if isinstance(data, Mapping):
+        return {str(key): _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if _shape(hint) is Sequence:
+        items = typing.cast(Sequence[object], data)
+        kinds = args if _length(hint) else (args[0],) * len(items)
+        return tuple(
+            _value(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, items, strict=True))
+        )
+    return float(typing.cast(float, data)) if hint is float else data
+
+
+def _looks(data: object, hint: Any) -> bool:
+    """Return whether ``data`` has the outer shape of ``hint``, whatever is inside."""
+    shape = _shape(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(data, typing.cast(type, hint)):
+        return True
+    if shape is Sequence:
+        return isinstance(data, (list, tuple)) and _length(hint) in (None, len(data))
+    if isinstance(data, bool):
+        return shape is bool
+    return isinstance(data, (int, float) if shape is float else shape)
+
+
+def _shape(hint: Any) -> Any:
+    """Return the key of ``_WORDS`` for a type."""
+    if dataclasses.is_dataclass(hint):
+        shapes = [_shape(each) for each in _hints(typing.cast(type, hint)).values()]
+        return Sequence if shapes == [Sequence] else Mapping
+    origin = typing.get_origin(hint)
+    return Sequence if origin is tuple else origin or hint
+
+
+def _length(hint: Any) -> int | None:
+    """Return how many items a tuple type has; None: any number."""
+    args = typing.get_args(hint)
+    return len(args) if typing.get_origin(hint) is tuple and args[-1] is not Ellipsis else None
+
+
+def _lead(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _refusal(data: object, where: str, *hints: Any) -> ConfigError:
+    words = [f"{_WORDS[_shape(hint)]}{f' of {_length(hint)}' if _length(hint) else ''}" for hint in hints]
+    return ConfigError(f"{where}{'=' if where else ''}{data!r:.60}; expected {' or '.join(dict.fromkeys(words))}")
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes numbers with the digits that mean something."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", _number(value)))
+
+
+def save(record: object, path: str | Path, comment: str = "") -> None:
+    """Write a record to a YAML file, led by a comment; fields that have their default are left out."""
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    text = yaml.dump(_plain(record), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
+    Path(path).write_text(head + text)
+
+
+def _number(value: float) -> str:
+    if value.is_integer() and abs(value) < 1e15:
+        return f"{value:.1f}"
+    text = f"{value:.5g}"
+    return text if "." in text else text.replace("e", ".0e")  # YAML 1.1 takes 1e-05 for a word
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as mappings, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        if _shape(type(value)) is Sequence:
+            return _plain(getattr(value, fields[0].name))
+        return {f.name: _plain(getattr(value, f.name)) for f in fields if not _is_default(value, f)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _is_default(value: Any, f: dataclasses.Field[Any]) -> bool:
+    default = f.default_factory() if f.default_factory is not MISSING else f.default
+    return bool(getattr(value, f.name) == default)

@@ -1,0 +1,266 @@
+"""What an operation by name is asked for: its arguments, named once, and the way to this rank's session."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec, Part
+from ..collectives import Scaling, reduce_flat
+from ..coordination import Reduce
+from ..coordination.operation import DTYPES
+from ..errors import ConfigError, FusionLayerError
+from ..seeds import derive_seed
+from ..transport import Transport
+from .basics import HorovodInternalError, session
+from .process_sets import ProcessSet, global_process_set, number_of
+
+__all__ = [
+    "ReduceOp",
+    "Reduction",
+    "all_of",
+    "allreduce_of",
+    "checked",
+    "choose_op",
+    "first_of",
+    "grouped_allreduce_of",
+    "grouped_reducescatter_of",
+    "reducescatter_of",
+    "submit",
+    "taking",
+]
+
+P = ParamSpec("P")
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+
+class ReduceOp(enum.IntEnum):
+    """What a reduction does with the values of all ranks."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
+    """Return the reduction that ``op`` and the deprecated ``average`` mean together."""
+    if average is not None:
+        if op is not None:
+            raise ConfigError("got both op and average; average is deprecated: give op alone")
+        # The caller of the operation: above it are the operation, and the function that names its arguments.
+        warnings.warn("average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        return ReduceOp.Average if average else ReduceOp.Sum
+    if op is None:
+        return ReduceOp.Average
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        raise ConfigError(f"op={op!r}; expected hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
+
+
+def taking(arguments: Callable[P, Request]) -> Callable[[Callable[[Request], Result]], Callable[P, Result]]:
+    """Give a function of a request the parameters of ``arguments``, which makes requests of them."""
+
+    def decorate(function: Callable[[Request], Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            return function(arguments(*args, **kwargs))
+
+        signature = inspect.signature(arguments)
+        returned = inspect.signature(function).return_annotation
+        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        call.__annotations__ = {**arguments.__annotations__, "return": returned}
+        return call
+
+    return decorate
+
+
+def all_of(results: Any) -> Any:
+    """Return results as they are: those of a group."""
+    return results
+
+
+def first_of(results: Sequence[Tensor]) -> Tensor:
+    """Return the result of an operation on one tensor."""
+    return results[0]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An allreduce or a reducescatter that is asked for.
+
+    Attributes:
+        tensors: what this rank gives.
+        name: by which ranks know it, if it has one.
+        op: how values are reduced.
+        prescale: factor before the reduction.
+        postscale: factor after it.
+        process_set: ranks that take part.
+        deliver: what the caller gets of a list of results, or of what is reduced in place.
+        codec: what travels; None: values as they are.
+    """
+
+    tensors: Sequence[Tensor]
+    name: str | None
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+    deliver: Callable[[Any], Any] = all_of
+    codec: Codec | None = None
+
+    def begin_allreduce(self, *, in_place: bool = False, at_once: bool = False) -> int:
+        """Ask for the sum over ranks; return the handle."""
+        text, reduce, deliver = self.op.name, None, self.deliver
+        if self.op is ReduceOp.Adasum:
+            reduce = self._adasum()
+        elif self.codec is not None:
+            text, reduce = self._by_codec(self.codec)
+        if in_place:
+            given = self.deliver(self.tensors)
+            deliver = lambda _: given  # noqa: E731
+        return self._submit("allreduce", text, in_place=in_place, reduce=reduce, deliver=deliver, at_once=at_once)
+
+    def begin_reducescatter(self) -> int:
+        """Ask for this rank's rows of the sum; return the handle."""
+        if self.op is ReduceOp.Adasum:
+            raise ConfigError("reducescatter with op=Adasum; Adasum needs whole tensors: use allreduce")
+        if not all(tensor.dim() for tensor in self.tensors):
+            raise ConfigError("reducescatter of a scalar; give a tensor with a first dimension to be cut")
+        return self._submit("reducescatter", self.op.name, deliver=self.deliver)
+
+    def _submit(self, kind: str, op: str, **how: Any) -> int:
+        how |= {"name": self.name, "prescale": self.prescale, "postscale": self.postscale}
+        return submit(kind, self.tensors, op=op, process_set=self.process_set, **how)
+
+    def _adasum(self) -> Reduce:
+        from .adasum import all_reduce
+
+        size = session().size
+        everyone = number_of(self.process_set) == number_of(global_process_set)
+        if not everyone or size & (size - 1) or self.codec is not None:
+            raise ConfigError(
+                f"op=Adasum over {size} ranks of {self.process_set}; it pairs all ranks, whose number is a power of "
+                "two, and takes no codec: use Average"
+            )
+
+        def reduce(x: Tensor, transport: Transport, scaling: Scaling) -> None:
+            scaling.scale_before_(x)
+            all_reduce(x.view(-1), transport)
+            scaling.scale_after_(x)
+
+        return reduce
+
+    def _by_codec(self, codec: Codec) -> tuple[str, Reduce]:
+        """Return the text that says how messages of a codec make a sum or average, and what does it."""
+        if self.op not in (ReduceOp.Average, ReduceOp.Sum):
+            raise ConfigError(
+                f"op={self.op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression"
+            )
+        return f"{self.op.name} by {codec}", partial(_reduce_by, codec)
+
+
+# ---- argument lists of Horovod, which ``taking`` gives to all variants of an operation -----------------------------
+
+
+def allreduce_of(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Reduction:
+    """Return the request of an allreduce."""
+    chosen = choose_op(op, average)
+    return Reduction([tensor], name, chosen, prescale_factor, postscale_factor, process_set, first_of)
+
+
+def grouped_allreduce_of(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Reduction:
+    """Return the request of allreduces that travel together."""
+    return Reduction(list(tensors), name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
+
+
+def reducescatter_of(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Reduction:
+    """Return the request of a reducescatter."""
+    return Reduction([tensor], name, choose_op(op), prescale_factor, postscale_factor, process_set, first_of)
+
+
+def grouped_reducescatter_of(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Reduction:
+    """Return the request of several reducescatters."""
+    return Reduction(list(tensors), name, choose_op(op), prescale_factor, postscale_factor, process_set)
+
+
+# ---- on the way to the session ---------------------------------------------------------------------------------------
+
+
+def _reduce_by(codec: Codec, x: Tensor, transport: Transport, scaling: Scaling) -> None:
+    fitted = codec.for_parts([Part("", tuple(x.shape))])
+    reduce_flat(x.view(-1), fitted, transport, scaling, seed=derive_seed(transport.sequence))
+
+
+def submit(
+    kind: str,
+    tensors: Sequence[Tensor] = (),
+    *,
+    in_place: bool = False,
+    process_set: ProcessSet = global_process_set,
+    **how: Any,
+) -> int:
+    """Ask this rank's session for an operation; return the handle."""
+    given = [checked(kind, tensor) for tensor in tensors]
+    if len({tensor.device for tensor in given}) > 1:
+        raise ConfigError(f"{kind} of tensors on several devices; give one group for each device")
+    if kind != "barrier" and not given:
+        raise ConfigError(f"{kind} of no tensors; give at least one")
+    try:
+        return session().submit(kind, given, given if in_place else None, process_set=number_of(process_set), **how)
+    except ConfigError:
+        raise
+    except FusionLayerError as error:
+        raise HorovodInternalError(str(error)) from error
+
+
+def checked(kind: str, tensor: Tensor) -> Tensor:
+    """Return ``tensor`` without its graph, if an operation can take it."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        what = f"{tensor.layout} tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
+        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ConfigError(f"{kind} of a {what}; expected a dense tensor of one of: {types}")
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from benchmarks import driver
+
+pytestmark = pytest.mark.short
+
+
+def test_what_is_timed_waits_for_a_quiet_machine_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, int]] = []
+    monkeypatch.setattr(driver, "refuse_if_busy", lambda ok, ranks: asked.append((ok, ranks)))
+    parser = driver.make_parser("something", __doc__)
+    driver.add_options(parser, timed=True, smoke=True)
+    for words in ([], ["--busy-ok"], ["--smoke"]):
+        driver.begin(parser.parse_args(words), 3)
+    driver.begin(parser.parse_args([]))
+    assert asked == [(False, 3), (True, 3), (True, 3)]
+
+
+def test_results_are_printed_and_kept_where_the_user_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = driver.make_parser("something", __doc__)
+    driver.add_options(parser)
+    rows = [{"a": 1}]
+    for words in ([], ["--out", str(tmp_path), "--hardware", "abacus"]):
+        options = parser.parse_args(words)
+        environment = driver.begin(options)
+        driver.finish(options, "theme", "Title", environment, rows, more=["more"], pictures={"drawn": Figure})
+        assert "## Title" in capsys.readouterr().out
+    (page,), (data,) = tmp_path.glob("theme_abacus_*.md"), tmp_path.glob("*.json")
+    assert page.read_text().endswith("more") and json.loads(data.read_text())["rows"] == rows
+    assert (tmp_path / "plots" / "drawn.svg").exists()
+
+
+def test_an_interrupt_ends_with_its_status() -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    for main, status in ((interrupted, 130), (lambda: 3, 3)):
+        with pytest.raises(SystemExit) as ended:
+            driver.leave(main)
+        assert ended.value.code == status

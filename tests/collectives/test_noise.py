@@ -1,0 +1,128 @@
+"""Noise of stochastic rounding is drawn anew by every rank, for every chunk and in every rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs, collectives
+from fusionlayer.codecs import Codec
+from fusionlayer.transport import Transport
+from tests.codecs.variants import defaults
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+from .conformance import takes
+
+pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+
+WORLD, PER_NODE = 4, 2
+NUMEL = WORLD * 8192
+
+NOISY = [
+    codec.bare
+    for codec in dict.fromkeys(
+        [
+            *defaults(),
+            codecs.get("int4", rounding="stochastic"),
+            codecs.get("qsdp", group_size=32),
+            codecs.get("dynamiq", correlated=False),
+        ]
+    )
+    # A group of qsdp has one random number, so only small groups are many.
+    if codec.unbiased and not codec.lossless and codec.options.get("group_size") != 1024
+]
+
+
+def names_for(codec: Codec) -> list[str]:
+    # Where ranks round by each other's numbers, partial sums and what rounds them are not independent.
+    hops = [] if codec.options.get("correlated") else ["ring", "butterfly"]
+    return [name for name in ("one_shot", "two_shot", "two_level", *hops) if takes(name, codec)]
+
+
+def summed(name: str, codec: Codec, inputs: list[Tensor], seed: int = 5) -> Tensor:
+    """Return the sum of the ranks' inputs, on two nodes of two ranks."""
+
+    def body(transport: Transport) -> Tensor:
+        out = inputs[transport.rank].clone()
+        collectives.get(name)(out, codec, transport, seed=seed)
+        return out
+
+    return over_threads(WORLD, body, ranks_per_node=PER_NODE)[0]
+
+
+def with_new_noise(name: str, codec: Codec, inputs: list[Tensor], seeds: Iterator[int]) -> Tensor:
+    """Return what the collective makes of inputs where no two roundings have a seed in common."""
+
+    def sent(values: Tensor, codec: Codec = codec) -> Tensor:
+        return codec.decompress(codec.compress(values, seed=next(seeds)), values.shape)
+
+    a, b, c, d = inputs
+    if name == "one_shot":
+        return sent(a) + sent(b) + sent(c) + sent(d)
+    if name == "two_shot":
+        return sent(sent(a) + sent(b) + sent(c) + sent(d))
+    if name == "ring":
+        return sent(sent(sent(sent(a) + b) + c) + d)
+    if name == "butterfly":
+        return sent(sent(sent(a) + b) + (sent(c) + d))
+    nodes = [sent(sent(x, codec.within) + sent(y, codec.within)) for x, y in ((a, b), (c, d))]
+    return sent(nodes[0] + nodes[1])
+
+
+def squared(x: Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["equal inputs", "different inputs"])
+@pytest.mark.parametrize("codec", NOISY, ids=str)
+def test_ranks_and_roundings_draw_noise_of_their_own(codec: Codec, alike: bool) -> None:
+    """Errors are as large as with independent noise; noise that two of them share makes them larger.
+
+    Equal inputs show it in most places. Where they hide it, as the sum of equal codes has no error, others show it.
+    """
+    inputs = [gradient(NUMEL, 70 + (0 if alike else rank)) for rank in range(WORLD)]
+    exact = torch.stack(inputs).double().sum(0)
+    for name in names_for(codec):
+        seeds = count(1000)
+        expected = sum(squared(with_new_noise(name, codec, inputs, seeds) - exact) for _ in range(2)) / 2
+        assert squared(summed(name, codec, inputs) - exact) < 1.12 * expected, name
+
+
+@pytest.mark.parametrize("codec", NOISY, ids=str)
+def test_chunks_draw_noise_of_their_own(codec: Codec) -> None:
+    """Errors of chunks with the same values have nothing to do with each other."""
+    x = gradient(NUMEL // WORLD, 71).repeat(WORLD)
+    nothing = torch.zeros_like(x)
+    for name in names_for(codec):
+        for inputs in ([x] * WORLD, [x, nothing, nothing, nothing], [nothing, nothing, nothing, x]):
+            off = (summed(name, codec, inputs) - torch.stack(inputs).sum(0)).view(2 * WORLD, -1)
+            alike = torch.corrcoef(off.double()) - torch.eye(2 * WORLD)
+            halves = torch.arange(2 * WORLD) % 2
+            assert float(alike[halves[:, None] == halves].abs().max()) < 0.4, name
+
+
+@pytest.mark.parametrize("codec", NOISY, ids=str)
+def test_sums_over_two_nodes_stay_unbiased(codec: Codec) -> None:
+    """The mean over seeds comes closer to the sum as it must, with the roundings of both levels."""
+    if "two_level" not in names_for(codec):
+        pytest.skip(f"two_level does not take {codec}")
+    draws, inputs = 40, [gradient(4096, 80 + rank) for rank in range(WORLD)]
+    exact = torch.stack(inputs).double().sum(0)
+
+    def body(transport: Transport) -> tuple[float, float]:
+        assert len(transport.nodes) == WORLD // PER_NODE
+        total, single = torch.zeros_like(exact), 0.0
+        for seed in range(draws):
+            x = inputs[transport.rank].clone()
+            collectives.get("two_level")(x, codec, transport, seed=seed)
+            single += squared(x - exact) / draws
+            total += x
+        return squared(total / draws - exact), single
+
+    for mean, single in over_threads(WORLD, body, ranks_per_node=PER_NODE):
+        assert 0 < mean < 1.3 * single / draws

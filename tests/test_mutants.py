@@ -1,0 +1,39 @@
+"""The list of deliberate defects fits the tree, and the tool refuses what does not."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from . import mutants
+from .mutant_table import LIKELY, Mutant
+
+pytestmark = pytest.mark.short
+
+
+@pytest.mark.parametrize("name", mutants.named())
+def test_a_defect_applies_to_the_tree(name: str) -> None:
+    mutant = mutants.named()[name]
+    text = mutants.mutated(mutant)
+    assert mutant.old != mutant.new and mutant.breaks
+    if mutant.file.endswith(".py"):
+        ast.parse(text)
+
+
+def test_the_defects_are_spread_over_all_rooms() -> None:
+    rooms = {mutant.file.split("/")[1] for mutant in mutants.MUTANTS}
+    expected = {path.name for path in (mutants.TREE / "fusionlayer").iterdir() if (path / "__init__.py").exists()}
+    assert expected <= rooms and len(mutants.MUTANTS) >= 40
+
+
+def test_likely_tests_exist() -> None:
+    for file, tests in LIKELY.items():
+        assert (mutants.TREE / "fusionlayer" / file).exists()
+        assert all((mutants.TREE / "tests" / test).exists() for test in tests.split()), tests
+
+
+def test_what_does_not_stand_there_once_is_refused() -> None:
+    for old in ("no such text", "def "):
+        with pytest.raises(ValueError, match="expected once"):
+            mutants.mutated(Mutant("fusionlayer/seeds.py" if old[0] == "n" else "fusionlayer/plan.py", old, "", ""))

@@ -1,0 +1,61 @@
+"""No test lives in the exhaustive tier alone, and what is left to it is decided by rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fusionlayer import codecs
+from tests.codecs.variants import KINDS, every, is_kind, repeats
+from tests.tiers import tiered
+
+pytestmark = pytest.mark.short
+
+TESTS = Path(__file__).parent
+CONFTEST = (TESTS / "conftest.py").read_text()
+MARKED = """
+import pytest
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", [1, 2])
+def test_marked_as_a_whole(n): pass
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_marked_in_part(n): pass
+@pytest.mark.exhaustive(guarded_by="test_it.py::test_marked_in_part")
+def test_guarded(): pass
+@pytest.mark.exhaustive(guarded_by="test_it.py::test_guarded")
+def test_guarded_by_none(): pass
+"""
+
+
+def test_a_test_without_a_fast_case_is_refused(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS.parent))
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini("[pytest]\nmarkers = exhaustive\n")
+    pytester.makepyfile(test_it=MARKED)
+    arguments = ("--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist")
+    refused = pytester.runpytest_subprocess(*arguments)
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines(
+        ["*every case is exhaustive*: test_it.py::test_marked_as_a_whole, test_it.py::test_guarded_by_none"]
+    )
+    one = pytester.runpytest_subprocess(*arguments, "test_it.py::test_marked_as_a_whole")
+    assert one.ret == pytest.ExitCode.OK, "a test that was asked for by its name"
+
+
+def test_cases_are_marked_by_rule() -> None:
+    cases = tiered([(1, 2), (3, 4)], lambda a, b: b == 4)
+    assert [(case.values, bool(case.marks)) for case in cases] == [((1, 2), True), ((3, 4), False)]
+    assert [bool(case.marks) for case in tiered("ab", lambda letter: letter == "a")] == [False, True]
+
+
+def test_kinds_are_never_repeats() -> None:
+    assert all(is_kind(codecs.get(name)) and codecs.get(name) not in repeats() for name in KINDS)
+
+
+def test_repeats_have_the_bytes_of_another_codec_of_their_class() -> None:
+    found = {str(codec.bare) for codec in repeats()}
+    again = "redsync(density=0.01, values=f32, slack=1.1, reuse=65536)"
+    assert again in found and again.replace("65536", "1") not in found
+    assert not any(codec.name == "int" for codec in repeats()), "each option of int changes its bytes"
+    assert 20 < len(found) < len(every()) / 3

@@ -1,0 +1,42 @@
+"""Which cases of a test run before every push, in the fast tier, and which are left to the exhaustive one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+exhaustive = pytest.mark.exhaustive
+
+
+def tiered(cases: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
+    """Return ``cases`` for ``parametrize``: those for which ``fast(*case)`` is false are marked ``exhaustive``.
+
+    Args:
+        cases: tuples of parameters, or single parameters.
+        fast: tells whether a case shows something that no other case of the fast tier shows as well.
+    """
+    tuples = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=() if fast(*case) else exhaustive) for case in tuples]
+
+
+def unguarded(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the test functions that the fast tier has no case of, and no other test for: what they guard is unseen.
+
+    A test that is exhaustive as a whole names the test of the fast tier that guards the same:
+    ``exhaustive(guarded_by="tests/file.py::test_name")``. The name is believed if that file was not collected.
+    """
+    fast: dict[str, bool] = {}
+    guards: dict[str, str] = {}
+    for item in items:
+        name, mark = item.nodeid.partition("[")[0], item.get_closest_marker("exhaustive")
+        fast[name] = fast.get(name, False) or mark is None
+        if mark:
+            guards[name] = mark.kwargs.get("guarded_by", guards.get(name, ""))
+    files = {name.partition("::")[0] for name in fast}
+
+    def guarded(guard: str) -> bool:
+        return fast.get(guard, False) or bool(guard) and guard.partition("::")[0] not in files
+
+    return [name for name, any_fast in fast.items() if not any_fast and not guarded(guards[name])]
