@@ -30,6 +30,7 @@ class _Job:
 
 _job: _Job | None = None
 _before_shutdown: list[Callable[[], None]] = []
+# Guards _job and its transports. Reentrant: what is called before a shutdown may ask for a transport.
 _lock = threading.RLock()
 
 

@@ -189,6 +189,7 @@ def cpu() -> ctypes.CDLL:
     return library
 
 
+# Guards the loading of the CUDA library: ``lru_cache`` alone would let two threads load it at once.
 _cuda_lock = threading.Lock()
 
 

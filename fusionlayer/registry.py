@@ -39,6 +39,8 @@ class Registry(Generic[T]):
         self._factories: dict[str, Callable[..., T]] = {}
         self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._imported = False
+        # Guards _imported: no thread looks a name up before all modules are imported. Reentrant: a module that is being
+        # imported may look one up.
         self._lock = threading.RLock()
 
     def add(self, name: str, factory: Callable[..., T]) -> None:

@@ -86,6 +86,7 @@ class _File:
     """A trace that is a whole file whenever nobody writes to it, and goes on when somebody comes back."""
 
     _all: dict[str, _File] = {}
+    # Guards _all, and every file's text, users and end: timelines of several threads write to one file.
     _lock = threading.Lock()
 
     def __init__(self, path: str) -> None:

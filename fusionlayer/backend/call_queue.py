@@ -31,6 +31,8 @@ class CallQueue:
     def __init__(self, name: str, connect: Callable[[], Transport]) -> None:
         self._name = name
         self._connect = connect
+        # Guards _worker, _closed and _last: another thread may close the queue while callers put calls. It also makes a
+        # call that is abandoned wait until the caller who put it has told the work of its job.
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._last: Job | None = None

@@ -33,6 +33,7 @@ __all__ = ["NAME", "CompressingGroup", "Traffic"]
 NAME = "fusionlayer"
 
 _made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
+# Guards _made: groups are made on any thread.
 _made_lock = threading.Lock()
 
 # torch's stubs give some methods narrower types than torch calls them with.
@@ -100,6 +101,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._seed = derive_seed(self._ranks[0])
         self._messages = PointToPoint(derive_seed(self._seed, rank))
         self._lane: CallQueue | None = None
+        # Guards _lane, which the first call that needs it makes, on any thread.
         self._lane_lock = threading.Lock()
 
     # ---- what torch asks a group ------------------------------------------------------------------------------------

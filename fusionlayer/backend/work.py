@@ -174,6 +174,7 @@ class DecodedWork(dist.Work):
         self._work = work
         self._decode: Callable[[], object] | None = decode
         self._results = list(results)
+        # Guards _decode, which runs once, by whichever thread waits first; others wait for it here.
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:

@@ -32,6 +32,7 @@ class Share:
 
     def __init__(self) -> None:
         self.value: float | None = None
+        # Guards value: sums on several threads may share a codec.
         self._lock = threading.Lock()
 
     def select(self, wanted: int, ranks: int) -> int:

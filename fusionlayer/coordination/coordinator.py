@@ -60,6 +60,8 @@ class Coordinator:
         self._readers = {rank: Reader() for rank in range(1, size)}
         self._open = set(range(1, size))
         self._own: deque[Request] = deque()
+        # Guards the matcher, who is _open, _underway and _ended. Rank 0's callers, its communication thread and the one
+        # that listens take it. _own is filled without it: appending to a deque is atomic.
         self._lock = threading.Lock()
         self._underway = 0
         self._ended: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..collectives import Scaling
 from ..transport import Transport
 from .requests import Key, Signature
 
-__all__ = ["Operation", "Reduce"]
+__all__ = ["DTYPES", "Operation", "Reduce", "again", "signature_of"]
 
 Reduce = Callable[[Tensor, Transport, Scaling], None]
 """Replaces a contiguous tensor by its reduction over ranks, scaled; runs on the communication thread."""
@@ -60,3 +61,56 @@ class Operation:
         self.error = error
         self.tensors = ()
         self.done = True
+
+    def fetch(self) -> Any:
+        """Return the result of an operation that has ended, to be used on the current stream, or raise its error."""
+        if self.error is not None:
+            raise again(self.error)
+        if self.finished is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.finished)
+            for x in self.result if isinstance(self.result, (list, tuple)) else ():
+                if isinstance(x, Tensor):
+                    x.record_stream(stream)
+        return self.result if self.deliver is None else self.deliver(self.result)
+
+
+DTYPES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+
+
+@lru_cache(maxsize=4096)
+def signature_of(
+    kind: str,
+    process_set: int,
+    dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[torch.Size, ...],
+    device: torch.device | None,
+    *how: Any,
+) -> Signature:
+    """Return the signature of what is asked for again and again; equal ones are one object."""
+    where = "cpu" if device is None else device.type
+    names = tuple(DTYPES[dtype] for dtype in dtypes)
+    return Signature(kind, process_set, names, tuple(tuple(shape) for shape in shapes), where, *how)
+
+
+def again(error: Exception) -> Exception:
+    """Return an error like the one that was raised, for another thread to raise."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    copy.__cause__ = error
+    return copy

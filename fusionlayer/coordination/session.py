@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,52 +19,49 @@ from ..transport import Transport
 from ..transport.star import Center, Connection, connect
 from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
-from .execution import OperationPart, execute
+from .execution import OperationPart
 from .matching import describe
-from .operation import Operation, Reduce
+from .operation import Operation, Reduce, again, signature_of
+from .requester import Requester
 from .requests import (
     ALL_RANKS,
     Begun,
-    Item,
-    Key,
     Request,
     Response,
     Signature,
-    Writer,
     flatten,
     read_response,
     unflatten,
     write_farewell,
 )
+from .runner import Runner
+from .table import OperationTable
 
-__all__ = ["DTYPES", "ProcessSetMembers", "Session"]
+__all__ = ["Session"]
 
-# Of one message, whose bytes all fit in what the connection buffers, so that nobody waits for a reader.
-_REQUESTS_AT_ONCE = 1000
-# Who asks for nothing more for so many seconds pauses; who never does is taken for pausing after so many times that.
-_PAUSE = 0.0005
-_PAUSES = 10
 _BEGIN = Signature("begin")
 
 
-@dataclass(frozen=True)
-class ProcessSetMembers:
-    """A process set as this rank has it.
+class Phase(Enum):
+    """What a session does with what is asked for. Every change is made with the session's lock held."""
 
-    Attributes:
-        ranks: of the job, ascending.
-        transport: over them; None if this rank is not one of them.
-    """
-
-    ranks: tuple[int, ...]
-    transport: Transport | None
+    RUNNING = auto()
+    """Operations are asked for and run. At first; and again when all ranks have joined (communication thread)."""
+    TELLING_STEPS = auto()
+    """The same, and a rank has joined, which stands in for steps: this rank tells which ones it begins (communication
+    thread, as the coordinator says so)."""
+    ENDED = auto()
+    """Nothing can be asked for any more, for good: ``close`` was called (any thread), or the communication thread has
+    found that a rank is lost. ``_why`` says which."""
 
 
 class Session:
     """Runs named operations of this rank, with those of the others, until it is closed.
 
-    Any thread may call it. The first failure of the transport ends it on every rank; operations that ranks asked for
-    differently fail on every rank and nothing else does.
+    Any thread may call it. What it asks for goes through the ``Requester`` to the coordinator on rank 0. The
+    coordinator's responses come to the communication thread, the same ones in the same order on all ranks, and the
+    ``Runner`` does there what they say. The first failure of the transport ends the session on every rank; operations
+    that ranks asked for differently fail on every rank and nothing else does.
 
     Args:
         transport: of all ranks; the session takes a duplicate. All ranks make the session together.
@@ -88,37 +83,29 @@ class Session:
         self.rank, self.size = transport.rank, transport.size
         self.timeline = timeline or Timeline(None, self.rank)
         self._transport = transport.duplicate()
-        self.process_sets = {ALL_RANKS: ProcessSetMembers(tuple(range(self.size)), self._transport)}
+        self._runner = Runner(self._transport, self.timeline)
+        self.process_sets = self._runner.process_sets
+        # Guards the phase, and what submitting changes: new operations, numbers of unnamed ones, begun steps. A request
+        # is noted with it held, so that requests leave in the order of their handles.
         self._lock = threading.Lock()
-        self._done = threading.Condition()
-        self._operations: dict[int, Operation] = {}
-        self._running: dict[int, Operation] = {}
-        self._asked: set[Key] = set()
+        self._table = OperationTable()
+        self._phase = Phase.RUNNING
+        self._why: FusionLayerError | None = None
         self._unnamed: Counter[tuple[int, str]] = Counter()
-        self._handles = 0
-        self._ended: FusionLayerError | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._begun: Begun = {}
+        self._told: Begun = {}
         self._coordinator: Coordinator | None = None
         self._connection: Connection | None = None
         self._responses: SimpleQueue[Response | None] = SimpleQueue()
-        self._writer = Writer(cache_capacity)
-        self._unsent: list[Request] = []
-        self._unanswered = False
-        self._begun: Begun = {}
-        self._told: Begun = {}
-        self._tells = False
-        self._wanted: SimpleQueue[bool] = SimpleQueue()
-        self._bringing = False
         end = connect(self._transport) if self.size > 1 else None
         if isinstance(end, Connection):
             self._connection = end
         else:
             center = end if isinstance(end, Center) else None
             self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._deliver)
+        self._requester = Requester(self._coordinator, self._connection, cache_capacity)
         self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
         self._thread.start()
-        self._bringer = threading.Thread(target=self._bring_bursts, name="fusionlayer requests", daemon=True)
-        self._bringer.start()
 
     def submit(
         self,
@@ -169,13 +156,13 @@ class Session:
             shapes = [shape[1:] for shape in shapes]
         where = tensors[0].device if tensors else None
         dtypes = tuple([x.dtype for x in tensors])
-        signature = _signature(kind, process_set, dtypes, tuple(shapes), where, op, prescale, postscale, root, ranks)
+        signature = signature_of(kind, process_set, dtypes, tuple(shapes), where, op, prescale, postscale, root, ranks)
         ready = torch.cuda.current_stream(where).record_event() if signature.device == "cuda" else None
         data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
         with self._lock:
-            if self._ended is not None:
-                raise _again(self._ended)
-            self._check_member(process_set)
+            if self._why is not None:
+                raise again(self._why)
+            self._runner.check_member(process_set)
             if kind == "join":
                 numbers = flatten(self._begun)
             label: str | int
@@ -185,24 +172,21 @@ class Session:
             else:
                 label = name
             key = (process_set, kind, label)
-            if key in self._asked:
-                self._note(Request(-1, label, signature, numbers))
-                self._wanted.put(True)
+            if self._table.has(key):
+                # The other ranks wait for this operation, and must be told that it will not come.
+                self._requester.note(Request(-1, label, signature, numbers))
+                self._requester.bring_soon()
                 raise UsageError(
                     f"{describe(key)} was asked for again before it was done; give operations that are under way at "
                     "once different names, or synchronize() the first"
                 )
-            self._handles += 1
             text = name if name is not None else f"{kind}.noname.{label}"
-            operation = Operation(
-                self._handles, key, text, signature, tensors, outputs, reduce, tuple(splits), deliver, ready=ready
+            operation = self._table.add(
+                key, text, signature, tensors, outputs, reduce, tuple(splits), deliver, ready=ready
             )
-            self._operations[operation.handle] = self._running[operation.handle] = operation
-            self._asked.add(key)
-            self._note(Request(operation.handle, label, signature, numbers, data))
-            if not (at_once or self._bringing):
-                self._bringing = True
-                self._wanted.put(True)
+            self._requester.note(Request(operation.handle, label, signature, numbers, data))
+            if not at_once:
+                self._requester.bring_soon()
         return operation.handle
 
     def poll(self, handle: int) -> bool:
@@ -211,7 +195,7 @@ class Session:
         Raises:
             ConfigError: there is no such operation, or its result has been fetched.
         """
-        operation = self._operations.get(handle)
+        operation = self._table.get(handle)
         if operation is None:
             raise ConfigError(f"handle {handle!r} belongs to no operation whose result is still to be fetched")
         return operation.done and (operation.finished is None or operation.finished.query())
@@ -223,24 +207,13 @@ class Session:
             PlanMismatch: ranks have asked for it differently.
             TransportError: a peer was lost, stopped or too late.
         """
-        operation = self._operations.get(handle)
+        operation = self._table.get(handle)
         if operation is None:
             return None
         if not operation.done:
-            self._bring()
-            with self._done:
-                while not operation.done:
-                    self._done.wait()
-        self._operations.pop(handle, None)
-        if operation.error is not None:
-            raise _again(operation.error)
-        if operation.finished is not None:
-            stream = torch.cuda.current_stream()
-            stream.wait_event(operation.finished)
-            for x in operation.result if isinstance(operation.result, (list, tuple)) else ():
-                if isinstance(x, Tensor):
-                    x.record_stream(stream)
-        return operation.result if operation.deliver is None else operation.deliver(operation.result)
+            self._requester.bring()
+        self._table.wait(operation)
+        return operation.fetch()
 
     def enlist(self, process_set: int) -> tuple[int, int]:
         """Return the key of a sequence of steps that is planned on every rank of a set; they enlist in one order."""
@@ -253,11 +226,11 @@ class Session:
         """Count a step that this rank begins. The others are told only while a rank has joined, which must know."""
         with self._lock:
             self._begun[key] += 1
-            tells = self._tells and self._ended is None
+            tells = self._phase is Phase.TELLING_STEPS
             if tells:
-                self._note(Request(0, 0, _BEGIN, (*key, self._begun[key])))
+                self._requester.note(Request(0, 0, _BEGIN, (*key, self._begun[key])))
         if tells:
-            self._bring()
+            self._requester.bring()
 
     def steps_begun(self, key: tuple[int, int]) -> int:
         """Return how many steps this rank has begun."""
@@ -271,36 +244,34 @@ class Session:
             known: what was returned before.
             failed: whether to wait no longer; looked at again after ``notify``.
         """
-        operation = self._operations[join]
-        self._bring()
-        with self._done:
+        operation = self._table.get(join)
+        assert operation is not None
+        self._requester.bring()
+        with self._table.changed:
             while not (operation.done or failed()) and self._told == known:
-                self._done.wait()
+                self._table.changed.wait()
             return None if failed() or self._told == known else self._told
 
     def notify(self) -> None:
         """Let ``await_steps`` look again."""
-        with self._done:
-            self._done.notify_all()
+        with self._table.changed:
+            self._table.changed.notify_all()
 
     @property
     def pending(self) -> int:
         """Operations whose results have not been fetched."""
-        return len(self._operations)
+        return self._table.unfetched
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing can be asked for any more: it was closed, or a rank was lost."""
-        return self._ended is not None
+        return self._phase is Phase.ENDED
 
     def close(self) -> None:
         """Leave: what is under way here fails, and on other ranks what needs this one. Twice is once."""
         why = f"rank {self.rank} has shut down, or its program has ended"
-        with self._lock:
-            if self._ended is None:
-                self._ended = TransportError(f"{why}; call init() again", [self.rank])
-        self._wanted.put(False)
-        self._bringer.join()
+        ended = self._leave(TransportError(f"{why}; call init() again", [self.rank]))
+        self._requester.close()
         if self._coordinator is not None:
             self._coordinator.close(why)
             self._responses.put(None)
@@ -309,90 +280,41 @@ class Session:
             self._connection.close()
         # An operation under way ends by itself; other ranks need this one's part in it.
         self._thread.join(self._transport.timeout)
-        for members in self.process_sets.values():
-            if members.transport is not None:
-                members.transport.close()
+        self._runner.close()
         self.timeline.close()
-        self._fail_all(self._ended)
-
-    def _check_member(self, process_set: int) -> None:
-        members = self.process_sets.get(process_set)
-        if members is None:
-            raise ConfigError(f"there is no process set {process_set} (any more); known: {sorted(self.process_sets)}")
-        if members.transport is None:
-            raise ConfigError(
-                f"rank {self.rank} is not in process set {process_set}, which has the ranks {list(members.ranks)}; "
-                "call operations of a set on its ranks only"
-            )
-
-    def _note(self, request: Request) -> None:
-        if self._coordinator is not None:
-            self._coordinator.submit(request)
-        else:
-            self._unsent.append(request)
-
-    def _bring(self) -> None:
-        """Bring what was asked for to the coordinator: now, or as soon as it has answered the last requests."""
-        if self._coordinator is not None:
-            self._coordinator.advance()
-        elif self._unsent:
-            with self._lock:
-                if not self._unanswered:
-                    self._send_unsent()
-
-    def _bring_bursts(self) -> None:
-        """Bring what was asked for when the caller pauses, if it does not ``wait`` before: a burst goes together."""
-        while self._wanted.get():
-            seen = self._handles
-            for _ in range(_PAUSES):
-                time.sleep(_PAUSE)
-                if seen == self._handles:
-                    break
-                seen = self._handles
-            self._bringing = False
-            self._bring()
-
-    def _send_unsent(self) -> None:
-        assert self._connection is not None
-        count = total = 0
-        while count < min(len(self._unsent), _REQUESTS_AT_ONCE) and total < self._connection.room:
-            total += len(self._unsent[count].data or b"")
-            count += 1
-        requests, self._unsent = self._unsent[:count], self._unsent[count:]
-        self._unanswered = bool(requests)
-        if requests:
-            self._connection.send(self._writer.write(requests))
+        self._table.fail_all(ended)
 
     # ---- on the communication thread --------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while (response := self._next_response()) is not None:
             if response.code == "ready":
-                with self._lock:
-                    self._send_unsent()
+                self._requester.note_answer()
             elif response.code == "take":
                 self._take_results(response)
             elif response.code == "joined":
                 self._tell_begun()
             elif response.code == "begun":
-                with self._done:
+                with self._table.changed:
                     self._told = unflatten(response.items[0].numbers)
-                    self._done.notify_all()
+                    self._table.changed.notify_all()
             elif response.code == "end":
                 self._end(TransportError(response.text))
             elif response.code in ("fail", "lost"):
                 error = PlanMismatch if response.code == "fail" else TransportError
-                self._finish(self._take(response.items), error(f"rank {self.rank}: {response.text}"))
+                self._table.finish(self._table.take(response.items), error(f"rank {self.rank}: {response.text}"))
             else:
                 self._run(response)
 
     def _tell_begun(self) -> None:
+        """A rank has joined: tell it which steps this rank has begun, and from now on each that it begins."""
         with self._lock:
-            self._tells = True
+            if self._phase is Phase.RUNNING:
+                self._phase = Phase.TELLING_STEPS
             if not self._begun:
                 return
-            self._note(Request(0, 0, _BEGIN, flatten(self._begun)))
-        self._bring()
+            self._requester.note(Request(0, 0, _BEGIN, flatten(self._begun)))
+        self._requester.bring()
 
     def _deliver(self, response: Response) -> None:
         """Take a response of rank 0's coordinator, on its thread; results need not wait for what is executed."""
@@ -402,7 +324,7 @@ class Session:
             self._responses.put(response)
 
     def _take_results(self, response: Response) -> None:
-        operations = self._take(response.items)
+        operations = self._table.take(response.items)
         error: Exception | None = None
         try:
             with torch.no_grad():
@@ -416,7 +338,7 @@ class Session:
                     kind = operation.signature.kind.upper()
                     self.timeline.record(f"NEGOTIATE_{kind}", operation.submitted, now, row=operation.label)
                     self.timeline.record(kind, now, time.perf_counter_ns(), row=operation.label)
-        self._finish(operations, error)
+        self._table.finish(operations, error)
 
     def _next_response(self) -> Response | None:
         if self._connection is None:
@@ -428,109 +350,31 @@ class Session:
         return read_response(message)
 
     def _run(self, response: Response) -> None:
-        taken = self._take(response.items)
+        taken = self._table.take(response.items)
         operations = [operation for operation in taken if operation is not None]
         try:
-            self._execute(
-                [OperationPart(operation, item) for operation, item in zip(taken, response.items, strict=True)]
-            )
+            parts = [OperationPart(operation, item) for operation, item in zip(taken, response.items, strict=True)]
+            if parts[0].signature.kind == "join":
+                self._resume()
+            self._runner.run(parts)
         except Exception as error:
             self._break(error, operations)
         else:
-            self._finish(operations)
+            self._table.finish(operations)
         finally:
             if self._coordinator is not None:
                 self._coordinator.note_done()
 
-    def _execute(self, parts: Sequence[OperationPart]) -> None:
-        signature = parts[0].signature
-        kind = signature.kind
-        now = time.perf_counter_ns()
-        operations = [part.operation for part in parts if part.operation is not None]
-        if self.timeline.enabled:
-            for operation in operations:
-                self.timeline.record(f"NEGOTIATE_{kind.upper()}", operation.submitted, now, row=operation.label)
-        if kind == "add_process_set":
-            self._add_process_set(parts[0])
-        elif kind == "remove_process_set":
-            self._remove_process_set(signature.root or ALL_RANKS)
-        elif kind == "join":
-            with self._lock:
-                self._tells = False
-            operations[0].result = parts[0].numbers[0]
-        elif kind != "barrier":
-            members = self.process_sets[signature.process_set]
-            assert members.transport is not None
-            with torch.no_grad(), self._on_stream(operations, signature.device):
-                execute(parts, members.transport, members.ranks, self._spans(operations))
-        if self.timeline.enabled:
-            end = time.perf_counter_ns()
-            for operation in operations:
-                self.timeline.record(kind.upper(), now, end, row=operation.label)
-
-    def _add_process_set(self, part: OperationPart) -> None:
-        (number,), ranks = part.numbers, part.signature.ranks
-        assert ranks is not None
-        transport = self._transport.subset(ranks) if self.rank in ranks else None
-        self.process_sets[number] = ProcessSetMembers(ranks, transport)
-        if part.operation is not None:
-            part.operation.result = number
-
-    def _remove_process_set(self, number: int) -> None:
-        members = self.process_sets.pop(number)
-        if members.transport is not None:
-            members.transport.close()
-
-    def _spans(self, operations: Sequence[Operation]) -> Any:
-        if not self.timeline.enabled:
-            return lambda name: nullcontext()
-
-        @contextmanager
-        def span(name: str) -> Iterator[None]:
-            start = time.perf_counter_ns()
-            yield
-            for operation in operations:
-                self.timeline.record(name, start, time.perf_counter_ns(), row=operation.label)
-
-        return span
-
-    @contextmanager
-    def _on_stream(self, operations: Sequence[Operation], device: str) -> Iterator[None]:
-        """On CUDA: work on a stream of the session's own, after what has made the tensors."""
-        if device != "cuda" or not operations:
-            yield
-            return
-        where = operations[0].tensors[0].device
-        if where not in self._streams:
-            self._streams[where] = torch.cuda.Stream(where)
-        stream = self._streams[where]
-        with torch.cuda.stream(stream):
-            for operation in operations:
-                if operation.ready is not None:
-                    stream.wait_event(operation.ready)
-                for x in operation.tensors:
-                    x.record_stream(stream)
-            yield
-            finished = stream.record_event()
-            for operation in operations:
-                operation.finished = finished
-
-    def _take(self, items: Sequence[Item]) -> list[Operation | None]:
-        """Return the operations that a response is about."""
-        return [None if item.handle is None else self._running.pop(item.handle, None) for item in items]
-
-    def _finish(self, operations: Sequence[Operation | None], error: Exception | None = None) -> None:
-        with self._done:
-            for operation in operations:
-                if operation is not None:
-                    self._asked.discard(operation.key)
-                    operation.finish(error)
-            self._done.notify_all()
+    def _resume(self) -> None:
+        """All ranks have joined: nobody stands in for steps any more."""
+        with self._lock:
+            if self._phase is Phase.TELLING_STEPS:
+                self._phase = Phase.RUNNING
 
     def _break(self, error: Exception, operations: Sequence[Operation]) -> None:
         """Something went wrong in the middle of a message: the ranks are out of step from here."""
         why = f"rank {self.rank}: {operations[0].label if operations else 'a joined rank'}: {error}"
-        self._finish(operations, error)
+        self._table.finish(operations, error)
         if self._coordinator is not None:
             self._coordinator.end(why)
         elif self._connection is not None:
@@ -539,54 +383,12 @@ class Session:
         self._end(error if isinstance(error, FusionLayerError) else TransportError(why))
 
     def _end(self, error: FusionLayerError) -> None:
+        self._leave(error)
+        self._table.fail_all(error)
+
+    def _leave(self, error: FusionLayerError) -> FusionLayerError:
+        """Let nothing be asked for any more; return why, which is the first reason that there was."""
         with self._lock:
-            if self._ended is None:
-                self._ended = error
-        self._fail_all(error)
-
-    def _fail_all(self, error: FusionLayerError) -> None:
-        with self._lock:
-            running = list(self._running.values())
-            self._running.clear()
-        self._finish(running, error)
-
-
-@lru_cache(maxsize=4096)
-def _signature(
-    kind: str,
-    process_set: int,
-    dtypes: tuple[torch.dtype, ...],
-    shapes: tuple[torch.Size, ...],
-    device: torch.device | None,
-    *how: Any,
-) -> Signature:
-    """Return the signature of what is asked for again and again; equal ones are one object."""
-    where = "cpu" if device is None else device.type
-    names = tuple(DTYPES[dtype] for dtype in dtypes)
-    return Signature(kind, process_set, names, tuple(tuple(shape) for shape in shapes), where, *how)
-
-
-def _again(error: Exception) -> Exception:
-    """Return an error like the one that was raised, for another thread to raise."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.args = error.args
-    copy.__cause__ = error
-    return copy
-
-
-DTYPES = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    )
-}
+            self._phase = Phase.ENDED
+            self._why = self._why or error
+            return self._why

@@ -15,6 +15,9 @@ from ..transport import Transport
 
 __all__ = ["Buffer", "FlatBuffer"]
 
+# The name of a tensor that holds all gradients of its bucket.
+_WHOLE = ""
+
 
 class Buffer(ABC):
     """Holds the gradients of a bucket from their arrival until their results are taken.
@@ -65,6 +68,11 @@ class Buffer(ABC):
             stream = torch.cuda.current_stream(gradient.device)
             self._arrivals[stream] = stream.record_event()
 
+    def put_whole(self, flat: Tensor, step: int) -> None:
+        """Take all gradients at once, from a tensor (numel,) in which each lies in its slot; results replace them."""
+        for slot in self.bucket.slots:
+            self.put(slot.name, flat[slot.offset : slot.offset + slot.numel], step)
+
     def run(self, transport: Transport, seed: int) -> None:
         """Sum what was put over ranks, scaled; let go of it and be empty again."""
         for arrival in self._arrivals.values():
@@ -99,7 +107,8 @@ class Buffer(ABC):
 class FlatBuffer(Buffer):
     """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
 
-    A gradient that is alone in its bucket, and is replaced, stays where it is if its memory is like the flat tensor's.
+    What is replaced, and has the memory of a flat tensor, stays where it is: a gradient that is alone in its bucket, or
+    all gradients that somebody else has fused.
 
     Args:
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
@@ -127,8 +136,12 @@ class FlatBuffer(Buffer):
         self._dtype: torch.dtype = getattr(torch, bucket.dtype)
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
         self._flat: Tensor | None = None
-        if not self._may_stay:
-            self._make_flat()
+        if not in_place:
+            self._make_flat()  # here, on the stream of those who get it
+
+    def put_whole(self, flat: Tensor, step: int) -> None:
+        """Take all gradients at once; no copy is made of them."""
+        self.put(_WHOLE, flat, step)
 
     def _make_flat(self) -> Tensor:
         bucket, residual = self.bucket, self._residual
@@ -139,7 +152,8 @@ class FlatBuffer(Buffer):
 
     def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
         given = list(gradients.values())
-        if self._may_stay and given[0].is_contiguous() and given[0].dtype == self._dtype:
+        is_flat = self._may_stay and given[0].is_contiguous() and given[0].dtype == self._dtype
+        if is_flat or _WHOLE in gradients:
             flat = given[0].view(-1)
             if self._prescale != 1:
                 flat.mul_(self._prescale)

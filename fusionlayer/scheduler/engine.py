@@ -43,6 +43,8 @@ class Engine:
     second step on a bucket leaves as soon as it and all buckets before it are complete. Before the first payload the
     ranks compare what they are about to do.
 
+    Where somebody else fuses, as DDP does, ``submit_bucket`` takes the place of ``submit``, and makes the plan.
+
     Args:
         tensors: every tensor of a step, in any order.
         transport: used by the engine's threads alone from now on, and closed with the engine.
@@ -122,6 +124,8 @@ class Engine:
         self._jobs: dict[int, Job] = {}
         self._ended: dict[int, tuple[Job, Buffer]] = {}
         self._ended_bucket_of: dict[str, int] = {}
+        # Guards what submitting changes: _arrived, _jobs, the buffers and the step's beginning. Hooks may run on
+        # several threads of backward at once. The end of a step needs no lock, since no hook runs then.
         self._lock = threading.Lock()
         transport.agree("the number of lanes", lanes)
         self._lanes = [Lane(transport, device, name)]
@@ -219,6 +223,40 @@ class Engine:
                     self._put(name, gradient)
                 if self._watch is not None:
                     self._watch.note_gradient(name, arrived)
+            except BaseException as error:
+                self._fail(error)
+
+    def submit_bucket(self, index: int, bucket: Bucket, flat: Tensor, seed: int, done: Callable[[], None]) -> None:
+        """Take all gradients of a bucket at once; the scaled sum over ranks replaces them. It leaves at once.
+
+        Buckets of a step come in the order of their numbers, the same ones on all ranks. They may be others than in the
+        last step: the plan changes as they come, and ranks compare each new bucket before its payload.
+
+        Args:
+            index: number of the bucket in the step, from 0 on.
+            bucket: what it holds, and how that travels.
+            flat: (bucket.numel,) gradients, each in its slot.
+            seed: of the codec's noise.
+            done: called on the thread and stream that has put the result in place, or when there will be none.
+
+        Raises:
+            UsageError: another bucket comes next.
+            FusionLayerError: a step before has failed; the same error again.
+        """
+        if self.failure is not None:
+            raise self.failure
+        with self._lock:
+            if index != len(self._jobs):
+                raise UsageError(
+                    f"bucket {index} was submitted where step {self.step} has bucket {len(self._jobs)} next"
+                )
+            try:
+                if not self._arrived:
+                    self._begin_step()
+                self._lay_out(index, bucket)
+                self._arrived.update(dict.fromkeys(bucket.names, flat))
+                self._buffers[index].put_whole(flat, self.step)
+                self._send(index, seed, done)
             except BaseException as error:
                 self._fail(error)
 
@@ -362,6 +400,18 @@ class Engine:
         self._bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket.names}
         self._order = SendOrder(len(self._buffers), len(self._lanes))
 
+    def _lay_out(self, index: int, bucket: Bucket) -> None:
+        """Let ``bucket`` be the plan's at ``index``; another one there, and those after it, are of a former layout."""
+        known = () if self.plan is None else self.plan.buckets
+        if index < len(known) and known[index] == bucket:
+            return
+        self.plan = FusionPlan((*known[:index], bucket), self.size)
+        self._agree_first(partial(self._agree, self.step, self.plan))
+        self._codecs[index:] = [self._codec_of(bucket)]
+        self._codecs_change = any(type(codec).at_step is not Codec.at_step for codec in self._codecs)
+        self._buffers[index:] = [self._make_buffer(index, bucket, self._codecs[index].at_step(self.step))]
+        self._order = SendOrder(len(self._buffers), len(self._lanes))
+
     def _make_buffer(self, index: int, bucket: Bucket, codec: Codec) -> Buffer:
         device = self._device
         feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
@@ -411,14 +461,26 @@ class Engine:
     def _launch(self) -> None:
         order = self._order.sequence
         while len(self._jobs) < len(order) and self._buffers[order[len(self._jobs)]].full:
-            lane = self._lanes[len(self._jobs) % len(self._lanes)]
             index = order[len(self._jobs)]
-            work = partial(self._run, index, self._buffers[index], self.step, time.perf_counter_ns())
-            self._jobs[index] = lane.put(work)
+            self._send(index, derive_seed(self.step, index))
+
+    def _send(self, index: int, seed: int, done: Callable[[], None] | None = None) -> None:
+        lane = self._lanes[len(self._jobs) % len(self._lanes)]
+        work = partial(self._run, index, self._buffers[index], self.step, seed, time.perf_counter_ns(), done)
+        self._jobs[index] = lane.put(work, abandoned=done)
 
     # ---- on the communication threads -------------------------------------------------------------------------------
 
-    def _run(self, index: int, buffer: Buffer, step: int, ready: int, transport: Transport) -> None:
+    def _run(
+        self,
+        index: int,
+        buffer: Buffer,
+        step: int,
+        seed: int,
+        ready: int,
+        done: Callable[[], None] | None,
+        transport: Transport,
+    ) -> None:
         timeline = self._timeline
         if timeline.enabled:
             now = time.perf_counter_ns()
@@ -426,7 +488,7 @@ class Engine:
         start = time.perf_counter()
         try:
             with timeline.span("ALLREDUCE", step=step, bucket=index):
-                buffer.run(transport, derive_seed(step, index))
+                buffer.run(transport, seed)
         except BaseException:
             try:
                 with located(step, index, buffer.bucket, transport):
@@ -438,6 +500,8 @@ class Engine:
         self._order.note_sent(index, seconds)
         if self._watch is not None:
             self._watch.note_bucket(step, index, seconds)
+        if done is not None:
+            done()  # last: what fails before it is told by the lane, which calls it then
 
     def _agree(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
         """Compare with the other ranks what this engine is about to do."""

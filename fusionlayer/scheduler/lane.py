@@ -30,9 +30,12 @@ class Lane:
         self._worker = Worker(name)
         self._worker.put(partial(_settle, torch.cuda.Stream(device) if device.type == "cuda" else None))
 
-    def put(self, work: Callable[[Transport], None]) -> Job:
-        """Queue ``work(transport)``, which runs on the lane's stream without recording gradients; return its job."""
-        return self._worker.put(partial(work, self.transport))
+    def put(self, work: Callable[[Transport], None], abandoned: Callable[[], None] | None = None) -> Job:
+        """Queue ``work(transport)``, which runs on the lane's stream without recording gradients; return its job.
+
+        ``abandoned`` is called if the work fails or never begins.
+        """
+        return self._worker.put(partial(work, self.transport), abandoned)
 
     def close(self) -> None:
         """End the thread when queued work is done, and give the transport up. Twice is once."""

@@ -55,6 +55,7 @@ class HorovodInternalError(FusionLayerError, RuntimeError):
 _sessions: WeakKeyDictionary[Transport, Session] = WeakKeyDictionary()
 # That of the process, which every call asks for; None where ranks are threads.
 _process: Session | None = None
+# Guards _sessions and _process; a session is made and closed without it, since it waits for other ranks.
 _lock = threading.Lock()
 
 

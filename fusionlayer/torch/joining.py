@@ -12,6 +12,7 @@ import torch
 
 from ..coordination import Session
 from ..errors import FusionLayerError
+from ..integrations.reduction import StepState
 from ..scheduler.worker import Job, Worker
 from .basics import HorovodInternalError, session
 
@@ -20,6 +21,7 @@ __all__ = ["enlist", "join"]
 _Key = tuple[int, int]
 
 _enlisted: WeakKeyDictionary[Session, WeakValueDictionary[_Key, Any]] = WeakKeyDictionary()
+# Guards _enlisted: optimizers are made on any thread.
 _lock = threading.Lock()
 
 
@@ -42,9 +44,10 @@ def join(device: int = -1) -> int:
     number of all ranks), with what changes nothing in other reductions, with no rows in allgathers, and as a receiver
     of broadcasts. Operations that need more of it fail on every rank.
 
-    In the steps of ``DistributedOptimizer`` it takes part with zeros, and with what its error feedback holds. A step
-    that its backward has begun is ended so, too. Its own parameters and the optimizer's state are not updated: to go on
-    after it, broadcast both from the rank that is returned, which has made the most updates.
+    In the steps of ``DistributedOptimizer`` it takes part with zeros, and with what its error feedback holds. If
+    backward has run without ``step``, ``join`` ends that step in the same way, and does not update with it. Its own
+    parameters and the optimizer's state are not updated: to go on after it, broadcast both from the rank that is
+    returned, which has made the most updates.
 
     Args:
         device: without effect; tensors are made where the others have theirs.
@@ -115,5 +118,7 @@ class _StandingIn:
         optimizer = self._optimizers[key]
         device = next(iter(optimizer._fl_names)).device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            while optimizer._fl_engine is not None and (optimizer._fl_begun or self._here.steps_begun(key) < count):
+            while optimizer._fl_engine is not None and (
+                optimizer._fl_state is StepState.REDUCING or self._here.steps_begun(key) < count
+            ):
                 optimizer._fl_stand_in()

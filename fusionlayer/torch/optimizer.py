@@ -13,7 +13,7 @@ from .. import codecs, functional
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..integrations import optimizer as _optimizer
-from ..integrations.optimizer import ByName
+from ..integrations.sparse import ByName
 from ..transport import Transport, local
 from .adasum_optimizer import adasum_optimizer
 from .basics import session, size

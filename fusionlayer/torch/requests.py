@@ -17,7 +17,7 @@ from torch import Tensor
 from ..codecs import Codec, Part, PartsCodec
 from ..collectives import Scaling, reduce_flat
 from ..coordination import Reduce
-from ..coordination.session import DTYPES
+from ..coordination.operation import DTYPES
 from ..errors import ConfigError, FusionLayerError
 from ..seeds import derive_seed
 from ..transport import Transport

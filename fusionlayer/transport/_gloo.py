@@ -62,6 +62,7 @@ class GlooLink(ExchangeLink):
         self._node = node
         self._memory: SharedMemory | None = None
         self._has_invited = False
+        # Guards _group as it is given up: two threads may close, and one of them shuts it down.
         self._lock = threading.Lock()
         # torch's stubs know only a part of its methods.
         self._group: Any = dist.ProcessGroupGloo(

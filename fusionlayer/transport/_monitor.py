@@ -40,6 +40,7 @@ class _Monitor:
     """Starts the thread with the first watch; it ends with the last."""
 
     def __init__(self) -> None:
+        # Guards all fields below but _woken: any thread adds and removes watches while the monitor's thread reads them.
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._watches: list[Watched] = []

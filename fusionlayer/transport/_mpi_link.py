@@ -80,6 +80,7 @@ class MpiLink(ExchangeLink):
         self._mpi = load_mpi()
         self._name = name.encode()
         self._tags: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB) + 1
+        # Guards _busy and _closed: whoever closes frees the communicator only if no call of another thread uses it.
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False

@@ -198,6 +198,7 @@ class _Hub:
     """The one lock of a run, and what has become of its ranks; shared by all groups of the run."""
 
     def __init__(self) -> None:
+        # Guards this hub and all groups of the run: their letters, meetings and who has left. Notified at each change.
         self.changed = threading.Condition()
         self.failure: tuple[str, list[int]] | None = None
         self.left: set[int] = set()

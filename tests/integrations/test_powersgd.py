@@ -132,12 +132,8 @@ def hold_many_buckets(rank: int, world: int) -> None:
     def in_ddp(**options: Any) -> Tensor:
         model = DistributedDataParallel(deep(), bucket_cap_mb=0.0005)
         hook = fl.ddp.register(model, **options)
-        halves = []
-        for steps in (range(2), range(2, 6)):
-            train(model, SGD(model.parameters(), lr=0.05), rank, steps)
-            assert isinstance(hook, fl.integrations.ddp.CommHook)
-            halves.append(hook.state_dict())
-        assert halves[1]["sent"] - halves[0]["sent"] >= 4 * 8
+        train(model, SGD(model.parameters(), lr=0.05), rank, range(6))
+        assert hook.fusion_plan is not None and len(hook.fusion_plan.buckets) >= 8
         hook.close()
         return weights(model)
 

@@ -527,5 +527,5 @@ def compressors_of_the_users_own(rank: int, size: int) -> None:
 def nothing_is_left_over(rank: int, size: int) -> None:
     hvd.barrier()
     here = hvd.basics.session()
-    assert here.pending == 0 and not here._running and not here._asked
+    assert here.pending == 0 and not here._table._running and not here._table._asked
     assert fl.is_initialized()

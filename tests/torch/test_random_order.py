@@ -83,7 +83,7 @@ def body(rank: int) -> int:
             for x, y in zip(found if isinstance(found, list) else [found], expected, strict=True):
                 assert x.dtype == y.dtype and torch.equal(x, y), f"{each.kind} {each.name} {each.dtype} {each.shape}"
     here = hvd.basics.session()
-    assert here.pending == 0 and not here._running and not here._asked
+    assert here.pending == 0 and not here._table._running and not here._table._asked
     hvd.barrier()
     coordinator = here._coordinator
     if coordinator is not None:

@@ -1,0 +1,230 @@
+"""What an optimizer's class gains when its gradients are reduced over ranks: ``step`` and all that users call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, UsageError
+from ..plan import FusionPlan
+from ..planning.autotune import Autotuner
+from ..planning.profile import Profile
+from .overlap import ForwardOverlap
+from .reduction import WITH_RESULTS, GradientReduction, StepState
+
+__all__ = ["Distributed"]
+
+
+class Distributed(GradientReduction):
+    """Stands before the wrapped optimizer's class in the order of resolution."""
+
+    @property
+    def fusion_plan(self) -> FusionPlan | None:
+        """The plan of the last step, for its ``to_yaml``; None before the first step and in a job of one rank."""
+        return None if self._fl_engine is None else self._fl_engine.plan
+
+    @property
+    def cost_profile(self) -> Profile | None:
+        """The costs that the plan was made by; None while there are none, and for planners that need none.
+
+        Saved by its ``to_yaml`` it serves ``fusionlayer explain`` beside the plan, and as ``profile`` the next run.
+        """
+        from ..planning.online import OnlinePlanner  # not above: it brings the profiler along
+
+        plan_controller = None if self._fl_engine is None else self._fl_engine.plan_controller
+        plan_controller = plan_controller.first if isinstance(plan_controller, Autotuner) else plan_controller
+        return plan_controller.profile if isinstance(plan_controller, OnlinePlanner) else None
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the reduced one; ``step`` does it by itself.
+
+        Call it before the gradients are looked at, to clip them for instance, and ``step`` in ``skip_synchronize``.
+        With ``overlap_forward``, between ``step`` and the next backward: wait until every parameter is the updated one.
+
+        Raises:
+            PlanMismatch: ranks disagree on model, plan or options.
+            TransportError: a peer was lost, stopped or too late.
+        """
+        if self._fl_overlap is not None and self._fl_state is StepState.STEPPED:
+            self._fl_overlap.flush()
+            return
+        self._fl_synchronize()
+        self._fl_state = StepState.SYNCHRONIZED
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce gradients after so many backward passes from now on; between steps, on all ranks."""
+        if passes < 1:
+            raise ConfigError(f"backward_passes_per_step={passes}; expected at least 1")
+        if self._fl_pending:
+            raise UsageError("set_backward_passes_per_step() while gradients are being reduced; call it after step()")
+        self._fl_passes = passes
+        self._fl_passes_left = dict.fromkeys(self._fl_names, passes)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it ``step`` takes the gradients as they are: ``synchronize`` has been called."""
+        self._fl_step_synchronizes = False
+        try:
+            yield
+        finally:
+            self._fl_step_synchronizes = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Wait for the reduced gradients, then take the step of the wrapped optimizer.
+
+        A ``closure`` is evaluated as often as the optimizer asks; each time the gradients it leaves are reduced. With
+        ``overlap_forward``, and without a closure, nothing is waited for here.
+        """
+        self._opt_called = True
+        may_wait = closure is None and self._fl_step_synchronizes and self._fl_state not in WITH_RESULTS
+        if self._fl_overlap is not None and may_wait:
+            return self._fl_step_ahead(self._fl_overlap)
+        if closure is not None:
+            return super().step(self._fl_reducing(closure), **kwargs)
+        if not self._fl_step_synchronizes:
+            if self._fl_pending:
+                raise UsageError(
+                    "step() within skip_synchronize() takes gradients that are being reduced; call synchronize() first"
+                )
+        else:
+            if self._fl_state is StepState.SYNCHRONIZED:
+                warnings.warn(
+                    "step() after synchronize() does not reduce again; call it within skip_synchronize() to say so",
+                    stacklevel=2,
+                )
+            self._fl_synchronize()
+        self._fl_state = StepState.IDLE
+        with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
+            return super().step(**kwargs)
+
+    # Marks of torch's: step hooks are run by the class below; schedulers need not wrap a step that sets _opt_called.
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _fl_step_ahead(self, overlap: ForwardOverlap) -> None:
+        engine, sparse = self._fl_engine, self._fl_sparse
+        assert engine is not None and sparse is not None
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            raise UsageError(
+                "step hooks of the optimizer would run once for each bucket with overlap_forward; remove them, or "
+                "leave overlap_forward out"
+            )
+        self._fl_submit_rest(engine, sparse)
+        engine.end_step()
+        overlap.begin(self.__dict__["param_groups"])
+        self._fl_state = StepState.STEPPED
+
+    def _fl_reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._fl_forget_results()
+            self._fl_synchronize()
+            return loss
+
+        return evaluate
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; between ``backward`` and ``step`` or ``synchronize`` it is refused: they are in use."""
+        if self._fl_pending:
+            raise UsageError(
+                "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
+                "reduced; call it after step()"
+            )
+        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        self._fl_forget_results()
+        super().zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups. Who reads gradients through them, as GradScaler does, finds the reduced ones."""
+        no_backward_runs = torch._C._current_graph_task_id() < 0
+        if self._fl_pending and no_backward_runs and self._fl_state is not StepState.UPDATING:
+            self._fl_synchronize()
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the plan is made for the parameters that the optimizer was wrapped with."""
+        raise UsageError("add_param_group() after DistributedOptimizer(); add the group before wrapping the optimizer")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state and, under "fusionlayer", this rank's step, error feedback and codecs' state."""
+        self._fl_flush()
+        state = super().state_dict()
+        engine = self._fl_engine
+        if engine is not None:
+            place = {"rank": engine.rank, "size": engine.size, "step": engine.step}
+            state["fusionlayer"] = {**place, **engine.memory.state_dict()}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; error feedback only if it is this rank's, of as many ranks.
+
+        From a state that was broadcast, only the step.
+        """
+        state = dict(state_dict)
+        saved = state.pop("fusionlayer", None)
+        self._fl_flush()
+        super().load_state_dict(state)
+        engine = self._fl_engine
+        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        if engine is not None and saved is not None:
+            if "rank" in saved:
+                mine = (saved["rank"], saved["size"]) == (engine.rank, engine.size)
+                engine.memory.load_state_dict(saved if mine else {})
+            engine.step = saved["step"]
+
+    def close(self) -> None:
+        """End the background thread; gradients are no longer reduced. For programs that go on after training."""
+        self._fl_flush()
+        self._fl_detach()
+
+    def reconnect(self) -> None:
+        """Reduce gradients over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
+
+        What was under way is given up. The step is kept; error feedback, where rank and size are the same; and the
+        plan, where the size is and nothing makes another one while training runs.
+
+        Raises:
+            TransportError: a peer was lost, stopped or late.
+        """
+        old = self._fl_engine
+        self._fl_detach()
+        engine, timeline = self._fl_connect()
+        self._attach(engine, timeline, self._fl_names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
+        if engine is None or old is None:
+            return
+        engine.step = old.step
+        if (engine.rank, engine.size) == (old.rank, old.size):
+            engine.memory.load_state_dict(old.memory.state_dict())
+        if old.plan is not None:
+            self.adopt_plan(old.plan)
+
+    def adopt_plan(self, plan: FusionPlan) -> None:
+        """Fuse gradients by ``plan`` from the next step on, if it is for as many ranks; all ranks call it together.
+
+        Nothing changes in a job of one rank, where a planner or an autotuner brings plans while training runs, or if
+        gradients were sparse and left out of it: the first step makes a plan then.
+
+        Raises:
+            ConfigError: the plan is not for these parameters, or names what there is not.
+        """
+        engine = self._fl_engine
+        if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
+            return
+        planned = {name for bucket in plan.buckets for name in bucket.names}
+        gathers = self._fl_sparse is not None and self._fl_sparse.by_name is not None
+        if not gathers or not planned < set(self._fl_names.values()):
+            engine.switch(plan)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a copy would share the background thread."""
+        raise UsageError("a DistributedOptimizer cannot be copied or pickled; copy or save its state_dict()")

@@ -1,0 +1,118 @@
+"""Sparse gradients of an optimizer: gathered as rows by operations by name, made dense, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..scheduler import Engine
+
+__all__ = ["ByName", "SparseGradients"]
+
+
+@dataclass(frozen=True)
+class ByName:
+    """What operations by name do for an optimizer, in a job that has them.
+
+    Attributes:
+        begin: told when a step begins.
+        gather: begins the reduction of a sparse gradient, given its name; returns what waits for the result.
+    """
+
+    begin: Callable[[], object]
+    gather: Callable[[str, Tensor], Callable[[], Tensor]]
+
+
+class SparseGradients:
+    """Decides which gradients are gathered by name: those that are sparse on any rank in the first step.
+
+    The hooks of the first step only note which ones are sparse on this rank; its end settles it, on all ranks together.
+
+    Args:
+        engine: sums all other gradients.
+        make_dense: the user wants sparse gradients to be summed like all others.
+    """
+
+    def __init__(self, engine: Engine, make_dense: bool) -> None:
+        self.by_name: ByName | None = None
+        """Operations by name; None: this job has none, so nothing is gathered."""
+        self._engine = engine
+        self._make_dense = make_dense
+        self._noted: set[str] = set()
+        self.gathered: frozenset[str] | None = None
+        """Names of the gradients that are gathered; None until the end of the first step."""
+        self._gathers: dict[Tensor, Callable[[], Tensor]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients of a step that has not ended are noted, or being gathered."""
+        return bool(self._noted or self._gathers)
+
+    @property
+    def under_way(self) -> Collection[Tensor]:
+        """Parameters whose gradients are being gathered."""
+        return self._gathers.keys()
+
+    def take(self, name: str, parameter: Tensor) -> bool:
+        """Note or gather the gradient of a parameter; return False if it is the engine's."""
+        gradient = parameter.grad
+        if self.gathered is None:
+            if self._make_dense or gradient is None or not gradient.is_sparse or not self._can_leave_out:
+                return False
+            self._noted.add(name)
+            return True
+        if name not in self.gathered:
+            return False
+        assert self.by_name is not None
+        self._gathers[parameter] = self.by_name.gather(name, _rows(parameter))
+        return True
+
+    def agree(self) -> frozenset[str]:
+        """Return the names that are gathered; all ranks call it at the end of the first step, which settles them."""
+        if self.gathered is None:
+            can = self._can_leave_out
+            self.gathered = self._engine.leave_out(self._noted) if can else frozenset()
+            # A gradient that was dense in the first step has its place in the plan: if it comes sparse later, it is
+            # made dense.
+            self._make_dense = self._make_dense or can
+            self._noted.clear()
+        return self.gathered
+
+    def end(self) -> dict[Tensor, Callable[[], Tensor]]:
+        """Begin anew; return what waits for the gathered gradient of each parameter of the step."""
+        gathers, self._gathers = self._gathers, {}
+        return gathers
+
+    def dense(self, name: str, parameter: Tensor) -> Tensor:
+        """Return the gradient of a parameter as the engine takes it: zeros where there is none."""
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = gradient = torch.zeros_like(parameter)
+        elif gradient.is_sparse:
+            if not self._make_dense:
+                fixed = "plan, autotune, overlap_forward and planning by costs"
+                instead = f", or leave out {fixed}" if self.by_name is not None else ""
+                raise ConfigError(
+                    f"gradient {name!r} is sparse; give sparse_as_dense=True to DistributedOptimizer, or sparse=False "
+                    f"to the embedding{instead}"
+                )
+            parameter.grad = gradient = gradient.to_dense()
+        return gradient
+
+    @property
+    def _can_leave_out(self) -> bool:
+        return self.by_name is not None and self._engine.may_leave_out
+
+
+def _rows(parameter: Tensor) -> Tensor:
+    """Return a gradient as rows with their numbers, each row once."""
+    gradient = parameter.grad
+    if gradient is None:
+        rows = parameter.detach()[:0]
+        numbers = rows.new_empty((1, 0), dtype=torch.int64)
+        return torch.sparse_coo_tensor(numbers, rows, parameter.shape, check_invariants=False)
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
