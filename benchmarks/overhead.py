@@ -6,8 +6,8 @@ A model of 1 or 20 small tensors, which make one bucket, trains under Distribute
 ``LocalTransport`` or processes over gloo. Calls are those of functions in fusionlayer's files: "submit" on the thread
 that runs backward, "lane" on the communication thread, "step" on the thread that calls ``step()``. They are counted,
 so they are the same on every machine. What threads that stand in for processes do to meet (``transport/local.py``) is
-left out, but for their comparison of calls. Times are CPU time of these threads less that of the same training without fusionlayer; for gloo they hold
-the calls into the kernel that send and receive. Needs no quiet machine.
+left out, but for their comparison of calls. Times are CPU time of these threads less that of the same training without
+fusionlayer; for gloo they hold the calls into the kernel that send and receive. Needs no quiet machine.
 """
 
 from __future__ import annotations
