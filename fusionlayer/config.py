@@ -120,7 +120,10 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
     if environ.get("FUSIONLAYER_TRANSPORT"):
         values["transport"] = environ["FUSIONLAYER_TRANSPORT"]
     path = environ.get("FUSIONLAYER_CONFIG")
-    given = (records.read(path, "config") or {}) if path else {}
+    try:
+        given = (records.read(path, "config") or {}) if path else {}
+    except ConfigError as error:
+        raise ConfigError(f"FUSIONLAYER_CONFIG={path}: {error}") from None
     settings = records.build(Config, given, f"config {path}")
     return records.build(Config, {**vars(settings), **values}, "config in the environment")
 

@@ -146,6 +146,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants") as place:
         tree = Path(place)
         copy_tree(tree)
+        # A tree that does not even collect would seem to catch everything.
+        status, output = run(tree, [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", options.chosen], 600)
+        if status:
+            print(f"without a defect the tests cannot be collected: {output.strip().splitlines()[-1]}")
+            return 2
         for name, mutant in chosen.items():
             file, before = tree / mutant.file, (tree / mutant.file).read_text()
             write(file, mutated(mutant, tree))

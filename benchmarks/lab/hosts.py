@@ -87,12 +87,12 @@ def _new_namespace() -> int:
     # `cat` keeps the namespace until it is open here; its echo tells that the namespace is there.
     with subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as store_rank:
-        assert store_rank.stdin is not None and store_rank.stdout is not None
-        store_rank.stdin.write(b"\n")
-        if not store_rank.stdout.read(1):
+    ) as keeper:
+        assert keeper.stdin is not None and keeper.stdout is not None
+        keeper.stdin.write(b"\n")
+        if not keeper.stdout.read(1):
             raise Obstacle("unshare --net: this user may make no network namespace")
-        return os.open(f"/proc/{store_rank.pid}/ns/net", os.O_RDONLY)
+        return os.open(f"/proc/{keeper.pid}/ns/net", os.O_RDONLY)
 
 
 def _join_by_bridge(hosts: list[Host], network: Network, netem: bool) -> None:

@@ -29,7 +29,7 @@ DEFAULT_NAME = "lab"
 LONGEST_ANSWER = 4096
 """Bytes of the description of a lab."""
 
-_KEEPER = str(Path(__file__).with_name("store_rank.py"))
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
 _PATIENCE = 20.0
 """Seconds in which a lab must answer or end."""
 

@@ -47,7 +47,7 @@ class Runner:
     def __init__(self, transport: Transport, timeline: Timeline) -> None:
         self.process_sets = {ALL_RANKS: ProcessSetMembers(tuple(range(transport.size)), transport)}
         self._transport = transport
-        self._timeline = timeline
+        self.timeline = timeline
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, parts: Sequence[OperationPart]) -> None:
@@ -56,9 +56,9 @@ class Runner:
         kind = signature.kind
         now = time.perf_counter_ns()
         operations = [part.operation for part in parts if part.operation is not None]
-        if self._timeline.enabled:
+        if self.timeline.enabled:
             for operation in operations:
-                self._timeline.record(f"NEGOTIATE_{kind.upper()}", operation.submitted, now, row=operation.label)
+                self.timeline.record(f"NEGOTIATE_{kind.upper()}", operation.submitted, now, row=operation.label)
         if kind == "add_process_set":
             self._add_process_set(parts[0])
         elif kind == "remove_process_set":
@@ -70,10 +70,10 @@ class Runner:
             assert members.transport is not None
             with torch.no_grad(), self._on_stream(operations, signature.device):
                 execute(parts, members.transport, members.ranks, self._spans(operations))
-        if self._timeline.enabled:
+        if self.timeline.enabled:
             end = time.perf_counter_ns()
             for operation in operations:
-                self._timeline.record(kind.upper(), now, end, row=operation.label)
+                self.timeline.record(kind.upper(), now, end, row=operation.label)
 
     def check_member(self, process_set: int) -> None:
         """Raise ``ConfigError`` unless this rank is in the process set; callers' threads ask."""
@@ -106,7 +106,7 @@ class Runner:
             members.transport.close()
 
     def _spans(self, operations: Sequence[Operation]) -> Any:
-        if not self._timeline.enabled:
+        if not self.timeline.enabled:
             return lambda name: nullcontext()
 
         @contextmanager
@@ -114,7 +114,7 @@ class Runner:
             start = time.perf_counter_ns()
             yield
             for operation in operations:
-                self._timeline.record(name, start, time.perf_counter_ns(), row=operation.label)
+                self.timeline.record(name, start, time.perf_counter_ns(), row=operation.label)
 
         return span
 

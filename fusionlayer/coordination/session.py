@@ -81,9 +81,8 @@ class Session:
         timeline: Timeline | None = None,
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
-        self.timeline = timeline or Timeline(None, self.rank)
         self._transport = transport.duplicate()
-        self._runner = Runner(self._transport, self.timeline)
+        self._runner = Runner(self._transport, timeline or Timeline(None, self.rank))
         self.process_sets = self._runner.process_sets
         # Guards the phase, and what submitting changes: new operations, numbers of unnamed ones, begun steps. A request
         # is noted with it held, so that requests leave in the order of their handles.
@@ -256,6 +255,15 @@ class Session:
         """Let ``await_steps`` look again."""
         with self._table.changed:
             self._table.changed.notify_all()
+
+    @property
+    def timeline(self) -> Timeline:
+        """Record of the operations; another one takes its place when recording begins or ends."""
+        return self._runner.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline) -> None:
+        self._runner.timeline = timeline
 
     @property
     def pending(self) -> int:

@@ -235,7 +235,7 @@ def fail_within(rank: int, world: int) -> None:
         raise ValueError("broken")
 
     if rank == 1:
-        calls.scaling_of = broken
+        calls._spread = broken  # what follows the collective
         work = dist.all_reduce(numbers(rank), group=group, async_op=True)
         for _ in range(2):
             with pytest.raises(ValueError, match="broken"):

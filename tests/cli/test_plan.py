@@ -169,7 +169,7 @@ class TestExplain:
 
     def test_a_file_that_is_no_plan_is_an_error(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["explain", str(path), "--profile", str(path)]) == 1
-        assert "cannot be read as a fusion plan" in capsys.readouterr().err
+        assert "unknown key 'title'; known: version, world_size, buckets" in capsys.readouterr().err
 
 
 SMALL = ["--model", "gpt", "--codec", "int4,raw", "--steps", "1", "--repeats", "1", "--largest", "4096"]

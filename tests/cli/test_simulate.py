@@ -40,7 +40,7 @@ def table_rows(output: str) -> list[list[str]]:
 
 
 def test_the_script_of_the_package_is_this_command() -> None:
-    assert '"fusionlayer = fusionlayer.cli:main"' in (ROOT / "setup.py").read_text()
+    assert 'fusionlayer = "fusionlayer.cli:main"' in (ROOT / "pyproject.toml").read_text()
     assert EntryPoint("fusionlayer", "fusionlayer.cli:main", "console_scripts").load() is main
 
 

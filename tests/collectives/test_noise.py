@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
-from fusionlayer.codecs import Codec
+from fusionlayer.codecs import Codec, TwoLevelCodec
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
 from tests.ranks import over_threads
@@ -70,7 +70,8 @@ def with_new_noise(name: str, codec: Codec, inputs: list[Tensor], seeds: Iterato
         return sent(sent(sent(sent(a) + b) + c) + d)
     if name == "butterfly":
         return sent(sent(sent(a) + b) + (sent(c) + d))
-    nodes = [sent(sent(x, codec.within) + sent(y, codec.within)) for x, y in ((a, b), (c, d))]
+    within = codec.within if isinstance(codec, TwoLevelCodec) else codec
+    nodes = [sent(sent(x, within) + sent(y, within)) for x, y in ((a, b), (c, d))]
     return sent(nodes[0] + nodes[1])
 
 

@@ -199,7 +199,7 @@ def test_what_settings_and_arguments_mean(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="autotune='yes'; expected True, False or"):
         autotuning("yes")  # type: ignore[arg-type]
     configured(autotune=True, autotune_options={"step": 500})
-    with pytest.raises(ConfigError, match="unknown option 'step'; did you mean 'steps'"):
+    with pytest.raises(ConfigError, match="unknown key 'step'; did you mean 'steps'"):
         autotuning(None)
 
 

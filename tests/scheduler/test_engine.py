@@ -261,7 +261,7 @@ def test_a_given_plan_names_codec_and_collective() -> None:
         return transport.bytes_sent
 
     payload = codecs.get("bf16").bare.wire(plan.buckets[0].numel).capacity
-    agreed = 2 + 32  # the number of lanes and the digest of the plan
+    agreed = 2 * 32  # the number of lanes, and the plan
     assert all(sent == payload + agreed for sent in over_threads(2, body))
 
 
