@@ -121,7 +121,7 @@ def _place_in(transport: Transport, launched: launch.Place, library: str) -> lau
 
 
 def shutdown() -> None:
-    """Leave the job and close what ``init`` has opened. Optimizers and hooks of this process cannot be used then."""
+    """Leave the job and close what ``init`` has opened. Optimizers and hooks of this process stop working."""
     global _job
     with _lock:
         if _job is None:

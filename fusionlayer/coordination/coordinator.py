@@ -107,6 +107,7 @@ class Coordinator:
     def close(self, why: str) -> None:
         """Tell the other ranks that rank 0 leaves, and end the listening thread. A second call does nothing."""
         self.end(why)
+        # Before wake(), so that the listening thread sees it when it wakes.
         self._closing = True
         if self._thread is not None and self._center is not None:
             self._center.wake()

@@ -162,6 +162,7 @@ class Session:
         ready = torch.cuda.current_stream(where).record_event() if signature.device == "cuda" else None
         data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
         with self._lock:
+            # Under the same lock as adding the operation: one added after the session has ended would never end.
             if self._why is not None:
                 raise again(self._why)
             self._runner.check_member(process_set)

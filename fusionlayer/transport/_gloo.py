@@ -207,6 +207,6 @@ def _wait(works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
     for peer, work in works:
         try:
             if not work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))):
-                raise LinkError(peer, "the wait was given up")
+                raise LinkError(peer, "the wait was aborted")
         except RuntimeError as error:
             raise LinkError(peer, str(error)) from None

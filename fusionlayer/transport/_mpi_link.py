@@ -127,14 +127,14 @@ class MpiLink(ExchangeLink):
         """
         with self._lock:
             if self._closed:
-                raise LinkError(self._rank, "the communicator was given up")
+                raise LinkError(self._rank, "the communicator was closed")
             self._busy = True
         yield
         with self._lock:
             self._busy = False
             closed = self._closed
         if closed:
-            raise LinkError(self._rank, "the communicator was given up")
+            raise LinkError(self._rank, "the communicator was closed")
 
     def _wait(self, requests: list[MPI.Request], peers: Sequence[int], deadline: float) -> None:
         left = len(requests)
@@ -146,7 +146,7 @@ class MpiLink(ExchangeLink):
                 return bool(done)
 
             if not wait_until(look, deadline, lambda: self._closed):
-                why = "the communicator was given up" if self._closed else f"no end within {self._timeout:g} s"
+                why = "the communicator was closed" if self._closed else f"no end within {self._timeout:g} s"
                 raise LinkError(self._unfinished(requests, peers), why)
             left -= len(done)
 

@@ -112,6 +112,7 @@ class Watch:
             timeout: seconds in which all ranks must come.
         """
         deadline = time.monotonic() + timeout
+        # The monitor's client gives up after STORE_PATIENCE. That is too short while processes start.
         later, self._store = self._store, dist.PrefixStore(self._name, store)
         self._store.set("ask", "")
         self.write_state()
@@ -153,6 +154,7 @@ class Watch:
         The calling thread calls it and waits for the monitor's thread, which asks the other ranks. That takes a tenth
         of a second if they answer, and at most three intervals and the patience with a store if they do not.
         """
+        # Other ranks may ask before the cause is known, and must not wait for this one any longer.
         self._farewell = {"state": "failed"}
         self._wanted = True
         monitor.wake()
@@ -186,6 +188,7 @@ class Watch:
     def tick(self) -> None:
         """Answer a question of another rank, and continue this rank's own inquiry."""
         if self._is_overdue():
+            # No call waits for this work, so close the links: the next call then reports the failure.
             self._interrupt()
         ask = self._store.get("ask").decode()
         if ask != self._answered or self._farewell:
@@ -197,6 +200,7 @@ class Watch:
         if self._inquiry is not None and self._inquiry.step():
             self._conclude(judge(self._inquiry.signs, self._place.call))
         elif self._inquiry is not None and self._inquiry.place is not self._place:
+            # The call that the inquiry was about has ended meanwhile.
             self._inquiry = None
 
     def store_failed(self) -> None:
@@ -295,11 +299,13 @@ class Watch:
         call, since = self._place.call, self._place.since
         if call is None or now < self._next_look:
             return False
+        # The next look is after twice the time waited so far, but not after the warning is due.
         warning = since + self._stall_warning
         self._next_look = min(2 * now - since, warning if warning > now else float("inf"))
         return True
 
     def _conclude(self, finding: Diagnosis | None) -> None:
+        """Hand the finding to a waiting ``diagnose``. If none waits, make the call in flight fail, or log a warning."""
         sequence, call, since, _ = self._inquiry.place if self._inquiry else self._place
         moved_on = call is None or self._place.since != since
         self._inquiry = None
