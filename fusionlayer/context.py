@@ -1,4 +1,4 @@
-"""The process's place in its job, and the transport that calls outside an engine share."""
+"""The job of this process: joining and leaving it, its ranks and settings, and its shared transports."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ class _Job:
 
 _job: _Job | None = None
 _before_shutdown: list[Callable[[], None]] = []
-# Guards _job and its transports. Reentrant: what is called before a shutdown may ask for a transport.
+# Guards _job and its transports. If two threads made a transport for one group, the second would wait for ranks that
+# never make it. Reentrant, because a callback before a shutdown may ask for a transport.
 _lock = threading.RLock()
 
 
 def init(timeout: float | None = None, *, settings: config.Config | None = None) -> None:
-    """Join the job that torchrun, mpirun or horovodrun has started this process in; call it first.
+    """Join the job in which torchrun, mpirun or horovodrun has started this process. Call it first.
 
-    A default process group of torch that exists already is used as it is; otherwise one is made, with gloo for CPU and
-    NCCL for CUDA tensors where both are there. With another ``transport`` in the settings no group is made or used, and
-    MPI or Horovod says who the processes are. Without a launcher the job is this process alone. Twice is once. Within
-    ``transport.local.run`` there is nothing to do.
+    If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
+    and, where available, NCCL for CUDA tensors. With ``transport`` "mpi" or "horovod" in the settings no group is made
+    or used, and that library determines the ranks. Without a launcher the job is this process alone. A second call does
+    nothing. Within ``transport.local.run`` the call does nothing either.
 
     Args:
         timeout: seconds that a collective waits for its peers; overrides the configuration.
-        settings: in place of those that file and environment give.
+        settings: used instead of the settings from file and environment.
 
     Raises:
-        ConfigError: environment or configuration cannot be used.
+        ConfigError: environment or configuration is invalid.
         TransportError: the other processes did not come in time.
     """
     global _job
@@ -90,14 +91,18 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
 
 
 def _open_by_library(settings: config.Config) -> Transport:
-    """Return a transport over the processes of MPI or Horovod, which is imported for it."""
+    """Return a transport over the processes of MPI or Horovod. It imports the library."""
     module = importlib.import_module(f".transport.{settings.transport}", __package__)
     opened: Transport = module.of_world(settings.timeout, settings.stall_warning, settings.ranks_per_node)
     return opened
 
 
 def _place_in(transport: Transport, launched: launch.Place, library: str) -> launch.Place:
-    """Return this process's place as the library of the transport has it; the launcher knows more of the host."""
+    """Return this process's place according to the transport's library, with the launcher's local rank if they agree.
+
+    Raises:
+        ConfigError: launcher, library and torch.distributed do not agree on the ranks.
+    """
     rank, size = transport.rank, transport.size
     if launched.launcher != "single" and launched.size != size:
         raise ConfigError(
@@ -116,11 +121,12 @@ def _place_in(transport: Transport, launched: launch.Place, library: str) -> lau
 
 
 def shutdown() -> None:
-    """Leave the job; close what ``init`` has opened. Optimizers and hooks of this process are dead afterwards."""
+    """Leave the job and close what ``init`` has opened. Optimizers and hooks of this process stop working."""
     global _job
     with _lock:
         if _job is None:
             return
+        # Callbacks first: they may still use the transports.
         for callback in _before_shutdown:
             callback()
         job, _job = _job, None
@@ -132,7 +138,7 @@ def shutdown() -> None:
 
 
 def before_shutdown(callback: Callable[[], None]) -> None:
-    """Let ``callback`` be called each time the job is left, while the other ranks can still be reached."""
+    """Register ``callback`` to run each time the job is left, while the other ranks can still be reached."""
     _before_shutdown.append(callback)
 
 
@@ -163,7 +169,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its host: the device to use."""
+    """Return this process's rank among those of its host, which is the index of the device to use."""
     here = local.current()
     return here.rank if here else _current().place.local_rank
 
@@ -175,7 +181,7 @@ def local_size() -> int:
 
 
 def launcher() -> str:
-    """Return who has said which process this is: "torchrun", "mpirun", ..., or "single" if nobody has."""
+    """Return the launcher of the job: "torchrun", "mpirun", ..., or "single" if there is none."""
     return "single" if local.current() else _current().place.launcher
 
 
@@ -185,14 +191,14 @@ def settings() -> config.Config:
 
 
 def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node: int | None = None) -> Transport:
-    """Return the transport over ``group`` (None: all ranks) that the calling code shares with other direct calls.
+    """Return the shared transport over ``group`` (None: all ranks), which direct calls use.
 
-    An engine takes a ``duplicate`` of it. All ranks of the group make the first call for it together.
+    An engine takes a ``duplicate`` of it. All ranks of the group make the first call for a group together.
 
     Args:
         group: which ranks. A transport is returned as it is.
-        ranks_per_node: as if so many ranks of the job, in rank order, shared a host; None: as configured. Another
-            number is another transport.
+        ranks_per_node: so many ranks of the job, in rank order, count as one node; None: as configured. Each number has
+            a transport of its own.
     """
     if isinstance(group, Transport):
         return group

@@ -1,4 +1,4 @@
-"""Rank, size and rendezvous of this process, from the variables that torchrun, mpirun or horovodrun have set."""
+"""Rank, size and store of this process, from the variables that torchrun, mpirun or horovodrun have set."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["Place", "find_place", "make_store"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in its job.
+    """Ranks and sizes of this process in its job and on its host.
 
     Attributes:
-        rank: 0 <= rank < size.
-        size: processes of the job.
+        rank: rank of this process, 0 <= rank < size.
+        size: number of processes of the job.
         local_rank: rank among the processes of this host.
-        local_size: processes of this host.
-        launcher: who said so: "torchrun", "mpirun", "mpich", "horovodrun" or "single".
+        local_size: number of processes of this host.
+        launcher: where the numbers come from: "torchrun", "mpirun", "mpich", "horovodrun" or "single".
     """
 
     rank: int = 0
@@ -56,10 +56,10 @@ _VARIABLES = {
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Return this process's place; a process that nobody launched is rank 0 of 1.
+    """Return this process's place. Without a launcher it is rank 0 of 1.
 
     Raises:
-        ConfigError: variables of launchers are incomplete, not numbers or contradict each other.
+        ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other.
     """
     places, halves = [], []
     for launcher, names in _VARIABLES.items():
@@ -72,7 +72,8 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
         raise ConfigError(f"{halves[0]}: set both, as a launcher does, or none")
     if not places:
         return Place()
-    # An inner launcher multiplies the processes of an outer one, it never makes fewer.
+    # The first launcher in the list wins, but it must not see fewer processes than another one. A launcher that starts
+    # the processes of another can only multiply them.
     place, largest = places[0], max(places, key=lambda other: other.size)
     if place.size < largest.size:
         raise ConfigError(
@@ -105,13 +106,13 @@ _joined = 0
 def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.environ) -> Store:
     """Return the store through which the job's processes find each other, once all of them have come.
 
-    MASTER_ADDR and MASTER_PORT are used where they are set (torchrun sets them). Otherwise rank 0 opens a port of its
-    own and publishes it: through horovodrun's key-value server, or through a file for processes of one mpirun on one
-    host. The connection stays open for the life of the process; a later call returns a fresh part of the same store.
+    It uses MASTER_ADDR and MASTER_PORT if they are set, as by torchrun. Otherwise rank 0 opens a port and publishes it:
+    through horovodrun's key-value server, or through a file for processes of one mpirun on one host. The connection
+    stays open for the life of the process. A later call returns a fresh part of the same store.
 
     Raises:
-        ConfigError: processes on several hosts and no MASTER_ADDR, or a port that is not a number.
-        TransportError: ranks, which it names, did not come within ``timeout`` seconds.
+        ConfigError: the processes are on several hosts without MASTER_ADDR, or a port is not a number.
+        TransportError: some ranks did not come within ``timeout`` seconds. It names them.
     """
     global _store, _joined
     if _store is None:
@@ -161,10 +162,11 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
 
 
 def _greet(store: Store, place: Place, timeout: float) -> str:
-    """Return a name for the keys of these processes. An agent's store still has those of processes it has restarted.
+    """Return a new prefix for the keys of these processes, equal on all of them.
 
-    Rank 0 makes the name, and tells it to whoever is waiting for an answer: each rank asks with a token of its own,
-    so that an answer to a process that is gone misleads nobody.
+    It is needed because the store of torchrun's agent keeps the keys of processes from before a restart. Rank 0 makes
+    the prefix and answers the other ranks with it. Each rank asks with a new random token, so that it cannot read an
+    answer to a process from before the restart.
     """
     token = f"fusionlayer/{secrets.token_hex(8)}"
     end = time.monotonic() + timeout
@@ -210,18 +212,18 @@ def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: boo
 
 
 class _Board(ABC):
-    """A place where rank 0 leaves its address and the others look for it until ``timeout``."""
+    """A place where rank 0 publishes its address. The other ranks look there for up to ``timeout`` seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
     @abstractmethod
     def publish(self, address: str) -> None:
-        """Leave rank 0's address."""
+        """Publish rank 0's address."""
 
     @abstractmethod
     def look(self) -> str | None:
-        """Return the address if it is there already."""
+        """Return the address, or None if it is not there yet."""
 
     def read(self) -> str:
         end = time.monotonic() + self._timeout
@@ -234,7 +236,7 @@ class _Board(ABC):
 
 
 class _FileBoard(_Board):
-    """A file that only the processes of one launcher know."""
+    """A file whose name only the processes of one launcher compute."""
 
     def __init__(self, environ: Mapping[str, str], timeout: float) -> None:
         super().__init__(timeout)
@@ -246,13 +248,14 @@ class _FileBoard(_Board):
         self._path = Path(tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}-{quote(job, safe='')}"
 
     def publish(self, address: str) -> None:
+        # Written under another name and then renamed, so that no reader sees half an address.
         draft = self._path.with_suffix(f".{os.getpid()}")
         draft.write_text(address)
         draft.rename(self._path)
         atexit.register(self._path.unlink, missing_ok=True)
 
     def look(self) -> str | None:
-        # The folder is everybody's: what another user has left there is not followed.
+        # Every user can write to this folder, so a file of another user is ignored.
         mine = self._path.exists() and self._path.stat().st_uid == os.getuid()
         return self._path.read_text() if mine else None
 

@@ -1,4 +1,4 @@
-"""A record of what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto)."""
+"""Records what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NOTHING = nullcontext()
 
 
 class Timeline:
-    """Writes one event for each span; a file name of None makes every call free of effect.
+    """Writes one event for each span. Any thread may record.
 
-    All timelines of a process that name the same file share it.
+    All timelines of a process with the same path share one file.
 
     Args:
-        path: file to write; ``.rank`` is appended, each rank has its own.
+        path: file to write, with ``.rank`` appended, so that each rank has its own. None: calls have no effect.
         rank: this rank, the process id in the trace.
 
     Attributes:
@@ -37,9 +37,9 @@ class Timeline:
             atexit.register(self.close)
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        """Record how long the body takes, and how much of the thread's own CPU time, on the calling thread's row.
+        """Return a context that records the time and CPU time of its body, on the calling thread's row.
 
-        Details that JSON does not know, such as a codec, are made strings when they are written.
+        Details that JSON cannot hold, such as a codec, are written as strings.
         """
         return self._span(name, details) if self.enabled else _NOTHING
 
@@ -53,7 +53,7 @@ class Timeline:
             self._write(name, start, time.perf_counter_ns(), threading.current_thread().name, details, tdur=busy)
 
     def record(self, name: str, start: int, end: int, *, row: str | None = None, **details: Any) -> None:
-        """Record a span that is over, on a ``row``, by default the calling thread's; times of ``perf_counter_ns``."""
+        """Record a span that is over. Times are of ``perf_counter_ns``; ``row``: None is the calling thread's row."""
         self._write(name, start, end, row or threading.current_thread().name, details)
 
     def _write(self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], **more: float) -> None:
@@ -73,7 +73,7 @@ class Timeline:
         file.write(json.dumps(event, default=str) + ",\n")
 
     def close(self) -> None:
-        """Complete the file, unless others write on. Twice is once."""
+        """End this timeline; complete the file if no other timeline writes to it. A second call does nothing."""
         file, self._file = self._file, None
         self.enabled = False
         if file is not None:
@@ -83,10 +83,10 @@ class Timeline:
 
 
 class _File:
-    """A trace that is a whole file whenever nobody writes to it, and goes on when somebody comes back."""
+    """A trace file that is complete whenever no timeline uses it. A later timeline continues it."""
 
     _all: dict[str, _File] = {}
-    # Guards _all, and every file's text, users and end: timelines of several threads write to one file.
+    # Guards _all, and every file's _text, _users and _end: several threads write to one file.
     _lock = threading.Lock()
 
     def __init__(self, path: str) -> None:
@@ -97,10 +97,11 @@ class _File:
 
     @classmethod
     def join(cls, path: str) -> _File:
-        """Return the file, open."""
+        """Return the open file for a path, with one more user."""
         with cls._lock:
             file = cls._all.setdefault(path, cls(path))
             if file._text is None:
+                # Cut off what leave() has appended, and go on from there; start anew if the file was removed.
                 file._end = file._end if Path(path).exists() else 0
                 file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
                 file._text.seek(file._end)
@@ -110,13 +111,13 @@ class _File:
             return file
 
     def write(self, text: str) -> None:
-        """Append ``text``."""
+        """Append ``text``. It does nothing once the file is closed."""
         with self._lock:
             if self._text is not None:
                 self._text.write(text)
 
     def leave(self, text: str) -> None:
-        """Close the file with ``text`` if this was the last user."""
+        """Give up one use. After the last one, append ``text`` and close the file."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._text is not None:

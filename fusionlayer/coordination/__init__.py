@@ -1,6 +1,7 @@
-"""Operations that ranks ask for by name, each in its own order, and that run in one order on all of them.
+"""Operations that ranks request by name: each rank in its own order, while they run in the same order on all ranks.
 
-``Session`` is a rank's end; rank 0 has the ``Coordinator``. Where a plan says what comes next, none of it is needed.
+``Session`` is a rank's end; rank 0 has the ``Coordinator``. Training by a plan needs neither, since the plan fixes the
+order.
 """
 
 from .coordinator import Patience

@@ -1,6 +1,6 @@
-"""Tensors so small that they travel with the requests: the coordinator computes, and answers with the results.
+"""Operations on tensors so small that they travel with the requests. The coordinator computes and sends the results.
 
-That takes two messages where negotiation and an exchange take four, which is most of the time of a small operation.
+That takes two messages where negotiation and an exchange take four. Messages are most of the time of a small operation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .requests import Bytes, Item, Request, Signature
 
 __all__ = ["compute", "fits", "hand_out", "to_bytes"]
 
-# Of all ranks together, in one operation.
+# Limit for the tensors of one operation, summed over ranks.
 _BYTES = 64 << 10
 
 
 def fits(signature: Signature, tensors: Sequence[Tensor], size: int) -> bool:
-    """Return whether tensors of one of ``size`` ranks are worth to travel with the request."""
+    """Return whether the tensors should travel with the request. ``size``: number of ranks of the job."""
     if signature.kind not in ("allreduce", "allgather") or sum([x.nbytes for x in tensors]) * size > _BYTES:
         return False
     if len(signature.dtypes) > 1 and len(set(signature.dtypes)) > 1:
@@ -31,7 +31,7 @@ def fits(signature: Signature, tensors: Sequence[Tensor], size: int) -> bool:
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> bytes:
-    """Return the elements of tensors, one behind the other."""
+    """Return the elements of all tensors, concatenated."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return string_at(tensors[0].data_ptr(), tensors[0].nbytes)
     dense = [x.contiguous() for x in tensors]
@@ -39,12 +39,12 @@ def to_bytes(tensors: Sequence[Tensor]) -> bytes:
 
 
 def compute(signature: Signature, requests: Sequence[Mapping[int, Request]], ranks: Sequence[int]) -> bytes:
-    """Return the results of operations, one behind the other.
+    """Return the results of fused operations, concatenated. Runs on rank 0, with the coordinator's lock held.
 
     Args:
-        signature: of the first; the others differ in shapes and names only.
-        requests: of each operation, by rank; of the same ranks all.
-        ranks: of the process set.
+        signature: signature of the first operation; the others differ in shapes and names only.
+        requests: the requests of each operation by rank. All operations have requests of the same ranks.
+        ranks: the ranks of the process set.
     """
     present = [rank for rank in ranks if rank in requests[0]]
     if signature.kind == "allgather":
@@ -74,7 +74,13 @@ def _gathered(requests: Mapping[int, Request], present: Sequence[int]) -> list[B
 
 
 def hand_out(operations: Sequence[Operation | None], items: Sequence[Item], data: Bytes) -> None:
-    """Put results where the operations of one rank want them."""
+    """Give the operations of one rank their results.
+
+    Args:
+        operations: this rank's operations; None where it has none.
+        items: what the response says of each operation.
+        data: the results of all operations, concatenated.
+    """
     mine = [(operation, item) for operation, item in zip(operations, items, strict=True) if operation is not None]
     if not mine:
         return

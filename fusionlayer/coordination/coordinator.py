@@ -1,4 +1,4 @@
-"""Rank 0's part: hears what every rank asks for, and tells all of them what runs next."""
+"""Rank 0's part: it collects the requests of all ranks and tells them what runs next."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ __all__ = ["Coordinator", "Patience"]
 
 _logger = logging.getLogger("fusionlayer")
 
-# Responses that rank 0 may have before it: one that runs and one that follows. What becomes ready meanwhile is fused.
+# Responses that rank 0 may have to execute at a time: one that runs and one that follows. Operations that become ready
+# meanwhile wait, and can be fused.
 _AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long ranks may wait for each other to ask for an operation.
+    """How long ranks may wait for each other to request an operation.
 
     Attributes:
-        warning: seconds until a warning names operation and missing ranks, again and again; None: never.
-        limit: seconds until all that waits, and all that comes, fails on every rank; None: no limit.
+        warning: seconds after which a warning names the operation and the missing ranks, repeatedly; None: never.
+        limit: seconds after which all pending and later operations fail on every rank; None: no limit.
     """
 
     warning: float | None = 60.0
@@ -35,14 +36,18 @@ class Patience:
 
 
 class Coordinator:
-    """Matches the requests of all ranks, on the threads that bring them and one of its own.
+    """Matches the requests of all ranks and answers them.
+
+    Its own thread (``_listen``) receives the requests of the other ranks. Rank 0's requests are matched on rank 0's
+    threads, in ``advance``. Whichever thread makes an operation ready sends the responses, with the lock held, so all
+    ranks get them in the same order.
 
     Args:
         size: number of ranks.
-        center: connections to the other ranks; None if there are none.
-        fusion_bytes: of tensors, that one message may have.
-        patience: with ranks that do not ask.
-        deliver: takes rank 0's own responses; returns at once.
+        center: connections to the other ranks; None if there are no other ranks.
+        fusion_bytes: bytes of tensors that one message may have.
+        patience: how long ranks may wait for each other.
+        deliver: takes rank 0's own responses. It must return at once, since the lock is held.
     """
 
     def __init__(
@@ -60,8 +65,8 @@ class Coordinator:
         self._readers = {rank: Reader() for rank in range(1, size)}
         self._open = set(range(1, size))
         self._own: deque[Request] = deque()
-        # Guards the matcher, who is _open, _underway and _ended. Rank 0's callers, its communication thread and the one
-        # that listens take it. _own is filled without it: appending to a deque is atomic.
+        # Guards the matcher, _open, _underway and _ended, and orders the responses. Rank 0's callers, its communication
+        # thread and the listening thread take it. _own is filled without it: appending to a deque is atomic.
         self._lock = threading.Lock()
         self._underway = 0
         self._ended: str | None = None
@@ -73,34 +78,36 @@ class Coordinator:
             self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Note what rank 0 asks for; ``advance`` takes it up."""
+        """Note a request of rank 0; ``advance`` matches it. Takes no lock, so a caller never waits for the matcher."""
         self._own.append(request)
 
     def advance(self) -> None:
-        """Take up what rank 0 has asked for, on the calling thread."""
+        """Match the noted requests of rank 0, on the calling thread."""
         if self._own:
             with self._lock:
                 self._take_own()
                 self._answer()
 
     def _take_own(self) -> None:
+        """Pass rank 0's noted requests to the matcher. The caller holds the lock, as for all that ``_listen`` calls."""
         self._matcher.take(0, [self._own.popleft() for _ in range(len(self._own))])
 
     def note_done(self) -> None:
-        """Rank 0 has executed a response."""
+        """Note that rank 0 has executed a response. The communication thread calls it."""
         with self._lock:
             self._underway -= 1
             self._answer()
 
     def end(self, why: str) -> None:
-        """Let everything fail on every rank, now and later."""
+        """Make all pending and later operations fail on every rank, for the reason ``why``. Any thread may call it."""
         with self._lock:
             self._take_own()
             self._end(why)
 
     def close(self, why: str) -> None:
-        """Tell the other ranks that rank 0 leaves, and end the thread. Twice is once."""
+        """Tell the other ranks that rank 0 leaves, and end the listening thread. A second call does nothing."""
         self.end(why)
+        # Before wake(), so that the listening thread sees it when it wakes.
         self._closing = True
         if self._thread is not None and self._center is not None:
             self._center.wake()
@@ -109,6 +116,7 @@ class Coordinator:
             self._thread = None
 
     def _listen(self) -> None:
+        """Match the requests of the other ranks and look for stalls, on the listening thread."""
         assert self._center is not None
         waits = [seconds / 4 for seconds in (self._patience.warning, self._patience.limit) if seconds]
         pause = min([5.0, *waits])
@@ -120,6 +128,7 @@ class Coordinator:
                 with self._lock:
                     self._look_for_stalls()
         except Exception as error:
+            # Without this thread no rank would ever be answered, so all of them must fail now.
             self.end(f"rank 0: its coordinator failed: {type(error).__name__}: {error}")
             raise
 
@@ -133,6 +142,7 @@ class Coordinator:
                 self._lose(rank, why)
                 return
             self._matcher.take(rank, self._readers[rank].read(message))
+        # READY allows the rank's next message: it sends only one at a time (see Requester).
         self._send(rank, READY)
         self._answer()
 
@@ -144,7 +154,7 @@ class Coordinator:
             self._answer()
 
     def _answer(self) -> None:
-        """Tell ranks what is ready; what rank 0 must execute only as long as it has little before it."""
+        """Send responses for all that is ready, unless rank 0 has enough to execute already (see _AHEAD)."""
         if self._ended is not None:
             self._refuse()
             return
@@ -153,7 +163,7 @@ class Coordinator:
             if responses is None:
                 return
             self._underway += 0 in responses and responses[0].code == "execute"
-            # Rank 0 last: while it takes its results, the others do.
+            # Rank 0 last: it takes its results right here, and the others can take theirs meanwhile.
             for rank, response in sorted(responses.items(), reverse=True):
                 self._send(rank, response)
 
@@ -178,7 +188,7 @@ class Coordinator:
         warning, limit = self._patience.warning, self._patience.limit
         now = time.monotonic()
         if limit is not None and self._matcher.stalls(limit, now):
-            # Of those that have waited less, one is what the missing ranks wait in.
+            # Name the others too, also those that wait for a shorter time: the missing ranks may wait in one of them.
             self._end(f"waited longer than {limit:g} s: {_tell(self._matcher.stalls(0.0, now))}")
         elif warning is not None and now >= self._next_warning and (stalls := self._matcher.stalls(warning, now)):
             self._next_warning = now + warning

@@ -1,4 +1,4 @@
-"""Moves the tensors of operations that all ranks have agreed to run as one message."""
+"""Executes operations that all ranks run together as one message. All of it runs on the communication thread."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class OperationPart:
     """One operation of a message, as this rank sees it.
 
     Args:
-        operation: of this rank; None if it has joined and takes part without tensors of its own.
-        item: what the coordinator has said.
+        operation: this rank's operation; None if the rank has joined and takes part without tensors of its own.
+        item: what the coordinator's response says of the operation.
     """
 
     def __init__(self, operation: Operation | None, item: Item) -> None:
         signature = item.signature if operation is None else operation.signature
         if signature is None:
-            raise UsageError("an operation that this rank has given up was to run; the session has ended")
+            raise UsageError("this rank has given up an operation that was about to run; the session has ended")
         self.operation = operation
         self.signature: Signature = signature
         self.numbers = item.numbers
 
     def inputs(self, *, rows: int | None = None) -> list[Tensor]:
-        """Return this rank's tensors, which without an operation are neutral ones (``rows``: of each)."""
+        """Return this rank's tensors. Without an operation they are neutral ones, with ``rows`` rows if given."""
         if self.operation is not None:
             return list(self.operation.tensors)
         signature = self.signature
@@ -56,11 +56,11 @@ class OperationPart:
 
     @property
     def wants_new_tensors(self) -> bool:
-        """Whether results go into tensors that are still to be made."""
+        """Whether the caller gave no output tensors, so that results need new ones."""
         return self.operation is not None and self.operation.outputs is None
 
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return where results of the inputs' shapes go."""
+        """Return the output tensors for results that have the inputs' shapes. Makes them if the caller gave none."""
         operation = self.operation
         if operation is None:
             return list(inputs)
@@ -73,10 +73,10 @@ def execute(parts: Sequence[OperationPart], transport: Transport, ranks: Sequenc
     """Run operations of one kind over the ranks of their process set and leave results with them.
 
     Args:
-        parts: at least one; all with the same kind, op, scales and root.
-        transport: over those ranks.
-        ranks: of the job, in the order of the transport.
-        span: records what is done.
+        parts: the operations, at least one; all with the same kind, op, scales and root.
+        transport: transport over those ranks.
+        ranks: their ranks in the job, in the order of the transport.
+        span: returns a context that records the named span in the timeline.
     """
     _KINDS[parts[0].signature.kind](parts, transport, ranks, span)
 
@@ -98,7 +98,7 @@ def _allreduce(parts: Sequence[OperationPart], transport: Transport, ranks: Sequ
             by_dtype[x.dtype].append((x, out))
         places.append((part, where))
     results: dict[torch.dtype, Sequence[Tensor]] = {}
-    # In an order that does not depend on which operation came first on this rank.
+    # Sorted, so that all ranks reduce the types in the same order.
     for dtype in sorted(by_dtype, key=str):
         pairs = by_dtype[dtype]
         scaling = signature.scaling(dtype, transport.size)
@@ -188,7 +188,8 @@ def _broadcast(parts: Sequence[OperationPart], transport: Transport, ranks: Sequ
             flat = torch.cat([_bytes(x.contiguous()) for x, _ in pairs])
         transport.broadcast(flat, place)
         with span("MEMCPY_OUT_FUSION_BUFFER"):
-            # Pieces of several types begin anywhere, and elements only at multiples of their size.
+            # A piece may begin at an offset that is no multiple of its element size, and view(dtype) refuses that. A
+            # clone begins at an aligned address.
             for (x, out), piece in zip(
                 pairs, flat.split([x.numel() * x.element_size() for x, _ in pairs]), strict=True
             ):
@@ -218,7 +219,7 @@ def _reducescatter(parts: Sequence[OperationPart], transport: Transport, ranks: 
 
 
 def _reduce_rows(x: Tensor, signature: Signature, transport: Transport) -> Tensor:
-    """Return this rank's rows of the reduction of ``x`` (n, ...); the first n % size ranks have one more."""
+    """Return this rank's rows of the reduction of ``x`` (n, ...). The first n % size ranks have one row more."""
     each, rest = divmod(x.shape[0], transport.size)
     bounds = list(accumulate((each + (r < rest) for r in range(transport.size)), initial=0))
     scaling = signature.scaling(x.dtype, transport.size)
@@ -237,7 +238,7 @@ def _new_like(x: Tensor) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    # A dimension of one element may have any stride, which view() would keep and view(dtype) refuse.
+    # A dimension of one element may have any stride. view() would keep that stride, and view(dtype) would refuse it.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 

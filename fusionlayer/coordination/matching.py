@@ -1,4 +1,4 @@
-"""Which operations all ranks want, in what order they run and which travel together; without threads and sockets."""
+"""Decides which operations are ready, in what order they run and which are fused. It has no threads and no sockets."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .requests import ALL_RANKS, Begun, Item, Key, Request, Response, Signature,
 
 __all__ = ["Matcher", "Stall"]
 
-# What a rank that has joined takes part in without a tensor of its own.
+# Kinds of operations in which a rank that has joined takes part without a tensor of its own.
 _WITHOUT_TENSOR = ("allreduce", "allgather", "broadcast", "barrier")
-# Operations that end with the answer: no data travel. The others run as messages.
+# Kinds of operations that move tensors, so that several of them can be fused into one message.
 _FUSABLE = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """An operation that some ranks have asked for."""
+    """An operation that some ranks have requested, but not all."""
 
     key: Key
     since: float
@@ -30,11 +30,11 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Ready:
-    """An operation that every rank has asked for; one that has joined may be without request.
+    """An operation that every rank has requested, except those that have joined.
 
     Attributes:
-        result: of an operation without tensors.
-        is_here: the requests have brought the tensors.
+        result: the result of an operation without tensors.
+        is_here: whether the tensors came with the requests.
     """
 
     signature: Signature
@@ -46,12 +46,12 @@ class _Ready:
 
 @dataclass(frozen=True)
 class Stall:
-    """An operation that waits.
+    """An operation that waits for ranks.
 
     Attributes:
-        name: of the operation, readable.
-        seconds: since the first rank has asked for it.
-        missing: ranks that have not.
+        name: readable name of the operation.
+        seconds: seconds since the first rank requested it.
+        missing: ranks that have not requested it.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Stall:
 
 
 class Matcher:
-    """Brings the requests of all ranks together.
+    """Matches the requests of all ranks and makes the responses.
 
-    ``take`` what ranks ask for; then ``next_responses`` until there are none. Whatever the order of the requests, all
-    ranks are given the same operations in the same order.
+    Call ``take`` with new requests, then ``next_responses`` until it returns None. All ranks get the same operations in
+    the same order, whatever the order of the requests. Calls must exclude each other: the coordinator holds its lock.
 
     Args:
         size: number of ranks.
-        fusion_bytes: of tensors, that one message may have; larger tensors travel alone.
+        fusion_bytes: bytes of tensors that one message may have. Larger tensors travel alone.
     """
 
     def __init__(self, size: int, fusion_bytes: int) -> None:
@@ -86,11 +86,11 @@ class Matcher:
 
     @property
     def first_loss(self) -> str:
-        """Why the first rank that has left did so; empty if none has."""
+        """Why the first rank that left has done so; empty if none has left."""
         return next(iter(self._left.values()), "")
 
     def take(self, rank: int, requests: Iterable[Request]) -> None:
-        """Note what a rank asks for."""
+        """Note the requests of a rank."""
         now = time.monotonic()
         for request in requests:
             if request.signature.kind == "begin":
@@ -102,16 +102,16 @@ class Matcher:
                 self._take(rank, request, now)
 
     def leave(self, rank: int, why: str) -> None:
-        """A rank takes part no more: what needs it fails, now and later."""
+        """Note that a rank has left. Operations that need it fail, now and later, for the reason ``why``."""
         self._left[rank] = why
         for waiting in list(self._waiting.values()):
-            self._settle(waiting)
+            self._decide(waiting)
         if self._joined:
             self._failed.append(("lost", dict(self._joined), why))
             self._joined.clear()
 
     def stalls(self, older_than: float, now: float | None = None) -> list[Stall]:
-        """Return what waits for longer than so many seconds."""
+        """Return the operations that have waited for more than ``older_than`` seconds."""
         now = time.monotonic() if now is None else now
         return [
             Stall(describe(waiting.key), now - waiting.since, self._missing(waiting))
@@ -120,7 +120,7 @@ class Matcher:
         ]
 
     def next_responses(self) -> dict[int, Response] | None:
-        """Return what the ranks that it concerns do next, None if nothing is ready."""
+        """Return the next response for each rank that has something to do, or None if nothing is ready."""
         if self._failed:
             code, requests, why = self._failed.popleft()
             return {
@@ -148,7 +148,7 @@ class Matcher:
         }
 
     def _take_group(self) -> list[_Ready]:
-        """Take the first operation that is ready, and what may travel with it of those behind."""
+        """Remove and return the first ready operation, with all later ones that can be fused with it."""
         first = self._ready.popleft()
         group, total = [first], first.nbytes
         if first.signature.kind not in _FUSABLE or not first.signature.is_plain or total > self._fusion_bytes:
@@ -174,14 +174,14 @@ class Matcher:
         waiting.requests[rank] = request
         members = self._sets.get(key[0])
         if members is None or len(waiting.requests) == len(members) or self._joined or self._left:
-            self._settle(waiting)
+            self._decide(waiting)
 
     def _missing(self, waiting: _Waiting) -> tuple[int, ...]:
         ranks = self._sets.get(waiting.key[0], ())
         return tuple(rank for rank in ranks if rank not in waiting.requests and rank not in self._joined)
 
-    def _settle(self, waiting: _Waiting) -> None:
-        """Make an operation ready, or let it fail, as soon as that is certain."""
+    def _decide(self, waiting: _Waiting) -> None:
+        """Make an operation ready, or make it fail, once that is certain. Otherwise it keeps waiting."""
         process_set, kind, _ = waiting.key
         requests = waiting.requests
         if process_set not in self._sets:
@@ -213,7 +213,7 @@ class Matcher:
             self._feed(waiting.key)
 
     def _conflict(self, waiting: _Waiting) -> str | None:
-        """Return why the requests of the ranks make no operation together, or None."""
+        """Return why the requests of the ranks do not fit together, or None if they do."""
         first = next(iter(waiting.requests.values())).signature
         everyone = len(waiting.requests) == len(self._sets[first.process_set])
         if everyone and first.dtypes:
@@ -253,13 +253,13 @@ class Matcher:
         self._feed(waiting.key)
 
     def _feed(self, key: Key) -> None:
-        """Go on with requests that had to wait for the operation of the same name before."""
+        """Take the requests that came while an earlier operation of the same name was waiting."""
         later = self._later.pop(key, None)
         for rank, request in later or ():
             self._take(rank, request, time.monotonic())
 
     def _note_begun(self, request: Request) -> bool:
-        """Return whether a rank has begun a step that none before it had."""
+        """Note the steps that a rank has begun; return whether it is the first to begin one of them."""
         before = dict(self._begun)
         for key, count in unflatten(request.numbers).items():
             self._begun[key] = max(count, self._begun.get(key, 0))
@@ -282,14 +282,14 @@ class Matcher:
         if self._begun:
             self._tell_begun()
         for waiting in list(self._waiting.values()):
-            self._settle(waiting)
+            self._decide(waiting)
         if len(self._joined) == self._size:
             requests, self._joined = self._joined, {}
             self._ready.append(_Ready(request.signature, requests, 0, result=rank))
 
 
 def describe(key: Key) -> str:
-    """Return an operation as messages name it."""
+    """Return the name of an operation for messages."""
     process_set, kind, name = key
     within = f" in process set {process_set}" if process_set else ""
     return f"{kind} {name!r}{within}" if isinstance(name, str) else f"{kind} without name, number {name}{within}"
@@ -299,7 +299,7 @@ def _may_travel_together(first: _Ready, other: _Ready) -> bool:
     one, two = first.signature, other.signature
     if first.is_here != other.is_here or (one is not two and _fusion_key(one) != _fusion_key(two)):
         return False
-    # Tensors that are here are reduced as one, by those ranks that have them.
+    # Tensors that came with the requests are concatenated and reduced at once: same type, and from the same ranks.
     return not first.is_here or (one.dtypes[0] == two.dtypes[0] and first.requests.keys() == other.requests.keys())
 
 
@@ -316,7 +316,7 @@ def _fusion_key(signature: Signature) -> tuple[object, ...]:
 
 
 def _numbers(ready: _Ready, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return what all ranks must know of an operation."""
+    """Return the numbers of an operation that all ranks need (see ``Item.numbers``)."""
     if ready.result is not None:
         return (ready.result,)
     if ready.signature.kind != "allgather":
@@ -329,7 +329,7 @@ def _numbers(ready: _Ready, ranks: Sequence[int]) -> tuple[int, ...]:
 def _items(
     group: Sequence[_Ready], numbers: Sequence[tuple[int, ...]], rank: int, ranks: Sequence[int]
 ) -> tuple[Item, ...]:
-    """Return what a rank must know of operations: of its own requests only the handles."""
+    """Return the items of a response to one rank. For its own requests the handle is enough."""
     items = []
     for ready, of_all in zip(group, numbers, strict=True):
         request = ready.requests.get(rank)

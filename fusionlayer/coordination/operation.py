@@ -1,4 +1,4 @@
-"""An operation of this rank, from the call until its result is fetched."""
+"""An operation of this rank, from the call until its result has been fetched."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from .requests import Key, Signature
 __all__ = ["DTYPES", "Operation", "Reduce", "again", "signature_of"]
 
 Reduce = Callable[[Tensor, Transport, Scaling], None]
-"""Replaces a contiguous tensor by its reduction over ranks, scaled; runs on the communication thread."""
+"""Replaces a contiguous tensor by its scaled reduction over ranks. The communication thread calls it."""
 
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """What one rank gives to an operation and gets from it.
+    """One rank's input to an operation, and its result.
 
     Attributes:
-        handle: by which the caller knows it.
-        key: by which the ranks know it; its name is shown in timelines.
-        label: name, readable.
-        signature: what the ranks agree on.
-        tensors: what this rank gives.
-        outputs: where results go; None where their size is known only later, and until then.
-        reduce: in place of the reduction that the signature names.
+        handle: number by which the caller knows it.
+        key: what the requests of all ranks for it have in common.
+        label: readable name, shown in timelines.
+        signature: what must be equal on all ranks.
+        tensors: this rank's input.
+        outputs: tensors for the results; None until they are made, if the caller gave none.
+        reduce: used instead of the reduction that the signature names.
         splits: rows of the tensor for each rank.
-        deliver: turns results into what the caller gets.
-        result: of the operation, a list of tensors for most.
-        error: or why there is none.
-        done: whether there is one or the other.
+        deliver: turns the result into what the caller gets.
+        result: the result, for most operations a list of tensors.
+        error: the error, if the operation failed.
+        submitted: time of the call, in nanoseconds of ``perf_counter_ns``.
+        done: whether the operation has ended, with a result or an error.
+        ready: CUDA event after which the tensors may be read.
+        finished: CUDA event after which the results may be read.
     """
 
     handle: int
@@ -57,13 +60,13 @@ class Operation:
     finished: torch.cuda.Event | None = None
 
     def finish(self, error: Exception | None = None) -> None:
-        """Note the end; the operation holds on to nothing that it was given."""
+        """Mark the operation as ended, and drop its input tensors so that their memory can be freed."""
         self.error = error
         self.tensors = ()
         self.done = True
 
     def fetch(self) -> Any:
-        """Return the result of an operation that has ended, to be used on the current stream, or raise its error."""
+        """Return the result of an ended operation for use on the current stream, or raise its error."""
         if self.error is not None:
             raise again(self.error)
         if self.finished is not None:
@@ -101,14 +104,14 @@ def signature_of(
     device: torch.device | None,
     *how: Any,
 ) -> Signature:
-    """Return the signature of what is asked for again and again; equal ones are one object."""
+    """Return the signature of an operation. It is cached, so that equal signatures are mostly one object."""
     where = "cpu" if device is None else device.type
     names = tuple(DTYPES[dtype] for dtype in dtypes)
     return Signature(kind, process_set, names, tuple(tuple(shape) for shape in shapes), where, *how)
 
 
 def again(error: Exception) -> Exception:
-    """Return an error like the one that was raised, for another thread to raise."""
+    """Return a copy of an error for another thread to raise: raising one object in two threads mixes up tracebacks."""
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     copy.args = error.args

@@ -1,4 +1,4 @@
-"""Reductions element by element, and how tensors of several shapes become one message and come out of it."""
+"""Elementwise reductions: within a process, and over the ranks of a transport."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMBINERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def neutral(op: str, dtype: torch.dtype) -> int | float | bool:
-    """Return the value that changes nothing when it is reduced with others."""
+    """Return the neutral element of a reduction: the value that changes no result."""
     if op == "Product":
         return 1
     if op in ("Average", "Sum"):
@@ -37,7 +37,7 @@ def neutral(op: str, dtype: torch.dtype) -> int | float | bool:
 
 
 def combine(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Return the reduction of equally long tensors in their order; 16-bit floats are rounded once."""
+    """Return the reduction of tensors of equal length, in their order. 16-bit floats are rounded once."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = parts[0].to(wide, copy=True)
@@ -52,7 +52,7 @@ def combine(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def reduce_as(op: str, x: Tensor, transport: Transport, scaling: Scaling) -> None:
-    """Replace ``x``, contiguous, by its reduction over ranks, scaled; the same bits on every rank."""
+    """Replace the contiguous ``x`` by its scaled reduction over ranks, with the same bits on every rank."""
     x = x.view(-1)
     if op in ("Average", "Sum") and x.dtype is not torch.bool:
         reduce_flat(x, _RAW, transport, scaling)

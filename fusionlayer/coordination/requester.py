@@ -1,4 +1,4 @@
-"""Brings what this rank asks for to the coordinator: many requests in one message, and one message at a time."""
+"""Sends this rank's requests to the coordinator: many requests in one message, and one message at a time."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from .requests import Request, Writer
 
 __all__ = ["Requester"]
 
-# Of one message, whose bytes all fit in what the connection buffers, so that nobody waits for a reader.
+# Most requests of one message. So few fit in the connection's buffers, so that sending does not wait for the reader.
 _REQUESTS_AT_ONCE = 1000
-# Who asks for nothing more for so many seconds pauses; who never does is taken for pausing after so many times that.
+# A burst is over when no request comes for _PAUSE seconds. If that does not happen, it counts as over after _PAUSES of
+# them.
 _PAUSE = 0.0005
 _PAUSES = 10
 
 
 class Requester:
-    """Collects requests until somebody waits for one of them, or until no more come for a moment.
+    """Collects requests until a thread waits for one of them, or until no more come for a moment.
 
-    The training thread asks in bursts, as hooks fire. One message for each request would cost a system call, and a turn
-    of the coordinator, for each. So ``note`` only collects. ``bring`` sends what was collected: the thread that waits
-    for a result calls it; where nobody waits, the requester's own thread does, after a pause.
+    The training thread makes requests in bursts, as hooks fire. A message for each would cost a system call and a turn
+    of the coordinator each time. So ``note`` only collects requests, and ``bring`` sends them. The thread that waits
+    for a result calls ``bring``. If no thread waits, the requester's own thread calls it after a pause.
 
-    After a message this rank sends the next one only when the coordinator has answered, which ``note_answer`` tells: so
-    neither side ever blocks in a full connection while the other one does too.
+    After a message this rank sends the next one only when the coordinator has answered; ``note_answer`` reports the
+    answer. Otherwise both sides could block at the same time, each in a full connection that the other does not read.
 
     Args:
-        coordinator: rank 0's, which is called directly; None on other ranks.
-        connection: to rank 0; None there, and where there are no other ranks.
+        coordinator: the coordinator on rank 0, which is called directly; None on other ranks.
+        connection: the connection to rank 0; None on rank 0.
         cache_capacity: names and signatures that both ends remember.
     """
 
@@ -39,8 +40,9 @@ class Requester:
         self._coordinator = coordinator
         self._connection = connection
         self._writer = Writer(cache_capacity)
-        # Guards _unsent, _awaits_answer and the writer, whose messages must leave in the order in which they are made:
-        # callers, the thread below and the communication thread send. May be taken with the session's lock held.
+        # Guards _unsent, _awaits_answer and the writer. Callers, the thread below and the communication thread all
+        # send, and messages must leave in the order in which the writer made them: the reader numbers names as they
+        # come. May be taken with the session's lock held, never the other way round.
         self._lock = threading.Lock()
         self._unsent: list[Request] = []
         self._awaits_answer = False
@@ -51,7 +53,10 @@ class Requester:
         self._thread.start()
 
     def note(self, request: Request) -> None:
-        """Collect a request; nothing is sent yet. Requests leave in the order of these calls."""
+        """Collect a request without sending it. Requests leave in the order of these calls.
+
+        The session calls it with its lock held.
+        """
         self._noted += 1
         if self._coordinator is not None:
             self._coordinator.submit(request)
@@ -60,7 +65,10 @@ class Requester:
                 self._unsent.append(request)
 
     def bring(self) -> None:
-        """Bring what was noted to the coordinator: now, or as soon as it has answered the last message."""
+        """Send the collected requests: now, or as soon as the coordinator has answered the last message.
+
+        Any thread may call it.
+        """
         if self._coordinator is not None:
             self._coordinator.advance()
         elif self._unsent:
@@ -69,18 +77,18 @@ class Requester:
                     self._send()
 
     def bring_soon(self) -> None:
-        """Have what was noted brought when no more comes for a moment. Callers exclude each other."""
+        """Let the requester's thread send the collected requests after a pause. Calls must exclude each other."""
         if not self._brings_soon:
             self._brings_soon = True
             self._wanted.put(True)
 
     def note_answer(self) -> None:
-        """Send what has been noted since the last message; the communication thread calls it."""
+        """Send the requests collected since the last message. The communication thread calls it for each READY."""
         with self._lock:
             self._send()
 
     def close(self) -> None:
-        """End the thread, which brings first what was to be brought."""
+        """End the requester's thread, after it has sent what it was asked to send."""
         self._wanted.put(False)
         self._thread.join()
 
@@ -92,7 +100,8 @@ class Requester:
                 if seen == self._noted:
                     break
                 seen = self._noted
-            # In this order: what is noted from now on asks again, what was noted before goes along.
+            # The flag first: a request noted after it sets the flag again, and one noted before it is sent now. In the
+            # other order a request noted in between would stay unsent.
             self._brings_soon = False
             self.bring()
 

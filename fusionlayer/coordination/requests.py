@@ -1,4 +1,4 @@
-"""What ranks tell the coordinator and what it answers: data, and the bytes that it travels as."""
+"""The requests of ranks and the responses of the coordinator, and how both travel as bytes."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ ALL_RANKS = 0
 PLAIN_OPS = (None, "Average", "Sum", "Min", "Max", "Product")
 
 Bytes = bytes | memoryview
-"""What a message is made of, or lies in."""
+"""The bytes of a message, as they are written or as they were received."""
 
 Key = tuple[int, str, "str | int"]
-"""Process set, kind and name, or the number of an operation that was given none."""
+"""Process set, kind and name of an operation. An operation without name has a number in its place."""
 
 Begun = dict[tuple[int, int], int]
-"""How many steps have begun of each optimizer, known by its process set and its place among those of the set."""
+"""How many steps of each optimizer have begun. The key is its process set and its index among the set's optimizers."""
 
 _LENGTHS = struct.Struct("<II")
-# No message of requests has so many numbers.
+# Begins a farewell. A message of requests never begins so, as it would have to have so many numbers.
 _FAREWELL = _LENGTHS.pack(0xFFFFFFFF, 0)
 
 
 class Signature(NamedTuple):
-    """What must be equal on all ranks of an operation; what is None does not count.
+    """The arguments of an operation that must be equal on all ranks. None: the operation has no such argument.
 
     Attributes:
-        kind: "allreduce", "allgather", ...; "begin" and "join" bring in ``Request.numbers`` what the rank has begun.
+        kind: "allreduce", "allgather", ... The requests of "begin" and "join" carry the steps that the rank has begun.
         process_set: number of the set of ranks that take part.
-        dtypes: of each tensor.
-        shapes: of each tensor, without the first dimension where that may differ over ranks.
+        dtypes: element type of each tensor.
+        shapes: shape of each tensor, without the first dimension if that may differ over ranks.
         device: "cpu" or "cuda".
-        op: how values are reduced, with all that decides about the result.
+        op: how values are reduced. It contains everything that changes the result.
         prescale: factor before the reduction.
         postscale: factor after it.
         root: rank that broadcasts, or the process set that is removed.
-        ranks: of a process set that is added.
+        ranks: ranks of the process set that is added.
     """
 
     kind: str
@@ -80,16 +80,16 @@ class Signature(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether elements are reduced one by one, or not at all, so that tensors may share a message."""
+        """Whether the reduction is elementwise, or there is none. Then several tensors may share a message."""
         return self.op in PLAIN_OPS
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
-        """Return what a reduction of ``dtype`` over ``size`` ranks multiplies by."""
+        """Return the scaling of a reduction of ``dtype`` over ``size`` ranks."""
         average = self.op is not None and self.op.startswith("Average")
         return Scaling.of(dtype, size, average=average, prescale=self.prescale, postscale=self.postscale)
 
     def nbytes(self, numbers: Sequence[int] = ()) -> int:
-        """Return the bytes of the tensors; ``numbers``: their first dimensions, where shapes are without."""
+        """Return the bytes of the tensors. ``numbers``: their first dimensions, if the shapes lack them."""
         rows = numbers if self.kind == "allgather" else [1] * len(self.shapes)
         return sum(
             prod(shape) * n * getattr(torch, dtype).itemsize
@@ -97,7 +97,7 @@ class Signature(NamedTuple):
         )
 
     def difference(self, other: Signature) -> str:
-        """Return how the two differ, as a clause: "shape (3, 4), not (3, 5)"."""
+        """Return the first difference to ``other`` as a clause: "shapes (3, 4), not (3, 5)"."""
         for name, mine, theirs in zip(self._fields, self, other, strict=True):
             if mine != theirs:
                 return f"{name} {_show(mine)}, not {_show(theirs)}"
@@ -111,14 +111,14 @@ def _show(value: object) -> str:
 
 
 class Request(NamedTuple):
-    """One rank's wish to take part in an operation.
+    """One rank's request to take part in an operation.
 
     Attributes:
-        handle: number by which this rank knows it; below 0: it was refused there, and the others must be told.
-        name: of the operation; a number if the user gave none.
-        signature: what all ranks must agree on.
-        numbers: what may differ over ranks: first dimensions, or rows for each rank.
-        data: the tensors' bytes, where they are so few that they travel with the request; None: they do not.
+        handle: number by which this rank knows it. Below 0: the rank has refused it, and the others must be told.
+        name: name of the operation, or a number if the user gave none.
+        signature: what must be equal on all ranks.
+        numbers: what may differ over ranks: first dimensions, rows for each rank, or steps that have begun.
+        data: the bytes of the tensors, if they travel with the request; else None.
     """
 
     handle: int
@@ -129,7 +129,7 @@ class Request(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What the requests of the ranks for the same operation have in common."""
+        """The key that requests of all ranks for the same operation share."""
         return self.signature.process_set, self.signature.kind, self.name
 
 
@@ -137,9 +137,9 @@ class Item(NamedTuple):
     """One operation of a response.
 
     Attributes:
-        handle: of the rank that is told; None if it has joined and has no request.
+        handle: the receiving rank's handle; None if it has joined and has no request.
         numbers: first dimensions of all ranks' tensors, rows from each rank, or the one result of the operation.
-        signature: of the operation, for a rank without request.
+        signature: the signature of the operation, for a rank that has no request.
     """
 
     handle: int | None
@@ -151,12 +151,18 @@ class Response(NamedTuple):
     """What one rank has to do next.
 
     Attributes:
-        code: "execute" the items as one message; "take" their results, which are here; "fail" them for the reason
-            given, as ranks differ, or because a rank is "lost"; "end" everything for it; "ready" for the rank's next
-            requests; say which steps begin, as a rank has "joined"; or, having joined, stand in for what has "begun".
-        items: operations.
-        text: reason.
-        data: results, one behind the other.
+        code: one of
+            "execute": run the items as one message;
+            "take": take the results of the items from ``data``;
+            "fail": the items fail, because ranks differ;
+            "lost": the items fail, because a rank is lost;
+            "end": everything fails, now and later;
+            "ready": the coordinator is ready for the rank's next requests;
+            "joined": a rank has joined, so tell the coordinator which steps begin;
+            "begun": to a rank that has joined: the steps that have begun, for which it stands in.
+        items: the operations.
+        text: the reason of "fail", "lost" and "end".
+        data: the results, concatenated.
     """
 
     code: str
@@ -170,10 +176,10 @@ READY = Response("ready")
 
 
 class Writer:
-    """Makes messages of a rank's requests. Names and signatures travel once, then their numbers.
+    """Writes a rank's requests as messages. A name or signature travels once; later messages have its number.
 
     Args:
-        capacity: names and signatures that are remembered; with more, it begins anew.
+        capacity: names and signatures that are remembered. With more, writer and reader forget all and start again.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -181,7 +187,7 @@ class Writer:
         self._known: dict[Any, int] = {}
 
     def write(self, requests: Sequence[Request]) -> bytes:
-        """Return a message, to be read after all that were written before."""
+        """Return a message with the requests. The reader must read messages in the order of these calls."""
         forget = len(self._known) > self._capacity
         if forget:
             self._known.clear()
@@ -209,7 +215,7 @@ class Writer:
 
 
 class Reader:
-    """Reads what one ``Writer`` has written, in the same order."""
+    """Reads the messages of one ``Writer``, in the order in which they were written."""
 
     def __init__(self) -> None:
         self._known: list[Any] = []
@@ -234,22 +240,22 @@ class Reader:
 
 
 def flatten(begun: Begun) -> tuple[int, ...]:
-    """Return the numbers that counts of steps travel as."""
+    """Return counts of steps as a sequence of numbers, which is how they travel."""
     return tuple(n for key, count in begun.items() for n in (*key, count))
 
 
 def unflatten(numbers: Sequence[int]) -> Begun:
-    """Return the counts of steps that ``flatten`` was given."""
+    """Return the counts of steps from the numbers that ``flatten`` made."""
     return {(numbers[i], numbers[i + 1]): numbers[i + 2] for i in range(0, len(numbers), 3)}
 
 
 def write_farewell(why: str) -> bytes:
-    """Return the message of a rank that will ask for nothing more."""
+    """Return the last message of a rank that leaves, with the reason."""
     return _FAREWELL + why.encode()
 
 
 def read_farewell(message: Bytes) -> str | None:
-    """Return why a rank will ask for nothing more; None if the message has requests."""
+    """Return the reason in a rank's last message; None if the message has requests."""
     size = len(_FAREWELL)
     return bytes(message[size:]).decode() if message[:size] == _FAREWELL else None
 

@@ -1,4 +1,4 @@
-"""Runs the messages that the coordinator has decided on: what the communication thread does for operations."""
+"""Runs the messages that the coordinator has decided on. The communication thread uses it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["ProcessSetMembers", "Runner"]
 
 @dataclass(frozen=True)
 class ProcessSetMembers:
-    """A process set as this rank has it.
+    """A process set, as this rank sees it.
 
     Attributes:
-        ranks: of the job, ascending.
-        transport: over them; None if this rank is not one of them.
+        ranks: its ranks in the job, ascending.
+        transport: a transport over them; None if this rank is not in the set.
     """
 
     ranks: tuple[int, ...]
@@ -34,13 +34,13 @@ class ProcessSetMembers:
 
 
 class Runner:
-    """Moves tensors over the transports of the process sets, which nobody else uses.
+    """Moves tensors over the transports of the process sets. No other code uses these transports.
 
-    The communication thread alone calls ``run``, in the same order on all ranks, so there is no lock. Other threads
-    read ``process_sets``: each change of it adds or removes one entry, which is atomic.
+    Only the communication thread calls ``run``, in the same order on all ranks, so there is no lock. Other threads read
+    ``process_sets``. Each change adds or removes one entry, which is atomic.
 
     Args:
-        transport: over all ranks.
+        transport: transport over all ranks.
         timeline: record of the operations.
     """
 
@@ -51,7 +51,7 @@ class Runner:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, parts: Sequence[OperationPart]) -> None:
-        """Run operations of one kind as one message, and leave the results with them."""
+        """Run operations of one kind as one message, and store the results in them."""
         signature = parts[0].signature
         kind = signature.kind
         now = time.perf_counter_ns()
@@ -76,7 +76,7 @@ class Runner:
                 self.timeline.record(kind.upper(), now, end, row=operation.label)
 
     def check_member(self, process_set: int) -> None:
-        """Raise ``ConfigError`` unless this rank is in the process set; callers' threads ask."""
+        """Raise ``ConfigError`` unless this rank is in the process set. Any thread may call it."""
         members = self.process_sets.get(process_set)
         if members is None:
             raise ConfigError(f"there is no process set {process_set} (any more); known: {sorted(self.process_sets)}")
@@ -87,7 +87,7 @@ class Runner:
             )
 
     def close(self) -> None:
-        """Give the transports up."""
+        """Close the transports of all process sets."""
         for members in self.process_sets.values():
             if members.transport is not None:
                 members.transport.close()
@@ -120,7 +120,7 @@ class Runner:
 
     @contextmanager
     def _on_stream(self, operations: Sequence[Operation], device: str) -> Iterator[None]:
-        """On CUDA: work on a stream of the runner's own, after what has made the tensors."""
+        """Run the body on the runner's own CUDA stream, after the work that produces the tensors. No effect on CPU."""
         if device != "cuda" or not operations:
             yield
             return

@@ -1,4 +1,4 @@
-"""This rank's end: operations asked for by name, in any order, run in an order that is the same on all ranks."""
+"""A rank's end of named operations: requested in any order, they run in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -43,30 +43,31 @@ _BEGIN = Signature("begin")
 
 
 class Phase(Enum):
-    """What a session does with what is asked for. Every change is made with the session's lock held."""
+    """The state of a session. A thread that changes it holds the session's lock."""
 
     RUNNING = auto()
-    """Operations are asked for and run. At first; and again when all ranks have joined (communication thread)."""
+    """Operations can be requested and run. The first phase, and again when all ranks have joined. The communication
+    thread sets it then."""
     TELLING_STEPS = auto()
-    """The same, and a rank has joined, which stands in for steps: this rank tells which ones it begins (communication
-    thread, as the coordinator says so)."""
+    """As RUNNING, and some rank has joined. It must take part in steps that others begin, so this rank tells the
+    coordinator each step that it begins. The communication thread sets it when the coordinator says so."""
     ENDED = auto()
-    """Nothing can be asked for any more, for good: ``close`` was called (any thread), or the communication thread has
-    found that a rank is lost. ``_why`` says which."""
+    """No operation can be requested any more. Any thread sets it by ``close``; the communication thread sets it after a
+    failure. ``_why`` is the first reason."""
 
 
 class Session:
-    """Runs named operations of this rank, with those of the others, until it is closed.
+    """Runs named operations of this rank together with those of the other ranks, until it is closed.
 
-    Any thread may call it. What it asks for goes through the ``Requester`` to the coordinator on rank 0. The
-    coordinator's responses come to the communication thread, the same ones in the same order on all ranks, and the
-    ``Runner`` does there what they say. The first failure of the transport ends the session on every rank; operations
-    that ranks asked for differently fail on every rank and nothing else does.
+    Any thread may call it. Requests go through the ``Requester`` to the coordinator on rank 0. The communication thread
+    receives the coordinator's responses, in the same order on all ranks, and carries them out with the ``Runner``. The
+    first failure of the transport ends the session on every rank. If ranks request an operation with different
+    arguments, only that operation fails, on every rank.
 
     Args:
-        transport: of all ranks; the session takes a duplicate. All ranks make the session together.
-        fusion_bytes: of tensors, that one message may have.
-        patience: with ranks that do not ask for what others ask for.
+        transport: transport over all ranks; the session takes a duplicate. All ranks make the session together.
+        fusion_bytes: bytes of tensors that one message may have.
+        patience: how long ranks may wait for each other to request an operation.
         cache_capacity: names and signatures that ranks remember of each other.
         timeline: record of the operations.
     """
@@ -84,14 +85,15 @@ class Session:
         self._transport = transport.duplicate()
         self._runner = Runner(self._transport, timeline or Timeline(None, self.rank))
         self.process_sets = self._runner.process_sets
-        # Guards the phase, and what submitting changes: new operations, numbers of unnamed ones, begun steps. A request
-        # is noted with it held, so that requests leave in the order of their handles.
+        # Guards _phase, _why, _unnamed, _begun and adding to the table. A request is noted with it held, so that
+        # requests leave in the order of their handles. It is released before ``bring`` sends them: sending may wait.
         self._lock = threading.Lock()
         self._table = OperationTable()
         self._phase = Phase.RUNNING
         self._why: FusionLayerError | None = None
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._begun: Begun = {}
+        # Guarded by the table's condition, on which await_steps waits.
         self._told: Begun = {}
         self._coordinator: Coordinator | None = None
         self._connection: Connection | None = None
@@ -124,24 +126,24 @@ class Session:
         deliver: Callable[[Any], Any] | None = None,
         at_once: bool = False,
     ) -> int:
-        """Ask for an operation; return its handle for ``poll`` and ``wait``.
+        """Request an operation; return its handle for ``poll`` and ``wait``.
 
         Args:
             kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
                 "add_process_set" or "remove_process_set".
-            tensors: what this rank gives; several are one operation.
-            outputs: where results go, which may be the tensors themselves; None: new ones.
-            name: by which ranks know the operation; None: the number of such operations so far.
-            process_set: which ranks take part.
-            op: "Sum", "Average", "Min", "Max", "Product", or a text that says all about ``reduce``.
+            tensors: this rank's input; several tensors are one operation.
+            outputs: tensors for the results, which may be the input tensors; None: new ones.
+            name: name by which ranks match the operation; None: the number of unnamed operations of this kind so far.
+            process_set: the set of ranks that take part.
+            op: "Sum", "Average", "Min", "Max", "Product", or a text that identifies ``reduce`` and all its options.
             prescale: factor before a reduction.
             postscale: factor after it.
             root: rank of the job that broadcasts, or the set that is removed.
-            ranks: of the set that is added.
+            ranks: ranks of the set that is added.
             splits: rows for each rank of the set.
-            reduce: reduces one flat tensor in place; with an ``op`` of its own name.
-            deliver: turns the results, a list of tensors for most, into what ``wait`` returns.
-            at_once: ``wait`` is what the caller calls next; it brings the request to the coordinator.
+            reduce: reduces one flat tensor in place. It needs an ``op`` of its own.
+            deliver: turns the results, for most kinds a list of tensors, into the return value of ``wait``.
+            at_once: the caller calls ``wait`` next, which sends the request. Otherwise it is sent after a pause.
 
         Raises:
             ConfigError: this rank is not in the process set, or there is no such set.
@@ -159,6 +161,7 @@ class Session:
         ready = torch.cuda.current_stream(where).record_event() if signature.device == "cuda" else None
         data = to_bytes(tensors) if self.size > 1 and fits(signature, tensors, self.size) else None
         with self._lock:
+            # Under the same lock as adding the operation: one added after the session has ended would never end.
             if self._why is not None:
                 raise again(self._why)
             self._runner.check_member(process_set)
@@ -172,7 +175,7 @@ class Session:
                 label = name
             key = (process_set, kind, label)
             if self._table.has(key):
-                # The other ranks wait for this operation, and must be told that it will not come.
+                # The other ranks may wait for this second operation, so they must be told that it will not come.
                 self._requester.note(Request(-1, label, signature, numbers))
                 self._requester.bring_soon()
                 raise UsageError(
@@ -200,10 +203,10 @@ class Session:
         return operation.done and (operation.finished is None or operation.finished.query())
 
     def wait(self, handle: int) -> Any:
-        """Wait for an operation and return its result: once; None afterwards, and for what is no handle.
+        """Wait for an operation and return its result. A second call, or an unknown handle, returns None.
 
         Raises:
-            PlanMismatch: ranks have asked for it differently.
+            PlanMismatch: ranks requested the operation with different arguments.
             TransportError: a peer was lost, stopped or too late.
         """
         operation = self._table.get(handle)
@@ -215,14 +218,14 @@ class Session:
         return operation.fetch()
 
     def enlist(self, process_set: int) -> tuple[int, int]:
-        """Return the key of a sequence of steps that is planned on every rank of a set; they enlist in one order."""
+        """Return a new key for the steps of one optimizer. All ranks of the set enlist theirs in the same order."""
         with self._lock:
             key = (process_set, sum(members == process_set for members, _ in self._begun))
             self._begun[key] = 0
         return key
 
     def begin_step(self, key: tuple[int, int]) -> None:
-        """Count a step that this rank begins. The others are told only while a rank has joined, which must know."""
+        """Count a step that this rank begins. The coordinator is told only while some rank has joined."""
         with self._lock:
             self._begun[key] += 1
             tells = self._phase is Phase.TELLING_STEPS
@@ -232,16 +235,16 @@ class Session:
             self._requester.bring()
 
     def steps_begun(self, key: tuple[int, int]) -> int:
-        """Return how many steps this rank has begun."""
+        """Return how many steps this rank has begun for a key."""
         return self._begun[key]
 
     def await_steps(self, join: int, known: Begun, failed: Callable[[], bool]) -> Begun | None:
-        """Return the steps that have begun on any rank once they are more than ``known``, None when there are no more.
+        """Wait until steps beyond ``known`` have begun on any rank; return all counts. None: there will be no more.
 
         Args:
-            join: handle of this rank's join; when it is done all ranks have joined, or are lost.
-            known: what was returned before.
-            failed: whether to wait no longer; looked at again after ``notify``.
+            join: handle of this rank's join. When that is done, all ranks have joined or a rank is lost.
+            known: the counts that the last call returned.
+            failed: returns whether to stop waiting. It is checked again after ``notify``.
         """
         operation = self._table.get(join)
         assert operation is not None
@@ -252,7 +255,7 @@ class Session:
             return None if failed() or self._told == known else self._told
 
     def notify(self) -> None:
-        """Let ``await_steps`` look again."""
+        """Let ``await_steps`` check its conditions again. Any thread may call it."""
         with self._table.changed:
             self._table.changed.notify_all()
 
@@ -267,17 +270,21 @@ class Session:
 
     @property
     def pending(self) -> int:
-        """Operations whose results have not been fetched."""
+        """Number of operations whose results have not been fetched."""
         return self._table.unfetched
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can be asked for any more: it was closed, or a rank was lost."""
+        """Whether no operation can be requested any more: the session was closed, or has failed."""
         return self._phase is Phase.ENDED
 
     def close(self) -> None:
-        """Leave: what is under way here fails, and on other ranks what needs this one. Twice is once."""
+        """End this rank's part. Pending operations fail here, and on other ranks those that need this rank.
+
+        A second call does nothing.
+        """
         why = f"rank {self.rank} has shut down, or its program has ended"
+        # First no more requests, then the requester sends the last ones, and only then the farewell follows them.
         ended = self._leave(TransportError(f"{why}; call init() again", [self.rank]))
         self._requester.close()
         if self._coordinator is not None:
@@ -286,7 +293,7 @@ class Session:
         if self._connection is not None:
             self._connection.send(write_farewell(why))
             self._connection.close()
-        # An operation under way ends by itself; other ranks need this one's part in it.
+        # Let an operation that runs end by itself, because other ranks need this rank's part in it.
         self._thread.join(self._transport.timeout)
         self._runner.close()
         self.timeline.close()
@@ -315,7 +322,10 @@ class Session:
                 self._run(response)
 
     def _tell_begun(self) -> None:
-        """A rank has joined: tell it which steps this rank has begun, and from now on each that it begins."""
+        """Tell the coordinator the steps that this rank has begun, and from now on each that it begins.
+
+        Under the lock, so that a step that begins meanwhile is in one of the two.
+        """
         with self._lock:
             if self._phase is Phase.RUNNING:
                 self._phase = Phase.TELLING_STEPS
@@ -325,7 +335,10 @@ class Session:
         self._requester.bring()
 
     def _deliver(self, response: Response) -> None:
-        """Take a response of rank 0's coordinator, on its thread; results need not wait for what is executed."""
+        """Take a response of the coordinator on rank 0, on the thread that made it, which holds the coordinator's lock.
+
+        Results are taken at once. They need not wait for the operation that the communication thread executes.
+        """
         if response.code == "take":
             self._take_results(response)
         else:
@@ -337,7 +350,7 @@ class Session:
         try:
             with torch.no_grad():
                 hand_out(operations, response.items, response.data)
-        except Exception as raised:  # such as an output that cannot be written: this rank's own matter
+        except Exception as raised:  # such as an output that cannot be written: only this rank's operations fail
             error = raised
         if self.timeline.enabled:
             now = time.perf_counter_ns()
@@ -374,15 +387,16 @@ class Session:
                 self._coordinator.note_done()
 
     def _resume(self) -> None:
-        """All ranks have joined: nobody stands in for steps any more."""
+        """Stop telling steps: all ranks have joined, so no rank stands in for steps any more."""
         with self._lock:
             if self._phase is Phase.TELLING_STEPS:
                 self._phase = Phase.RUNNING
 
     def _break(self, error: Exception, operations: Sequence[Operation]) -> None:
-        """Something went wrong in the middle of a message: the ranks are out of step from here."""
+        """End the session after an error in the middle of a message, because the ranks are out of step from there."""
         why = f"rank {self.rank}: {operations[0].label if operations else 'a joined rank'}: {error}"
         self._table.finish(operations, error)
+        # The reason goes out before the transport closes: closing makes the calls of the other ranks fail.
         if self._coordinator is not None:
             self._coordinator.end(why)
         elif self._connection is not None:
@@ -391,11 +405,12 @@ class Session:
         self._end(error if isinstance(error, FusionLayerError) else TransportError(why))
 
     def _end(self, error: FusionLayerError) -> None:
+        # The phase first: an operation added after fail_all would never end.
         self._leave(error)
         self._table.fail_all(error)
 
     def _leave(self, error: FusionLayerError) -> FusionLayerError:
-        """Let nothing be asked for any more; return why, which is the first reason that there was."""
+        """Set the phase to ENDED, so that no operation can be requested any more; return the first reason for it."""
         with self._lock:
             self._phase = Phase.ENDED
             self._why = self._why or error

@@ -1,4 +1,4 @@
-"""The operations of a rank that are under way, and those whose results nobody has fetched."""
+"""The operations of a rank that are under way, and those whose results have not been fetched yet."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ __all__ = ["OperationTable"]
 
 
 class OperationTable:
-    """Callers add operations and wait for them; whichever thread gets a response takes and finishes them."""
+    """The operations of one session.
+
+    Callers' threads add operations and wait for them. The thread that gets a response takes and finishes them: the
+    communication thread, and on rank 0 also the threads of the coordinator.
+    """
 
     def __init__(self) -> None:
-        # Guards how operations end, and is notified then; the session has it guard, and notify of, told steps as well.
-        # Never taken together with the session's lock. What is not under it is one access to a dictionary or set.
+        # Guards the end of operations, and is notified then. The session also uses it for the steps it was told. Never
+        # taken together with the session's lock. Accesses without it are single operations on a dictionary or set.
         self.changed = threading.Condition()
         self._unfetched: dict[int, Operation] = {}
         self._running: dict[int, Operation] = {}
@@ -30,11 +34,11 @@ class OperationTable:
         return len(self._unfetched)
 
     def has(self, key: Key) -> bool:
-        """Return whether an operation of that name is under way."""
+        """Return whether an operation with that key is under way."""
         return key in self._asked
 
     def add(self, key: Key, *what: Any, **how: Any) -> Operation:
-        """Return a new operation of the next handle; callers exclude each other."""
+        """Return a new operation with the next handle. Calls must exclude each other: the session's lock is held."""
         self._handles += 1
         operation = Operation(self._handles, key, *what, **how)
         self._unfetched[operation.handle] = self._running[operation.handle] = operation
@@ -42,11 +46,11 @@ class OperationTable:
         return operation
 
     def get(self, handle: int) -> Operation | None:
-        """Return an operation whose result has not been fetched."""
+        """Return an operation whose result has not been fetched; None if there is none with this handle."""
         return self._unfetched.get(handle)
 
     def wait(self, operation: Operation) -> None:
-        """Wait until an operation has ended; it counts as fetched then."""
+        """Wait until an operation has ended. It counts as fetched from then on."""
         if not operation.done:
             with self.changed:
                 while not operation.done:
@@ -54,11 +58,14 @@ class OperationTable:
         self._unfetched.pop(operation.handle, None)
 
     def take(self, items: Sequence[Item]) -> list[Operation | None]:
-        """Return the operations that a response is about; None where this rank has none."""
+        """Remove and return the running operations of a response; None where this rank has none.
+
+        Each is returned once, so only one thread finishes it.
+        """
         return [None if item.handle is None else self._running.pop(item.handle, None) for item in items]
 
     def finish(self, operations: Sequence[Operation | None], error: Exception | None = None) -> None:
-        """Let operations end, and their waiters go on."""
+        """Mark operations as ended and wake the threads that wait for them. Results must be in place before."""
         with self.changed:
             for operation in operations:
                 if operation is not None:
@@ -67,5 +74,5 @@ class OperationTable:
             self.changed.notify_all()
 
     def fail_all(self, error: Exception | None) -> None:
-        """Let everything fail that nobody has taken; nothing is added any more."""
+        """Make all running operations fail that no response has taken. No operation may be added any more."""
         self.finish([self._running.pop(handle, None) for handle in list(self._running)], error)

@@ -1,4 +1,4 @@
-"""Transports: who moves the bytes. ``c10d`` for any torch process group, ``local`` for ranks that are threads."""
+"""Transports move bytes between ranks: ``c10d`` for any torch process group, ``local`` for ranks that are threads."""
 
 from ._base import Transport
 from .c10d import C10dTransport

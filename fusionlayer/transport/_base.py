@@ -1,4 +1,4 @@
-"""What a transport is: it moves bytes and sums dense tensors; it knows nothing of gradients, codecs or plans."""
+"""The interface of transports. They move bytes and sum dense tensors; they know nothing of gradients or codecs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..wire import digest
 
 __all__ = ["Transport"]
 
-# Largest values of so few bytes go to all ranks at once: one exchange instead of two.
+# Up to this size all_reduce_max sends the whole tensor to every rank: one exchange instead of two.
 _WHOLE_BYTES = 1 << 12
 
 
@@ -26,16 +26,16 @@ class Transport(ABC):
     takes a ``duplicate``. Calls return when the result may be used on the calling thread (CPU) or the current stream
     (CUDA). Tensors are contiguous.
 
-    Every call may raise ``TransportError`` (lost, stopped or late peer); the transport is closed by then, on this rank
-    at once and on the others at their next call.
+    Every call may raise ``TransportError`` (a peer is lost, stopped or late). The transport is then closed: on this
+    rank at once, on the others at their next call.
 
     Attributes:
         rank: this rank, 0 <= rank < size.
         size: number of ranks.
         timeout: seconds that a call may wait for its peers.
-        bytes_sent: payload bytes that this rank has sent, dense all-reduce counted as a ring: 2 (size - 1) / size, and
-            broadcast as (size - 1) at its root.
-        sequence: number of calls of all ranks made so far; send and recv, which two ranks make, are not counted.
+        bytes_sent: payload bytes that this rank has sent. A dense all-reduce counts as a ring, 2 (size - 1) / size of
+            its bytes; a broadcast counts as (size - 1) times its bytes at the root.
+        sequence: number of collective calls so far. ``send`` and ``recv`` involve two ranks only and do not count.
     """
 
     rank: int
@@ -49,9 +49,9 @@ class Transport(ABC):
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         """Send ``sends[j]`` to rank j and receive ``recvs[j]`` from rank j, all at once, both directions busy.
 
-        ``size`` tensors of uint8 each, any lengths, none of them overlapping a receive buffer; ``recvs[j]`` here is as
-        long as ``sends[rank]`` on rank j. The entry of this rank itself is copied. The same tensor may stand in
-        ``sends`` more than once.
+        Both lists hold ``size`` uint8 tensors of any lengths; none of them may overlap a receive buffer. ``recvs[j]``
+        here is as long as ``sends[rank]`` on rank j. The entry of this rank itself is copied. ``sends`` may hold the
+        same tensor more than once.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int) -> None:
-        """Replace ``x`` by rank ``root``'s. Any shape and dtype."""
+        """Replace ``x`` by the ``x`` of rank ``root``. Any shape and dtype."""
 
     @abstractmethod
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
@@ -72,7 +72,7 @@ class Transport(ABC):
 
     @abstractmethod
     def duplicate(self) -> Transport:
-        """Return a transport over the same ranks whose traffic never meets this one's. All ranks call it together."""
+        """Return a transport over the same ranks with traffic separate from this one's. All ranks call it together."""
 
     @abstractmethod
     def subset(self, ranks: Sequence[int]) -> Transport:
@@ -83,7 +83,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the group up; pending and later calls raise. Never waits for other ranks. Twice is once."""
+        """Close the group: pending and later calls raise. Never waits for other ranks. A second call does nothing."""
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order."""
@@ -94,7 +94,7 @@ class Transport(ABC):
         self.exchange(list(x.unbind(0)), list(out.unbind(0)))
 
     def all_reduce_max(self, x: Tensor) -> None:
-        """Replace ``x`` (n,) by its largest value over ranks, place by place; a NaN wins. Floats or integers."""
+        """Replace ``x`` (n,) by its elementwise maximum over ranks; a NaN wins. Floats or integers."""
         if self.size == 1 or not x.numel():
             return
         if x.numel() * x.element_size() <= _WHOLE_BYTES:
@@ -109,7 +109,7 @@ class Transport(ABC):
         self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
 
     def _check_member(self, ranks: Sequence[int]) -> None:
-        """Refuse what ``subset`` cannot be made of."""
+        """Raise ``ConfigError`` unless ``ranks`` are different ranks of this transport and include this one."""
         if len(set(ranks)) != len(ranks) or self.rank not in ranks or not all(0 <= r < self.size for r in ranks):
             raise ConfigError(
                 f"subset {list(ranks)} on rank {self.rank} of {self.size}; give different ranks from 0 to "
@@ -117,14 +117,15 @@ class Transport(ABC):
             )
 
     def _node_key(self) -> bytes:
-        """Return 8 bytes that are equal on ranks of one node, and on no others; by default all are of one."""
+        """Return 8 bytes that identify this rank's node. By default all ranks are on one node."""
         return bytes(8)
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node, in ascending order, nodes in the order of their first ranks.
+        """The ranks of each node, in ascending order; nodes are in the order of their first ranks.
 
-        Ranks of a node reach each other faster than others. The first use is one exchange; all ranks make it together.
+        Ranks of a node reach each other faster than other ranks. The first use makes one exchange, so all ranks must
+        make it together.
         """
         if self._nodes is None:
             mine = torch.frombuffer(bytearray(self._node_key()), dtype=torch.uint8)
@@ -142,23 +143,26 @@ class Transport(ABC):
         self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8))
 
     def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
-        """Return (nbytes,) uint8, not initialised, that is the caller's until the next call with the same ``name``.
+        """Return an uninitialised (nbytes,) uint8 tensor. It is valid until the next call with the same ``name``.
 
-        On the CPU the memory is kept, which saves a page fault for every 4 KiB of every message.
+        On the CPU the transport keeps the memory. New memory would cost a page fault for every 4 KiB of every message.
         """
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         kept = self.__dict__.setdefault("_workspaces", {})
         if name not in kept or kept[name].numel() < nbytes:
-            with torch.inference_mode(False):  # what is made for an evaluation serves training after it
+            # A tensor made in inference mode could not be written during training later.
+            with torch.inference_mode(False):
                 kept[name] = torch.empty(nbytes, dtype=torch.uint8)
         return cast(Tensor, kept[name][:nbytes])
 
     def agree(self, what: str, *facts: object) -> None:
-        """Compare ``facts`` (see ``wire.digest``) and the wire version over ranks, before anything depends on them.
+        """Check that ``facts`` (see ``wire.digest``) and the wire version are equal on all ranks.
+
+        Call it before anything depends on them.
 
         Raises:
-            PlanMismatch: on every rank, if any differ; it names the ranks and ``what``.
+            PlanMismatch: they differ. Every rank raises it; it names the ranks that differ and ``what``.
         """
         mine = torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
         every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)

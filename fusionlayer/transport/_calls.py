@@ -1,4 +1,4 @@
-"""What a rank is doing in a transport, as far as another rank must know it to see whether the two fit."""
+"""Descriptions of transport calls. Two ranks compare theirs to see whether the calls can complete together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Call:
     """One rank's side of a call.
 
     Attributes:
-        what: operation, and what must be equal on all ranks ("all_reduce of 10 x float32").
-        sends: bytes for each rank, empty where ``what`` says it all; with a partner, the bytes for it.
-        recvs: bytes expected of each rank; likewise.
-        partner: the other rank of a send or a receive, None for a call of all ranks.
+        what: the operation and everything that must be equal on all ranks ("all_reduce of 10 x float32").
+        sends: bytes for each rank; empty if ``what`` describes the call completely. With a partner, only its bytes.
+        recvs: bytes expected from each rank, by the same rules.
+        partner: the other rank of a send or a receive; None for a collective call.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Call:
         """Return the call ``exchange(sends, recvs)``.
 
         Raises:
-            ConfigError: the arguments cannot be exchanged, whatever the other ranks do.
+            ConfigError: the arguments are invalid by themselves, whatever the other ranks pass.
         """
         if len(sends) != size or len(recvs) != size:
             raise ConfigError(f"exchange got {len(sends)} sends, {len(recvs)} recvs; give {size} of each, one per rank")
@@ -80,11 +80,11 @@ class Call:
         return cls(f"message with tag {tag}", recvs=(x.nbytes,), partner=source)
 
     def key(self, sequence: int = 0) -> int:
-        """Return 32 bits that differ from those of other calls, and of other collectives (counted from 1)."""
+        """Return 32 bits that identify the call. Collectives pass their ``sequence`` number, which starts at 1."""
         return zlib.crc32(f"{sequence} {self.what}".encode())
 
     def conflict(self, rank: int, other: Call, other_rank: int) -> str | None:
-        """Return why this rank's call and the ``other`` rank's can never complete together, or None."""
+        """Return why this rank's call and the ``other`` rank's call can never complete together, or None."""
         if self.partner is None and other.partner is None:
             if self.what != other.what:
                 return f"rank {rank} is in {self.what}, rank {other_rank} in {other.what}"
@@ -104,15 +104,16 @@ class Call:
 
 @lru_cache(maxsize=1024)
 def _exchange(sends: tuple[int, ...], recvs: tuple[int, ...]) -> Call:
-    """Return the call of an exchange. A step makes the same few again and again."""
+    """Return the call of an exchange. It is cached, because every step makes the same few exchanges."""
     return Call("exchange", sends, recvs)
 
 
 @lru_cache(maxsize=1024)
 def peers(rank: int, sends: tuple[int, ...], recvs: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that ``rank`` sends to in an exchange of so many bytes, and those that it receives from.
+    """Return the ranks that ``rank`` sends to in an exchange, and the ranks that it receives from.
 
-    Both begin with a neighbour, so that not all ranks write to the same one at once.
+    Both begin with a neighbour, so that not all ranks write to the same rank at once. ``sends`` and ``recvs`` are
+    bytes for each rank; a rank with 0 bytes is left out.
     """
     around = [(rank + step) % len(sends) for step in range(1, len(sends))]
     return tuple(peer for peer in around if sends[peer]), tuple(peer for peer in reversed(around) if recvs[peer])

@@ -1,4 +1,4 @@
-"""A link whose one primitive is the exchange of bytes; sums and broadcasts are made of it."""
+"""A link that needs only an exchange of bytes from its library. It builds sums and broadcasts from exchanges."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ._sum import sum_in_rank_order
 
 __all__ = ["ExchangeLink"]
 
-# A sum is made by one exchange of everything below this length, by two exchanges of a share each from there on.
+# Below this length a sum is one exchange of the whole tensor. From this length on it is two exchanges of shares.
 WHOLE_BELOW_BYTES = 8 << 10
 
+# Added to the key of a call's second exchange, so that its messages cannot match those of the first.
 _SECOND_STEP = 1 << 32
 
 
 class ExchangeLink(Link):
-    """One rank's connections on the host, by a library that is asked for nothing but to move bytes."""
+    """One rank's connections for tensors in host memory. Subclasses implement ``exchange`` and ``close``."""
 
     device = torch.device("cpu")
 
@@ -35,7 +36,10 @@ class ExchangeLink(Link):
     def exchange(
         self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
     ) -> None:
-        """Send and receive all of them at once, by ``deadline`` of the monotonic clock; None: the time-out from now."""
+        """Send and receive all messages at once.
+
+        ``deadline`` is a time of the monotonic clock; None means the time-out from now.
+        """
 
     def all_reduce(self, x: Tensor, key: int) -> None:
         deadline = self._deadline()
@@ -69,7 +73,7 @@ class ExchangeLink(Link):
             self._all_gather(mine, shares, key + _SECOND_STEP, deadline)
 
     def _swap(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], key: int, deadline: float) -> None:
-        """Send ``sends[j]`` to rank j, receive ``recvs[j]`` from it; the entries of this rank are left alone."""
+        """Send ``sends[j]`` to rank j and receive ``recvs[j]`` from it. The entries of this rank are not touched."""
         to, source = peers(self._rank, tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)))
         self.exchange(
             [LinkMessage(peer, sends[peer].view(torch.uint8), key) for peer in to],
@@ -81,7 +85,7 @@ class ExchangeLink(Link):
         self._swap([mine] * self._size, every, key, deadline)
 
     def _shares(self, x: Tensor) -> list[Tensor]:
-        """Return ``x`` (n,) cut in one piece per rank."""
+        """Return ``x`` (n,) cut into one share per rank."""
         bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
         return [x[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 

@@ -1,9 +1,9 @@
-"""Bytes between the ranks of a gloo group, by its point-to-point operations.
+"""A link between the ranks of a gloo group, made of gloo's point-to-point operations.
 
-Why not gloo's collectives: they abort the process where lengths differ between ranks, and its all-to-all and all-gather
-post each send before the receive, so that a rank's notice "ready to receive" queues behind its own data and a
-full-duplex link carries one direction at a time. Here every receive is posted before the first send. Lengths are
-part of the tag: messages of different length never meet, which is a time-out instead of an abort.
+It avoids gloo's collectives for two reasons. They abort the process if lengths differ between ranks. And gloo's
+all-to-all and all-gather post each send before the receive: a rank's notice "ready to receive" then queues behind its
+own data, and a full-duplex link carries one direction at a time. Here every receive is posted before the first send.
+The length is part of the tag, so messages of different lengths never match: that is a time-out instead of an abort.
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ from ._shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
 
-# gloo fails the waits of a lost connection, save for the message that is just being read or written. So a long message
-# travels as head and tail, and the tail is waited for first; and the receiver of a very long one acknowledges it.
+# When a connection is lost, gloo fails all waits on it except the one for the message that is being read or written.
+# So a long message travels as head and tail, and the tail is waited for first. The receiver of a very long message
+# also acknowledges it.
 TAIL_BYTES = 4096
 SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
 
-# From there on ranks of one host sum through memory, and others by gloo, whose ring keeps one stream on each link and
-# wins 3 to 15 % on 4 hosts. It would round 16-bit floats at every hop.
+# From this length on, ranks of one host sum through shared memory. Other ranks use gloo's ring, which keeps one stream
+# on each link and is 3 to 15 % faster on 4 hosts. The ring is not used for 16-bit floats: it would round at every hop.
 LARGE_FROM_BYTES = 1 << 20
 RING_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
-# Between the keys of the steps of one call.
+# Distance between the keys of the steps of one call, so that their messages cannot match each other.
 _STEP = 1 << 32
+# A tag that no message has.
 _NEVER_SENT = 0x7FFFFFFF
 
 
 class GlooLink(ExchangeLink):
-    """One rank's end of a gloo group of its own.
+    """One rank's end of a gloo group that no other code uses.
+
+    One thread at a time makes calls. ``close`` may come from any thread.
 
     Args:
-        store: of the group alone.
-        rank: of this process in it.
-        size: of the group.
-        timeout: seconds that a call, and the making of the group, may wait for other ranks.
-        node: what ranks of this one's node have in common.
+        store: a store that this group alone uses.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout: seconds that a call, or making the group, may wait for other ranks.
+        node: name of this rank's node, equal on the ranks of that node.
 
     Raises:
         RuntimeError: not all ranks came in time.
@@ -62,9 +66,9 @@ class GlooLink(ExchangeLink):
         self._node = node
         self._memory: SharedMemory | None = None
         self._has_invited = False
-        # Guards _group as it is given up: two threads may close, and one of them shuts it down.
+        # Guards _group in close(): two threads may close at once, and only one of them may shut the group down.
         self._lock = threading.Lock()
-        # torch's stubs know only a part of its methods.
+        # Any: torch's type stubs lack some of its methods.
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout)
         )
@@ -76,7 +80,7 @@ class GlooLink(ExchangeLink):
         group = self._group or self._open_group()
         peer = self._rank
         try:
-            # The order of the waits is the one in which a loss is noticed soonest.
+            # Waits are in the order in which a loss is noticed soonest: tails first, then heads (see TAIL_BYTES).
             arrived: list[tuple[int, dist.Work]] = []
             heads: list[tuple[int, dist.Work]] = []
             acknowledged: list[tuple[int, dist.Work]] = []
@@ -133,21 +137,22 @@ class GlooLink(ExchangeLink):
         for step in range(1, self._size):
             peer = (self._rank + step) % self._size
             try:
-                # A receive that runs out of time is what makes gloo close all connections of a group.
+                # gloo closes all connections of a group when a receive times out, so this one is made to time out.
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     break
-        # The group's own threads may be in a collective until its time is out, and its destructor waits for them.
+        # The group's threads may be in a collective until it times out, and the group's destructor waits for them. A
+        # thread of its own drops the last reference, so that close() does not wait that long.
         last = [group]
         del group
         ending = threading.Thread(target=last.clear, name="fusionlayer gloo", daemon=True)
         ending.start()
-        # A daemon thread that is in there when Python ends aborts the process.
+        # A daemon thread that is still in the destructor when Python exits aborts the process. So wait a moment.
         ending.join(1.0)
 
     def _invite(self, key: int, deadline: float) -> SharedMemory | None:
-        """Return memory that all ranks have in common; None, on all of them, if one cannot see or reach another."""
+        """Return memory that all ranks share, or None on every rank if one rank cannot see or reach another."""
         invitation = Invitation(self._rank, self._node)
         try:
             mine = invitation.record
@@ -172,8 +177,8 @@ class GlooLink(ExchangeLink):
 
     def _ring_all_reduce(self, x: Tensor, key: int, deadline: float) -> None:
         following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
-        # gloo would abort the process if a neighbour in its ring were in another call, or had another length. This byte
-        # arrives only if the neighbour is in the same.
+        # gloo aborts the process if a neighbour in its ring is in another call or has another length. This byte arrives
+        # only if the neighbour is in the same call.
         note = torch.zeros(2, dtype=torch.uint8)
         self.exchange([LinkMessage(following, note[:1], key)], [LinkMessage(previous, note[1:], key)], deadline)
         try:
@@ -192,16 +197,16 @@ class GlooLink(ExchangeLink):
         return group
 
 
-@lru_cache(maxsize=64)  # messages of one exchange mostly have one length
+@lru_cache(maxsize=64)  # most messages of one exchange have the same length
 def _tag(key: int, length: int, part: int) -> int:
     return zlib.crc32(struct.pack("<qqb", key, length, part)) & 0x7FFFFFFF
 
 
 def _wait(works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
-    """Wait for messages to and from peers, in this order."""
+    """Wait for the messages in the order given; raise ``LinkError`` for the first that fails."""
     for peer, work in works:
         try:
             if not work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))):
-                raise LinkError(peer, "the wait was given up")
+                raise LinkError(peer, "the wait was aborted")
         except RuntimeError as error:
             raise LinkError(peer, str(error)) from None

@@ -1,4 +1,4 @@
-"""Bytes between the ranks of a Horovod job, by its all-to-all of uint8, which takes a length for each rank."""
+"""A link between the ranks of a Horovod job, made of Horovod's all-to-all of uint8 with a length for each rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from ._waiting import wait_until
 
 __all__ = ["HorovodLink", "import_horovod", "load_horovod"]
 
-_MOST_BYTES = (1 << 31) - 1  # it counts in 32 bits
+_MOST_BYTES = (1 << 31) - 1  # Horovod counts in 32 bits
 
 
 def import_horovod() -> Any:
-    """Return the module ``horovod.torch``; ``ConfigError`` if it is not installed, or not for this torch."""
+    """Return the module ``horovod.torch``.
+
+    Raises:
+        ConfigError: Horovod is not installed, or was not built for this torch.
+    """
     try:
         import horovod.torch as hvd
     except ImportError as error:
@@ -27,10 +31,10 @@ def import_horovod() -> Any:
 
 
 def load_horovod() -> Any:
-    """Return ``horovod.torch``, initialized.
+    """Return the module ``horovod.torch`` of an initialized Horovod.
 
     Raises:
-        ConfigError: it is not installed, or not for this torch.
+        ConfigError: Horovod is not installed, or was not built for this torch.
         UsageError: Horovod is not initialized.
     """
     hvd = import_horovod()
@@ -40,10 +44,12 @@ def load_horovod() -> Any:
 
 
 class HorovodLink(ExchangeLink):
-    """One rank's end; Horovod matches what ranks do by names, so links never meet if their names differ.
+    """One rank's end of all processes of Horovod.
+
+    Horovod matches the operations of ranks by name, so links with different names never receive each other's messages.
 
     Args:
-        name: of the transport.
+        name: name of the transport.
         timeout: seconds that a call may take.
     """
 
@@ -74,7 +80,7 @@ class HorovodLink(ExchangeLink):
             if not wait_until(lambda: bool(self._hvd.poll(handle)), deadline, lambda: self._closed):
                 raise LinkError(late, f"no end within {self._timeout:g} s")
             received, came = self._hvd.synchronize(handle)
-        except RuntimeError as error:  # Horovod's own are of this kind
+        except RuntimeError as error:  # Horovod's own errors are subclasses
             raise LinkError(late, str(error)) from None
         for peer, piece in enumerate(received.split(came.tolist())):
             wanted = recvs[peer].numel() if peer in recvs else 0

@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and the addresses by which others may reach it."""
+"""The network interfaces of this host, and the addresses by which other hosts may reach it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def ipv4_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one, by the interface's name."""
+    """Return the IPv4 addresses of this host by interface name. Interfaces without one are left out."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # this interface has no IPv4 address
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def reachable_names() -> list[str]:
-    """Return what another host may reach this one by, the likeliest first; GLOO_SOCKET_IFNAME names an interface."""
+    """Return names and addresses of this host, the likeliest to be reachable first.
+
+    The interface that GLOO_SOCKET_IFNAME names comes before all others.
+    """
     addresses = ipv4_addresses()
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     first = [addresses[chosen]] if chosen in addresses else []

@@ -1,4 +1,4 @@
-"""What a process needs of the library that moves its bytes."""
+"""The interface between a transport and the library that moves its bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["Link", "LinkError", "LinkMessage"]
 
 
 class LinkMessage(NamedTuple):
-    """A tensor for, or from, a peer. ``key`` is 32 bits, equal on both ends, unlike that of any other under way."""
+    """A tensor to send to a peer or to receive from it.
+
+    ``key`` has 32 bits, is equal on both ends, and differs from the keys of all other messages under way.
+    """
 
     peer: int
     data: Tensor
@@ -21,7 +24,7 @@ class LinkMessage(NamedTuple):
 
 
 class LinkError(Exception):
-    """The connections are lost. ``peer``: the rank whose message failed, which need not be the one that is to blame."""
+    """The connections are lost. ``peer`` is the rank whose message failed; another rank may be to blame."""
 
     def __init__(self, peer: int, message: str) -> None:
         super().__init__(message)
@@ -29,30 +32,35 @@ class LinkError(Exception):
 
 
 class Link(ABC):
-    """One rank's connections to the other ranks of its group. Every method raises LinkError, and is of no use after.
+    """One rank's connections to the other ranks of its group.
+
+    Every method may raise ``LinkError``. The link cannot be used after that.
 
     Attributes:
-        device: where tensors must be.
+        device: the device on which tensors must be.
     """
 
     device: torch.device
 
     @abstractmethod
     def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
-        """Send and receive all of them at once; uint8, none of them empty."""
+        """Send and receive all messages at once. Tensors are uint8 and not empty."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, key: int) -> None:
-        """Replace ``x`` (n,) by its sum over ranks. ``key``: as for the messages of an exchange."""
+        """Replace ``x`` (n,) by its sum over ranks. ``key`` is as in ``LinkMessage``."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int, key: int) -> None:
-        """Replace ``x`` (n,) uint8 by rank ``root``'s. ``key``: as for the messages of an exchange."""
+        """Replace ``x`` (n,) uint8 by the ``x`` of rank ``root``. ``key`` is as in ``LinkMessage``."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what is in flight here and at the peers; never waits for them. Any thread may call it; twice is once."""
+        """Make calls in flight fail, here and at the peers. Never waits for the peers.
+
+        Any thread may call it. A second call does nothing.
+        """
 
     def is_overdue(self) -> bool:
-        """Return whether something that was started has not ended within the time-out, though the call has returned."""
+        """Return whether a call has returned but its work did not end within the time-out. Any thread may ask."""
         return False

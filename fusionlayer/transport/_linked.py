@@ -1,4 +1,4 @@
-"""Ranks that are processes: what their transports have in common, whichever library moves the bytes."""
+"""The part that all transports between processes share, whichever library moves the bytes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where processes find each other, and as what; equal on all of them but for ``rank``.
+    """Where the processes of one transport find each other. Equal on all of them, except ``rank``.
 
     Attributes:
-        store: by which they met.
-        name: of the transport they make, its own within the store.
+        store: the store through which they find each other.
+        name: name of the transport that they make, unique within the store.
         rank: this process.
         size: number of processes.
-        store_rank: the rank whose process keeps the store, if one of them does.
+        store_rank: the rank whose process keeps the store; None if none of them does.
     """
 
     store: dist.Store
@@ -54,24 +54,28 @@ class Rendezvous:
     store_rank: int | None
 
     def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
-        """Return the rendezvous, under another name, of some of the processes, this one among them."""
+        """Return a rendezvous of some of the processes, including this one, under another name."""
         store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None
         return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), store_rank=store_rank)
 
 
 class LinkedTransport(Transport):
-    """One process's end of a group of processes, over links of its own, watched through a store."""
+    """One process's end of a group of processes, over its own links.
+
+    One thread at a time makes calls (see ``Transport``). The monitor's thread looks after the ``Watch``: it closes the
+    links when a call can no longer succeed, which makes the call in flight fail.
+    """
 
     _rendezvous: Rendezvous
 
     def _open(self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None) -> None:
-        """Make the transport; the constructors of subclasses call it.
+        """Make the transport. The constructors of subclasses call it.
 
         Args:
             rendezvous: where the processes find each other.
-            timeout: seconds that a call, and the making of the transport, may wait for other ranks.
-            stall_warning: seconds of waiting after which a warning that names the late ranks is logged, once per call.
-            node: what ranks of this one's node have in common; None: a host and its network.
+            timeout: seconds that a call, or making the transport, may wait for other ranks.
+            stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+            node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
 
         Raises:
             TransportError: not all ranks came in time.
@@ -92,10 +96,10 @@ class LinkedTransport(Transport):
 
     @abstractmethod
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
-        """Connect to the other ranks, all of which do so; yield each link and the type of the devices that it serves.
+        """Connect to the other ranks; yield each link with the device type that it serves. All ranks call it together.
 
         Args:
-            store: this transport's part of the store of its rendezvous.
+            store: the rendezvous' store, restricted to the keys of this transport.
         """
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
@@ -162,9 +166,9 @@ class LinkedTransport(Transport):
         return self._another(replace(self._rendezvous, name=f"{self._rendezvous.name}/{self._duplicates}"))
 
     def subset(self: Self, ranks: Sequence[int]) -> Self:
-        """Return a transport over some of the ranks, this one among them, ranked in the order given.
+        """Return a transport over some of the ranks, including this one, numbered in the order given.
 
-        Those ranks call it together, with the same ``ranks``; the others have no part in it.
+        Those ranks call it together, with the same ``ranks``. Other ranks do not call it.
         """
         self._check_member(ranks)
         chosen = tuple(ranks)
@@ -185,10 +189,11 @@ class LinkedTransport(Transport):
         return hashlib.sha256(self._node.encode()).digest()[:8]
 
     def _connect(self) -> None:
-        """Meet the other ranks and connect to them."""
+        """Find the other ranks through the store and connect to them."""
         rendezvous, links = self._rendezvous, self._links
         try:
-            # A client of its own: one that waits would keep other threads from telling what their peers wait for.
+            # A client of its own: a client that waits for an answer blocks every other thread that uses it, and peers
+            # may wait for what those threads write.
             store: dist.Store = rendezvous.store.clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=self.timeout))
             watch = Watch(
@@ -214,20 +219,28 @@ class LinkedTransport(Transport):
                 links[device] = link
         except RuntimeError as error:
             raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error
+        # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
+        # its watches itself then.
         weakref.finalize(self, _abandon, links, watch).atexit = False
 
     def _link_for(self, *xs: Tensor) -> tuple[Link, bool]:
-        """Return what moves these tensors, and whether all of them are on its device; others are brought there."""
+        """Return the link for these tensors, and whether all of them are on its device already."""
         on_cuda = set(map(_IS_CUDA, xs))
         link = self._links.get("cuda" if True in on_cuda else "cpu") or next(iter(self._links.values()))
         return link, on_cuda == {link.device.type == "cuda"}
 
     def _fail_call(self, call: Call, error: BaseException) -> None:
-        """Close the transport for an error in a call; raise what says why, if that is for the transport to find out."""
+        """Close the transport after an error in a call.
+
+        Raises:
+            TransportError: the link failed. It names the cause, which is found out first. Other errors go on as they
+                are.
+        """
         if isinstance(error, LinkError):
+            # If close() ended the call, that is the reason, and there is no cause to look for.
             self._check_open()
             raise self._fail(error, call.what) from error
-        # What the peers have received of this call is unknown, so there can be no next one.
+        # Nobody knows how much of this call the peers have received, so there can be no next call.
         text = f"rank {self.rank} raised {type(error).__name__}: {error}"
         self._shut(TransportError(text, [self.rank], sequence=self.sequence), Diagnosis((self.rank,), text, True))
 
@@ -236,7 +249,7 @@ class LinkedTransport(Transport):
             raise TransportError(str(self._failure), self._failure.ranks, sequence=self._failure.sequence)
 
     def _fail(self, error: LinkError, what: str) -> TransportError:
-        """Close the transport for what has gone wrong; return the error that says what that was."""
+        """Close the transport after a failure of its link, find the cause, and return the error that names it."""
         assert self._watch is not None
         _close_all(self._links)
         finding = self._watch.diagnose()
@@ -252,7 +265,7 @@ class LinkedTransport(Transport):
         return failure
 
     def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:
-        """Make every later call raise ``failure``, and leave word of the finding, if it was one that ends it."""
+        """Make every later call raise ``failure``, and tell the other ranks the finding; None: this rank closed it."""
         self._failure = failure
         _close_all(self._links)
         if self._watch is not None:
@@ -260,9 +273,9 @@ class LinkedTransport(Transport):
 
 
 class _InCall:
-    """What surrounds every call: the other ranks can learn of it, and its failure is the end of the transport.
+    """The context of every call: it tells the watch about the call, and an error in the body closes the transport.
 
-    A class, as every message passes here and a generator would take three times as long.
+    It is a class because every message passes here, and a generator would take three times as long.
     """
 
     __slots__ = ("_call", "_transport", "_watch")

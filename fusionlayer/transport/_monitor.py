@@ -1,4 +1,7 @@
-"""The one thread of the process that looks after all its transports' watches."""
+"""One thread per process that looks after the watches of all its transports.
+
+The thread is separate from those that make calls, because they may wait in a library that cannot be interrupted.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,35 @@ import torch.distributed as dist
 
 __all__ = ["STORE_PATIENCE", "monitor"]
 
-# Seconds that a store may take to answer; one on another host takes a millisecond.
+# Seconds that a store may take to answer. A store on another host takes a millisecond.
 STORE_PATIENCE = 2.0
 
 
 class Watched(Protocol):
-    """What the thread does for a watch. All of it may raise RuntimeError, which is a store that does not answer."""
+    """What the thread needs of a watch. Every method may raise RuntimeError: the store does not answer."""
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Do the work that is due. Runs on the monitor's thread."""
 
     def pause(self) -> float:
         """Return the seconds until the next tick is due."""
 
     def store_failed(self) -> None:
-        """The last tick could not reach the store."""
+        """Handle a tick that could not reach the store. Runs on the monitor's thread."""
 
     def write_state(self) -> None:
-        """Write the last word of a watch that ends."""
+        """Write the final state of a watch that ends, for the other ranks to read."""
 
     def end(self) -> None:
-        """End at the exit of the process."""
+        """End the watch at the exit of the process."""
 
 
 class _Monitor:
-    """Starts the thread with the first watch; it ends with the last."""
+    """Starts the thread with the first watch. The thread ends after the last one."""
 
     def __init__(self) -> None:
-        # Guards all fields below but _woken: any thread adds and removes watches while the monitor's thread reads them.
+        # Guards _watches, _leaving, _thread and _stores: any thread adds and removes watches while the monitor's thread
+        # reads them. Not held while watches tick, since a tick may wait for the store.
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._watches: list[Watched] = []
@@ -50,7 +54,10 @@ class _Monitor:
         atexit.register(self._stop)
 
     def own_store(self, store: dist.Store) -> dist.Store:
-        """Return a connection to the same store for this thread, one for all watches."""
+        """Return the monitor's own client of a store. All watches on that store share it.
+
+        A client serves one request at a time, so the thread must not share one with threads that wait in theirs.
+        """
         with self._lock:
             if store not in self._stores:
                 own: dist.Store = store.clone()  # type: ignore[attr-defined]
@@ -59,7 +66,7 @@ class _Monitor:
             return self._stores[store]
 
     def add(self, watch: Watched) -> None:
-        """Tick this watch from now on."""
+        """Tick this watch from now on. Any thread may call it."""
         with self._lock:
             self._watches.append(watch)
             if self._thread is None:
@@ -68,7 +75,7 @@ class _Monitor:
         self.wake()
 
     def remove(self, watch: Watched) -> None:
-        """Have the last word of this watch written, and tick it no more."""
+        """Stop ticking this watch, and have the thread write its final state. Any thread may call it; never waits."""
         with self._lock:
             if watch in self._watches:
                 self._watches.remove(watch)
@@ -76,11 +83,12 @@ class _Monitor:
         self.wake()
 
     def wake(self) -> None:
-        """Tick all watches now."""
+        """Let the thread tick all watches now. Any thread may call it."""
         self._woken.set()
 
     def _run(self) -> None:
         while True:
+            # Cleared before the lists are read: a watch that comes after the reading sets it again and is not missed.
             self._woken.clear()
             with self._lock:
                 leaving, self._leaving = self._leaving, []
@@ -99,7 +107,7 @@ class _Monitor:
             self._woken.wait(min((watch.pause() for watch in watches), default=0))
 
     def _stop(self) -> None:
-        """Let the thread say its goodbyes: at exit it must not be in the middle of a call of torch's."""
+        """Let the thread write all final states and end. At exit it must not be inside one of torch's calls."""
         with self._lock:
             thread, leaving = self._thread, self._watches
             self._leaving += leaving

@@ -1,9 +1,9 @@
-"""Bytes between the ranks of an MPI communicator, by its point-to-point operations.
+"""A link between the ranks of an MPI communicator, made of MPI's point-to-point operations.
 
-Why not MPI's collectives: they cannot be given up once they have begun, ranks that call them with different lengths get
-wrong memory instead of an error, and mpi4py takes the bits of bfloat16 for integers and adds those. Sums are made of
-exchanges here, in one order and in float32. Every call is one that returns at once; between looks whether it is done
-the thread sleeps, for MPI itself would keep a core busy.
+It avoids MPI's collectives for three reasons. They cannot be cancelled once they have begun. Ranks that call them with
+different lengths get wrong memory instead of an error. And mpi4py takes the bits of bfloat16 for integers and adds
+those. So sums are made of exchanges here, in one order and in float32. Only nonblocking operations are used, and the
+thread sleeps between polls, because MPI's own waiting keeps a core busy.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["MpiLink", "load_mpi"]
 # MPI counts elements in 32 bits.
 _PIECE_BYTES = 1 << 30
 
-# Seconds that MPI gets to end at the exit of a process in which a call has failed. It waits for all processes.
+# Seconds that MPI may take to finalize at the exit of a process in which a call has failed. It waits for all processes.
 _LAST_WAIT = 10.0
 
-# What a failed call has left in flight: MPI may still write to it or read it.
+# Requests, tensors and communicators of failed calls. They are kept because MPI may still read or write the tensors.
 _abandoned: list[Any] = []
 
 
 def load_mpi() -> Any:
-    """Return the module ``mpi4py.MPI``, with MPI initialized such that any thread may call it.
+    """Return the module ``mpi4py.MPI``, with MPI initialized so that any thread may call it.
 
     Raises:
-        ConfigError: there is no mpi4py, no MPI library, or one that was initialized for one thread.
-        UsageError: MPI has ended already.
+        ConfigError: mpi4py or an MPI library is missing, or MPI was initialized for fewer threads.
+        UsageError: MPI has been finalized already.
     """
     try:
         from mpi4py import MPI
@@ -66,11 +66,13 @@ def load_mpi() -> Any:
 
 
 class MpiLink(ExchangeLink):
-    """One rank's end of a communicator of its own.
+    """One rank's end of a communicator that no other code uses.
+
+    One thread at a time makes calls. ``close`` may come from any thread.
 
     Args:
-        comm: the communicator; the link frees it.
-        name: of the transport. It goes into the tags, since MPI may use what a freed communicator was known by anew.
+        comm: the communicator. The link frees it.
+        name: name of the transport. It goes into the tags, since MPI may reuse the id of a communicator that was freed.
         timeout: seconds that a call may take.
     """
 
@@ -80,7 +82,7 @@ class MpiLink(ExchangeLink):
         self._mpi = load_mpi()
         self._name = name.encode()
         self._tags: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB) + 1
-        # Guards _busy and _closed: whoever closes frees the communicator only if no call of another thread uses it.
+        # Guards _busy and _closed: close() may free the communicator only if no call of another thread uses it.
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False
@@ -93,7 +95,7 @@ class MpiLink(ExchangeLink):
             requests: list[MPI.Request] = []
             peers: list[int] = []
             try:
-                # All receives are posted before the first send: what arrives has a place, and is not copied twice.
+                # All receives are posted before the first send, so that MPI need not buffer and copy what arrives.
                 for messages, start in ((incoming, self.comm.Irecv), (outgoing, self.comm.Isend)):
                     for peer, data, key in messages:
                         tag = self._tag(key, data.numel())
@@ -116,17 +118,23 @@ class MpiLink(ExchangeLink):
 
     @contextmanager
     def _in_call(self) -> Iterator[None]:
-        """Refuse what comes after the end; keep the communicator as long as the body runs, and for ever if it fails."""
+        """Keep the communicator from being freed while the body runs.
+
+        If the body fails, ``_busy`` stays set and the communicator is never freed: its requests may be in flight still.
+
+        Raises:
+            LinkError: the link was closed before or during the body.
+        """
         with self._lock:
             if self._closed:
-                raise LinkError(self._rank, "the communicator was given up")
+                raise LinkError(self._rank, "the communicator was closed")
             self._busy = True
         yield
         with self._lock:
             self._busy = False
             closed = self._closed
         if closed:
-            raise LinkError(self._rank, "the communicator was given up")
+            raise LinkError(self._rank, "the communicator was closed")
 
     def _wait(self, requests: list[MPI.Request], peers: Sequence[int], deadline: float) -> None:
         left = len(requests)
@@ -138,17 +146,20 @@ class MpiLink(ExchangeLink):
                 return bool(done)
 
             if not wait_until(look, deadline, lambda: self._closed):
-                why = "the communicator was given up" if self._closed else f"no end within {self._timeout:g} s"
+                why = "the communicator was closed" if self._closed else f"no end within {self._timeout:g} s"
                 raise LinkError(self._unfinished(requests, peers), why)
             left -= len(done)
 
     def _unfinished(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> int:
-        """Return the peer of the first request that is not done."""
+        """Return the peer of the first request that is not done, or this rank if all are."""
         waiting = [peer for request, peer in zip(requests, peers, strict=True) if request != self._mpi.REQUEST_NULL]
         return waiting[0] if waiting else self._rank
 
     def _abandon(self, requests: list[MPI.Request], messages: object) -> None:
-        """Give up what is in flight. A send cannot be taken back, nor a message that has begun to arrive."""
+        """Cancel requests and keep their tensors for good.
+
+        MPI cannot cancel a send, or a receive whose message has begun to arrive, so it may still use the tensors.
+        """
         if not _abandoned:
             atexit.register(_finalize_in_time, self._mpi)
         _abandoned.append((requests, messages, self.comm))
@@ -161,7 +172,7 @@ class MpiLink(ExchangeLink):
 
 
 def _finalize_in_time(mpi: Any) -> None:
-    """End MPI, or this process if that takes too long: a process that does not answer would be waited for for ever."""
+    """Finalize MPI, or end this process if that takes too long. MPI would wait forever for a process that is stuck."""
     if not mpi.Is_finalized():
         faulthandler.dump_traceback_later(_LAST_WAIT, exit=True)  # mpi4py lets no other thread run while MPI ends
         mpi.Finalize()

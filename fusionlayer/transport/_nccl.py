@@ -1,4 +1,4 @@
-"""Bytes between the ranks of an NCCL group; every operation is ordered by the current stream of the device."""
+"""A link between the ranks of an NCCL group. Every operation runs in the order of the device's current stream."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from ._link import Link, LinkError, LinkMessage
 
 __all__ = ["NcclLink"]
 
-# torch's own watchdog ends the process. It is switched off, and its time-out is longer than ours for good measure.
+# torch's own watchdog would end the process. It is switched off. In case it runs nevertheless, its time-out is longer
+# than ours, so that ours comes first.
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _WATCHDOG_FACTOR = 4
 
 
 class NcclLink(Link):
-    """One rank's end of an NCCL group of its own, on the current CUDA device."""
+    """One rank's end of an NCCL group that no other code uses, on the current CUDA device.
+
+    Calls return before the device has done the work. An event after each operation tells ``is_overdue`` when it ended.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         options = dist.ProcessGroupNCCL.Options()
@@ -33,7 +37,7 @@ class NcclLink(Link):
         self._rank = rank
         self._timeout = timeout
         with _environment(_HANDLING, "0"):
-            # torch's stubs know only a part of its methods.
+            # Any: torch's type stubs lack some of its methods.
             self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         self._pending: deque[tuple[float, torch.cuda.Event]] = deque()
         self._lost = False
@@ -85,7 +89,7 @@ class NcclLink(Link):
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for as long as the body runs, unless the user has set it."""
+    """Set an environment variable while the body runs, unless the user has set it."""
     if name in os.environ:
         yield
         return

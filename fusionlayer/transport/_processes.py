@@ -1,4 +1,4 @@
-"""Who a process is, and whether it still runs: what ranks tell each other about themselves."""
+"""Identities of processes and nodes, and whether a process of this host still runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Identity", "node_name"]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process, so described that another one can find it, or can tell that it cannot look.
+    """A process, described so that another process can look it up in /proc or see that it cannot.
 
     Attributes:
         pid: process id.
         host: host name, for messages.
-        place: boot id and pid namespace, empty without /proc; processes of one place see each other in /proc.
-        started: start time as /proc gives it; tells a process from a later one with its pid.
+        place: boot id and pid namespace; empty without /proc. Processes of the same place see each other in /proc.
+        started: start time from /proc. It tells the process from a later one with the same pid.
     """
 
     pid: int
@@ -28,7 +28,7 @@ class Identity:
 
     @classmethod
     def own(cls) -> Identity:
-        """Return the calling process."""
+        """Return the identity of the calling process."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             place = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -38,11 +38,11 @@ class Identity:
         return cls(pid, socket.gethostname(), place, _stat(pid)[1] if place else "")
 
     def as_dict(self) -> dict[str, str | int]:
-        """Return what the constructor takes."""
+        """Return the arguments of the constructor."""
         return asdict(self)
 
     def trouble(self, seen_from: Identity) -> str | None:
-        """Return "gone" or "stopped", or None if it runs or cannot be looked at from the process ``seen_from``."""
+        """Return "gone" or "stopped"; None if the process runs, or if process ``seen_from`` cannot look it up."""
         if not self.place or self.place != seen_from.place:
             return None
         state, started = _stat(self.pid)
@@ -55,7 +55,7 @@ class Identity:
 
 
 def node_name() -> str:
-    """Return what processes that share a host and its network have in common, and no others."""
+    """Return a name that is equal for processes that share a host and its network, and for no others."""
     try:
         network = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -64,7 +64,7 @@ def node_name() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return state and start time of a process, both empty if there is none."""
+    """Return the state and start time of a process; both are empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

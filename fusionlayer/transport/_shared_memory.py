@@ -1,7 +1,8 @@
-"""Sums of ranks that share a host, through memory that all of them see: what a socket would copy in and out stays put.
+"""Sums over ranks of one host through shared memory, which saves the copies into and out of sockets.
 
-The memory has no name in any file system and goes with its processes, however they end. It carries only values; when
-they may be read, ranks tell each other by words over sockets of the host, which also tell at once that one is gone.
+The memory has no name in any file system and is freed with its processes, however they end. It carries only values.
+Short messages over Unix sockets tell the ranks when the values may be read. A socket also tells at once that its peer
+is gone.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from ._sum import sum_in_rank_order
 
 __all__ = ["Invitation", "SharedMemory"]
 
-# A piece of a tensor, which stays in the processors' caches from the moment that it is written until it has been read.
+# Bytes of one slot, which holds one piece of a tensor. A piece of this size stays in the processors' caches until it
+# has been read.
 SLOT_BYTES = 2 << 20
-# One is written, one is summed, and one is read.
+# Slots per rank: at any time one is written, one is summed and one is read.
 _SLOTS = 3
 
 _RECORD = struct.Struct("<16s16sQQ")
@@ -36,13 +38,14 @@ _PATIENCE = 5.0
 
 
 class Invitation:
-    """Memory that this process offers to the others of its host, and a place to meet them.
+    """Memory that this process offers to the other ranks of its host, and a socket on which they call it.
 
-    All ranks exchange their ``record``; then each calls ``accept``, and if all could, ``welcome``.
+    All ranks exchange their ``record``. Then each calls ``accept``. If all returned true, each calls ``welcome``, and
+    if all returned true again, ``keep``.
 
     Args:
         rank: this rank.
-        node: what ranks of this one's node have in common.
+        node: name of this rank's node, equal on the ranks of that node.
     """
 
     def __init__(self, rank: int, node: str) -> None:
@@ -64,15 +67,15 @@ class Invitation:
 
     @property
     def record(self) -> Tensor:
-        """What another process must be told, (48,) uint8."""
+        """What other processes need to map the memory and call this one: (48,) uint8."""
         known = (0, 0) if self._listener is None else (os.getpid(), self._file)
         return torch.frombuffer(bytearray(_RECORD.pack(self._place, self._token, *known)), dtype=torch.uint8)
 
     def accept(self, records: Sequence[Tensor]) -> bool:
-        """Map every rank's memory and call the ranks before this one; return whether that was possible.
+        """Map every rank's memory and connect to all lower ranks; return whether that was possible.
 
         Args:
-            records: of all ranks.
+            records: the records of all ranks, in rank order.
         """
         self._records = [_RECORD.unpack(record.numpy().tobytes()) for record in records]
         try:
@@ -90,7 +93,7 @@ class Invitation:
         return True
 
     def welcome(self) -> bool:
-        """Take the calls of the ranks behind this one, which all have accepted; return whether that was possible."""
+        """Take the connections of all higher ranks; return whether that was possible. All ranks must have accepted."""
         callers = {token: rank for rank, (_, token, _, _) in enumerate(self._records) if rank > self._rank}
         assert self._listener is not None
         self._listener.settimeout(_PATIENCE)
@@ -109,12 +112,12 @@ class Invitation:
         return True
 
     def keep(self) -> SharedMemory:
-        """Return what was accepted and welcomed."""
+        """Return the shared memory, after ``accept`` and ``welcome`` returned true on all ranks."""
         ends, self._ends = self._ends, {}
         return SharedMemory(self._rank, self._memory, ends)
 
     def close(self) -> None:
-        """Offer nothing any longer; what is kept stays."""
+        """Stop offering the memory. What ``keep`` has returned stays valid."""
         for end in self._ends.values():
             end.close()
         if self._listener is not None:
@@ -125,12 +128,14 @@ class Invitation:
 
 
 class SharedMemory:
-    """The memory of all ranks, as one of them sees it. Each writes its own alone.
+    """The mapped memory of all ranks. A rank reads all of it and writes only its own.
+
+    With two ranks, each adds whole pieces. With more, each adds one share of a piece, and then reads the other shares.
 
     Args:
         rank: this rank.
-        memory: of every rank, (slots * bytes of a slot,) uint8.
-        ends: of the connections to every other rank.
+        memory: the memory of every rank, (slots * bytes of a slot,) uint8.
+        ends: this rank's socket to every other rank.
     """
 
     def __init__(self, rank: int, memory: Sequence[Tensor], ends: Mapping[int, socket.socket]) -> None:
@@ -143,15 +148,15 @@ class SharedMemory:
         """Replace ``x`` (n,) by its sum over ranks, added in rank order.
 
         Args:
-            x: of the same length and type on all ranks.
-            key: equal on all ranks, unlike that of any other call.
-            deadline: of the monotonic clock.
+            x: a tensor of the same length and type on all ranks.
+            key: equal on all ranks, and different for every call.
+            deadline: a time of the monotonic clock.
 
         Raises:
             LinkError: a rank is gone, late, or in another call.
         """
         pieces = x.split(SLOT_BYTES // x.element_size())
-        # With two ranks each adds all of it: as much memory is read as by halves, and they meet once less.
+        # Each of two ranks adds the whole piece: that reads as much memory as adding halves, and saves a meeting.
         whole = len(self._slots) == 2
         lag = 1 if whole else 2
         for phase in range(len(pieces) + lag):
@@ -164,18 +169,23 @@ class SharedMemory:
                 self._add_share(pieces[phase - 1], turn - 1)
             if phase < len(pieces):
                 self._slot(self._rank, pieces[phase], turn).copy_(pieces[phase])
-        # Each slot is written again only after a meeting that follows the last reading of it.
+        # A slot is reused after _SLOTS turns, and by then the ranks have met after the last read of it. Otherwise a
+        # fast rank could overwrite values that a slow one still reads.
         self._turn += len(pieces)
 
     def close(self) -> None:
-        """End what is in flight here and at the peers. Any thread may call it; twice is once."""
+        """Make calls in flight fail, here and at the peers. Any thread may call it. A second call does nothing."""
         for end in self._ends.values():
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
     def _meet(self, word: bytes, deadline: float) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has sent ``word``: what each wrote before the call may be read after it.
+
+        Raises:
+            LinkError: a rank is gone, late, or sent another word.
+        """
         peer = self._rank
         try:
             for peer, end in self._ends.items():  # noqa: B007 - the except clause reads `peer`
@@ -202,23 +212,24 @@ class SharedMemory:
             share.copy_(self._share(rank, rank, piece, turn))
 
     def _share(self, rank: int, summed_by: int, piece: Tensor, turn: int) -> Tensor:
-        """Return the elements in a rank's slot that another rank, or itself, sums."""
+        """Return the elements of a piece in ``rank``'s slot that rank ``summed_by`` sums."""
         shares: Sequence[Tensor] = self._slot(rank, piece, turn).tensor_split(len(self._slots))
         return shares[summed_by]
 
     def _slot(self, rank: int, like: Tensor, turn: int) -> Tensor:
-        """Return where a rank's elements of one piece are."""
+        """Return the slot of ``rank`` for this turn, as a tensor with the type and length of ``like``."""
         slot: Tensor = self._slots[rank][turn % _SLOTS]
         return slot.view(like.dtype)[: like.numel()]
 
 
 def _address(token: bytes) -> str:
-    """Return a name that lies in no file system, and that only who was told the token knows."""
+    """Return a socket name outside any file system. Only processes that were given the token can compute it."""
     return f"\0fusionlayer-{hashlib.sha256(token).hexdigest()}"
 
 
 def _map(path: str, token: bytes) -> Tensor:
-    # A process of another host may have this number, and anything at all open.
+    # The pid may be that of an unrelated process, and the file anything that it has open. So open() must not wait for
+    # it, and the token is compared.
     file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if os.pread(file, len(token), 0) != token:

@@ -1,4 +1,4 @@
-"""A store for processes that met without one: rank 0 keeps it, and another library tells the others where it is."""
+"""A TCP store for processes that met without one. Rank 0 keeps it, and a broadcast tells the others its address."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["open_store"]
 
 _NOTICE_BYTES = 4096
 _TOKEN = "fusionlayer/token"
-# Seconds in which a host answers that can be reached under an address at all.
+# Seconds that a host may take to accept a connection before the next of its addresses is tried.
 _KNOCK = 3.0
 
 
 def open_store(rank: int, timeout: float, broadcast: Callable[[Tensor], None]) -> dist.Store:
-    """Return a store that all ranks share; all of them call it.
+    """Return a store that all ranks share. All ranks call it together.
 
     Args:
-        rank: this rank; rank 0 keeps the store for the life of its process.
+        rank: this rank. Rank 0 keeps the store for the life of its process.
         timeout: seconds that the store may take to answer.
-        broadcast: replaces a tensor (n,) uint8 by rank 0's.
+        broadcast: a function that replaces a tensor (n,) uint8 by that of rank 0.
 
     Raises:
         TransportError: rank 0 cannot be reached by any of its addresses.
@@ -51,14 +51,14 @@ def open_store(rank: int, timeout: float, broadcast: Callable[[Tensor], None]) -
     told = json.loads(notice.numpy().tobytes().rstrip(b"\0"))
     names = ["127.0.0.1"] if told["node"] == node_name() else told["names"]
     for name in names:
-        # An address of one host may be that of another to a third: the token tells.
+        # The same address may lead to different hosts, depending on where it is used. The token shows the right store.
         with suppress(OSError, RuntimeError):
             socket.create_connection((name, told["port"]), _KNOCK).close()
             store = dist.TCPStore(name, told["port"], None, False, patience, wait_for_workers=False)
             if store.check([_TOKEN]) and store.get(_TOKEN).decode() == told["token"]:
                 return store
     raise TransportError(
-        f"rank {rank} cannot reach rank 0 at port {told['port']} of {', '.join(names)}; open that way in the firewall, "
-        "or let GLOO_SOCKET_IFNAME name the interface of rank 0's host that others reach",
+        f"rank {rank} cannot reach rank 0 at port {told['port']} of {', '.join(names)}; open that port in the firewall "
+        "or let GLOO_SOCKET_IFNAME name the interface of rank 0's host that others can reach",
         [0],
     )

@@ -1,4 +1,4 @@
-"""What speaks against the ranks that a call waits for, and what it amounts to."""
+"""Evidence against the ranks that a call waits for, and the judgement of which of them is to blame."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ._calls import Call
 
 __all__ = ["EVIDENT", "Diagnosis", "Sign", "judge", "lost_store"]
 
-# What can be the matter with a rank, and whether it is final; in the order of blame, for a later kind may be the
-# consequence of an earlier one.
+# What can be wrong with a rank, and whether that is final. Earlier kinds are blamed first, because a later kind may be
+# the consequence of an earlier one.
 _KINDS = {
     "gone": True,
     "conflict": True,
     "stopped": False,
     "left": True,
-    "told": True,  # has failed, and says who is to blame
+    "told": True,  # the rank has failed, and says which ranks are to blame
     "silent": False,
     "late": False,
-    "failed": True,  # has failed, and does not know why
+    "failed": True,  # the rank has failed, and does not know why
 }
 
-# With one of these the cause is known, whatever the ranks that have not answered would say.
+# With one of these the cause is certain, so there is no need to wait for the answers of other ranks.
 EVIDENT = ("gone", "conflict", "stopped")
 
 
@@ -33,9 +33,9 @@ class Diagnosis:
     """Why a call does not end.
 
     Attributes:
-        ranks: the ranks held responsible; empty if nothing speaks against any of them.
-        text: why, as a clause that names them.
-        final: whether to wait on is of no use.
+        ranks: the ranks that are to blame; empty if there is no evidence against any.
+        text: the reason, as a clause that names them.
+        final: whether waiting longer is useless.
     """
 
     ranks: tuple[int, ...]
@@ -45,7 +45,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What was learnt of one rank; ``kind`` is a key of _KINDS."""
+    """A piece of evidence about one rank. ``kind`` is a key of ``_KINDS``."""
 
     rank: int
     kind: str
@@ -54,7 +54,7 @@ class Sign:
 
 
 def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
-    """Return the finding that the signs amount to, None if they speak against no rank."""
+    """Return the diagnosis that follows from the signs, or None if there are none."""
     signs = list(signs)
     if call is not None and call.partner is not None:
         signs = [sign for sign in signs if sign.rank == call.partner] or signs
@@ -68,7 +68,7 @@ def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
 
 
 def lost_store(store: dist.Store, store_rank: int | None) -> Diagnosis:
-    """Return what it means that the store cannot be asked; the process of ``store_rank`` keeps it, if one does."""
+    """Return the diagnosis for a store that does not answer. ``store_rank``: the rank that keeps it, if one does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):

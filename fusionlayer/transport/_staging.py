@@ -1,4 +1,4 @@
-"""Copies of tensors where a link can reach them: pinned host memory for gloo, the device for NCCL."""
+"""Copies of tensors to memory that a link can reach: pinned host memory for gloo, the device for NCCL."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["bring", "bring_back", "space"]
 
 
 def space(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors themselves where they are on such a device, else uninitialised ones of their shape there."""
+    """Return the tensors on this type of device as they are, and uninitialised ones on ``device`` for the others."""
     return [x if x.device.type == device.type else _empty_like(x, device) for x in xs]
 
 
 def bring(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors, or copies of them on the device; a tensor that stands there twice is copied once.
+    """Return the tensors, copied to ``device`` where they are elsewhere. A tensor that occurs twice is copied once.
 
-    What is on the host may be read at once, what is on the device by the current stream.
+    Results on the host may be read at once, results on a device by the current stream.
     """
     copies: dict[tuple[int, int], Tensor] = {}
     brought = []
@@ -28,7 +28,7 @@ def bring(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             continue
         key = (x.data_ptr(), x.numel())
         if key not in copies:
-            # torch keeps pinned memory that is given back, and does not give it out again before its copies are done.
+            # Dropping these tensors early is safe: torch reuses pinned memory only after its copies are done.
             copies[key] = _empty_like(x, device).copy_(x, non_blocking=True)
         brought.append(copies[key])
     for source in {x.device for x in xs if x.is_cuda and device.type == "cpu"}:
@@ -37,7 +37,7 @@ def bring(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def bring_back(copies: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Copy what ``space`` or ``bring`` has made to where it belongs, on the current stream if that is a device."""
+    """Copy the tensors that ``space`` or ``bring`` has made back into ``xs``; on CUDA, by the current stream."""
     for copy, x in zip(copies, xs, strict=True):
         if copy is not x:
             x.copy_(copy, non_blocking=x.is_cuda)

@@ -1,4 +1,4 @@
-"""The sum of the ranks' tensors: one order, one rounding, so every rank that adds gets the same bits."""
+"""The sum of the ranks' tensors, in one order and with one rounding, so that every rank gets the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for libraries that must be asked again and again, without keeping a core busy."""
+"""Waiting for libraries that can only be polled, without keeping a core busy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable
 
 __all__ = ["wait_until"]
 
-# Seconds of sleep between two looks: the first after a few looks without, then twice as long each time.
+# The first polls follow each other without sleep. Then the seconds of sleep between two polls double up to a limit.
 _LOOKS_AT_ONCE = 20
 _SHORTEST_SLEEP = 20e-6
 _LONGEST_SLEEP = 500e-6
 
 
 def wait_until(done: Callable[[], bool], deadline: float, is_given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Return true when ``done()`` is, false when it is given up or the monotonic clock reaches ``deadline``."""
+    """Poll until ``done()`` is true; return whether it became true.
+
+    Returns False once ``is_given_up()`` is true or the monotonic clock has passed ``deadline``.
+    """
     looks = 0
     while not done():
         if is_given_up() or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Ranks that are processes of torch.distributed, over connections of their own by gloo, NCCL or both."""
+"""The transport between processes of torch.distributed, over gloo and NCCL connections of its own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ._nccl import NcclLink
 
 __all__ = ["C10dTransport"]
 
+# Number of transports made so far over the same ranks, for each default group. It makes their names unique.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -37,18 +38,18 @@ class _GroupRendezvous(Rendezvous):
 
 
 class C10dTransport(LinkedTransport):
-    """This process's end of a group of processes; all of them make it together.
+    """This process's end of a group of processes. All of them make it together.
 
-    The connections are its own: the given group only says which processes. CUDA tensors travel by NCCL if the group has
-    NCCL, else through pinned host memory; CPU tensors by gloo, or through the device if the group has only NCCL. Over
-    gloo, ``send`` may wait for the matching ``recv``. Over NCCL, calls return before the device has done them: that a
-    peer was lost is then reported by a later call.
+    The transport makes its own connections; the given group only says which processes. CUDA tensors travel by NCCL if
+    the group has NCCL, else through pinned host memory. CPU tensors travel by gloo, or through the device if the group
+    has only NCCL. Over gloo, ``send`` may wait for the matching ``recv``. Over NCCL, calls return before the device has
+    done the work, so a later call reports a lost peer.
 
     Args:
         group: which processes; None is the default group.
-        timeout: seconds that a call, and the making of the transport, may wait for other ranks.
-        stall_warning: seconds of waiting after which a warning that names the late ranks is logged, once per call.
-        node: what ranks of this one's node have in common; None: a host and its network.
+        timeout: seconds that a call, or making the transport, may wait for other ranks.
+        stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+        node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -63,7 +64,7 @@ class C10dTransport(LinkedTransport):
         stall_warning: float = 60.0,
         node: str | None = None,
     ) -> None:
-        self._open(_meet_as(group), timeout, stall_warning, node)
+        self._open(_next_rendezvous(group), timeout, stall_warning, node)
 
     @classmethod
     def among(
@@ -76,14 +77,14 @@ class C10dTransport(LinkedTransport):
         node: str | None = None,
         nccl: bool = False,
     ) -> C10dTransport:
-        """Return a transport over ranks of the default group, which any thread may make at any time.
+        """Return a transport over ranks of the default group. Any thread may make it at any time.
 
-        Others are numbered as they are made, so the ranks must make those of the same processes in one order; this one
-        is told from all others by its name.
+        The ranks find each other by ``name``. The constructor numbers transports instead, so all ranks must use it in
+        the same order.
 
         Args:
-            ranks: of the default group, in the order in which the transport numbers them; this process among them.
-            name: equal on all its ranks, and never used before among the processes of the default group.
+            ranks: ranks of the default group, including this process, in the order in which the transport numbers them.
+            name: equal on all these ranks, and never used before among the processes of the default group.
             timeout: as for the constructor.
             stall_warning: as for the constructor.
             node: as for the constructor.
@@ -97,7 +98,7 @@ class C10dTransport(LinkedTransport):
             name=f"fusionlayer/{name}",
             rank=ranks.index(dist.get_rank()),
             size=len(ranks),
-            store_rank=_keeper(ranks),
+            store_rank=_store_rank(ranks),
             nccl=nccl,
             gloo=True,
         )
@@ -114,8 +115,8 @@ class C10dTransport(LinkedTransport):
             yield "cuda", NcclLink(store, self.rank, self.size, self.timeout)
 
 
-def _meet_as(group: dist.ProcessGroup | None) -> _GroupRendezvous:
-    """Return where the processes of a group find each other for one more transport."""
+def _next_rendezvous(group: dist.ProcessGroup | None) -> _GroupRendezvous:
+    """Return the rendezvous at which the processes of a group make their next transport."""
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
     world = dist.group.WORLD
@@ -129,7 +130,7 @@ def _meet_as(group: dist.ProcessGroup | None) -> _GroupRendezvous:
     made[ranks] += 1
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     store = dist.distributed_c10d._get_default_store()
-    # A backend of another name wraps one of the two, and moves CUDA tensors best as NCCL does.
+    # A backend of any other name wraps gloo or NCCL, and for CUDA tensors NCCL is the better guess.
     nccl = (
         backends.get("cuda", "gloo") not in ("gloo", "mpi") and dist.is_nccl_available() and torch.cuda.is_available()
     )
@@ -138,13 +139,13 @@ def _meet_as(group: dist.ProcessGroup | None) -> _GroupRendezvous:
         name=f"fusionlayer/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{made[ranks]}",
         rank=rank,
         size=len(ranks),
-        store_rank=_keeper(ranks),
+        store_rank=_store_rank(ranks),
         nccl=nccl,
         gloo="cpu" in backends or not nccl,
     )
 
 
-def _keeper(ranks: Sequence[int]) -> int | None:
-    """Return the rank of a group whose process keeps the store by which all have met, if one of them does."""
+def _store_rank(ranks: Sequence[int]) -> int | None:
+    """Return the rank, within ``ranks``, of the process that keeps the default store; None if none of them does."""
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return ranks.index(0) if 0 in ranks and not by_launcher else None

@@ -1,8 +1,8 @@
-"""Who is alive, and where is everybody: a side channel over the store by which the ranks have met.
+"""A side channel over the store, by which ranks find out which of them are alive and which calls they are in.
 
-Ranks answer when asked. One daemon thread per process reads, for each transport, one key of the store per interval, and
-writes only after a rank that waits has asked for signs of life. So a job that runs well costs one small read per
-interval (40 us by TCP on one host) and a FileStore, which forgets nothing, does not grow.
+Ranks answer when asked. One daemon thread per process reads, for each transport, one key of the store per interval. It
+writes only after a waiting rank has asked for signs of life. So a job that runs well costs one small read per interval
+(40 us by TCP on one host), and a FileStore, which keeps every write, does not grow.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _MEETING_POLL = _LOOK_POLL = 0.01
 
 
 class _Progress(NamedTuple):
-    """Where this rank is: replaced as a whole, so that another thread sees one moment.
+    """The call that this rank is in.
+
+    The calling thread replaces it as a whole, so that the monitor's thread reads fields that belong together.
 
     Attributes:
         sequence: number of its last collective.
-        call: what it is in, None if in nothing.
-        since: when that began, seconds of the monotonic clock.
-        recent: its last two collectives, with their numbers: a rank may get through one that it made another wait in.
+        call: the call that it is in; None if it is in none.
+        since: when that call began, in seconds of the monotonic clock.
+        recent: its last two collectives, with their numbers. A rank may have completed one in which a peer still waits.
     """
 
     sequence: int
@@ -47,18 +49,22 @@ class _Progress(NamedTuple):
 
 
 class Watch:
-    """One rank's end of one transport, as the side channel sees it.
+    """Tells the other ranks where this rank is in its transport, and finds out why a call does not end.
+
+    The thread that makes calls uses ``enter``, ``leave`` and ``diagnose``. Everything that reads or writes the store
+    after ``meet`` runs on the monitor's thread. There is no lock: one assignment replaces a field, and a thread that
+    still sees the old value sees the new one at its next look. ``_finding`` is set before ``_found``.
 
     Args:
-        store: store by which the ranks of the transport have met; cloned, so that no other use of it is in the way.
-        name: prefix of the keys; of this transport alone, equal on its ranks.
+        store: the store through which the ranks of the transport have met. The watch uses a client of its own.
+        name: prefix of the keys; only this transport uses it, and it is equal on its ranks.
         rank: this rank.
         size: number of ranks.
         timeout: seconds a call may wait; the interval is an eighth of it, at least 0.25 and at most 5 seconds.
         stall_warning: seconds of waiting after which a warning is logged.
         store_rank: rank whose process keeps a TCP store, or None.
-        is_overdue: whether something that no call waits for any more has run out of time; another thread calls it.
-        interrupt: ends the wait of the call in flight with an error; another thread calls it.
+        is_overdue: returns whether work whose call has returned has run out of time. The monitor's thread calls it.
+        interrupt: makes the call in flight fail. The monitor's thread calls it.
     """
 
     def __init__(
@@ -99,13 +105,14 @@ class Watch:
         self._finding: Diagnosis | None = None
 
     def meet(self, store: dist.Store, timeout: float) -> Diagnosis | None:
-        """Learn who the other ranks are; return why that failed, such as one not coming in ``timeout`` seconds.
+        """Learn the identities of the other ranks; return why that failed, or None. All ranks call it together.
 
         Args:
-            store: a client of the same store, for this call alone; it may be slow to answer while many processes start.
-            timeout: seconds.
+            store: a client of the same store for this call alone. It may be slow while many processes start.
+            timeout: seconds in which all ranks must come.
         """
         deadline = time.monotonic() + timeout
+        # The monitor's client gives up after STORE_PATIENCE. That is too short while processes start.
         later, self._store = self._store, dist.PrefixStore(self._name, store)
         self._store.set("ask", "")
         self.write_state()
@@ -128,7 +135,7 @@ class Watch:
         return None
 
     def enter(self, call: Call, sequence: int) -> None:
-        """A call begins."""
+        """Note that a call begins. The calling thread calls it for each message, so it does not touch the store."""
         now = time.monotonic()
         self._next_look = now + max(self.interval, 1.0)
         self._warned = False
@@ -138,18 +145,23 @@ class Watch:
         self._place = _Progress(sequence, call, now, recent)
 
     def leave(self) -> None:
-        """The call has ended well."""
+        """Note that the call has succeeded."""
         self._place = self._place._replace(call=None, since=0.0)
 
     def diagnose(self) -> Diagnosis:
-        """Return why the call in flight has failed. Takes a tenth of a second, or three intervals at most."""
+        """Return why the call in flight has failed.
+
+        The calling thread calls it and waits for the monitor's thread, which asks the other ranks. That takes a tenth
+        of a second if they answer, and at most three intervals and the patience with a store if they do not.
+        """
+        # Other ranks may ask before the cause is known, and must not wait for this one any longer.
         self._farewell = {"state": "failed"}
         self._wanted = True
         monitor.wake()
         started = time.monotonic()
         while True:
-            # Processes of this host are looked at without the store, which may be what is lost; and often, to see who
-            # is gone first, before ranks that have failed for the same reason end too.
+            # Processes of this host are looked up without the store, since the store may be what is lost. And they are
+            # looked up often, to see which one is gone first: ranks that fail for the same reason end soon after it.
             self._seen_first = self._seen_first or self._look_around()
             if self._found.wait(_LOOK_POLL):
                 break
@@ -161,7 +173,10 @@ class Watch:
         return self._finding
 
     def end(self, finding: Diagnosis | None = None) -> None:
-        """Leave word why this rank makes no more calls: it closed, or failed for the reason found. Never waits."""
+        """Tell the other ranks that this rank makes no more calls; ``finding``: why it failed, None if it closed.
+
+        Any thread may call it. It never waits: the monitor's thread writes the message.
+        """
         if finding is None:
             self._farewell = {"state": "closed"}
         else:
@@ -171,8 +186,9 @@ class Watch:
     # What follows runs on the monitor's thread.
 
     def tick(self) -> None:
-        """Answer who asks, and go on with what this rank itself wants to know."""
+        """Answer a question of another rank, and continue this rank's own inquiry."""
         if self._is_overdue():
+            # No call waits for this work, so close the links: the next call then reports the failure.
             self._interrupt()
         ask = self._store.get("ask").decode()
         if ask != self._answered or self._farewell:
@@ -184,10 +200,11 @@ class Watch:
         if self._inquiry is not None and self._inquiry.step():
             self._conclude(judge(self._inquiry.signs, self._place.call))
         elif self._inquiry is not None and self._inquiry.place is not self._place:
+            # The call that the inquiry was about has ended meanwhile.
             self._inquiry = None
 
     def store_failed(self) -> None:
-        """The store cannot be asked; what this host's process table says must do."""
+        """Judge by this host's process table alone, as the store does not answer."""
         self._conclude(self._judge_without_store())
 
     def pause(self) -> float:
@@ -199,7 +216,7 @@ class Watch:
         return min(max(self._next_look - time.monotonic(), _POLL), self.interval)
 
     def write_state(self) -> None:
-        """Tell the other ranks where this one is."""
+        """Write where this rank is, for the other ranks to read."""
         self._serial += 1
         place = self._place
         state = {
@@ -213,12 +230,12 @@ class Watch:
         self._store.set(f"at/{self.rank}", json.dumps(state))
 
     def read_states(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return what these ranks have last written of themselves."""
+        """Return the last states that these ranks have written."""
         texts = self._store.multi_get([f"at/{rank}" for rank in ranks])
         return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
 
     def ask(self, question: str) -> None:
-        """Have the other ranks write of themselves anew."""
+        """Ask the other ranks to write their states again."""
         self._store.set("ask", question)
 
     def others(self) -> list[int]:
@@ -226,7 +243,15 @@ class Watch:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def interpret(self, place: _Progress, rank: int, state: dict[str, Any], fresh: bool, waited: float) -> Sign | None:
-        """Return what speaks against a rank that has written ``state``, anew or before it was asked."""
+        """Return the evidence against a rank, from the state that it has written; None if there is none.
+
+        Args:
+            place: where this rank was when it asked.
+            rank: the other rank.
+            state: what the other rank has written last.
+            fresh: whether it has written that since it was asked.
+            waited: seconds since it was asked.
+        """
         sequence, call = place.sequence, place.call
         behind = state["sequence"] < sequence
         theirs = Call(**state["call"]) if state["call"] else None
@@ -274,11 +299,13 @@ class Watch:
         call, since = self._place.call, self._place.since
         if call is None or now < self._next_look:
             return False
+        # The next look is after twice the time waited so far, but not after the warning is due.
         warning = since + self._stall_warning
         self._next_look = min(2 * now - since, warning if warning > now else float("inf"))
         return True
 
     def _conclude(self, finding: Diagnosis | None) -> None:
+        """Hand the finding to a waiting ``diagnose``. If none waits, make the call in flight fail, or log a warning."""
         sequence, call, since, _ = self._inquiry.place if self._inquiry else self._place
         moved_on = call is None or self._place.since != since
         self._inquiry = None
@@ -298,7 +325,7 @@ class Watch:
 
 
 class _Inquiry:
-    """One round of asking the other ranks of a transport where they are."""
+    """One round of asking the other ranks of a transport where they are. Runs on the monitor's thread."""
 
     def __init__(self, watch: Watch, place: _Progress, question: str) -> None:
         self.place = place
@@ -310,7 +337,7 @@ class _Inquiry:
         self._started = time.monotonic()
 
     def step(self) -> bool:
-        """Read what has been answered; return whether ``signs`` is all that can be learnt."""
+        """Read the answers; return whether ``signs`` is complete. Does not wait: the monitor has other watches."""
         waited = time.monotonic() - self._started
         patient = waited < 2 * self._watch.interval + _POLL
         still_open = []
@@ -324,6 +351,6 @@ class _Inquiry:
             elif sign is not None:
                 self.signs.append(sign)
         self._open = still_open
-        # A rank that has failed may yet say why, but need not if it is known.
+        # A rank that has failed may still write why. There is no need to wait for that if other signs tell the cause.
         known = self.signs and "silent" not in waiting_for
         return not still_open or bool(known) or any(sign.kind in EVIDENT for sign in self.signs)

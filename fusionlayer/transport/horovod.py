@@ -1,4 +1,4 @@
-"""Ranks that are processes of a running Horovod: for jobs that use it already, over what it has connected."""
+"""The transport between the processes of a running Horovod, for jobs that use Horovod already."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from ._waiting import wait_until
 
 __all__ = ["HorovodTransport", "of_world"]
 
+# The store that all transports of this process share, and the number of transports made so far. The number makes their
+# names unique, so all processes must make transports in the same order.
 _store: dist.Store | None = None
 _made = 0
 
 
 class HorovodTransport(LinkedTransport):
-    """This process's end of all processes of Horovod; all of them make it together, after ``horovod.torch.init()``.
+    """This process's end of all processes of Horovod. All make it together, after ``horovod.torch.init()``.
 
-    Everything travels by Horovod's all-to-all of bytes, CUDA tensors through pinned host memory. Horovod has no message
-    from one rank to another alone: ``send`` and ``recv`` raise ``UsageError``. The processes watch each other through a
-    TCP store that rank 0 keeps.
+    Everything travels by Horovod's all-to-all of bytes, CUDA tensors through pinned host memory. Horovod has no
+    operation between two ranks alone, so ``send`` and ``recv`` raise ``UsageError``. The processes watch each other
+    through a TCP store that rank 0 keeps.
 
     Args:
-        timeout: seconds that a call, and the making of the transport, may wait for other ranks.
-        stall_warning: seconds of waiting after which a warning that names the late ranks is logged, once per call.
-        node: what ranks of this one's node have in common; None: a host and its network.
+        timeout: seconds that a call, or making the transport, may wait for other ranks.
+        stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+        node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
 
     Raises:
         ConfigError: Horovod is not installed for this torch.
-        UsageError: it is not initialized.
+        UsageError: Horovod is not initialized.
         TransportError: not all ranks came in time, or rank 0 cannot be reached.
     """
 
@@ -57,7 +59,7 @@ class HorovodTransport(LinkedTransport):
         self.send(x, source, tag)
 
     def subset(self, ranks: Sequence[int]) -> HorovodTransport:
-        """Raise ``UsageError``: the all-to-all of Horovod is one of all its processes."""
+        """Raise ``UsageError``: Horovod's all-to-all always involves all its processes."""
         raise UsageError("Horovod's transport is one of all processes; use transport 'c10d' for some of them")
 
     def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
@@ -65,12 +67,12 @@ class HorovodTransport(LinkedTransport):
 
 
 def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> HorovodTransport:
-    """Return a transport over all processes of the job; Horovod is initialized if it is not.
+    """Return a transport over all processes of the job. It initializes Horovod if needed.
 
     Args:
-        timeout: as the transport's.
-        stall_warning: as the transport's.
-        ranks_per_node: None for those of a host.
+        timeout: as for ``HorovodTransport``.
+        stall_warning: as for ``HorovodTransport``.
+        ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
     """
     hvd = import_horovod()
     if not hvd.is_initialized():

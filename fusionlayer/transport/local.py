@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: for tests, simulation, and trying things out without a launcher."""
+"""The transport between ranks that are threads of this process, for tests, simulation and trials without a launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _current: ContextVar[LocalTransport | None] = ContextVar("fusionlayer_local_tran
 
 
 def current() -> LocalTransport | None:
-    """Return the transport of the rank that the calling thread is, or None outside ``run``."""
+    """Return the transport of the calling thread's rank, or None outside ``run``."""
     return _current.get()
 
 
@@ -37,19 +37,19 @@ def alone() -> LocalTransport:
 def run(
     fn: Callable[[int], Result], world: int, *, timeout: float = 60.0, ranks_per_node: int | None = None
 ) -> list[Result]:
-    """Return ``[fn(0), fn(1), ...]``, all called at once, each in a thread that is a rank of its own.
+    """Return ``[fn(0), fn(1), ...]``. All calls run at once, each in a thread that is one rank.
 
-    Inside, ``current()`` is the rank's transport, and torch computes with one thread.
+    Inside ``fn``, ``current()`` is the rank's transport, and torch computes with one thread.
 
     Args:
-        fn: what every rank does; it takes its rank.
+        fn: the function that every rank runs; it takes its rank.
         world: number of ranks.
         timeout: seconds that a rank waits for the others in one call.
-        ranks_per_node: as if so many ranks, in rank order, shared a host; None: all of them.
+        ranks_per_node: so many ranks, in rank order, count as one node; None: all of them do.
 
     Raises:
-        Exception: the first exception that a rank raised, its message led by the rank. The other ranks are released
-            with ``TransportError``.
+        Exception: the first exception that a rank raised, with the rank at the start of its message. The other ranks
+            get ``TransportError`` from their calls.
     """
     hub = _Hub()
     group = _Group(hub, world, timeout, ranks_per_node)
@@ -75,7 +75,8 @@ def run(
         for thread in threads:
             thread.start()
         for thread in threads:
-            # Once a rank has failed, one that waits for something else than the transport is not worth waiting for.
+            # Once a rank has failed, calls of the transport fail on the others too. A rank that waits for anything else
+            # might never end, so it gets ``timeout`` seconds.
             while thread.is_alive() and not (errors and hub.failed_for() > timeout):
                 thread.join(0.2 if errors else 1.0)
     finally:
@@ -86,7 +87,7 @@ def run(
 
 
 class LocalTransport(Transport):
-    """A rank that is a thread; its peers are threads of the same process. Made by ``run`` and ``duplicate``.
+    """One rank's end of a group of threads of the same process. Made by ``run``, ``duplicate`` and ``subset``.
 
     ``send`` is buffered: it returns before the matching ``recv``.
     """
@@ -121,7 +122,7 @@ class LocalTransport(Transport):
         for r, part in enumerate(totals):
             flat[bounds[r] : bounds[r + 1]].copy_(part)
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
-        self._settle([flat])
+        self._synchronize([flat])
 
     def broadcast(self, x: Tensor, root: int) -> None:
         offered: list[Tensor] = self._begin(Call.broadcast(x, root, self.size), x)
@@ -134,7 +135,7 @@ class LocalTransport(Transport):
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         call = Call.send(x, self.rank, to, tag, self.size)
         letter = x.detach().clone()
-        self._settle([letter])
+        self._synchronize([letter])
         with self._group.hub.changed:
             self._group.check_open(self)
             self._group.letters[self.rank, to, tag].append(letter)
@@ -148,7 +149,7 @@ class LocalTransport(Transport):
         if conflict:
             raise self._group.fail_call(self, conflict, sorted((self.rank, source)))
         x.view(-1).view(torch.uint8).copy_(letter.view(-1).view(torch.uint8))
-        self._settle([x])
+        self._synchronize([x])
 
     def duplicate(self) -> LocalTransport:
         self._duplicates += 1
@@ -167,7 +168,10 @@ class LocalTransport(Transport):
         return self._group.node_of(self.rank).to_bytes(8, "little")
 
     def _begin(self, call: Call, offer: Any) -> list[Any]:
-        """Return what every rank offers in this call, once all are in it and their calls fit."""
+        """Return what every rank offers in this call, once all ranks have made the same call.
+
+        The ranks then read each other's tensors directly, so each must call ``_end`` or ``_meet`` before it returns.
+        """
         self.sequence += 1
         met: list[tuple[Call, Any]] = self._meet((call, offer), offer if isinstance(offer, (list, tuple)) else [offer])
         for other, (their_call, _) in enumerate(met):
@@ -179,33 +183,34 @@ class LocalTransport(Transport):
         return [theirs for _, theirs in met]
 
     def _end(self, written: Sequence[Tensor]) -> None:
-        """Return when every rank has read what it needs of the others' tensors."""
+        """Return when every rank has read what it needs from this rank's tensors. Then the caller may change them."""
         self._meet(None, written)
 
     def _meet(self, offer: Any, tensors: Sequence[Tensor]) -> list[Any]:
-        self._settle(tensors)
+        self._synchronize(tensors)
         self._meetings += 1
         return self._group.meet(self, self._meetings, offer)
 
     @staticmethod
-    def _settle(tensors: Sequence[Tensor]) -> None:
-        """Let the other threads' streams see what this thread's stream has written."""
+    def _synchronize(tensors: Sequence[Tensor]) -> None:
+        """Wait until this thread's CUDA streams have written the tensors: other threads use other streams."""
         for device in {x.device for x in tensors if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
 
 class _Hub:
-    """The one lock of a run, and what has become of its ranks; shared by all groups of the run."""
+    """The lock of a run and the state of its ranks. All groups of the run share it."""
 
     def __init__(self) -> None:
-        # Guards this hub and all groups of the run: their letters, meetings and who has left. Notified at each change.
+        # Guards this hub and all groups of the run: their letters, meetings, and the ranks that have left. Notified at
+        # each change. One lock for all groups, because the failure of a rank must wake waiters in every group.
         self.changed = threading.Condition()
         self.failure: tuple[str, list[int]] | None = None
         self.left: set[int] = set()
         self._failed_at = 0.0
 
     def fail(self, why: str, ranks: list[int]) -> None:
-        """Release every rank from every group. The lock is held."""
+        """Make the calls of every rank in every group fail. The caller holds the lock."""
         if self.failure is None:
             self.failure = (why, ranks)
             self._failed_at = time.monotonic()
@@ -221,7 +226,10 @@ class _Hub:
 
 
 class _Group:
-    """What the ranks of one group share: the meetings under way, the letters not yet fetched, and the way it ended."""
+    """The state that the ranks of one group share: meetings under way, letters not yet received, and its failure.
+
+    A meeting is one point that all ranks reach before any goes on. A letter is a tensor from ``send``.
+    """
 
     def __init__(
         self,
@@ -247,36 +255,36 @@ class _Group:
     def node_of(self, rank: int) -> int:
         return self._members[rank] // self.ranks_per_node
 
-    def meet(self, who: LocalTransport, number: int, offer: Any) -> list[Any]:
-        """Return the offers of all ranks to the meeting of this number, in rank order."""
+    def meet(self, caller: LocalTransport, number: int, offer: Any) -> list[Any]:
+        """Return the offers of all ranks to meeting ``number``, in rank order, once all ranks have come."""
         with self.hub.changed:
-            self.check_open(who)
+            self.check_open(caller)
             offers = self._meetings.setdefault(number, {})
-            offers[who.rank] = offer
+            offers[caller.rank] = offer
             if len(offers) == self.size:
                 self.hub.changed.notify_all()
             else:
-                self._wait(who, lambda: len(offers) == self.size, lambda: set(range(self.size)) - set(offers))
+                self._wait(caller, lambda: len(offers) == self.size, lambda: set(range(self.size)) - set(offers))
             self._fetched[number] += 1
             if self._fetched[number] == self.size:
                 del self._meetings[number], self._fetched[number]
             return [offers[r] for r in range(self.size)]
 
-    def take_letter(self, who: LocalTransport, source: int, tag: int) -> Tensor:
+    def take_letter(self, caller: LocalTransport, source: int, tag: int) -> Tensor:
         with self.hub.changed:
-            letters = self.letters[source, who.rank, tag]
-            self._wait(who, lambda: bool(letters), lambda: {source})
+            letters = self.letters[source, caller.rank, tag]
+            self._wait(caller, lambda: bool(letters), lambda: {source})
             return letters.popleft()
 
-    def duplicate(self, who: LocalTransport, number: int) -> _Group:
+    def duplicate(self, caller: LocalTransport, number: int) -> _Group:
         with self.hub.changed:
-            self.check_open(who)
-            twin = _Group(self.hub, self.size, self.timeout, self.ranks_per_node, self._members)
-            return self._duplicates.setdefault(number, twin)
+            self.check_open(caller)
+            made = _Group(self.hub, self.size, self.timeout, self.ranks_per_node, self._members)
+            return self._duplicates.setdefault(number, made)
 
-    def subset(self, who: LocalTransport, ranks: tuple[int, ...], number: int) -> _Group:
+    def subset(self, caller: LocalTransport, ranks: tuple[int, ...], number: int) -> _Group:
         with self.hub.changed:
-            self.check_open(who)
+            self.check_open(caller)
             members = tuple(self._members[rank] for rank in ranks)
             part = _Group(self.hub, len(ranks), self.timeout, self.ranks_per_node, members)
             return self._subsets.setdefault((ranks, number), part)
@@ -286,29 +294,33 @@ class _Group:
             self._left.add(rank)
             self.hub.changed.notify_all()
 
-    def check_open(self, who: LocalTransport) -> None:
-        """Raise TransportError if this rank can make no more calls. The lock is held."""
+    def check_open(self, caller: LocalTransport) -> None:
+        """Raise ``TransportError`` if this rank can make no more calls. The caller holds the lock."""
         failure = self._failure or self.hub.failure
         if failure:
-            raise TransportError(f"rank {who.rank}: {failure[0]}", failure[1], sequence=who.sequence)
-        if who.rank in self._gone():
-            raise TransportError(f"rank {who.rank}: this transport is closed; make a new one", sequence=who.sequence)
+            raise TransportError(f"rank {caller.rank}: {failure[0]}", failure[1], sequence=caller.sequence)
+        if caller.rank in self._gone():
+            raise TransportError(
+                f"rank {caller.rank}: this transport is closed; make a new one", sequence=caller.sequence
+            )
 
-    def fail_call(self, who: LocalTransport, why: str, ranks: Sequence[int]) -> TransportError:
+    def fail_call(self, caller: LocalTransport, why: str, ranks: Sequence[int]) -> TransportError:
         """Close the group on every rank; return the error to raise on this one."""
         with self.hub.changed:
             if self._failure is None:
-                self._failure = (f"collective {who.sequence}: {why}", list(ranks))
+                self._failure = (f"collective {caller.sequence}: {why}", list(ranks))
             self.hub.changed.notify_all()
-        return TransportError(f"rank {who.rank}: collective {who.sequence}: {why}", ranks, sequence=who.sequence)
+        return TransportError(
+            f"rank {caller.rank}: collective {caller.sequence}: {why}", ranks, sequence=caller.sequence
+        )
 
     def _gone(self) -> set[int]:
-        """Return the ranks of this group that have closed it, or have left the run."""
+        """Return the ranks of this group that have closed their transport or have left the run."""
         return self._left | {rank for rank, member in enumerate(self._members) if member in self.hub.left}
 
-    def _wait(self, who: LocalTransport, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
+    def _wait(self, caller: LocalTransport, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
         def over() -> bool:
-            return done() or bool(self._failure or self.hub.failure or gone() or who.rank in self._left)
+            return done() or bool(self._failure or self.hub.failure or gone() or caller.rank in self._left)
 
         def gone() -> set[int]:
             return missing() & self._gone()
@@ -316,12 +328,12 @@ class _Group:
         in_time = self.hub.changed.wait_for(over, self.timeout)
         if done():
             return
-        self.check_open(who)
+        self.check_open(caller)
         if in_time:
             ranks = sorted(gone())
-            raise self.fail_call(who, f"{_ranks(ranks)} left while rank {who.rank} waits for it", ranks)
+            raise self.fail_call(caller, f"{_ranks(ranks)} left while rank {caller.rank} waits for it", ranks)
         ranks = sorted(missing())
-        raise self.fail_call(who, f"{_ranks(ranks)} did not come within {self.timeout:g} s", ranks)
+        raise self.fail_call(caller, f"{_ranks(ranks)} did not come within {self.timeout:g} s", ranks)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -329,7 +341,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _named(error: BaseException, rank: int) -> BaseException:
-    """Return the error with its rank in front of its message; the type and all else stay."""
+    """Return the same error with the rank at the start of its message."""
     if len(error.args) == 1 and isinstance(error.args[0], str) and not error.args[0].startswith(f"rank {rank}: "):
         error.args = (f"rank {rank}: {error.args[0]}",)
     return error

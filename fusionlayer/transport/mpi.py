@@ -1,4 +1,4 @@
-"""Ranks that are processes of MPI, by mpi4py: for clusters whose network, or whose launcher, wants it."""
+"""The transport between processes of MPI, by mpi4py, for clusters whose network or launcher needs MPI."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["MpiTransport", "of_world"]
 
 @dataclass
 class _World:
-    """What transports over the same processes have in common; kept for the life of the process.
+    """What transports over the same processes share, for the life of the process.
 
     Attributes:
-        comm: a communicator of their own, from which theirs are made.
-        store: by which they watch each other; rank 0 keeps it.
+        comm: a communicator from which those of the transports are duplicated. Nothing else uses it.
+        store: the store through which the ranks watch each other. Rank 0 keeps it.
         made: number of transports made so far.
     """
 
@@ -48,8 +48,8 @@ class _MpiRendezvous(Rendezvous):
     """A rendezvous of processes of MPI.
 
     Attributes:
-        comm: the communicator of which the transport's own is made.
-        members: which of its ranks make it; None for all.
+        comm: the communicator from which the transport makes its own; None for a single process.
+        members: the ranks of ``comm`` that make the transport; None for all.
     """
 
     comm: MPI.Intracomm | None
@@ -60,23 +60,24 @@ class _MpiRendezvous(Rendezvous):
 
 
 class MpiTransport(LinkedTransport):
-    """This process's end of an MPI communicator; all its processes make it together.
+    """This process's end of an MPI communicator. All its processes make it together.
 
-    Traffic is on communicators of its own, as bytes; sums are added here, in rank order and float32. CUDA tensors
-    travel through pinned host memory. ``send`` may wait for the matching ``recv``. A thread that waits sleeps.
+    The transport uses its own communicators and sends bytes only. It adds sums itself, in rank order and in float32.
+    CUDA tensors travel through pinned host memory. ``send`` may wait for the matching ``recv``. A thread that waits
+    sleeps.
 
-    The processes watch each other through a TCP store that rank 0 keeps, at a port that the system chooses and an
-    address that MPI carries to the others. So late, stopped and erring ranks are named as by ``C10dTransport``. A
-    process that dies is named only if the launcher lets the others live (Open MPI 4: ``mpirun --enable-recovery``).
+    The processes watch each other through a TCP store that rank 0 keeps. The system chooses its port, and MPI carries
+    its address to the other ranks. So errors name late, stopped and failed ranks as those of ``C10dTransport`` do. They
+    name a process that dies only if the launcher lets the others live (Open MPI 4: ``mpirun --enable-recovery``).
 
     Args:
         comm: which processes; None is ``MPI.COMM_WORLD``.
-        timeout: seconds that a call, and the making of the transport, may wait for other ranks.
-        stall_warning: seconds of waiting after which a warning that names the late ranks is logged, once per call.
-        node: what ranks of this one's node have in common; None: a host and its network.
+        timeout: seconds that a call, or making the transport, may wait for other ranks.
+        stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+        node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
 
     Raises:
-        ConfigError: no mpi4py, no MPI library, or one that was initialized for a single thread.
+        ConfigError: mpi4py or an MPI library is missing, or MPI was initialized for fewer threads.
         TransportError: not all ranks came in time, or rank 0 cannot be reached.
     """
 
@@ -121,23 +122,31 @@ class MpiTransport(LinkedTransport):
         if members is None:
             comm = _duplicate(comm, self.timeout)
         else:
-            # It cannot be given up, but all its ranks have come by now: they have met in the store.
+            # Create_group blocks and cannot be cancelled. That is safe here, because all its ranks have met in the
+            # store before and make the same call now.
             comm = comm.Create_group(
                 comm.Get_group().Incl(members), zlib.crc32(self._rendezvous.name.encode()) % (1 << 15)
             )
-        # Two threads may duplicate two transports, each on the communicator of its own.
+        # A duplicate is made from this transport's own communicator. So two threads may duplicate two transports at
+        # once, and their collectives cannot meet on one communicator.
         self._rendezvous = replace(self._rendezvous, comm=comm, members=None)
         yield "cpu", MpiLink(comm, self._rendezvous.name, self.timeout)
 
 
 def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> MpiTransport:
-    """Return a transport over all processes of the job. ``ranks_per_node``: None for those of a host."""
+    """Return a transport over all processes of the job.
+
+    Args:
+        timeout: as for ``MpiTransport``.
+        stall_warning: as for ``MpiTransport``.
+        ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
+    """
     node = None if ranks_per_node is None else f"node {load_mpi().COMM_WORLD.rank // ranks_per_node}"
     return MpiTransport(None, timeout, stall_warning=stall_warning, node=node)
 
 
 def _world_ranks(mpi: Any, comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of the processes in COMM_WORLD, in the order of ``comm``."""
+    """Return the ranks that the processes of ``comm`` have in COMM_WORLD, in the order of ``comm``."""
     group = comm.Get_group()
     ranks = group.Translate_ranks(range(group.size), mpi.COMM_WORLD.Get_group())
     return tuple(ranks)

@@ -1,7 +1,7 @@
-"""Short messages, at any time and of any length, between rank 0 and every other rank, beside a transport's calls.
+"""Connections between rank 0 and every other rank, for messages of any length at any time, beside a transport's calls.
 
-A transport's calls need all ranks at once and end within its timeout. What one rank has to say when it comes up, and
-what may not come up for hours, goes through connections of this kind, which also tell at once that a peer is gone.
+A transport's calls need all ranks at once and end within its timeout. These connections carry messages that one rank
+sends alone, perhaps hours after the last one. They also tell at once that a peer is gone.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ __all__ = ["Center", "Connection", "connect"]
 
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<16sI")
+# Seconds that a peer may take to connect and to say which rank it is.
 _PATIENCE = 5.0
 _NEAR = "this host"
-# Frames that a peer has not read yet must not make this end wait: what is under way at once fits in here.
+# Size asked for a socket's buffers. All messages that are under way at once fit, so that a sender need not wait for the
+# reader.
 _BUFFER_BYTES = 1 << 20
-# Read at once while it is not known how long the next message is.
+# Bytes to read at once while the length of the next message is unknown.
 _FIRST_BYTES = 64 << 10
-# As a struct timeval. A rank that stops in the middle of a message keeps rank 0 from hearing others only so long.
+# 50 ms as a struct timeval: how long a rank that stops in the middle of a message can keep rank 0 from the others.
 _NO_LONGER = struct.pack("@ll", 0, 50_000)
-# Longer messages are not copied behind their length, but sent by a second call.
+# From this length on a message is sent by a second call. A shorter one is copied behind its length and sent with it.
 _WORTH_A_CALL = 16 << 10
 
 
 class Connection:
-    """One end of the connection of two ranks. One thread sends at a time, and one receives.
+    """One end of the connection between two ranks. At most one thread sends and one thread receives at a time.
 
     Attributes:
-        room: bytes that can be sent, if all before were read, without waiting for a reader.
+        room: bytes that can be sent without waiting for the reader, once it has read everything before.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -58,12 +60,12 @@ class Connection:
             _enlarge(end)
         end.settimeout(None)
         self.socket = end
-        # The kernel tells twice what it was asked for, and counts what its own records take.
+        # The kernel reports twice the size that was asked for, and its own records count too. So a quarter is safe.
         self.room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._read = bytearray()
 
     def send(self, *messages: bytes) -> None:
-        """Send messages one after the other. A peer that is gone is noticed by who receives."""
+        """Send messages one after the other. It ignores a peer that is gone: the receiving thread notices that."""
         with suppress(OSError):
             for message in messages:
                 length = _LENGTH.pack(len(message))
@@ -74,14 +76,14 @@ class Connection:
                     self.socket.sendall(message)
 
     def receive(self) -> memoryview | None:
-        """Wait for the next message and return it; None when the peer has closed its end or is gone."""
+        """Wait for the next message and return it; return None if the peer has closed its end or is gone."""
         while (message := self._next()) is None:
             if not self._fill():
                 return None
         return message
 
     def received(self) -> list[memoryview] | None:
-        """Return the messages that have come, once the socket is readable; None as ``receive`` does."""
+        """Return the messages that have come, None as in ``receive``. Call it when the socket is readable."""
         if not self._fill():
             return None
         messages = []
@@ -90,13 +92,17 @@ class Connection:
         return messages
 
     def close(self) -> None:
-        """Close this end; whoever waits in ``receive`` here gets None. Twice is once."""
+        """Close this end; a thread that waits in ``receive`` gets None. A second call does nothing."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def _fill(self) -> bool:
-        """Read what has come; of a message that has begun all, unless that lasts."""
+        """Read what has come; return whether the peer is still there.
+
+        If a message has begun, wait for the rest of it: as long as the socket's receive time-out allows (_NO_LONGER on
+        rank 0), else without limit.
+        """
         missing = 0
         if len(self._read) >= _LENGTH.size:
             missing = _LENGTH.size + _LENGTH.unpack_from(self._read)[0] - len(self._read)
@@ -116,17 +122,17 @@ class Connection:
         end = _LENGTH.size + length
         if len(self._read) < end:
             return None
-        # The message keeps the buffer that it lies in; what is behind it begins another.
+        # The message is a view that keeps its buffer alive, so the bytes after it are copied to a new buffer.
         read = memoryview(self._read)
         self._read = bytearray(read[end:])
         return read[_LENGTH.size : end].toreadonly()
 
 
 class Center:
-    """Rank 0's ends of all connections.
+    """Rank 0's ends of all connections. One thread calls ``received``.
 
     Args:
-        connections: by rank.
+        connections: the connections by rank.
     """
 
     def __init__(self, connections: dict[int, Connection]) -> None:
@@ -139,7 +145,10 @@ class Center:
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NO_LONGER)
 
     def received(self, patience: float) -> Iterator[tuple[int, list[memoryview] | None]]:
-        """Wait up to ``patience`` seconds, or for ``wake``; yield who has sent what, None where a rank is gone."""
+        """Wait for messages; yield each rank that has sent some with them, or with None if the rank is gone.
+
+        The wait ends after ``patience`` seconds, or when another thread calls ``wake``.
+        """
         for key, _ in self._selector.select(patience):
             if key.fileobj is self._woken:
                 self._woken.recv(1 << 10)
@@ -150,11 +159,11 @@ class Center:
             yield key.data, messages
 
     def wake(self) -> None:
-        """End the wait of the thread that is in ``received``."""
+        """End the wait of the thread that is in ``received``. Any thread may call it."""
         self._wake.send(b"!")
 
     def close(self) -> None:
-        """Close all ends. Only when no thread is in ``received``."""
+        """Close all ends. No thread may be in ``received``."""
         self._selector.close()
         for connection in self.connections.values():
             connection.close()
@@ -163,10 +172,10 @@ class Center:
 
 
 def connect(transport: Transport) -> Center | Connection:
-    """Return rank 0's ends, or another rank's one end. All ranks of ``transport`` call it together.
+    """Return a ``Center`` on rank 0, a ``Connection`` to rank 0 on others. All ranks of ``transport`` call it together.
 
     Raises:
-        TransportError: a rank cannot be reached from another, or did not come within the transport's timeout.
+        TransportError: a rank cannot reach rank 0, or did not come within the transport's timeout.
     """
     near = next(node for node in transport.nodes if 0 in node)
     if transport.rank:
@@ -197,7 +206,7 @@ def _listener() -> socket.socket:
 
 
 def _enlarge(end: socket.socket) -> None:
-    """Give a socket room for more than two segments of a loopback device; ends that are accepted inherit it."""
+    """Give a socket buffers for more than two segments of a loopback device. Accepted connections inherit them."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
@@ -214,7 +223,7 @@ def _reach_near(name: str) -> socket.socket:
 
 
 def _reach(host: str, port: int) -> socket.socket:
-    """Return a connection, with room that was asked for before it was made, as only then it counts."""
+    """Return a connected TCP socket. Its buffers are enlarged before it connects, as TCP ignores that afterwards."""
     why: OSError | None = None
     for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         end = socket.socket(family, kind, protocol)
@@ -230,7 +239,7 @@ def _reach(host: str, port: int) -> socket.socket:
 
 
 def _near_listener(name: str) -> socket.socket:
-    """Return a listener for this host, by a name in no file system; TCP within a host stalls when windows fill up."""
+    """Return a Unix listener, by a name outside any file system. TCP within a host stalls when its windows fill up."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")
     listener.listen(1024)
@@ -238,7 +247,7 @@ def _near_listener(name: str) -> socket.socket:
 
 
 def _answer(listeners: Sequence[socket.socket], token: bytes, size: int, timeout: float) -> dict[int, Connection]:
-    """Return the connections of all other ranks; who does not know the token is sent away."""
+    """Return the connections of all other ranks. A connection without the right token is closed."""
     ends: dict[int, Connection] = {}
     deadline = time.monotonic() + timeout
     while len(ends) < size - 1:
@@ -263,7 +272,7 @@ def _answer(listeners: Sequence[socket.socket], token: bytes, size: int, timeout
 
 
 def _call(address: dict[str, Any], rank: int, *, near: bool, timeout: float) -> socket.socket:
-    """Return a connection to rank 0 by the first of its addresses that leads there."""
+    """Return a connection to rank 0 by the first of its addresses that works."""
     hosts = list(address["hosts"])
     hosts = [_NEAR, "127.0.0.1", *hosts] if near else [*hosts, "127.0.0.1"]
     hello = _HELLO.pack(bytes.fromhex(address["token"]), rank)
@@ -288,6 +297,6 @@ def _call(address: dict[str, Any], rank: int, *, near: bool, timeout: float) -> 
 
 
 def _hosts() -> list[str]:
-    """Return names and addresses of this host by which another may reach it."""
+    """Return names and addresses of this host by which other hosts may reach it."""
     found = [*reachable_names(), os.environ.get("MASTER_ADDR", "")]
     return list(dict.fromkeys(host for host in found if host and not host.startswith("127.")))
