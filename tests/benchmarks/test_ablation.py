@@ -15,6 +15,7 @@ from benchmarks.lab import Network, why_not
 from fusionlayer.planning.profile import Profile
 from tests.examples.places import ROOT
 from tests.planning.profiles import write_example
+from tests.tiers import exhaustive
 
 
 def example_plans(folder: Path) -> list[ablation.Planned]:
@@ -52,6 +53,7 @@ def test_waiting_is_compared_round_by_round(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(why_not(Network(2)) is not None, reason="needs network namespaces")
+@exhaustive(guarded_by="tests/benchmarks/test_ablation.py::test_waiting_is_compared_round_by_round")
 def test_all_of_it_in_small(tmp_path: Path) -> None:
     small = ["--model", "gpt-small", "--rates", "1gbit", "--rounds", "1", "--repeats", "1", "--busy-ok"]
     command = [sys.executable, "-m", "benchmarks.ablation", *small, "--out", str(tmp_path)]

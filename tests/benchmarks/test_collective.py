@@ -15,6 +15,7 @@ from benchmarks.collective.operations import YARDSTICK
 from benchmarks.collective.options import parse
 from benchmarks.collective.summary import summarize, wire_share
 from tests.examples.places import needs_namespaces
+from tests.tiers import tiered
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -159,7 +160,7 @@ class TestCommand:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.parametrize("rate", [None, "1gbit"])
+@pytest.mark.parametrize("rate", tiered([None, "1gbit"], lambda rate: rate is None))
 def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     """On a network of their own nothing else is counted, so what is sent is known to a few percent: headers."""
     mpi = rate is not None and command.why_no_mpi() is None

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overhead
+from tests.tiers import exhaustive
 
 MOST_CALLS = {"submit": 15, "lane": 103, "step": 21}
 """Of one tensor of int8 among four ranks; a call more is a decision, not an accident."""
@@ -28,6 +29,7 @@ def test_each_tensor_of_a_bucket_adds_calls_to_its_submission_alone() -> None:
 
 
 @pytest.mark.medium
+@exhaustive(guarded_by="tests/benchmarks/test_overhead.py::test_one_gradient_takes_no_more_calls_than_it_did")
 def test_the_command_writes_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert overhead.main(["--steps", "2", "--worlds", "2", "--out", str(tmp_path), "--hardware", "test"]) == 0
     (result,) = tmp_path.glob("overhead_test_*.json")

@@ -14,6 +14,7 @@ import fusionlayer as fl
 from benchmarks.tensor_parallel.__main__ import columns, picture, rows
 from benchmarks.tensor_parallel.model import Shape, TensorParallelGPT
 from benchmarks.tensor_parallel.variants import BASELINE, Variant, parse, variants
+from tests.tiers import exhaustive
 
 from .labs import ROOT, needs_namespaces
 
@@ -65,6 +66,7 @@ def test_a_part_of_one_rank_is_the_whole_model() -> None:
 @pytest.mark.netns
 @needs_namespaces
 @pytest.mark.timeout(180)
+@exhaustive(guarded_by="tests/benchmarks/test_tensor_parallel.py::test_a_part_of_one_rank_is_the_whole_model")
 def test_a_small_run(tmp_path: Path) -> None:
     chosen = ("raw", "taco", "taco/1KiB", "tahquant")
     command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--rates", "1gbit", "--variants", ",".join(chosen)]

@@ -25,6 +25,7 @@ from benchmarks.training.workloads import make_workload
 from fusionlayer.codecs import Codec, TensorState
 from fusionlayer.codecs._base import registry
 from tests.examples.places import ROOT
+from tests.tiers import exhaustive
 
 CELL = Cell("gpt", 2, 1, "100mbit", ("alone", "ddp", "ddp-again", "int8"), 5)
 QUIET = {"before": {"load": 0.1}, "after": {"load": 2.0}}
@@ -273,6 +274,7 @@ class TestCommandLine:
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
+@exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
 def test_without_namespaces_it_runs_on_loopback_and_says_so(tmp_path: Path) -> None:
     arguments = ["--model", "gpt-small", "--methods", "int8", "--rounds", "1", "--busy-ok", "--out", str(tmp_path)]
     done = subprocess.run(

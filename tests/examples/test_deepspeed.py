@@ -29,6 +29,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@exhaustive(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
 def test_torchrun(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     output = run(

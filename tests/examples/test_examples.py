@@ -220,6 +220,7 @@ def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_
 @pytest.mark.medium
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("schedule", tiered(["1f1b", "interleaved"], lambda schedule: schedule == "1f1b"))
+@exhaustive(guarded_by="tests/integrations/test_pipeline.py::test_training")
 def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     small = ("--width", "64", "--layers", "4", "--steps", "12", "--batch-size", "8")

@@ -25,6 +25,7 @@ from tests.integrations.test_optimizer_results import assert_same_bits, sgd, tra
 from tests.integrations.training import make_model, reference, train, weights
 from tests.planning.measured import costs_measured
 from tests.scheduler.engines import MODEL
+from tests.tiers import tiered
 
 STEPS = 10  # the switch comes after the eighth
 BY_COSTS = [name for name in fl.planners.names() if fl.planners.get(name).needs_costs]
@@ -236,6 +237,6 @@ def check_training(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
 def test_training(world: int) -> None:
     run_ranks(check_training, world, timeout=140)

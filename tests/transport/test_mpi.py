@@ -13,7 +13,7 @@ from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.transport._mpi_link import load_mpi
 from fusionlayer.transport.mpi import _finish
 from tests.mpi import attempt, needs_mpi, start, version
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 medium = pytest.mark.medium
 # Seconds on a quiet machine, minutes on one that has much else to do.
@@ -41,6 +41,7 @@ def test_a_job_without_a_process_group() -> None:
 
 @medium
 @needs_mpi
+@exhaustive(guarded_by="tests/transport/test_mpi.py::test_conformance_of_every_size_up_to")
 def test_ranks_that_differ_or_stop_are_named_and_waiting_is_no_work() -> None:
     printed = start(3, worker("failures"))
     found = sorted(re.findall(r"rank (\d) knows; waiting took (\d+)% of a core", printed))
