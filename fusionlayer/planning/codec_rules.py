@@ -120,7 +120,9 @@ class CodecRules:
             return CodecChoice(codecs.get(rule.codec, **rule.options), f"rule {number}: {rule}")
         allowed = self.allowed(candidates)
         if not allowed:
-            raise ConfigError(f"policy: of {', '.join(candidates) or 'no codecs'} none is {self.fidelity}")
+            raise ConfigError(
+                f"policy: 'auto' may choose only {self.fidelity} codecs; candidates: {', '.join(candidates) or 'none'}"
+            )
         taken = {name: seconds(codec, tensor) for name, codec in allowed.items()}
         best, *others = sorted(taken, key=lambda name: (taken[name], name))
         beaten = f", {others[0]} {taken[others[0]] * 1e3:.2f} ms" if others else ""

@@ -212,7 +212,7 @@ class Engine:
         with self._lock:
             tensor = self._tensors.get(name)
             if tensor is None:
-                raise UsageError(f"gradient {name!r} is none of this engine's {len(self._tensors)} tensors")
+                raise UsageError(f"gradient {name!r} is not one of this engine's {len(self._tensors)} tensors")
             if gradient.numel() != tensor.numel:
                 raise UsageError(f"gradient {name!r} has {gradient.numel()} elements, expected {tensor.numel}")
             if name in self._arrived:
@@ -252,7 +252,7 @@ class Engine:
         with self._lock:
             if index != len(self._jobs):
                 raise UsageError(
-                    f"bucket {index} was submitted where step {self.step} has bucket {len(self._jobs)} next"
+                    f"bucket {index} was submitted, but bucket {len(self._jobs)} comes next in step {self.step}"
                 )
             try:
                 if not self._arrived:
