@@ -1,1 +1,1 @@
-"""Planning: measures what steps cost, predicts what plans would cost, and finds plans by it."""
+"""Planning: measures the costs of steps, predicts the costs of plans, and finds plans from both."""

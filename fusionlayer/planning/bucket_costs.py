@@ -1,4 +1,4 @@
-"""What a bucket costs: phases for the simulation, and their sums by kind of work for planners."""
+"""The costs of a bucket: phases for the simulation, and their sums by kind of work for planners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_LINK = LinkCost(0.0, 0.0, 0.0, FREE, FREE)
 
 @dataclass(frozen=True)
 class BucketCosts:
-    """What buckets cost that are all encoded by one codec and sent by one collective.
+    """The costs of buckets that have one codec and one collective.
 
     Attributes:
         codec: its costs.
@@ -30,7 +30,7 @@ class BucketCosts:
         cluster: the ranks.
         copy: CPU seconds of packing, and of unpacking, by elements.
         disturbance: seconds by which each bucket delays the rest of backward, where threads have cores of their own.
-        transfer: measured seconds of the collective by bytes of a rank's message, in place of what links cost.
+        transfer: measured seconds of the collective by bytes of a rank's message; None: from the costs of the links.
     """
 
     codec: CodecCost
@@ -58,7 +58,7 @@ class BucketCosts:
         return _sum(self._work(elements, replace(_free(self.codec), encode=self.codec.encode), self._copying))
 
     def communicate(self, elements: float) -> float:
-        """Return seconds of a bucket's transfers, and of what is done between them."""
+        """Return seconds of a bucket's transfers, and of recoding between them."""
         return _sum(self._transfers(elements))
 
     def decode(self, elements: float) -> float:
@@ -68,26 +68,26 @@ class BucketCosts:
         return _sum(self._work(elements, decoding, FREE)) + unpacking
 
     def alone(self, elements: float) -> float:
-        """Return seconds that so many elements take by themselves, from encoding to the unpacked sum."""
+        """Return seconds for so many elements alone, from encoding to the unpacked sum."""
         return self.encode(elements) + self.communicate(elements) + self.decode(elements)
 
     def phases(self, sizes: Sequence[int], unpack: bool = True) -> list[Phase]:
-        """Return what a communication thread does for a bucket of tensors of so many elements each.
+        """Return the work of a communication thread for a bucket of tensors.
 
         Args:
-            sizes: elements of each tensor. Encoded ahead, each is decoded by itself.
-            unpack: results are copied into the gradients.
+            sizes: elements of each tensor. Tensors that are encoded ahead are decoded one by one.
+            unpack: copy results into the gradients.
         """
         elements = sum(sizes)
         if self.ahead:
             return [*self._transfers(elements), *(Phase(each, each) for each in map(self.decode, sizes))]
         if self.transfer is None:
             return message_phases(self.algorithm, elements, self.codec, self.cluster, self.copy, unpack)
-        # What was measured is all transfers of the collective at once: the codec's work is put before them.
+        # All transfers of the collective were measured as one, so the codec's work is put before them.
         return [*self._work(elements, self.codec, self.copy, unpack), *self._measured(elements)]
 
     def for_planner(self, backward: Mapping[str, float]) -> StepCosts:
-        """Return these costs as a planner wants them; ``backward``: seconds of backward by name of the tensor."""
+        """Return these costs for a planner; ``backward``: seconds of backward by name of the tensor."""
         startup = self.communicate(1)
         return StepCosts(backward, self.encode, self.decode, self.communicate, startup, self.ahead, self.disturbance)
 
@@ -102,7 +102,7 @@ class BucketCosts:
         return [*self._work(elements, between, FREE), *self._measured(elements)]
 
     def _work(self, elements: float, codec: CodecCost, copy: Cost, unpack: bool = False) -> list[Phase]:
-        """Return the same as if links cost nothing."""
+        """Return the phases of the collective with links that cost nothing: only the work on the CPU."""
         offline = replace(self.cluster, between=_NO_LINK, inside=_NO_LINK)
         return message_phases(self.algorithm, elements, codec, offline, copy, unpack)
 
@@ -123,15 +123,15 @@ def _sum(phases: Sequence[Phase]) -> float:
 def costs_of(
     profile: Profile, codec: Codec, algorithm: str, scenario: Scenario, workers: int, measured: bool = False
 ) -> BucketCosts:
-    """Return what buckets of a codec cost in a scenario.
+    """Return the costs of a codec's buckets in a scenario.
 
     Args:
-        profile: what was measured.
+        profile: the measured costs.
         codec: of the buckets.
         algorithm: their collective.
         scenario: the cluster.
         workers: number of ranks.
-        measured: take the collective's own curve where it was measured with so many ranks, not the link's.
+        measured: take the collective's own curve, not the link's, if it was measured with so many ranks.
     """
     transfer = profile.transfer(algorithm, workers) if measured else None
     return BucketCosts.of(profile, codec_cost(profile, codec), algorithm, scenario.cluster(profile, workers), transfer)
@@ -140,10 +140,10 @@ def costs_of(
 def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     """Return the measured costs of a codec, with the bits of its own options.
 
-    Where just these options were not measured, those count whose bits are nearest.
+    If these options were not measured, the measured options with the nearest bits count.
 
     Raises:
-        ConfigError: the codec was measured with no options at all.
+        ConfigError: the codec was not measured with any options.
     """
     bits = _bits(codec)
     measured = {name: codecs.get(name).bare for name in profile.codecs if name in codecs.names()}
@@ -153,7 +153,7 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     )
     found = profile.codec(best or codec.name)
     if codec.zips:
-        return found  # what the data made of it was measured
+        return found  # its bits depend on the data, so the measured ones stay
     return replace(found, bits=bits, within_bits=_bits(codec.within) if isinstance(codec, TwoLevelCodec) else None)
 
 
@@ -162,11 +162,11 @@ def _bits(codec: Codec) -> float:
 
 
 def short_name(codec: Codec) -> str:
-    """Return the registered name, of a preset if there is one, of a codec with just these options, or else them too."""
+    """Return the name of a codec or preset that has exactly these options, or else the name with options."""
     names = [name for name in codecs.names() if codecs.get(name).bare == codec.bare]
     return min([*reversed(names), str(codec)], key=len)
 
 
 def codec_of(bucket: Bucket) -> Codec:
-    """Return the codec of a bucket, its messages without header."""
+    """Return the codec of a bucket, for messages without a header."""
     return codecs.get(bucket.codec, **bucket.options, header=False)

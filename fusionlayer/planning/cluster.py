@@ -1,4 +1,4 @@
-"""The ranks that a prediction is for: how many there are, and what their links and cores are."""
+"""The ranks that a prediction is for: their number, links and cores."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Cluster:
     Attributes:
         workers: number of ranks.
         between: link of a host, which its ranks share.
-        per_host: ranks of a host; they divide ``workers``.
-        inside: link between ranks of one host; needed where there are several.
-        cores: cores that a rank has for itself; less than one where ranks share them.
-        threads: that a rank computes with.
+        per_host: ranks of a host; it divides ``workers``.
+        inside: link between ranks of one host; needed if a host has several.
+        cores: cores that a rank has for itself; less than one if ranks share them.
+        threads: threads that a rank computes with.
     """
 
     workers: int
@@ -35,7 +35,7 @@ class Cluster:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
             raise ConfigError(f"{self.workers} workers, {self.per_host} on each host; expected a multiple, at least 1")
         if self.per_host > 1 and self.inside is None:
-            raise ConfigError(f"{self.per_host} workers on a host, and no cost of a link inside; measure one")
+            raise ConfigError(f"{self.per_host} workers on a host, and no costs of a link inside one; measure it")
         if not (self.cores > 0 and self.threads >= 1):
             raise ConfigError(f"{self.cores} cores, {self.threads} threads of a rank; expected more than 0")
 
@@ -52,15 +52,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The cluster that is projected to.
+    """A cluster to predict for, without its number of ranks.
 
     Attributes:
         rate: of each host's link, in the words of tc.
         per_host: ranks of a host.
         cores: cores that each rank has for itself; None: as many as where the profile was measured.
         latency: seconds of a message; None: as measured.
-        latency_factor: multiplies it.
-        curves: take measured curves instead of alpha-beta costs where the rate was measured.
+        latency_factor: multiplies the latency.
+        curves: take measured curves instead of alpha-beta costs if the rate was measured.
     """
 
     rate: str
@@ -76,7 +76,7 @@ class Scenario:
             raise ConfigError("a given latency cannot be put into measured curves; leave out one of them")
 
     def cluster(self, profile: Profile, workers: int) -> Cluster:
-        """Return it with so many ranks."""
+        """Return the cluster with so many ranks."""
         link = profile.link(self.rate, self.curves)
         if self.latency is not None or self.latency_factor != 1:
             base = link.latency if self.latency is None else self.latency

@@ -1,4 +1,4 @@
-"""Policies: which codec each gradient travels by, and why."""
+"""Rules that choose a codec for each gradient, with a reason. A file of them is a policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["AUTO", "FIDELITIES", "CodecChoice", "CodecRules", "CodecRule"]
 AUTO = "auto"
 FIDELITIES = ("lossless", "near_lossless", "aggressive")
 NEAR_LOSSLESS_ERROR = 1e-4
-"""Largest part of a Gaussian tensor's energy that a codec may change and still be called near-lossless."""
+"""Largest share of a Gaussian tensor's energy that a near-lossless codec may change."""
 _SAMPLE = 1 << 16
 
 SecondsAlone = Callable[[Codec, TensorInfo], float]
@@ -30,12 +30,12 @@ SecondsAlone = Callable[[Codec, TensorInfo], float]
 
 @dataclass(frozen=True)
 class CodecRule:
-    """A codec for the tensors that all of its conditions fit.
+    """A codec for the tensors that meet all conditions.
 
     Attributes:
-        codec: registered name, or "auto": the fastest one by the cost model that the policy's fidelity allows.
+        codec: registered name, or "auto": of the codecs that the fidelity allows, the fastest by the cost model.
         options: of that codec; none for "auto".
-        match: pattern of the tensor's name, as of file names.
+        match: pattern of the tensor's name, as for file names.
         min_numel: least number of elements.
         dtype: element type, as "float32"; None: any.
     """
@@ -70,7 +70,7 @@ class CodecRule:
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """The codec of a tensor, why it is that, and whether costs have decided it."""
+    """The codec of a tensor, the reason, and whether "auto" chose it by costs."""
 
     codec: Codec
     reason: str
@@ -83,7 +83,7 @@ class CodecRules:
 
     Attributes:
         rules: in order.
-        fidelity: what "auto" may choose from. "lossless": codecs that change no bit; "near_lossless": also those that
+        fidelity: which codecs "auto" may choose. "lossless": those that change no bit; "near_lossless": also those that
             change at most 1e-4 of a Gaussian tensor's energy, as rounding to 8 or 16 bits does; "aggressive": all.
     """
 
@@ -97,26 +97,32 @@ class CodecRules:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> CodecRules:
-        """Read a policy from a file with ``fidelity`` and ``rules``; ``ConfigError`` if it is none."""
+        """Read a policy from a file with ``fidelity`` and ``rules``.
+
+        Raises:
+            ConfigError: the file is not a valid policy.
+        """
         return records.load(cls, path, "policy")
 
     def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: SecondsAlone) -> CodecChoice:
         """Return the codec of a tensor.
 
         Args:
-            tensor: that travels.
-            candidates: what "auto" chooses from, by name.
-            seconds: that a codec takes for a tensor that travels alone.
+            tensor: the gradient.
+            candidates: codecs that "auto" chooses from, by name.
+            seconds: returns how long a tensor takes with a codec when it travels alone.
 
         Raises:
-            ConfigError: no rule fits, or "auto" has nothing to choose from.
+            ConfigError: no rule fits, or the fidelity allows none of the candidates.
         """
         number, rule = self.rule_for(tensor)
         if rule.codec != AUTO:
             return CodecChoice(codecs.get(rule.codec, **rule.options), f"rule {number}: {rule}")
         allowed = self.allowed(candidates)
         if not allowed:
-            raise ConfigError(f"policy: of {', '.join(candidates) or 'no codecs'} none is {self.fidelity}")
+            raise ConfigError(
+                f"policy: 'auto' may choose only {self.fidelity} codecs; candidates: {', '.join(candidates) or 'none'}"
+            )
         taken = {name: seconds(codec, tensor) for name, codec in allowed.items()}
         best, *others = sorted(taken, key=lambda name: (taken[name], name))
         beaten = f", {others[0]} {taken[others[0]] * 1e3:.2f} ms" if others else ""
@@ -124,14 +130,14 @@ class CodecRules:
         return CodecChoice(allowed[best], reason, auto=True)
 
     def rule_for(self, tensor: TensorInfo) -> tuple[int, CodecRule]:
-        """Return the first rule that fits a tensor, and its number from 1 on; ``ConfigError`` if none does."""
+        """Return the first rule that fits a tensor, and its number, counted from 1; ``ConfigError`` if none fits."""
         for number, rule in enumerate(self.rules, 1):
             if rule.fits(tensor):
                 return number, rule
         raise ConfigError(f"policy: no rule fits {tensor.name!r} ({tensor.numel} elements); end with a rule for all")
 
     def allowed(self, candidates: Mapping[str, Codec]) -> dict[str, Codec]:
-        """Return those of the candidates that the fidelity lets "auto" choose from."""
+        """Return the candidates that the fidelity allows."""
         return {name: codec for name, codec in candidates.items() if self._allows(codec)}
 
     def _allows(self, codec: Codec) -> bool:
@@ -144,7 +150,7 @@ class CodecRules:
 
 @lru_cache
 def _error(codec: Codec) -> float:
-    """Return the vNMSE of a codec: the energy of what it changes of a Gaussian tensor by that of the tensor."""
+    """Return the vNMSE of a codec: the energy of its error on a Gaussian tensor, divided by the tensor's energy."""
     x = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0))
     kept = codec.decompress(codec.compress(x), _SAMPLE)
     return float((kept - x).square().sum() / x.square().sum())

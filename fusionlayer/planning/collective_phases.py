@@ -1,4 +1,4 @@
-"""What a communication thread does for a bucket in each collective: codec's work and transfers, in their order."""
+"""The work of a communication thread for a bucket in each collective: the codec's work and transfers, in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Phase:
     """A piece of work of a communication thread.
 
     Attributes:
-        seconds: that it takes with cores to spare and the link for itself.
-        cpu: CPU seconds of it: all of it for a codec, a part for a transfer.
-        link: that it keeps busy, by name; None: none.
-        sent: bytes that the host's link carries away.
+        seconds: its length with cores to spare and the link for itself.
+        cpu: its CPU seconds: all of it for a codec, a part for a transfer.
+        link: name of the link that it keeps busy, or None.
+        sent: bytes that leave the host over its link.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class Phase:
 BETWEEN, _INSIDE = "between", "inside"
 _HISTOGRAM_BYTES = 1024
 _OMNIREDUCE_BLOCK = 256
-_LARGEST_INTEGER = 30  # that a code of thc stands for
+_LARGEST_INTEGER = 30  # the largest that a code of thc stands for
 
 
 def _work(cost: Cost, elements: float) -> Phase:
@@ -45,20 +45,20 @@ def _work(cost: Cost, elements: float) -> Phase:
 
 
 def _transfer(seconds: float, latency: float, cpu: float, link: str, sent: float = 0.0) -> list[Phase]:
-    """A transfer is first on its way, which keeps no link busy, and then on the link."""
+    """Return a transfer: first its latency, which keeps no link busy, then its time on the link."""
     way = min(latency, seconds)
     used = min(cpu, seconds) / seconds if seconds else 0.0
     return [Phase(way, way * used), Phase(seconds - way, (seconds - way) * used, link, sent)]
 
 
 def _exchange(cluster: Cluster, nbytes: float) -> list[Phase]:
-    """A message of ``nbytes`` to every other rank, all in flight together."""
+    """Return the transfer of a message of ``nbytes`` to every other rank, all in flight together."""
     near, far = cluster.per_host - 1, cluster.workers - cluster.per_host
     within, between = cluster.within, cluster.between
     crossing = cluster.per_host * far * nbytes
     overhead = near * within.overhead + far * between.overhead
     cpu = overhead + nbytes * (near * within.cpu_per_byte + far * between.cpu_per_byte)
-    # The measured latency has one message's overhead in it.
+    # The measured latency contains one message's overhead.
     more = overhead * max(0, cluster.workers - 2) / max(1, cluster.workers - 1)
     seconds = max(within.exchange(near * nbytes), between.exchange(crossing)) + more
     if not far:
@@ -67,12 +67,12 @@ def _exchange(cluster: Cluster, nbytes: float) -> list[Phase]:
 
 
 def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = False) -> list[Phase]:
-    """``nbytes`` sent by every rank in ``hops`` messages, each of which waits for the one before.
+    """Return the transfer of ``nbytes`` from every rank in ``hops`` messages, each after the one before.
 
     Ranks are placed host by host, so a host's link carries one rank's stream.
     """
     link, name = (cluster.within, _INSIDE) if cluster.hosts == 1 else (cluster.between, BETWEEN)
-    # What was measured between two ranks has two hops in it if it is an all-reduce, one if it is an exchange.
+    # A measured all-reduce of two ranks contains two hops, a measured exchange one.
     cost, measured_hops = (link.all_reduce, 2) if transports_own else (link.exchange, 1)
     seconds = cost(nbytes) + max(0, hops - measured_hops) * link.latency
     cpu = nbytes * link.cpu_per_byte + hops * link.overhead
@@ -84,14 +84,14 @@ def _share(cluster: Cluster) -> float:
 
 
 def _dense(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """The transport's own ring all-reduce; a codec that is not lossless is a cast before and after it."""
+    """The transport's own ring all-reduce; a lossy codec is a cast before and after it."""
     nbytes = 2 * _share(cluster) * codec.nbytes(n)
     ring = _relay(cluster, nbytes, 2 * (cluster.workers - 1), transports_own=True)
     return ring if codec.lossless else [_work(codec.encode, n), *ring, _work(codec.decode, n)]
 
 
 def _beside(work: Phase, transfers: list[Phase]) -> list[Phase]:
-    """Work that is done while ``transfers`` are under way, and after them what is left of it."""
+    """Return ``transfers`` with ``work`` done during them, and the rest of the work after them."""
     phases, left = [], work.seconds
     for phase in transfers:
         hidden = min(left, phase.seconds)
@@ -102,9 +102,9 @@ def _beside(work: Phase, transfers: list[Phase]) -> list[Phase]:
 
 
 def _hops(n: float, first: float, chunks: int, codec: CodecCost, half: list[Phase]) -> list[Phase]:
-    """Hops of codes: ``first`` elements are encoded, then a chunk's message is added for all ``chunks`` but one.
+    """Return hops of codes: encode ``first`` elements, then recode one chunk less than ``chunks``.
 
-    Of two segments one is recoded while the other travels.
+    With two segments, one is recoded while the other travels.
     """
     seconds = (chunks - 1) * codec.recode(n / chunks)
     recode = Phase(seconds, seconds)
@@ -120,7 +120,10 @@ def _ring(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phas
 
 
 def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """Halves, quarters, ... of codes between ranks 1, 2, ... apart and back; ranks beyond a power of two before it."""
+    """Swap halves, quarters, ... of codes between ranks 1, 2, ... apart, and back.
+
+    Ranks beyond a power of two send all they have before the first hop, and get the sum after the last.
+    """
     steps = cluster.workers.bit_length() - 1
     inner, nbytes = 1 << steps, codec.nbytes(n)
 
@@ -144,18 +147,21 @@ def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
     if inner == cluster.workers:
         return _hops(n, n / 2, inner, codec, half)
     whole = across(nbytes, cluster.workers - inner)
-    # Those who have a message before the first hop have nothing to encode without one.
+    # Ranks that receive a message before the first hop recode instead of encoding for that hop.
     return [_work(codec.encode, n), *whole, _work(codec.recode, n), *_hops(n, 0, inner, codec, half), *whole]
 
 
 def _one_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """All-gather of whole messages and a local sum: also what sparse gradients travel by."""
+    """All-gather of whole messages and a local sum; sparse gradients travel like this too."""
     gather = _exchange(cluster, codec.nbytes(n))
     return [_work(codec.encode, n), *gather, _work(codec.sum, cluster.workers * n)]
 
 
 def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """Selections to the owners of regions, sums that pass from these to all; boundaries, sizes, histograms between."""
+    """Selections go to the owners of regions, and the sums that pass go from these to all ranks.
+
+    Boundaries, sizes and histograms are exchanged in between.
+    """
     numbers = _exchange(cluster, 8)
     histogram = _relay(cluster, 2 * _share(cluster) * _HISTOGRAM_BYTES, 2 * (cluster.workers - 1), transports_own=True)
     piece = _exchange(cluster, codec.nbytes(n) / cluster.workers)
@@ -170,13 +176,13 @@ def _two_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[
 
 
 def _zipped(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """All-to-all, sum, all-gather of messages that travel in two parts each: a round trip more than ``two_shot``."""
+    """All-to-all, sum, all-gather of messages in two parts each, which take more round trips than ``two_shot``."""
     exchange = [*_exchange(cluster, codec.nbytes(n) / cluster.workers), *_exchange(cluster, 1)]
     return [_work(codec.encode, n), *exchange, _work(codec.recode, n), *exchange, _work(codec.decode, n)]
 
 
 def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """A statistic of all ranks, all-to-all of codes, sums of their integers, all-gather of these, decoded once."""
+    """Exchange of a statistic, all-to-all of codes, sums of their integers, all-gather of these, one decoding."""
     for bits in (8, 12, 16):
         if cluster.workers * _LARGEST_INTEGER < 1 << bits:
             break
@@ -192,23 +198,23 @@ def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> li
 
 
 def _low_rank(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """All-reduces of left factors and of right ones, each half of a message; what a square of the elements has."""
+    """All-reduces of left and of right factors; each has half of a message, as for a square matrix."""
     half = _relay(cluster, _share(cluster) * codec.nbytes(n), 2 * (cluster.workers - 1), transports_own=True)
     return [_work(codec.encode, n), *half, *half, _work(codec.decode, n)]
 
 
 def _omnireduce(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """A byte a block to agree on those that travel, in two exchanges, then their values in bf16 around a ring."""
+    """Two exchanges of a byte for each block select blocks; their values travel around a ring in bf16."""
     size, nbytes = cluster.workers, codec.nbytes(n)
     chosen = nbytes / 2
     union = _exchange(cluster, n / _OMNIREDUCE_BLOCK / size)
     half = _relay(cluster, _share(cluster) * nbytes, (size - 1) * segments(chosen, size))
-    # Blocks are chosen from the whole tensor: that is encoding. What the ring makes of them is recoded.
+    # Choosing blocks from the whole tensor counts as encoding, the ring's sums of them as recoding.
     return [_work(codec.encode, n), *union, *union, *_hops(chosen, 0, size, codec, half)]
 
 
 def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """Sums of codes within hosts, then between them, a piece for each rank; codes of the sums gathered likewise."""
+    """Sums of codes inside hosts, then between them, a piece for each rank; then both levels gather the sums."""
     ranks, hosts = cluster.per_host, cluster.hosts
 
     def swap(link: LinkCost, name: str, peers: int, sharing: int, nbytes: float) -> list[Phase]:
@@ -232,28 +238,28 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "ring": _ring,
     "butterfly": _butterfly,
     "one_shot": _one_shot,
-    "gather": _one_shot,  # of messages that were encoded ahead
+    "gather": _one_shot,  # its messages were encoded ahead
     "gather_v": _one_shot,
     "oktopk": _oktopk,
     "two_shot": _two_shot,
     "zipped": _zipped,
-    "switched": _zipped,  # at most
+    "switched": _zipped,  # it costs at most that
     "integer_sum": _integer_sum,
     "low_rank": _low_rank,
     "omnireduce": _omnireduce,
     "two_level": _two_level,
 }
-"""Every collective by name: what it does for a bucket of so many elements.
+"""Every collective by name: its phases for a bucket of so many elements.
 
-It stands here and not beside the collective, which knows neither links nor what was measured of them; a test compares
-the names with those of ``collectives``.
+They are here and not beside the collectives, which know nothing of links and measured costs. A test compares the names
+with those of ``collectives``.
 """
 
 
 def message_phases(
     algorithm: str, elements: float, codec: CodecCost, cluster: Cluster, copy: Cost, unpack: bool = True
 ) -> list[Phase]:
-    """Return what a communication thread does for a bucket of f32: pack, the collective, unpack.
+    """Return the work of a communication thread for a bucket of f32: pack, the collective, unpack.
 
     Args:
         algorithm: a key of ``ALGORITHMS``.
@@ -261,7 +267,7 @@ def message_phases(
         codec: its costs.
         cluster: the ranks.
         copy: CPU seconds by number of elements, of packing and of unpacking.
-        unpack: results are copied into the gradients.
+        unpack: copy results into the gradients.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {algorithm!r}; expected one of: {', '.join(ALGORITHMS)}")

@@ -1,4 +1,4 @@
-"""Cost functions: seconds as a function of size, measured or given; what a simulation is made of."""
+"""Cost functions: seconds by size, measured or given, of codecs and links."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def parse_rate(text: str) -> float:
 
 
 FREE = AlphaBeta(0.0, 0.0)
-"""What costs nothing."""
+"""The cost of 0 seconds for any size."""
 
 
 @dataclass(frozen=True)
 class Curve:
     """Measured seconds, interpolated linearly between the measured sizes.
 
-    A smaller size costs what the smallest does. Beyond the largest the last segment that rises goes on: a flat end is
-    one that noise has flattened, and would make everything beyond it free. What was measured to be cheaper than
-    something smaller counts as noise: the curve never falls. Nothing costs nothing.
+    A size below the smallest costs as much as the smallest; size 0 costs nothing. The curve never falls: a point below
+    an earlier one counts as noise. Beyond the largest size the last rising segment continues, because a flat end comes
+    from noise and would make everything beyond it free.
 
     Attributes:
         points: (size, seconds), sizes above 0 and growing.
@@ -58,7 +58,7 @@ class Curve:
 
     @cached_property
     def _interpolated(self) -> interp1d:
-        from scipy.interpolate import interp1d  # not above: it takes longer to import than all of this package
+        from scipy.interpolate import interp1d  # here, because its import takes longer than that of this package
 
         sizes, seconds = np.array(self.points, dtype=float).T
         seconds = np.maximum.accumulate(seconds)
@@ -74,9 +74,10 @@ class Curve:
         return float(self._interpolated(max(size, self.points[0][0]))) if size > 0 else 0.0
 
     def fit(self, alpha: float) -> AlphaBeta:
-        """Return the line through ``alpha`` seconds that is nearest, relatively, to the points of the upper decade.
+        """Return the line that starts at ``alpha`` seconds and best fits the points of the upper decade.
 
-        Small messages are left out: on a shaped link they pass as a burst, faster than the rate.
+        It minimizes relative errors. Small messages are left out: on a shaped link they pass as a burst, faster than
+        the rate.
         """
         top = self.points[-1][0]
         used = [(x, y) for x, y in self.points if x >= top / 10 and y > 0]
@@ -89,18 +90,18 @@ Cost = AlphaBeta | Curve
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What a codec costs: CPU seconds of its verbs on one core, by number of elements.
+    """The costs of a codec: CPU seconds of its functions on one core, by number of elements.
 
     Attributes:
         bits: that travel for each element, metadata included.
-        encode: of so many elements, error feedback included where the codec has it by default.
+        encode: of so many elements, with error feedback if the codec has it by default.
         decode: of so many elements.
         sum: of messages with so many elements altogether.
-        recode: sum of messages with so many elements altogether, and encoding the sum.
+        recode: of summing messages with so many elements altogether, and encoding the sum.
         lossless: whether values travel as they are.
         algorithm: collective that the codec needs; None lets the number of ranks choose.
-        ahead: gradients are encoded one by one as they arrive, by the thread that computes, and gathered.
-        within_bits: that travel for each element inside a host where sums are made in two levels; None: ``bits``.
+        ahead: the thread that computes encodes gradients one by one as they arrive, and their messages are gathered.
+        within_bits: that travel for each element inside a host in a two-level sum; None: ``bits``.
     """
 
     bits: float
@@ -120,7 +121,7 @@ class CodecCost:
 
     @property
     def collective(self) -> str | None:
-        """The collective that the codec needs, as ``collectives.choose`` asks for it."""
+        """The collective that the codec needs; ``collectives.choose`` reads it."""
         return self.algorithm
 
     def nbytes(self, elements: float) -> float:
@@ -128,13 +129,13 @@ class CodecCost:
         return elements * self.bits / 8
 
     def nbytes_within(self, elements: float) -> float:
-        """Return bytes of a message inside a host, where sums are made in two levels."""
+        """Return bytes of a message inside a host in a two-level sum."""
         return elements * (self.bits if self.within_bits is None else self.within_bits) / 8
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a link costs, measured between two ranks.
+    """The costs of a link, measured between two ranks.
 
     Attributes:
         latency: seconds of an exchange of one byte; every further hop of a collective costs as much.
@@ -156,13 +157,13 @@ class LinkCost:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds of at least 0")
 
     def fitted(self) -> LinkCost:
-        """Return the same link with alpha-beta costs in place of curves; two ranks make two hops in an all-reduce."""
+        """Return the link with alpha-beta costs in place of curves; an all-reduce of two ranks has two latencies."""
         exchange = self.exchange.fit(self.latency) if isinstance(self.exchange, Curve) else self.exchange
         reduce = self.all_reduce.fit(2 * self.latency) if isinstance(self.all_reduce, Curve) else self.all_reduce
         return LinkCost(self.latency, self.overhead, self.cpu_per_byte, exchange, reduce)
 
     def with_latency(self, latency: float) -> LinkCost:
-        """Return the fitted link with another latency, as of a longer way."""
+        """Return the fitted link with another latency."""
         line = self.fitted()
         assert isinstance(line.exchange, AlphaBeta) and isinstance(line.all_reduce, AlphaBeta)
         return LinkCost(
@@ -177,8 +178,9 @@ class LinkCost:
     def between(rate: float, known: Iterable[tuple[float, LinkCost]]) -> LinkCost:
         """Return the link of ``rate`` bits per second from links of ``known`` rates.
 
-        Between two known rates all is interpolated on logarithmic axes. Beyond them the nearest one's seconds per byte
-        change with the rate, but never below its CPU time, and the rest stays.
+        Between two known rates, seconds per byte are interpolated on logarithmic axes, other costs over the logarithm
+        of the rate. Beyond them the nearest rate's seconds per byte change with the rate, but never fall below its CPU
+        time, and other costs stay.
         """
         pairs = sorted(((bits, link.fitted()) for bits, link in known), key=lambda pair: pair[0])
         rates = np.log([bits for bits, _ in pairs])

@@ -1,4 +1,4 @@
-"""Whether steps have become other than those that a plan was made for."""
+"""Detects that steps take other times than when their plan was new."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LEAST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Pace:
-    """What steps take in the middle, means over ranks, in seconds.
+    """Seconds of a typical step: medians over steps, means over ranks.
 
     Attributes:
-        backward: what is encoded in it left out.
+        backward: without the encoding during it.
         communication: of all buckets on their lanes.
         waiting: for results.
     """
@@ -25,16 +25,15 @@ class Pace:
 
 
 class Drift:
-    """Compares looks at the pace with the first one; says yes when several in a row are off, in the same thing.
+    """Compares each look with the first one, and reports drift when one time is off in several looks in a row.
 
-    A plan follows from how long backward and communication take. A prediction of them is no reference: it knows one
-    communication thread and nothing of what threads take from each other, so it may be off from the first step on, and
-    planning again would not help.
+    The reference is measured, not predicted. A prediction assumes one communication thread and a core for each thread,
+    so it may be off from the first step on, and planning again would not help.
 
     Args:
-        tolerance: part of the reference by which a time may change. What is short beside the rest, less than a tenth
-            of backward and waiting, counts as such a tenth.
-        looks: how many in a row must be off.
+        tolerance: share of the reference by which a time may change. A time below a tenth of backward and waiting
+            counts as such a tenth.
+        looks: number of looks in a row that must be off.
 
     Attributes:
         reference: the first look.
@@ -47,7 +46,7 @@ class Drift:
         self._off: dict[str, int] = {}
 
     def look(self, pace: Pace) -> str | None:
-        """Take a look; return what has drifted, in words, if something has."""
+        """Take a look; return what has drifted, in words, or None."""
         if self.reference is None:
             self.reference = pace
             return None

@@ -1,4 +1,4 @@
-"""Planning while training runs: measure the first steps, plan by that, and plan again when steps drift."""
+"""Planning while training runs: measure the first steps, make a plan from that, and plan again when steps drift."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from .simulation import Step
 __all__ = ["CANDIDATES", "OnlinePlanner", "ReplanSchedule"]
 
 CANDIDATES = ("raw", "bf16", "int8", "int4", "topk", "dgc")
-"""What "auto" chooses from in training, as far as the fidelity allows."""
+"""The codecs that "auto" chooses from in training, as far as the fidelity allows."""
 
 _logger = logging.getLogger("fusionlayer")
 
 
 @dataclass(frozen=True)
 class ReplanSchedule:
-    """When an online planner measures and looks; counted in steps.
+    """When an online planner measures, and when it looks for drift.
 
     Attributes:
-        warm_up: that do not count, after the first step and after each switch.
-        measured: that costs of backward are the medians of.
-        between_looks: of which each look takes the medians; doubled with every plan that is made again.
-        looks: in a row that must be off before anything is done.
-        tolerance: part by which a time may change.
-        gain: part of the predicted step that a new plan must save to take the place of one that drifted.
+        warm_up: steps that do not count, after the first step and after each switch.
+        measured: steps whose medians are the costs of backward.
+        between_looks: steps whose medians each look takes; doubled with every new plan.
+        looks: number of looks in a row that must be off before the planner measures again.
+        tolerance: share by which a time may change.
+        gain: share of the predicted step that a new plan must save to replace one that drifted.
     """
 
     warm_up: int = 2
@@ -59,30 +59,30 @@ class ReplanSchedule:
 
 
 class OnlinePlanner(PlanController):
-    """Gives an engine the plan of a planner, or the codecs of a policy, that need measured costs.
+    """Gives an engine a plan, or the codecs of a policy, from costs that it measures in training.
 
-    The engine begins with a plan that needs none. After ``ReplanSchedule.measured`` steps training waits while all
-    ranks measure codecs and collectives together and take the means; rank 0 plans, and every rank gets its plan. From
+    The engine begins with a plan that needs no costs. After ``ReplanSchedule.measured`` steps training waits while all
+    ranks measure codecs and collectives together and take the means. Rank 0 plans, and every rank gets its plan. From
     then on the ranks compare their steps with the first ones under that plan, in one small message at each look. When
     several looks in a row are off, they measure and plan again.
 
     Args:
         tensors: of a step.
         planner: makes the plans.
-        codec: of all gradients, of each by its name, or how it is chosen.
-        rank: this rank; 0 plans and tells the log about it.
+        codec: of all gradients, of each by its name, or the rules that choose it.
+        rank: this rank; rank 0 plans and writes to the log.
         size: number of ranks.
-        algorithm: collective; None chooses. A policy's codecs choose for themselves.
+        algorithm: collective; None chooses. With rules it is ignored: each codec has its own.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
         replan: look for drift.
         local_size: ranks of this host, which share its cores.
         schedule: when to measure and look.
 
     Attributes:
-        profile: the costs of the last plan; None until there are any.
+        profile: the costs that the last plan was made from; None before the first.
 
     Raises:
-        ConfigError: nothing is known of what the collective costs, or the profile is not of these tensors.
+        ConfigError: the costs of the collective are not known.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class OnlinePlanner(PlanController):
         self._replan = replan
         self._local_size = local_size
         self._schedule = schedule
-        # No lock guards what follows. The thread that submits writes it in ``note_step``, a communication thread in
-        # ``next_plan``; the engine lets the first thread wait until that has returned.
+        # The fields below need no lock. The thread that submits writes them in ``note_step``, a communication thread in
+        # ``next_plan``; meanwhile the engine lets the first thread wait.
         self.profile: Profile | None = None
         self._measuring = True
         self._skip = schedule.warm_up
@@ -131,7 +131,7 @@ class OnlinePlanner(PlanController):
         return f"{self._planner} {codec} {self._algorithm} {self._ahead} {self._replan} {self._schedule}"
 
     def plan_by(self, profile: Profile) -> FusionPlan:
-        """Return the plan that follows from measured costs, in place of what the first steps would show.
+        """Return the plan for the costs of a profile; the first steps are then not measured.
 
         Raises:
             ConfigError: the profile is of other tensors, or lacks costs.
@@ -153,7 +153,7 @@ class OnlinePlanner(PlanController):
     # ---- PlanController ----------------------------------------------------------------------------------------------
 
     def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
-        """Keep what is needed of a step."""
+        """Keep the seconds of a step, as far as the next plan or look needs them."""
         self._present = engine.plan
         if self._skip:
             self._skip -= 1
@@ -164,14 +164,14 @@ class OnlinePlanner(PlanController):
 
     def due(self, step: int) -> bool:
         """Return whether it is time to plan or to look."""
-        # ``next_plan`` exchanges messages, so a rank that asked alone would wait for the others for ever. Only counts
-        # decide, therefore: of steps, which all ranks make alike, and of plans, which they have agreed on.
+        # A rank that called ``next_plan`` alone would wait for the others for ever. So only counts decide that are the
+        # same on all ranks: of steps, and of plans.
         if self._measuring:
             return len(self._steps) >= self._schedule.measured
         return len(self._paces) >= self._schedule.between_looks << min(max(0, self._plans - 1), 10)
 
     def next_plan(self, transport: Transport) -> FusionPlan | None:
-        """Measure and plan, or take a look and perhaps begin to measure."""
+        """Measure and plan; or take a look, and after drift begin to measure."""
         if self._measuring:
             return self._measure_and_plan(transport)
         self._look(transport)
@@ -203,7 +203,7 @@ class OnlinePlanner(PlanController):
         return _from_rank_0(plan, transport)
 
     def _to_measure(self) -> dict[str, Codec]:
-        """Return every codec that the present plan has or the next one may have, by a name it is registered by."""
+        """Return every codec that the present plan has or the next one may have, by its registered name."""
         assert self._present is not None
         found = [codec_of(bucket) for bucket in self._present.buckets]
         if isinstance(self._codec, CodecRules):
@@ -218,7 +218,7 @@ class OnlinePlanner(PlanController):
     # ---- on rank 0 --------------------------------------------------------------------------------------------------
 
     def _better(self, profile: Profile) -> FusionPlan | None:
-        """Return the plan to switch to; None if the present one is as good."""
+        """Return the plan to switch to; None if the present one stays."""
         assert self._present is not None
         plan, prediction = self._plan(profile)
         before = predict_plan(profile, self._present, _scenario(profile), measured=True)
@@ -262,13 +262,13 @@ class OnlinePlanner(PlanController):
 
 
 def _from_rank_0(plan: FusionPlan | None, transport: Transport) -> FusionPlan | None:
-    """Return on all ranks what rank 0 has."""
+    """Return rank 0's plan on all ranks."""
     found = b"" if plan is None else plan.to_bytes()
     length = torch.tensor([len(found)])
     transport.broadcast(length, 0)
     if not length.item():
         return None
-    # The length came first: the other ranks need a buffer of it, zeros that the broadcast overwrites.
+    # Other ranks know the length by now: ``bytearray(length)`` is a buffer of zeros that the broadcast fills.
     data = torch.frombuffer(bytearray(found or int(length.item())), dtype=torch.uint8)
     transport.broadcast(data, 0)
     return FusionPlan.from_bytes(data.numpy().tobytes())
@@ -286,7 +286,7 @@ def _words(plan: FusionPlan, prediction: Step) -> str:
 
 
 def _table(profile: Profile, choices: Mapping[str, CodecChoice]) -> str:
-    """Return a row for each codec, why it was chosen and for tensors of which size; tensors are often alike."""
+    """Return a table of choices; tensors with the same size, codec and reason share a row."""
     alike: dict[tuple[int, str, str], list[str]] = {}
     for tensor in profile.model.tensors:
         choice = choices[tensor.name]

@@ -1,4 +1,4 @@
-"""Plans from profiles: what a planner makes of measured costs."""
+"""Makes plans from profiles: a planner cuts the profile's model by its measured costs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_plan(
     """Return the planner's plan for the profile's model.
 
     Args:
-        profile: what was measured; its model is what is planned for.
+        profile: the costs, and the model to plan for.
         planner: cuts the gradients into buckets; those of different codecs never share one.
         codec: of all gradients, or of each by its name.
         scenario: the cluster.
@@ -40,10 +40,10 @@ def make_plan(
         algorithm: collective; None chooses.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
         measured: as for ``costs_of``.
-        tensors: those that belong to a group of the user's; a profile knows no groups.
+        tensors: with the user's groups, which a profile does not have.
 
     Raises:
-        ConfigError: the profile lacks costs, or the collective does not go with ``ahead``.
+        ConfigError: the profile lacks costs, or the collective contradicts ``ahead``.
     """
 
     def costs(each: Codec, collective: str) -> StepCosts:

@@ -1,7 +1,7 @@
-"""What a step is predicted to take: the one function that every prediction comes from, and plans given to it.
+"""Predicts steps: ``predict``, which every prediction comes from, and ``predict_plan``, which calls it for a plan.
 
-``explain``, ``plan``, codec selection and online planning ask as planners do: one lane, a core for each thread.
-``simulate`` asks for as many lanes as an engine has, and for cores and links that they share (``projection.py``).
+``explain``, ``plan``, codec selection and online planning assume what planners assume: one lane, and a core for each
+thread. ``simulate`` has as many lanes as an engine, and cores and links that they share (``projection.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["OWN_CORES", "PlannedBucket", "Resources", "backward_seconds", "plan_
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Tensors that travel together, by name, and what that costs."""
+    """The names of tensors that travel together, and the costs."""
 
     names: Sequence[str]
     costs: BucketCosts
@@ -32,11 +32,11 @@ class PlannedBucket:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a rank makes a step with.
+    """The cores and threads of a rank.
 
     Attributes:
-        cores: that its threads share; infinite: each thread has its own, and what threads take from each other all the
-            same is the costs' ``disturbance``. Where cores are shared the simulation computes that itself.
+        cores: that its threads share. Infinite: each thread has its own core, and the costs' ``disturbance`` stands for
+            what threads take from each other all the same. With shared cores the simulation computes that itself.
         threads: that it computes with.
         lanes: communication threads, which take the buckets in turn.
         overlap_forward: results are waited for when the next forward needs them.
@@ -60,7 +60,7 @@ def predict(
     Args:
         model: its step without communication.
         buckets: in the order in which they are sent; every gradient of the model is in one.
-        resources: what the step is made with.
+        resources: cores and threads of the rank.
         whole: predict update and next forward too; otherwise the step ends with the last result, and backward with the
             last gradient.
     """
@@ -91,7 +91,7 @@ def predict(
     found = step(loads)
     if not resources.overlap_forward:
         return found
-    # As the engine does: measure in the order of completion, then reorder.
+    # The engine does the same: it measures in the order of completion, then reorders.
     busy = [(span.end - span.start) / resources.lanes for span in found.spans]
     return step([loads[i] for i in send_order([load.ready for load in loads], busy)])
 
@@ -108,7 +108,7 @@ def _load(members: Sequence[Gradient], ready: dict[str, float], costs: BucketCos
 
 
 def backward_seconds(tensors: Sequence[Gradient]) -> dict[str, float]:
-    """Return the seconds of backward for each tensor, by name: since the one before it arrived."""
+    """Return the seconds of backward for each tensor, by name, counted from the arrival of the one before it."""
     arrivals = [0.0, *(tensor.ready for tensor in tensors)]
     return {t.name: max(0.0, t.ready - before) for t, before in zip(tensors, arrivals, strict=False)}
 

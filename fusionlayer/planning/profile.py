@@ -1,4 +1,4 @@
-"""Cost profiles: what a machine, its links, its codecs and one model's step were measured to cost. YAML files."""
+"""Cost profiles: measured costs of a machine, its links, its codecs and one model's step, in YAML files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Machine:
 
     Attributes:
         cores: of the machine.
-        workers: ranks that shared them; emulated hosts share one machine's.
-        threads: that each rank computed with.
+        workers: ranks that shared these cores, those of emulated hosts included.
+        threads: threads that each rank computed with.
     """
 
     cores: int
@@ -50,7 +50,7 @@ class Gradient:
     Attributes:
         name: the parameter's.
         numel: elements.
-        ready: seconds of backward after which it is there.
+        ready: seconds of backward after which it arrives.
         used: seconds of forward after which its parameter is first needed.
         dtype: element type.
         itemsize: bytes of an element.
@@ -65,7 +65,7 @@ class Gradient:
 
     @property
     def info(self) -> TensorInfo:
-        """What a planner knows of it."""
+        """The gradient as planners see it."""
         return TensorInfo(self.name, self.numel, self.dtype, self.itemsize)
 
 
@@ -89,7 +89,7 @@ class Model:
 
     def __post_init__(self) -> None:
         if not self.tensors:
-            raise ConfigError(f"model {self.name!r} has no tensors; expected one at least")
+            raise ConfigError(f"model {self.name!r} has no tensors; expected at least one")
         for name in ("forward", "backward", "optimizer"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds from 0 on")
@@ -104,7 +104,7 @@ class Validation:
         cells: number of steps compared.
         workers: smallest and largest number of ranks among them.
         rates: lowest and highest rate among them.
-        methods: what was compared.
+        methods: names of the methods compared.
         error: mean, median and largest of |projected / measured - 1|.
         low: smallest measured / projected.
         median: median of it.
@@ -133,12 +133,12 @@ class Validation:
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that a projection needs, and that a planner may use.
+    """All measured costs that predictions and planners use.
 
     Attributes:
         version: of this schema.
         title: what was measured, in words.
-        machine: where.
+        machine: where it was measured.
         model: step of the model.
         copy: CPU seconds of packing, and of unpacking, by elements of a bucket.
         codecs: costs by name of the codec.
@@ -175,7 +175,7 @@ class Profile:
         return max(self.links, key=parse_rate)
 
     def link(self, rate: str, curves: bool = False) -> LinkCost:
-        """Return the cost of a link of ``rate``: of a measured one by its ``curves``, if wanted, else by alpha-beta."""
+        """Return the costs of a link of ``rate``: alpha-beta costs, or with ``curves`` those of a measured rate."""
         bits = parse_rate(rate)
         known = {parse_rate(name): link for name, link in self.links.items()}
         if curves and bits in known:
@@ -197,9 +197,9 @@ class Profile:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Profile:
-        """Read a profile from a file; ``ConfigError`` names what is wrong with it, and where."""
+        """Read a profile from a file; a ``ConfigError`` says what is wrong with it, and where."""
         return records.load(cls, path, "profile", PROFILE_VERSION)
 
     def to_yaml(self, path: str | Path, comment: str = "") -> None:
-        """Write the profile to a file, led by a comment."""
+        """Write the profile to a file that begins with the comment."""
         records.save(self, path, comment)

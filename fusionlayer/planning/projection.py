@@ -1,4 +1,4 @@
-"""Projection: simulated steps of methods at other sizes than were measured, and where one method passes another."""
+"""Projection: simulated steps of methods at sizes that were not measured, and where one overtakes another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DDP_FIRST_BYTES, _DDP_BYTES, _DDP_TUNED_BYTES = 1 << 20, 25 << 20, 4 << 20
 
 
 class Fuse(Protocol):
-    """Cuts gradients, in the order of their arrival, into buckets; every planner is one."""
+    """A function that cuts gradients, in order of arrival, into buckets; every planner is one."""
 
     def __call__(self, tensors: Sequence[TensorInfo], costs: StepCosts | None = None) -> list[list[TensorInfo]]:
         """Return the buckets in the order in which they are sent."""
@@ -42,11 +42,11 @@ class Method:
     """A way to sum gradients.
 
     Attributes:
-        name: as it is shown, with the algorithm and the planner if these were chosen.
+        name: as users see it, with the algorithm and the planner if these were given.
         codec: name of its costs in a profile.
         algorithm: a key of ``ALGORITHMS``; None chooses as the engine would.
         fuse: cuts gradients into buckets.
-        overlap_forward: results are waited for when forward needs them.
+        overlap_forward: the step waits for results only when the next forward needs them.
         lanes: buckets that are under way at once.
     """
 
@@ -61,9 +61,9 @@ class Method:
     def named(cls, name: str, profile: Profile, algorithm: str | None = None, planner: str | None = None) -> Method:
         """Return the method that benchmarks know by ``name``.
 
-        ``ddp`` is DistributedDataParallel as it comes, ``ddp-tuned`` with buckets of 4 MiB, ``ddp-fp16`` and
-        ``ddp-bf16`` with its compression hooks. Any other name is a codec of the profile, ``+overlap`` added where the
-        next forward overlaps; ``algorithm`` and ``planner`` are for these, configured defaults if None.
+        ``ddp`` is DistributedDataParallel with its defaults, ``ddp-tuned`` has buckets of 4 MiB, ``ddp-fp16`` and
+        ``ddp-bf16`` have its compression hooks. Any other name is a codec of the profile; with ``+overlap`` at its end
+        the next forward overlaps. ``algorithm`` and ``planner`` are for these codecs; None: the configured defaults.
 
         Raises:
             ConfigError: the profile has no costs for it, or a name is unknown.
@@ -128,7 +128,7 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
 
 @dataclass(frozen=True)
 class Band:
-    """Between what a measured step is expected to be, in seconds; and why that is not known, if it is not."""
+    """The expected range of a measured step, in seconds; and the limits of the validation that the step exceeds."""
 
     low: float | None
     high: float | None
@@ -151,9 +151,9 @@ def projected_band(profile: Profile, method: Method, scenario: Scenario, workers
 
 
 def break_even(ahead: Callable[[int], bool], workers: Sequence[int], per_host: int = 1) -> list[int]:
-    """Return the numbers of ranks at which ``ahead`` changes, each the first at which it is other than before.
+    """Return the numbers of ranks at which ``ahead`` has changed: for each change the first number after it.
 
-    Between two neighbours in ``workers``, growing, one change is looked for, among the multiples of ``per_host``.
+    ``workers`` must grow. At most one change is found between two neighbours, at a multiple of ``per_host``.
     """
     changes = []
     for low, high in zip(workers, workers[1:], strict=False):

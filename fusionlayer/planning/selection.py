@@ -1,4 +1,4 @@
-"""Plans whose codecs follow from rules, and where these say "auto" from what the whole step is predicted to take."""
+"""Chooses codecs and plan together: by rules, and where these say "auto", by the predicted step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["Selection", "choose_codecs", "select"]
 
 @dataclass(frozen=True)
 class Selection:
-    """A plan with its codecs, and why it is that.
+    """A plan with its codecs, and the reasons.
 
     Attributes:
         choices: codec of each gradient, by name.
-        plan: that was made with them.
+        plan: made with these codecs.
         prediction: of its step.
-        verdict: how the ways to choose were predicted to compare; empty where rules leave no choice.
+        verdict: the predicted steps of all candidates, in words; empty if rules leave no choice.
     """
 
     choices: Mapping[str, CodecChoice]
@@ -40,9 +40,9 @@ class Selection:
 def choose_codecs(
     profile: Profile, policy: CodecRules, scenario: Scenario, workers: int, measured: bool = False
 ) -> dict[str, CodecChoice]:
-    """Return the codec of each gradient of the profile's model, by name, and why it is that.
+    """Return the codec of each gradient of the profile's model, by name, with the reason.
 
-    "auto" chooses among the codecs that the profile has costs of, each as it goes by default.
+    "auto" chooses among the codecs that the profile has costs for, each with its default options and collective.
     """
     candidates = {name: codecs.get(name) for name in profile.codecs if name in codecs.names()}
     known: dict[Codec, BucketCosts] = {}
@@ -67,14 +67,14 @@ def select(
     measured: bool = False,
     tensors: Iterable[TensorInfo] = (),
 ) -> Selection:
-    """Return the plan with the least predicted step of those that the policy allows.
+    """Return the plan with the shortest predicted step of those that the policy allows.
 
-    The codec that is fastest for each tensor by itself can lose to one codec for all: pools of tensors that cannot
-    share a bucket pay more startups. So with "auto" both are planned and predicted, each allowed codec for all tensors
-    that a rule leaves to "auto".
+    The fastest codec for each tensor alone can lose to one codec for all: tensors of different codecs share no bucket
+    and pay more startups. So this compares the plan with the fastest codec for each tensor with the plans in which all
+    "auto" tensors have the same allowed codec.
 
     Args:
-        profile: what was measured; its codecs are what "auto" chooses from.
+        profile: the costs; "auto" chooses among its codecs.
         policy: the rules.
         planner: makes the buckets.
         scenario: the cluster.

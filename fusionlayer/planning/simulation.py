@@ -1,6 +1,6 @@
-"""An event model of one training step: a thread that computes, lanes that communicate, the cores and links they share.
+"""An event model of one training step: a thread that computes, lanes that communicate, and their cores and links.
 
-Pure functions over plain numbers; nothing here runs, or knows, a model. ``docs/simulation.md`` has the assumptions.
+All functions are pure and take plain numbers. ``docs/simulation.md`` has the assumptions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Compute", "Load", "Span", "Step", "run_step"]
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds that a step's work takes alone, with all threads of the rank running.
+    """Seconds of a step's computing without communication, with all threads of the rank running.
 
     Attributes:
         forward: of the forward pass.
@@ -38,8 +38,8 @@ class Load:
     Attributes:
         ready: seconds of backward after which its last gradient is there.
         used: seconds of forward after which its first parameter is needed.
-        elements: of the bucket; they share out the optimizer's time.
-        phases: what its lane does for it.
+        elements: of the bucket; the optimizer's time is shared out by them.
+        phases: its lane's work for it.
         disturbance: seconds by which the bucket delays the rest of backward, once its last gradient is there.
     """
 
@@ -58,8 +58,8 @@ class Span:
         ready: its last gradient is there.
         start: its lane takes it.
         end: its results are there.
-        idle: seconds for which its lane had nothing to do before it; 0 for the first bucket of a lane. SAFusion calls
-            this W (section 3.3).
+        idle: seconds for which its lane had nothing to do before it; 0 for a lane's first bucket. SAFusion calls it W
+            (section 3.3).
     """
 
     ready: float
@@ -74,9 +74,9 @@ class Step:
 
     Attributes:
         seconds: from the start of backward to the start of the next.
-        alone: the same without communication, and so the same for all plans of one codec.
-        communication: seconds of all phases, had each cores and link for itself.
-        sent: bytes that a host's link carries away.
+        alone: of the same step without communication; equal for all plans of one codec.
+        communication: of all phases, if each had cores and link for itself.
+        sent: bytes that leave a host over its link.
         spans: of the buckets, in the order in which they are sent.
     """
 
@@ -88,7 +88,7 @@ class Step:
 
     @property
     def waiting(self) -> float:
-        """Seconds by which communication makes the step longer: what nothing hides, and what disturbs computing."""
+        """Seconds by which communication makes the step longer: because it is exposed or disturbs computing."""
         return self.seconds - self.alone
 
     @property
@@ -98,15 +98,15 @@ class Step:
 
     @property
     def score(self) -> tuple[float, float]:
-        """What plans of the same tensors are compared by, the less the better.
+        """The score by which plans of the same tensors are compared; a smaller one is better.
 
-        First the step, to the nanosecond; then the seconds for which buckets keep their lanes.
+        First come the seconds of the step, to the nanosecond, then the seconds for which buckets keep their lanes busy.
         """
         return (round(self.seconds, 9), sum(span.end - span.start for span in self.spans))
 
 
 class _SimulatedWork(NamedTuple):
-    """Takes ``seconds`` if the thread gets the ``cores`` and the ``link`` that it wants."""
+    """Work of so many ``seconds``, if the thread gets the ``cores`` and the ``link`` that it wants."""
 
     seconds: float
     cores: float
@@ -114,7 +114,7 @@ class _SimulatedWork(NamedTuple):
 
 
 class _Signal(NamedTuple):
-    """Makes an event happen: (what, bucket)."""
+    """Makes an event happen; an event is (name, bucket)."""
 
     event: tuple[str, int]
 
@@ -130,7 +130,7 @@ _IDLE = _SimulatedWork(0.0, 0.0)
 
 
 class _SimulatedThread:
-    """A thread and what it has still to do; ``threads`` of the system that work alike count as one."""
+    """A thread and its remaining actions; it may stand for several ``threads`` of the system that work alike."""
 
     def __init__(self, actions: Iterable[_Action], threads: int = 1) -> None:
         self._actions = deque(actions)
@@ -140,11 +140,11 @@ class _SimulatedThread:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the thread has done all its actions."""
         return self.work is _IDLE and not self._actions
 
     def settle(self, events: dict[tuple[str, int], float], now: float) -> bool:
-        """Do what takes no time, up to the next work or a wait that is not over; return whether anything was done."""
+        """Do the actions that take no time, up to the next work or wait; return whether there were any."""
         done = False
         while self.work is _IDLE and self._actions:
             action = self._actions[0]
@@ -159,7 +159,7 @@ class _SimulatedThread:
         return done
 
     def time_left(self, speed: float) -> float:
-        """Return seconds until the present work is done at a part ``speed`` of its full speed."""
+        """Return seconds until the present work is done; ``speed`` is the share of its full speed."""
         return self._left / speed
 
     def advance(self, speed: float, seconds: float) -> None:
@@ -179,21 +179,21 @@ def run_step(
     lanes: int = 1,
     overlap_forward: bool = False,
 ) -> Step:
-    """Return the step in which the buckets ``loads`` are sent in the order given.
+    """Return the simulated step; the buckets ``loads`` are sent in the given order.
 
-    The computing thread goes through backward, update and forward. A bucket can be sent when its gradients are there
-    and all buckets before it could. The lanes take buckets in turn; each sends one after the other. Transfers that use
-    a link at once have equal parts of it; threads that want more cores than the rank has, fair shares of these.
-    All buckets have arrived when the next backward begins, so that one step is like any other.
+    The computing thread goes through backward, update and forward. A bucket can be sent when its gradients and those of
+    all buckets before it are there. The lanes take buckets in turn; each sends one after the other. Transfers that use
+    a link at once get equal parts of it. Threads that want more cores than the rank has get fair shares of them. All
+    buckets have arrived when the next backward begins, so all steps are alike.
 
     Args:
         compute: the rank's work without communication.
         loads: its buckets.
         cores: cores of the rank, for all its threads together; infinite: each thread has its own.
-        threads: that it computes with.
+        threads: threads that it computes with.
         lanes: communication threads.
-        overlap_forward: a bucket is waited for, and its parameters updated, when forward first needs them; otherwise
-            all of them before the update.
+        overlap_forward: forward waits for a bucket, and its parameters are updated, when it first needs them;
+            otherwise the update waits for all buckets.
     """
     computing = _SimulatedThread(_computation(compute, loads, overlap_forward), threads)
     every = [computing, *(_SimulatedThread(_lane(loads, lane, lanes)) for lane in range(lanes))]
@@ -228,11 +228,11 @@ def _spans(events: Mapping[tuple[str, int], float], buckets: int, lanes: int) ->
 
 
 def _computation(compute: Compute, loads: Sequence[Load], overlap_forward: bool) -> Iterator[_Action]:
-    """Yield backward, update and forward; ready and used beyond the end of a pass count as its end."""
+    """Yield backward, update and forward. A ``ready`` or ``used`` beyond the end of its pass counts as the end."""
     done = disturbed = 0.0
     for i in sorted(range(len(loads)), key=lambda i: loads[i].ready):
         until = min(loads[i].ready, compute.backward)
-        # After the last bucket nothing is left of backward that it could disturb.
+        # The disturbance of the last bucket does not count: backward has nothing left that it could delay.
         yield _SimulatedWork(disturbed, 1.0)
         yield _SimulatedWork(until - done, 1.0)
         yield _Signal(("ready", i))
@@ -265,7 +265,7 @@ def _lane(loads: Sequence[Load], lane: int, lanes: int) -> Iterator[_Action]:
 
 
 def _speeds(busy: Sequence[_SimulatedThread], cores: float) -> list[float]:
-    """Return the part of its full speed that each thread has: max-min fair shares of cores, equal ones of links."""
+    """Return each thread's share of its full speed: max-min fair shares of cores, equal shares of links."""
     on_link = Counter(thread.work.link for thread in busy)
     parts = [1.0 if thread.work.link is None else 1.0 / on_link[thread.work.link] for thread in busy]
     wanted = [thread.work.cores * part for thread, part in zip(busy, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""What a profile tells of zipped collectives: equations 6 and 7 of ZipCCL from measured costs."""
+"""The costs of zipped collectives from a profile, by equations 6 and 7 of ZipCCL."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _F32 = 4
 
 
 def expected_costs(profile: Profile, scenario: Scenario, workers: int, codec: str = "zip") -> dict[str, Costs]:
-    """Return the costs of both forms of every collective of f32, by bytes that a rank sends in the native one.
+    """Return the costs of both forms, native and zipped, of every collective of f32.
 
-    Zipped forms take a latency more for each exchange that the native one makes, send the codec's share of the bytes,
-    and encode and decode. ``Switcher`` takes them as ``expected``.
+    They are by bytes that a rank sends in the native form. For each exchange of the native form the zipped one takes a
+    further latency. It sends the codec's share of the bytes, and encodes and decodes. ``Switcher`` takes the costs as
+    ``expected``.
 
     Args:
         profile: with costs of the codec and of a link.
@@ -26,7 +27,7 @@ def expected_costs(profile: Profile, scenario: Scenario, workers: int, codec: st
         codec: name of the codec's costs.
 
     Raises:
-        ConfigError: the profile lacks one of them.
+        ConfigError: the profile lacks costs of the codec or of a link.
     """
     cost = profile.codec(codec)
     link = scenario.cluster(profile, workers).between.fitted()

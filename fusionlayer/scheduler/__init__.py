@@ -1,4 +1,4 @@
-"""The scheduler: when gradients travel, and in what company."""
+"""The scheduler: when gradients travel, and in which buckets."""
 
 from ..collectives import Scaling
 from .ahead import AheadBuffer

@@ -22,7 +22,7 @@ __all__ = ["AheadBuffer"]
 
 @dataclass
 class _MessagePlace:
-    """One tensor's part of the buffer: its message, what is kept of it, and (n,) memory where it needs some."""
+    """One tensor's part of the buffer: its message and state, and (n,) memory if it needs some."""
 
     message: MessageSpan
     payload: Tensor
@@ -33,18 +33,19 @@ class _MessagePlace:
 
 
 class AheadBuffer(Buffer):
-    """Encodes each gradient as it arrives into its own message of the bucket's payload: compress, then fuse.
+    """Encodes each gradient as it arrives into its own message in the bucket's payload: compress, then fuse.
 
-    SAFusion, section 3.1. ``put`` encodes on the caller's thread and stream, so while backward goes on; ``run`` gathers
-    the payloads of all ranks and decodes the messages of each tensor in rank order, straight into the gradient.
-    Every message has a place of fixed size, so no sizes are exchanged, and no step allocates memory for gradients. One
-    payload is enough: a gradient comes only when the last step's results were taken, and so when nothing is being sent.
+    This is section 3.1 of SAFusion. ``put`` encodes on the caller's thread and stream, while backward goes on. ``run``
+    gathers the payloads of all ranks and decodes each tensor's messages in rank order, straight into the gradient.
+
+    Every message has a place of fixed size. So no sizes are exchanged, and no step allocates memory for gradients. One
+    payload is enough: a gradient arrives only after the last step's results were taken, when nothing is being sent.
 
     Args:
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
         index: the bucket's number, for the timeline.
         gather: the bucket's collective.
-        states: what is kept of each tensor, by name.
+        states: of the tensors, such as residuals, by name.
         rank: this rank.
         size: number of ranks.
     """
@@ -88,9 +89,9 @@ class AheadBuffer(Buffer):
         }
 
     def put(self, name: str, gradient: Tensor, step: int) -> None:
-        """Encode a gradient, which may be of any layout; it is overwritten by its result later, if in place."""
+        """Encode a gradient of any memory layout; with ``in_place`` its result replaces it later."""
         place = self._places[name]
-        self.join()
+        self.join()  # on a GPU the last ``run`` may still read the payload, on its own stream
         with self._timeline.span("ENCODE", tensor=name, step=step, bucket=self._index):
             flat = gradient.detach()
             if self._is_flat(flat):
@@ -111,7 +112,8 @@ class AheadBuffer(Buffer):
         super().put(name, gradient, step)
 
     def _seed(self, place: _MessagePlace, step: int) -> int:
-        """Return the tensor's seed, whatever bucket it is in. Noise differs between ranks, a selection does not."""
+        """Return the tensor's seed, which does not depend on its bucket."""
+        # Ranks must draw the same random selection, but rounding noise has to be independent between them.
         return derive_seed(step, place.number) if self.codec.ahead else derive_seed(step, place.number, self._rank)
 
     def _is_flat(self, gradient: Tensor) -> bool:
@@ -143,7 +145,7 @@ class AheadBuffer(Buffer):
         return every
 
     def _target(self, place: _MessagePlace, gradient: Tensor) -> Tensor:
-        """Return (n,) memory for a result: the gradient's own if that will do."""
+        """Return (n,) memory for a result: the gradient's own if it is in place, flat and of the bucket's type."""
         if not self._in_place:
             if place.result is None:
                 place.result = gradient.new_empty(place.message.numel, dtype=self._dtype)

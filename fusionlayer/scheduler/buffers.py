@@ -1,4 +1,4 @@
-"""Buffers: how the gradients of a bucket become what a collective takes, and get their results back."""
+"""Buffers: they hand the gradients of a bucket to a collective, and its results back."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from ..transport import Transport
 
 __all__ = ["Buffer", "FlatBuffer"]
 
-# The name of a tensor that holds all gradients of its bucket.
+# Stands for a tensor's name where one tensor holds all gradients of its bucket.
 _WHOLE = ""
 
 
 class Buffer(ABC):
     """Holds the gradients of a bucket from their arrival until their results are taken.
 
-    Hooks call ``put``; the communication thread calls ``run``; who waits for the results calls ``take``.
+    Hooks call ``put``, with the engine's lock held. A communication thread calls ``run`` once the buffer is full. The
+    thread that needs the results calls ``take`` after ``run`` has returned. These calls never overlap for one buffer,
+    so it has no lock.
 
     Args:
-        bucket: what belongs into the buffer, and where.
-        codec: what the bucket's codec is in these steps.
+        bucket: the tensors of the buffer, and their slots.
+        codec: the bucket's codec, with its settings for the present steps.
         prescale: factor on every gradient before the sum.
         postscale: factor on the sum.
         device: of the gradients.
-        timeline: record of what the buffer does.
-        in_place: results replace the gradients; otherwise those are left as they are and let go of.
+        timeline: record of the buffer's work.
+        in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
 
     Attributes:
-        full: every gradient of the bucket has been put, and ``run`` has not taken them yet.
+        full: every gradient of the bucket has been put, and ``run`` has not summed them yet.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Buffer(ABC):
         self._done: torch.cuda.Event | None = None
 
     def put(self, name: str, gradient: Tensor, step: int) -> None:
-        """Take a gradient (any shape of the slot's size) of a step; only after the last step's results were taken."""
+        """Take a gradient (any shape of the slot's size) of a step; the last step's results must have been taken."""
         self._gradients[name] = gradient.detach()
         self.full = len(self._gradients) == len(self.bucket.slots)
         if gradient.is_cuda:
@@ -69,17 +71,19 @@ class Buffer(ABC):
             self._arrivals[stream] = stream.record_event()
 
     def put_whole(self, flat: Tensor, step: int) -> None:
-        """Take all gradients at once, from a tensor (numel,) in which each lies in its slot; results replace them."""
+        """Take all gradients at once: ``flat`` (numel,) has each in its slot. Results replace them."""
         for slot in self.bucket.slots:
             self.put(slot.name, flat[slot.offset : slot.offset + slot.numel], step)
 
     def run(self, transport: Transport, seed: int) -> None:
-        """Sum what was put over ranks, scaled; let go of it and be empty again."""
+        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
+        # Backward has only queued the kernels that write the gradients, perhaps on several streams.
         for arrival in self._arrivals.values():
             torch.cuda.current_stream().wait_event(arrival)
         self._results = self._reduce(self._gradients, transport, seed)
         if self._arrivals:
             stream = torch.cuda.current_stream()
+            # The allocator must not give a gradient's memory away while this stream still uses it.
             for gradient in self._gradients.values():
                 gradient.record_stream(stream)
             self._done = stream.record_event()
@@ -95,7 +99,7 @@ class Buffer(ABC):
         return results
 
     def join(self) -> None:
-        """Let the current stream wait for the last ``run``, which has returned."""
+        """Let the current stream wait for the work that the last ``run`` has queued."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
@@ -107,8 +111,8 @@ class Buffer(ABC):
 class FlatBuffer(Buffer):
     """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
 
-    What is replaced, and has the memory of a flat tensor, stays where it is: a gradient that is alone in its bucket, or
-    all gradients that somebody else has fused.
+    With ``in_place`` nothing is copied if the memory is flat already: for a gradient that is alone in its bucket, and
+    for gradients that the caller has fused.
 
     Args:
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
@@ -137,10 +141,10 @@ class FlatBuffer(Buffer):
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
         self._flat: Tensor | None = None
         if not in_place:
-            self._make_flat()  # here, on the stream of those who get it
+            self._make_flat()  # here and not in ``run``: it belongs to the stream of the thread that takes the results
 
     def put_whole(self, flat: Tensor, step: int) -> None:
-        """Take all gradients at once; no copy is made of them."""
+        """Take all gradients at once, without a copy."""
         self.put(_WHOLE, flat, step)
 
     def _make_flat(self) -> Tensor:
@@ -189,7 +193,8 @@ class FlatBuffer(Buffer):
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    """Return what lies between the slots: it must not bring the last step's rounding noise into a scale."""
+    """Return the parts of ``flat`` between the slots."""
+    # They are set to zero each step: the last step's rounding noise in them must not enter a scale.
     ends = [slot.offset + slot.numel for slot in bucket.slots]
     starts = [slot.offset for slot in bucket.slots[1:]] + [bucket.numel]
     return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]

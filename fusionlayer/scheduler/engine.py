@@ -1,4 +1,4 @@
-"""The engine: takes gradients as they come, sends buckets in plan order, hands results back."""
+"""The engine: takes gradients as they arrive, sends buckets in plan order and hands results back."""
 
 from __future__ import annotations
 
@@ -38,37 +38,38 @@ __all__ = ["Engine"]
 class Engine:
     """Sums gradients over ranks on threads of its own, while backward goes on.
 
-    Each step: ``submit`` every tensor once, in any order; then ``synchronize`` once, or ``end_step`` and ``take`` each
-    bucket. The first step learns the order in which gradients arrive and makes the plan, unless one is given; from the
-    second step on a bucket leaves as soon as it and all buckets before it are complete. Before the first payload the
-    ranks compare what they are about to do.
+    In each step the caller submits every tensor once, in any order, with ``submit``. Then it calls ``synchronize``
+    once, or ``end_step`` and ``take`` for each bucket. If no plan is given, the first step learns the order in which
+    gradients arrive and makes the plan. From the second step on, a bucket leaves as soon as it and all buckets before
+    it are complete. Before the first payload the ranks compare plan and options.
 
-    Where somebody else fuses, as DDP does, ``submit_bucket`` takes the place of ``submit``, and makes the plan.
+    A caller that fuses gradients itself, as DDP does, calls ``submit_bucket`` in place of ``submit``. The plan then
+    consists of these buckets.
 
     Args:
         tensors: every tensor of a step, in any order.
         transport: used by the engine's threads alone from now on, and closed with the engine.
-        codec: of all gradients, or of each by its name, in the plan that is made here; a given plan names its own.
+        codec: of all gradients, or of each by its name, for the plan that the engine makes. A given plan has its own.
         algorithm: collective for that plan; None chooses.
-        ahead: encode each tensor by itself as it arrives, ahead of fusion, in that plan; None: if ``algorithm`` is one
-            for that, or without one if the codec is.
+        ahead: encode each tensor by itself as it arrives, ahead of fusion, in that plan. None: if ``algorithm`` gathers
+            such messages; without an ``algorithm``, as the codec does by default.
         planner: makes that plan.
-        plan: fixed plan; ``codec``, ``algorithm``, ``ahead`` and ``planner`` are not used then.
+        plan: fixed plan; ``codec``, ``algorithm``, ``ahead`` and ``planner`` are then ignored.
         device: of all gradients.
-        memory: where error feedback is kept; a new one by default.
+        memory: keeps error feedback; a new one by default.
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
         checksum: put a verified header on every message.
         timeline: record of the threads' work.
         lanes: buckets that are under way at once; while one is encoded or decoded, another travels.
-        overlap_forward: buckets are taken one by one while the next forward runs, and after some steps leave in the
-            order in which it wants them: of those that are complete, the one that backward completed last.
-        plan_controller: watches the steps and may bring another plan between two of them.
+        overlap_forward: the caller takes buckets one by one while the next forward runs. After some steps buckets leave
+            in the order in which forward needs them: of the complete ones, the one that backward completed last.
+        plan_controller: watches the steps and may give the engine another plan between two of them.
         name: of the threads.
 
     Attributes:
         plan_controller: as given.
-        failure: what a step has failed with, or None. The engine is closed by then and raises it again and again.
+        failure: the error that a step has failed with, or None. The engine is then closed, and every call raises it.
     """
 
     def __init__(
@@ -124,22 +125,23 @@ class Engine:
         self._jobs: dict[int, Job] = {}
         self._ended: dict[int, tuple[Job, Buffer]] = {}
         self._ended_bucket_of: dict[str, int] = {}
-        # Guards what submitting changes: _arrived, _jobs, the buffers and the step's beginning. Hooks may run on
-        # several threads of backward at once. The end of a step needs no lock, since no hook runs then.
+        # Guards what ``submit`` and ``submit_bucket`` change: _arrived, _jobs, the buffers and the beginning of a step.
+        # Hooks call them, and hooks may run on several threads of backward at once. The end of a step takes no lock,
+        # because no hook runs then. Lanes never take it, so a thread that holds it may wait for a lane.
         self._lock = threading.Lock()
         transport.agree("the number of lanes", lanes)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None
-        self._cause: BaseException | None = None  # what a bucket has failed with before any other, on whatever lane
+        self._cause: BaseException | None = None  # the first error of any bucket; written by the lanes
 
     def switch(self, plan: FusionPlan) -> None:
         """Adopt another plan when the next step begins; all ranks call it between the same two steps.
 
-        What error feedback holds goes along with the tensors. Before the first payload the ranks compare the plans.
+        Each tensor keeps its error feedback. Before the first payload the ranks compare the plans.
 
         Raises:
-            ConfigError: the plan is not for these tensors and ranks, or names what there is not.
+            ConfigError: the plan is for other tensors or ranks, or names an unknown codec or collective.
         """
         plan.check(self._tensors.values(), self.size)
         for bucket in plan.buckets:
@@ -148,7 +150,7 @@ class Engine:
 
     @property
     def pending(self) -> AbstractSet[str]:
-        """Names that have been submitted in the step that has not ended, as they are from moment to moment."""
+        """Names submitted so far in the current step: a live view, which changes with each ``submit``."""
         return self._arrived.keys()
 
     @property
@@ -158,12 +160,14 @@ class Engine:
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether ``leave_out`` is possible: nothing has been planned yet, nor will be from what was measured."""
+        """Whether ``leave_out`` is possible: there is no plan yet, no plan controller and no ``overlap_forward``."""
         no_plan = self.plan is None and self._next_plan is None
         return no_plan and self.plan_controller is None and not self._overlap_forward
 
     def leave_out(self, names: Collection[str]) -> frozenset[str]:
-        """Do without the tensors that any rank names; return which they are. All ranks call it, in the first step.
+        """Remove the tensors that at least one rank names, and return their names.
+
+        All ranks call it together, in the first step.
 
         Raises:
             PlanMismatch: ranks disagree on model or options.
@@ -187,7 +191,7 @@ class Engine:
         return out
 
     def bucket_of(self, name: str) -> int:
-        """Return the index of the bucket in which a tensor has travelled in the step that has ended."""
+        """Return the index of the bucket in which a tensor travelled in the last step."""
         return self._ended_bucket_of[name]
 
     def awaits(self, name: str) -> bool:
@@ -198,9 +202,9 @@ class Engine:
         """Take a gradient; its scaled sum over ranks replaces it, or with ``overlap_forward`` waits for ``take``.
 
         Raises:
-            UsageError: this step has it already, it is none of the engine's tensors, it has another size, or the last
-                step's result has not been taken.
-            FusionLayerError: a step before has failed; the same error again.
+            UsageError: the gradient was submitted twice, is not one of the engine's tensors, has another size, or its
+                result of the last step has not been taken.
+            FusionLayerError: an earlier step has failed; the same error again.
         """
         if self.failure is not None:
             raise self.failure
@@ -208,7 +212,7 @@ class Engine:
         with self._lock:
             tensor = self._tensors.get(name)
             if tensor is None:
-                raise UsageError(f"gradient {name!r} is none of this engine's {len(self._tensors)} tensors")
+                raise UsageError(f"gradient {name!r} is not one of this engine's {len(self._tensors)} tensors")
             if gradient.numel() != tensor.numel:
                 raise UsageError(f"gradient {name!r} has {gradient.numel()} elements, expected {tensor.numel}")
             if name in self._arrived:
@@ -227,28 +231,28 @@ class Engine:
                 self._fail(error)
 
     def submit_bucket(self, index: int, bucket: Bucket, flat: Tensor, seed: int, done: Callable[[], None]) -> None:
-        """Take all gradients of a bucket at once; the scaled sum over ranks replaces them. It leaves at once.
+        """Take all gradients of a bucket and send it at once; the scaled sum over ranks replaces the gradients.
 
-        Buckets of a step come in the order of their numbers, the same ones on all ranks. They may be others than in the
-        last step: the plan changes as they come, and ranks compare each new bucket before its payload.
+        All ranks submit the same buckets, in the order of their numbers. A bucket may differ from the last step's: the
+        plan then changes, and the ranks compare the new bucket before its payload.
 
         Args:
             index: number of the bucket in the step, from 0 on.
-            bucket: what it holds, and how that travels.
+            bucket: its tensors, codec and collective.
             flat: (bucket.numel,) gradients, each in its slot.
             seed: of the codec's noise.
-            done: called on the thread and stream that has put the result in place, or when there will be none.
+            done: called on the lane's thread and stream when the result is in place, or when there will be none.
 
         Raises:
             UsageError: another bucket comes next.
-            FusionLayerError: a step before has failed; the same error again.
+            FusionLayerError: an earlier step has failed; the same error again.
         """
         if self.failure is not None:
             raise self.failure
         with self._lock:
             if index != len(self._jobs):
                 raise UsageError(
-                    f"bucket {index} was submitted where step {self.step} has bucket {len(self._jobs)} next"
+                    f"bucket {index} was submitted, but bucket {len(self._jobs)} comes next in step {self.step}"
                 )
             try:
                 if not self._arrived:
@@ -261,7 +265,7 @@ class Engine:
                 self._fail(error)
 
     def end_step(self) -> None:
-        """Let the step end without waiting for its results.
+        """End the step without waiting for its results.
 
         Raises:
             UsageError: tensors are missing.
@@ -275,6 +279,7 @@ class Engine:
             )
         try:
             if self.plan is None:
+                # Nothing has been sent yet: the gradients were kept until the order of their arrival was complete.
                 self._agree_first(partial(self._agree_and_plan, self.step)).wait()
                 assert self.plan is not None
                 self._make_buffers(self.plan)
@@ -299,8 +304,8 @@ class Engine:
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
 
-        They are the caller's until the bucket's first gradient of the next step is submitted. Only with
-        ``overlap_forward``, once for each bucket.
+        The caller may use them until it submits the bucket's first gradient of the next step. Each bucket is taken
+        once.
 
         Raises:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
@@ -326,10 +331,11 @@ class Engine:
             self.take(index)
 
     def close(self) -> None:
-        """End the threads and give the transports up, an ended step's buckets first: other ranks need them.
+        """Let the buckets of the last step end, then the threads, and close the transports.
 
-        Twice is once.
+        A second call does nothing.
         """
+        # Other ranks wait for this rank's share of these buckets, so they travel even if nobody here takes them.
         for job, _ in self._ended.values():
             with suppress(Exception):
                 job.wait()
@@ -340,7 +346,7 @@ class Engine:
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 
     def _begin_step(self) -> None:
-        """Adopt a plan that is due and what the codecs are in this step."""
+        """Adopt the next plan, if there is one, and the codecs' settings for this step."""
         if self._watch is not None and self.plan_controller is not None:
             last = self._watch.begin(self.step)
             if last is not None:
@@ -356,7 +362,11 @@ class Engine:
             self._make_buffers(self.plan)
 
     def _ask_controller(self, plan_controller: PlanController) -> None:
-        """Ask for the next plan on a lane, when all of them are idle."""
+        """Ask for the next plan on a lane, when all lanes are idle.
+
+        The training thread waits for the answer, so it and the lane never use the controller at the same time.
+        """
+        # The controller measures: a bucket on another lane would falsify that.
         for index, (job, _) in self._ended.items():
             self._wait_for(index, job)
         start = time.perf_counter()
@@ -380,15 +390,18 @@ class Engine:
             self._watch.note_waiting(time.perf_counter() - start)
 
     def _agree_first(self, work: Callable[[Transport], None]) -> Job:
-        """Queue ``work``; no lane sends anything that comes after it until it is done."""
+        """Queue ``work`` on the first lane; every other lane waits for it before it sends anything queued later."""
         first, *others = self._lanes
         agreement = first.put(work)
+        # A payload on another lane could overtake the comparison, and a peer that disagrees would misread it. If
+        # ``work`` fails, ``wait`` raises its error on each lane, so no lane sends anything more.
         for lane in others:
             lane.put(lambda _: agreement.wait())
         return agreement
 
     def _make_buffers(self, plan: FusionPlan) -> None:
-        for job, buffer in self._ended.values():  # they must be done with the memory, though not with their results
+        # New buffers take over the residuals, so no old buffer may still change them. Results may still be untaken.
+        for job, buffer in self._ended.values():
             job.wait()
             buffer.join()
         self._codecs = [self._codec_of(bucket) for bucket in plan.buckets]
@@ -401,7 +414,7 @@ class Engine:
         self._order = SendOrder(len(self._buffers), len(self._lanes))
 
     def _lay_out(self, index: int, bucket: Bucket) -> None:
-        """Let ``bucket`` be the plan's at ``index``; another one there, and those after it, are of a former layout."""
+        """Put ``bucket`` into the plan at ``index``, unless it is there already, and drop all buckets after it."""
         known = () if self.plan is None else self.plan.buckets
         if index < len(known) and known[index] == bucket:
             return
@@ -438,9 +451,9 @@ class Engine:
         return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Let go of the gradients and of the peers, which are out of step with this rank; raise the first cause."""
-        # Results are waited for in the order of the plan, but lanes fail in any: an early bucket may have failed
-        # because a later one did.
+        """Release the gradients, close the transports and raise the first cause."""
+        # Peers are out of step with this rank now, so nothing may be sent any more. Results are waited for in the order
+        # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
         cause = self._cause if isinstance(error, Exception) and self._cause is not None else error
         self.failure = cause
         self._arrived.clear()
@@ -459,12 +472,17 @@ class Engine:
             self._launch()
 
     def _launch(self) -> None:
+        """Send every complete bucket that is next in the order."""
+        # A complete bucket waits for those before it: all ranks must send in the same order, whatever order their
+        # gradients arrive in.
         order = self._order.sequence
         while len(self._jobs) < len(order) and self._buffers[order[len(self._jobs)]].full:
             index = order[len(self._jobs)]
             self._send(index, derive_seed(self.step, index))
 
     def _send(self, index: int, seed: int, done: Callable[[], None] | None = None) -> None:
+        # The bucket's number in the order picks the lane, not which lane is free: each lane has its own transport, and
+        # all ranks must send a bucket on the same one.
         lane = self._lanes[len(self._jobs) % len(self._lanes)]
         work = partial(self._run, index, self._buffers[index], self.step, seed, time.perf_counter_ns(), done)
         self._jobs[index] = lane.put(work, abandoned=done)
@@ -501,10 +519,10 @@ class Engine:
         if self._watch is not None:
             self._watch.note_bucket(step, index, seconds)
         if done is not None:
-            done()  # last: what fails before it is told by the lane, which calls it then
+            done()  # last: if anything before it fails, the lane calls it, as the job's ``abandoned``
 
     def _agree(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
-        """Compare with the other ranks what this engine is about to do."""
+        """Compare model, options and plan with the other ranks."""
         names = sorted(self._tensors)
         facts: list[object] = [
             [self._tensors[name] for name in names],
@@ -524,7 +542,10 @@ class Engine:
             transport.agree("the fusion plan (model, codec, options)", *facts)
 
     def _agree_and_plan(self, step: int, transport: Transport) -> None:
-        """Compare, take rank 0's order of arrival, plan with it, and compare the plans."""
+        """Compare, take rank 0's order of arrival, plan with it, and compare the plans.
+
+        The training thread waits in ``end_step`` meanwhile, so nothing else reads or writes _arrived and plan.
+        """
         self._agree(step, None, transport)
         names = sorted(self._tensors)
         position = {name: i for i, name in enumerate(names)}

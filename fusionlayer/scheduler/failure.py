@@ -1,4 +1,4 @@
-"""Errors of the communication thread, told in the user's terms: step, bucket, tensors."""
+"""Errors of the communication threads with the step, bucket and tensors that they belong to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["located"]
 
 @contextmanager
 def located(step: int, index: int, bucket: Bucket, transport: Transport) -> Iterator[None]:
-    """Say in every error of the body which step, bucket and tensors it belongs to."""
+    """Raise every error of the ``with`` block again, with step, bucket and tensors in its message."""
     try:
         yield
     except FusionLayerError as error:

@@ -1,4 +1,4 @@
-"""From tensors in order of arrival to a plan: the planner's cuts, and the codec and collective of each bucket."""
+"""Makes a plan of tensors: a planner cuts them into buckets, and each bucket gets its codec and collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fuse(
     ahead: bool | None = None,
     costs: Callable[[Codec, str], StepCosts] | None = None,
 ) -> FusionPlan:
-    """Return the plan that a planner makes of a step.
+    """Return a planner's plan for a step.
 
     Args:
         tensors: of the step, in order of arrival.
@@ -32,12 +32,13 @@ def fuse(
         codec: of all gradients, or of each by its name.
         workers: number of ranks.
         algorithm: collective; None chooses.
-        ahead: encode gradients one by one as they arrive; None: as ``algorithm`` needs it, or else as the codec does by
-            default.
-        costs: of a step whose buckets are all encoded by a codec and sent by a collective; for planners that need them.
+        ahead: encode gradients one by one as they arrive. None: as ``algorithm`` needs it; without an ``algorithm``, as
+            the codec does by default.
+        costs: returns the costs of a step in which all buckets have this codec and this collective; for planners that
+            need costs.
 
     Raises:
-        ConfigError: the planner lacks costs, or the collective does not go with ``ahead``.
+        ConfigError: the planner needs costs and has none, or the collective contradicts ``ahead``.
     """
     pools: dict[Codec, list[TensorInfo]] = {}
     for tensor in tensors:
@@ -55,5 +56,8 @@ def fuse(
 
 
 def slot_alignment(codec: Codec, ahead: bool) -> int:
-    """Return the elements at whose multiples slots begin, so that tensors of a bucket share no metadata."""
+    """Return the number of elements that each slot's offset is a multiple of.
+
+    It keeps two tensors of a bucket from sharing metadata, such as a scale.
+    """
     return 1 if ahead else min(max(codec.block, 1), _SLOT_ALIGNMENT)

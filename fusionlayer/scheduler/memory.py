@@ -1,4 +1,4 @@
-"""What is kept of each parameter's gradient between steps: above all what codecs lost, to be sent with the next one."""
+"""The state of each parameter's gradient between steps: above all the residual of error feedback."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = ["Memory"]
 
 
 class Memory:
-    """One state for each parameter, keyed by its name, never by its bucket: plans may change.
+    """One state for each parameter, by its name and not by its bucket, because plans may change.
 
-    For any sequence of steps, what was sent plus the residuals of all ranks is what was given, up to f32 rounding.
+    After any number of steps, the sent values plus the residuals of all ranks equal the given gradients, up to f32
+    rounding.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Memory:
     def state(self, name: str, numel: int, device: torch.device, *, feedback: bool = True) -> TensorState:
         """Return the state of a tensor that is encoded by itself, with a residual (numel,) f32 of its own.
 
-        What the name had before is carried over. Without ``feedback`` the state has no residual.
+        It continues the state that the name had before. Without ``feedback`` it has no residual.
 
         Raises:
             ConfigError: the residual that was loaded for this name is of a tensor of another size.
@@ -41,14 +42,15 @@ class Memory:
         if state.residual is None:
             state.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         else:
-            shared = state.residual.untyped_storage().nbytes() > state.residual.nbytes  # a flat residual would live on
+            # A view of a bucket's flat residual would keep all of that alive.
+            shared = state.residual.untyped_storage().nbytes() > state.residual.nbytes
             state.residual = state.residual.to(device, copy=shared)
         return state
 
     def flat(self, bucket: Bucket, device: torch.device) -> Tensor:
-        """Return the residual of a whole bucket, (numel,) f32, and let its names refer into it from now on.
+        """Return the residual of a whole bucket, (numel,) f32; the states of its tensors become views of it.
 
-        Residuals that the names had before are carried over.
+        It starts with the residuals that the tensors had before.
 
         Raises:
             ConfigError: the residual that was loaded for a name is of a tensor of another size.
@@ -63,7 +65,7 @@ class Memory:
         return flat
 
     def parts(self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> tuple[Part, ...]:
-        """Return the tensors of a bucket, of ``shapes`` in its order, with what is kept of each.
+        """Return the tensors of a bucket with their states; ``shapes`` are in the bucket's order.
 
         Raises:
             ConfigError: the residual that was loaded for a name is of a tensor of another size.
@@ -74,9 +76,9 @@ class Memory:
         )
 
     def attach(self, names: Iterable[str], codec: Codec) -> None:
-        """Keep what ``codec`` carries from sum to sum under ``names``, which it encodes together from now on.
+        """Keep the numbers of ``codec`` under ``names``, the tensors that it encodes together from now on.
 
-        What was kept under them before, of several the largest, goes into a codec that is new here.
+        A codec that is new here starts from the numbers kept under these names before; of several, the largest.
         """
         names = tuple(names)
         numbers = self._largest_numbers(names)
@@ -107,11 +109,11 @@ class Memory:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned; parameters it does not name start anew, other keys are ignored."""
+        """Load what ``state_dict`` returned. Parameters that it does not name start anew; other keys are ignored."""
         residuals, tensors, numbers = (saved.get(key, {}) for key in ("residuals", "tensors", "numbers"))
         for name in self._states.keys() | residuals.keys() | tensors.keys() | numbers.keys():
             state = self._states.setdefault(name, TensorState())
-            # In place: buffers refer to them.
+            # In place: buffers and codecs hold references to these objects.
             state.numbers.clear()
             state.numbers.update(numbers.get(name, {}))
             device = state.residual.device if state.residual is not None else None

@@ -1,4 +1,4 @@
-"""The order in which buckets leave when the next forward waits for their results one by one."""
+"""The order in which buckets leave when the next forward takes their results one by one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def send_order(ready: Sequence[float], cost: Sequence[float]) -> list[int]:
     """Return bucket numbers in the order in which they should leave.
 
     Buckets are numbered in the order in which backward completes them, so the next forward wants the last one first.
-    Whenever the network is free, of the buckets that are complete by then the one wanted first leaves. Known as
-    priority scheduling: P3 (MLSys 2019) and ByteScheduler (SOSP 2019), here without preemption.
+    Whenever the network is free, of the complete buckets the one that forward wants first leaves. This is priority
+    scheduling as in P3 (MLSys 2019) and ByteScheduler (SOSP 2019), but without preemption.
 
     Args:
         ready: when each bucket is complete, seconds from any common origin.
@@ -40,14 +40,18 @@ def send_order(ready: Sequence[float], cost: Sequence[float]) -> list[int]:
 
 
 class SendOrder:
-    """Begins with the order of completion, measures some steps, then all ranks agree on ``send_order`` once.
+    """The order of an engine's buckets: that of completion first, after some measured steps that of ``send_order``.
+
+    It needs no lock. Hooks call ``note_complete`` with the engine's lock held. Lanes call ``note_sent``, each for other
+    buckets. ``agree`` runs on a lane while the training thread waits for it; by then no bucket of a measured step is
+    under way.
 
     Args:
         buckets: number of buckets.
-        lanes: of them, how many are under way at once.
+        lanes: number of buckets that are under way at once.
 
     Attributes:
-        sequence: bucket numbers in the order in which they leave.
+        sequence: bucket numbers in the order in which they leave; the same on all ranks.
     """
 
     def __init__(self, buckets: int, lanes: int) -> None:
@@ -76,12 +80,13 @@ class SendOrder:
             self._complete[index].append(now - self._first)
 
     def note_sent(self, index: int, seconds: float) -> None:
-        """Record for how long a bucket has been under way; called by the threads that send."""
+        """Record for how many seconds a bucket was under way; called by the lanes."""
         if WARM_UP <= self._steps < WARM_UP + MEASURED:
             self._busy[index].append(seconds / self._lanes)
 
     def agree(self, transport: Transport) -> None:
-        """Take the mean of all ranks' measurements and order by it. All ranks call it together."""
+        """Order by the mean of all ranks' measurements. All ranks call it together."""
+        # Ranks measure different seconds but must send in one order: lanes would otherwise exchange different buckets.
         mine = [[statistics.median(samples or [0.0]) for samples in rows] for rows in (self._complete, self._busy)]
         every = torch.tensor(mine, dtype=torch.float64)
         transport.all_reduce(every)

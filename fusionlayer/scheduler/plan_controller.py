@@ -1,4 +1,4 @@
-"""The seam between an engine and what may give it another plan while training runs."""
+"""Plan controllers: the interface by which an engine gets another plan while training runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["StepSeconds", "StepTimer", "PlanController"]
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """What a step took on this rank, in seconds. It lasts from its first gradient to the first of the next step.
+    """Seconds of a step on this rank. A step lasts from its first gradient to the first gradient of the next step.
 
     Attributes:
-        wall: of all of it: backward, waiting, update and the next forward, and pauses that training makes in between;
-            what the plan controller itself took is left out.
-        backward: from the first gradient to the last, what ``submit`` took left out.
-        submitting: in ``submit``: above all what was encoded ahead of fusion.
-        waiting: for results, by the thread that takes them.
-        ready: seconds of ``backward`` after which each gradient was there, by name, in order of arrival.
-        buckets: for which each bucket was under way on its lane, by its place in the plan; one that is under way still
-            is not there.
+        wall: of the whole step: backward, waiting, update, the next forward, and pauses of training in between. Seconds
+            of the plan controller itself do not count.
+        backward: from the first gradient to the last, without the seconds in ``submit``.
+        submitting: in ``submit``; most of it is encoding ahead of fusion.
+        waiting: for results, on the thread that takes them.
+        ready: seconds of ``backward`` until each gradient arrived, by name, in order of arrival.
+        buckets: seconds for which each bucket was under way on its lane, by its index in the plan; buckets that are
+            still under way are missing.
     """
 
     wall: float
@@ -41,18 +41,18 @@ class StepSeconds:
 
 
 class PlanController(ABC):
-    """Watches steps and may give the engine another plan; all ranks hold one each and come to the same plan.
+    """Watches steps and may give the engine another plan. Each rank has one, and all must come to the same plan.
 
-    An engine asks in this order, on every rank in the same steps:
+    An engine calls it in this order, on every rank in the same steps:
 
     1. ``note_step`` at the first gradient of a step, about the step before;
     2. ``due`` when the step's last gradient has been submitted;
-    3. if it is: ``next_plan`` when the step's buckets have travelled. The training thread waits for it.
+    3. if ``due`` returned true: ``next_plan``, when the step's buckets have travelled.
 
-    The plan is adopted when the next step begins, as by ``Engine.switch``; ranks compare it first. Error feedback goes
-    along with the tensors.
+    The engine adopts the plan when the next step begins, as with ``Engine.switch``; ranks compare it first. Each tensor
+    keeps its error feedback.
 
-    ``str`` is compared over ranks with each plan: two that steer otherwise must differ in it.
+    Ranks compare ``str`` of their controllers with each plan, so controllers that decide differently must differ in it.
     """
 
     def __str__(self) -> str:
@@ -60,28 +60,33 @@ class PlanController(ABC):
 
     @abstractmethod
     def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
-        """Learn what a step took on this rank. Called by the thread that submits: no messages, no waiting."""
+        """Take the seconds of a step on this rank.
+
+        The thread that submits calls it during backward, with the engine's lock held: it must not send or wait.
+        """
 
     @abstractmethod
     def due(self, step: int) -> bool:
-        """Return whether ``next_plan`` is to be asked after this step; the same on all ranks, whatever they measured.
+        """Return whether the engine shall call ``next_plan`` after this step; the same on all ranks.
 
-        It may follow from the number of steps that were noted and from what ranks have agreed on, nothing else.
+        It may depend on the number of noted steps and on what ranks have agreed on, but not on a rank's own
+        measurements: a rank that called ``next_plan`` alone would wait for the others for ever.
         """
 
     @abstractmethod
     def next_plan(self, transport: Transport) -> FusionPlan | None:
         """Return the same plan on all ranks, or None to go on with the present one.
 
-        All ranks call it together, on a communication thread, while nothing else travels and training waits; what it
-        raises is the engine's failure.
+        All ranks call it together, on a communication thread. Meanwhile nothing else travels and the training thread
+        waits. If it raises an error, the engine fails with that error.
         """
 
 
 class StepTimer:
-    """Takes the times of an engine's steps.
+    """Measures the seconds of an engine's steps.
 
-    Submitting, ending and taking are one thread's after the other; ``note_bucket`` is called by the lanes.
+    Calls about submitting, ending and taking never overlap: the engine's lock and the order of a step see to that.
+    Lanes call ``note_bucket`` at any time. Each lane stores other buckets, so no lock is needed.
     """
 
     def __init__(self) -> None:
@@ -93,7 +98,7 @@ class StepTimer:
         self._buckets: dict[int, float] = {}
 
     def begin(self, step: int) -> StepSeconds | None:
-        """Begin a step with its first gradient; return what the step before took, if there was one."""
+        """Begin a step with its first gradient; return the seconds of the step before, if there was one."""
         now = time.perf_counter()
         seconds = None
         if self._step >= 0:
@@ -112,20 +117,21 @@ class StepTimer:
         return seconds
 
     def note_gradient(self, name: str, arrived: float) -> None:
-        """Note that a gradient arrived at ``arrived`` and has just been submitted."""
+        """Record that a gradient arrived at ``arrived`` and has been submitted just now."""
         now = time.perf_counter()
         self._ready[name] = max(0.0, arrived - self._began - self._submitting)
         self._submitting += now - max(arrived, self._began)
 
     def note_bucket(self, step: int, index: int, seconds: float) -> None:
-        """Note how long a bucket has been under way."""
+        """Record for how many seconds a bucket was under way."""
+        # A bucket may end after the next step has begun; its step's seconds have been handed out by then.
         if step == self._step:
             self._buckets[index] = seconds
 
     def note_waiting(self, seconds: float) -> None:
-        """Note a wait for results."""
+        """Add seconds of waiting for results."""
         self._waiting += seconds
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count these seconds of the step."""
+        """Leave these seconds out of the step's ``wall``."""
         self._left_out += seconds

@@ -1,4 +1,4 @@
-"""The communication thread: the only one that uses its transport."""
+"""The communication thread: a queue of jobs, and the only thread that uses its transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Job", "Worker"]
 
 
 class Job:
-    """One piece of work of a ``Worker``; ``wait`` returns when it is done."""
+    """One piece of work of a ``Worker``; any thread may ``wait`` for its end."""
 
     def __init__(self, work: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
         self._work: Callable[[], None] | None = work
@@ -21,7 +21,7 @@ class Job:
         self.error: BaseException | None = None
 
     def run(self, failed: BaseException | None) -> None:
-        """Do the work, or take over the failure of an earlier job."""
+        """Do the work, or fail as an earlier job has ``failed``. Called by the worker's thread, before ``finish``."""
         try:
             if failed is not None:
                 raise failed
@@ -32,23 +32,24 @@ class Job:
             if self._abandoned is not None:
                 self._abandoned()
         finally:
-            self._work = self._abandoned = None  # what they hold may be large, and the thread keeps its last job
+            # The worker's thread keeps its last job until the next one comes: do not keep its tensors alive so long.
+            self._work = self._abandoned = None
 
     def finish(self) -> None:
-        """Let those go on who wait for the job."""
+        """Wake the threads that wait for the job."""
         self._done.set()
 
     @property
     def is_done(self) -> bool:
-        """Whether the job has ended, well or not."""
+        """Whether the job has ended, by success or failure."""
         return self._done.is_set()
 
     def ends_within(self, seconds: float) -> bool:
-        """Return whether the job is done, well or not, so many seconds from now at the latest."""
+        """Wait at most ``seconds``; return whether the job has ended, by success or failure."""
         return self._done.wait(seconds)
 
     def wait(self) -> None:
-        """Return when the job is done; raise what it raised."""
+        """Wait until the job has ended; raise what it raised."""
         self._done.wait()
         if self.error is not None:
             raise self.error
@@ -57,14 +58,15 @@ class Job:
 class Worker:
     """A daemon thread that runs jobs one after the other, in the order in which they were put.
 
-    The first job that fails is the last one that runs: the peers of its transport are out of step from then on, so
-    every later job fails with the same error.
+    After a job has failed, no other job runs: the peers of the transport are out of step by then. Every later job fails
+    with the same error.
 
     Args:
         name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
+        # The only state that callers and the thread both change: it needs no lock of ours. None ends the thread.
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._closed = False
         self.error: BaseException | None = None
@@ -74,7 +76,8 @@ class Worker:
     def put(self, work: Callable[[], None], abandoned: Callable[[], None] | None = None) -> Job:
         """Queue ``work`` and return its job; ``abandoned`` is called if the work fails or never begins.
 
-        Once a job has failed, this raises what it raised.
+        If an earlier job has failed, this raises the same error. ``put`` and ``close`` must not run at the same time: a
+        job behind the end mark would never run.
         """
         if self.error is not None:
             raise self.error
@@ -90,11 +93,11 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
-        """Return when the thread has ended, which ``close`` asks it to."""
+        """Wait until the thread has ended; call ``close`` before."""
         self._thread.join()
 
     def close(self) -> None:
-        """Let queued jobs end, then the thread. Twice is once."""
+        """Let queued jobs end, then the thread; do not wait for that. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -103,4 +106,5 @@ class Worker:
         while (job := self._queue.get()) is not None:
             job.run(self.error)
             self.error = self.error or job.error
+            # After the error is kept: a thread that has waited for this job must not be able to put another one.
             job.finish()

@@ -80,7 +80,7 @@ def test_a_tensor_without_a_rule_is_an_error() -> None:
 
 
 def test_nothing_to_choose_from_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="policy: of int4 none is lossless"):
+    with pytest.raises(ConfigError, match="policy: 'auto' may choose only lossless codecs; candidates: int4"):
         CodecRules((CodecRule("auto"),), "lossless").choose(tensor("t"), {"int4": CANDIDATES["int4"]}, seconds)
 
 

@@ -69,7 +69,7 @@ def test_a_missing_gradient_is_named_and_can_still_come() -> None:
 def test_a_gradient_that_is_unknown_or_of_another_size_is_refused(plan: FusionPlan | None) -> None:
     def body(transport: Transport) -> None:
         engine = make_engine(transport, plan=plan)
-        with pytest.raises(UsageError, match="gradient 'head' is none of this engine's 6 tensors"):
+        with pytest.raises(UsageError, match="gradient 'head' is not one of this engine's 6 tensors"):
             engine.submit("head", torch.ones(3))
         with pytest.raises(UsageError, match="gradient 'w2' has 3 elements, expected "):
             engine.submit("w2", torch.ones(3))

@@ -1,4 +1,4 @@
-"""Autotuning: an online search for the plan with the shortest steps, by measured step time."""
+"""Autotuning: an online search for the plan with the shortest measured steps."""
 
 from .settings import Autotune
 from .tuner import Autotuner

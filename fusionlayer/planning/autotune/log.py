@@ -1,4 +1,4 @@
-"""What a search has tried, for people: a CSV file, and lines of the log."""
+"""Reports what a search has tried: rows of a CSV file, and lines of the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _logger = logging.getLogger("fusionlayer")
 
 
 class TrialLog:
-    """Writes a row for each trial, and a line to logger "fusionlayer" when the best plan changes or a search ends.
+    """Writes a row for each trial, and lines to the logger "fusionlayer".
+
+    A line tells that the best plan has changed, or that a search has begun or ended.
 
     Args:
         path: the CSV file, written anew; None: no file.
@@ -36,7 +38,7 @@ class TrialLog:
             raise ConfigError(f"autotune: log={path!r} cannot be written: {error}; name another file") from error
 
     def note_trial(self, step: int, trial: Trial) -> None:
-        """Write a row. A disk that is full now does not end training: a warning, and no more rows."""
+        """Write a row. If that fails, warn and write no more rows: a full disk must not end training."""
         times = (f"{trial.seconds:.6f}", f"{trial.ratio:.4f}")
         _logger.debug("autotune, step %d, %s: %s: %s s, ratio %s", step, trial.stage, trial.point, *times)
         points = [(point.shape, point.buckets) for point in (trial.point, trial.best)]
@@ -47,7 +49,7 @@ class TrialLog:
             self._path = None
 
     def note_progress(self, step: int, search: Search) -> None:
-        """Tell what has changed since the last call."""
+        """Log what has changed since the last call."""
         was, self._was = self._was, (search.best, search.searching)
         if was is None or was == self._was:
             return

@@ -1,6 +1,6 @@
-"""The search itself, as a coroutine: it asks for windows of training under a plan and is told their seconds per step.
+"""The search of autotuning, a generator: it yields windows of training under a plan and receives seconds per step.
 
-It knows no clock, no ranks and no messages, so all ranks that tell it the same seconds come to the same plans.
+It has no clock and sends no messages. So all ranks that send it the same seconds get the same plans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .space import EVEN, Point, Space
 
 __all__ = ["Search", "Trial", "Window", "typical"]
 
-# A window lasts about so long, within bounds in steps.
+# A window lasts about so many seconds, but at least and at most so many steps.
 WINDOW_SECONDS = 0.2
 WINDOW_STEPS = (5, 20)
 
@@ -35,12 +35,12 @@ PATIENCE = (3, 48)
 
 @dataclass(frozen=True)
 class Window:
-    """What is to be done next.
+    """The next steps of training, and the plan for them.
 
     Attributes:
         point: the plan to train with.
-        settle: steps that do not count.
-        steps: steps to measure after those. One more follows, in which ranks agree on the next window.
+        settle: steps that do not count, at the beginning.
+        steps: steps to measure after those. One more step follows, in which ranks agree on the next window.
     """
 
     point: Point
@@ -49,7 +49,7 @@ class Window:
 
     @property
     def length(self) -> int:
-        """All steps of the window."""
+        """Number of all steps of the window."""
         return self.settle + self.steps + 1
 
 
@@ -62,7 +62,7 @@ class Trial:
         point: the plan.
         seconds: of a step with it.
         ratio: of these seconds to those of the best plan so far, in the windows before and after.
-        best: the best plan, when this trial was over.
+        best: the best plan when this trial was over.
     """
 
     stage: str
@@ -73,7 +73,7 @@ class Trial:
 
 
 class _OutOfSteps(Exception):
-    """The steps that the user has given are used up."""
+    """The search has used all steps that the user allows."""
 
 
 Asking = Generator[Window, float, None]
@@ -81,32 +81,33 @@ Comparing = Generator[Window, float, float]
 
 
 class Search:
-    """Looks for the plan with the shortest steps, then watches whether they stay as short.
+    """Searches for the plan with the shortest steps, then watches whether they stay as short.
 
-    Machines drift, so seconds are never compared across time: a window with a challenger's plan lies between two with
-    the best plan so far, and only the ratio to their mean counts (A, B, A). A search goes like this:
+    Machines drift, so seconds are never compared across time. A challenger's window lies between two windows of the
+    best plan so far, and only the ratio to their mean counts (A, B, A). A search goes like this:
 
-    1. Walk: twice and half as many buckets, four times, a quarter and so on, a window each, in both directions until
-       two in a row are slower by more than a tenth.
-    2. Duel: the fastest of those, one after the other, against the best plan in as many windows as it takes. A
-       challenger wins if a sign test says that chance would do this in 1 of 20 cases, and if the median gain is 2 % or
-       more; or if it is a fifth faster twice. One that falls behind is dropped at once.
-    3. Near the best plan: other shapes and half an octave more or fewer buckets, a window each; duels as before; again
-       around each new winner, until none wins. No plan has more than one such window and one duel in a search, so it
-       ends.
-    4. Look: one window of 20 steps in every 100. When several in a row are away from the level that the first three
-       had, a search begins anew from the best plan. Each search that finds nothing better doubles how many it takes,
-       from 3 to at most 48, so a step time that goes to and fro does not make training search for ever.
+    1. Walk: try twice as many buckets, four times and so on, then half as many, a quarter and so on, a window each.
+       A direction ends when two in a row are slower by more than a tenth.
+    2. Duel: the fastest of those compete with the best plan, one after the other, in as many windows as it takes. A
+       challenger wins if a sign test gives chance at most 1 in 20 and the median gain is 2 % or more; or if it is a
+       fifth faster twice. A challenger that falls behind is dropped at once.
+    3. Near the best plan: try other shapes, and half an octave more or fewer buckets, a window each. Duels follow as
+       before. Repeat around each new winner, until none wins. A plan has at most one such window and one duel in a
+       search, so the search ends.
+    4. Look: measure 20 steps in every 100. When several looks in a row are away from the level of the first three,
+       another search begins from the best plan. Each search that finds nothing better doubles the number of looks that
+       it takes, from 3 to at most 48. So a step time that goes up and down does not make training search for ever.
 
     Args:
         space: of plans.
         settings: of the user.
         settle: steps after each switch that do not count.
-        report: is told each trial.
+        report: called with each trial.
 
     Attributes:
         best: the best plan so far.
-        gain: seconds of a step with it, as a share of those with the plan that training began with; by the duels.
+        gain: seconds of a step with it, as a share of those with the plan that training began with; the product of the
+            duels' ratios.
         searching: a search is under way.
     """
 
@@ -126,9 +127,9 @@ class Search:
         self._before = 0.0
 
     def run(self) -> Asking:
-        """Yield windows, each of which is answered with the seconds of a step in it; ends only with the user's steps.
+        """Yield windows; send it the seconds of a step in each.
 
-        After its end ``best`` is the plan to train with.
+        It ends only when the user's steps are used up. Then ``best`` is the plan to train with.
         """
         patience = PATIENCE[0]
         try:
@@ -160,7 +161,7 @@ class Search:
                 ratios[point] = yield from self._compare("near", point)
 
     def _walk(self, factor: float, ratios: dict[Point, float]) -> Asking:
-        """Try ever more, or ever fewer buckets, until they are clearly too many or too few."""
+        """Try more and more, or fewer and fewer buckets, until two in a row are clearly slower."""
         buckets, slower = float(self.best.buckets), 0
         while slower < 2 and self._space.clamp(buckets) != self._space.clamp(buckets * factor):
             buckets *= factor
@@ -169,7 +170,7 @@ class Search:
             slower = slower + 1 if ratios[point] > CLEARLY_SLOWER else 0
 
     def _duels(self, ratios: dict[Point, float]) -> Asking:
-        """Let the fastest fight until one wins against the best; remove from ``ratios`` who has lost or has no hope."""
+        """Let the fastest points duel with the best until one wins; remove from ``ratios`` all that cannot win."""
         for challenger in sorted(ratios, key=lambda point: ratios[point])[:DUELS]:
             rough = ratios.pop(challenger)
             if rough > WORTH_A_DUEL:
@@ -178,7 +179,7 @@ class Search:
             if ratio < 1:
                 self.best = challenger
                 self.gain *= ratio
-                # What was measured against the old best is still a hint of who might beat the new one.
+                # Ratios to the old best plan still hint at points that might beat the new one.
                 rivals = {point: known / ratio for point, known in ratios.items() if known / ratio <= WORTH_A_DUEL}
                 ratios.clear()
                 ratios.update(rivals)
@@ -237,7 +238,7 @@ class Search:
         return (yield window)
 
     def _fresh(self, points: Iterable[Point]) -> list[Point]:
-        """Return those whose plans have had neither a duel nor a window near the best plan, and count them as tried."""
+        """Return the points whose plans have had neither a duel nor a window near the best plan; mark them as tried."""
         fresh = []
         for point in points:
             key = self._key(point)
@@ -251,11 +252,11 @@ class Search:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the median of steps; those that took over twice as long as the median of all are pauses and left out."""
+    """Return the median of steps without pauses: steps of over twice the median of all."""
     middle = statistics.median(seconds)
     return statistics.median(took for took in seconds if took <= 2 * middle)
 
 
 def _by_chance(wins: int, pairs: int) -> float:
-    """Return how probable so many wins or more are for two equal plans: the one-sided sign test."""
+    """Return the probability of at least so many wins for two equal plans: the one-sided sign test."""
     return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / float(2**pairs)

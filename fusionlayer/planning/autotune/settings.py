@@ -1,4 +1,4 @@
-"""What a user may say about autotuning."""
+"""The user's settings for autotuning."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Autotune"]
 
 @dataclass(frozen=True)
 class Autotune:
-    """How the online search over bucket counts and sizes goes about it.
+    """Settings of the online search over numbers and sizes of buckets.
 
     Attributes:
-        steps: search during the first so many steps only; the best plan of those stays, and nothing is measured any
-            more. None: left on, and training is looked at every 100 steps.
-        drift: another search begins when the step time stays away from what it was after the last one by more than
-            this share.
-        every: another search begins so many steps after the last one anyway; None: only when step time drifts.
+        steps: search during the first so many steps only; then the best plan stays, and nothing is measured. None: stay
+            on, and look every 100 steps.
+        drift: begin another search when the step time stays off its level after the last search by more than this
+            share.
+        every: begin another search so many steps after the last one in any case; None: only when step time drifts.
         log: CSV file for every plan that is tried and its score; rank 0 writes it.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     steps: int | None = None

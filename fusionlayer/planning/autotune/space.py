@@ -1,4 +1,4 @@
-"""The plans that autotuning chooses from: all made from the plan that training began with."""
+"""The plans that autotuning chooses from; all are made from the plan that training began with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...scheduler.fusing import slot_alignment
 __all__ = ["EVEN", "PLANNED", "SHAPES", "Point", "Space", "cut"]
 
 PLANNED = "planned"
-"""The shape of the plan that training began with, whatever it is."""
+"""Stands for the shape of the plan that training began with."""
 
 EVEN = "even"
 SHAPES = (EVEN, "tapered", "tensors")
@@ -25,13 +25,13 @@ STEEPEST_TAPER = 8
 
 @dataclass(frozen=True)
 class Point:
-    """A plan, by what makes it.
+    """A plan, given by the number and shape of its buckets.
 
     Attributes:
-        shape: "even": buckets of equally many bytes; "tapered": of bytes that double from both ends of backward towards
-            the middle, up to eightfold; "tensors": of equally many tensors, SAFusion's naive scheme (section 3.2);
-            "planned": the plan that training began with.
-        buckets: how many, those of the user's groups left out.
+        shape: "even": equally many bytes in each bucket; "tapered": bytes double from both ends of backward towards the
+            middle, up to eightfold; "tensors": equally many tensors, SAFusion's naive scheme (section 3.2); "planned":
+            the plan that training began with.
+        buckets: their number, without those of the user's groups.
     """
 
     shape: str
@@ -42,15 +42,15 @@ class Point:
 
 
 class Space:
-    """Pure functions from points to plans of the same tensors, codecs and collectives; the user's groups stay whole.
+    """Makes plans from points: with the same tensors, codecs and collectives, and the user's groups kept whole.
 
     Args:
-        plan: what training began with; its tensors stand in order of arrival.
+        plan: the plan that training began with; its tensors are in order of arrival.
         tensors: of the plan, in any order.
 
     Attributes:
         start: the point of ``plan``.
-        most: buckets with one tensor each.
+        most: largest number of buckets: one for each tensor.
     """
 
     def __init__(self, plan: FusionPlan, tensors: Iterable[TensorInfo]) -> None:
@@ -79,11 +79,11 @@ class Space:
         self.plan = cache(self._plan)
 
     def clamp(self, buckets: float) -> int:
-        """Return the nearest number of buckets that there can be."""
+        """Return the nearest possible number of buckets."""
         return min(max(round(buckets), len(self._free)), self.most)
 
     def neighbours(self, point: Point) -> list[Point]:
-        """Return the same number of buckets in the other shapes, and half an octave more and fewer in the same."""
+        """Return points with as many buckets in other shapes, and with half an octave more and fewer in this shape."""
         shape = EVEN if point.shape == PLANNED else point.shape
         others = [Point(other, point.buckets) for other in SHAPES if other != point.shape]
         return others + [Point(shape, self.clamp(point.buckets * factor)) for factor in (2**-0.5, 2**0.5)]
@@ -103,14 +103,14 @@ class Space:
         return replace(self._planned, buckets=tuple(buckets))
 
     def _fuse(self, like: Bucket, runs: Sequence[Sequence[TensorInfo]]) -> tuple[Bucket, ...]:
-        """Return a bucket for each run that travels like another one."""
+        """Return a bucket for each run, with codec and collective of the bucket ``like``."""
         align = slot_alignment(codecs.get(like.codec, **like.options), like.ahead)
         size = self._planned.world_size
         return FusionPlan.build(runs, size, like.codec, like.options, like.algorithm, align, like.ahead).buckets
 
 
 def cut(tensors: Sequence[TensorInfo], shape: str, buckets: int) -> list[list[TensorInfo]]:
-    """Return ``tensors`` as so many consecutive runs, whose weights are as near to those of ``shape`` as can be."""
+    """Return ``tensors`` as so many consecutive runs, with sizes as near as possible to those of ``shape``."""
     weights = [1 if shape == "tensors" else max(tensor.nbytes, 1) for tensor in tensors]
     shares = [1.0] * buckets
     if shape == "tapered":

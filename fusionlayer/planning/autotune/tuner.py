@@ -1,4 +1,4 @@
-"""The search at work: it watches an engine's steps, ranks agree on what they took, and the engine gets the plan."""
+"""The plan controller of autotuning: ranks agree on measured steps, and the engine gets the search's plans."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Autotuner"]
 
-# A plan's first step makes its buffers, the second is the first to touch them again.
+# Steps after a switch that do not count: the first makes the buffers, the second uses them again for the first time.
 SETTLE = 2
 SETTLE_WITH_ORDER = WARM_UP + MEASURED + 1
 
 
 class Autotuner(PlanController):
-    """Hands the engine the plan with the shortest measured steps of those of a ``Space``; see ``Search``.
+    """Gives the engine the plan of a ``Space`` with the shortest measured steps; see ``Search``.
 
-    A step is as long as its slowest rank says. Ranks tell each other the seconds of a window's steps in one message of
-    8 bytes a step, when the window is over: every 8 to 23 steps during a search, every 100 after it. In between, and
-    with ``settings.steps`` for ever after those, nothing is sent.
+    A step counts as long as on its slowest rank. At the end of a window, ranks exchange the seconds of its steps in one
+    message of 8 bytes a step: every 8 to 23 steps during a search, every 100 after it. Nothing is sent in between, and
+    with ``settings.steps`` nothing after those.
 
     Args:
         tensors: of the engine.
         settings: of the user.
         rank: this rank; rank 0 keeps the log.
         device: of the gradients. On a GPU the training thread waits for it once in each measured step.
-        overlap_forward: as the engine has it: a plan then gets its final order after some steps only.
-        first: brings the plan to start from when it is due for the first time, and is not asked again; None: the
-            engine's own plan is that.
+        overlap_forward: as in the engine: a plan then gets its final order only after some steps.
+        first: gives the plan to start from, the first time that it is due, and is not asked again. None: start from the
+            engine's own plan.
 
     Attributes:
         first: as given.
@@ -56,8 +56,8 @@ class Autotuner(PlanController):
         overlap_forward: bool = False,
         first: PlanController | None = None,
     ) -> None:
-        # No lock guards what follows. The thread that submits writes it in ``note_step``, a communication thread in
-        # ``next_plan``; the engine lets the first thread wait until that has returned.
+        # The fields below need no lock. The thread that submits writes them in ``note_step``, a communication thread in
+        # ``next_plan``; meanwhile the engine lets the first thread wait.
         self.first = first
         self._waits_for = first
         self._tensors = list(tensors)
@@ -72,7 +72,7 @@ class Autotuner(PlanController):
         return f"{replace(self._settings, log=None)} {self.first}"
 
     def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
-        """Learn what a step took; the first one brings the plan to start from."""
+        """Count a step; the first step shows the plan to start from."""
         self._step = step
         if self._waits_for is not None:
             self._waits_for.note_step(engine, step, seconds)
@@ -82,25 +82,25 @@ class Autotuner(PlanController):
             self._windows = _Windows(space, Search(space, self._settings, self._settle, self._note_trial))
         else:
             if self._device.type == "cuda" and self._windows.measuring:
-                # Kernels are only queued when the host gets here; without this a step would seem to take no time.
+                # The host has only queued the kernels here; without waiting, a step would seem to take no time.
                 torch.cuda.current_stream(self._device).synchronize()
             self._windows.note(seconds.wall)
 
     def due(self, step: int) -> bool:
         """Return whether the window is over."""
-        # A window ends after a number of steps, never after a time: ranks with clocks of their own would ask in
-        # different steps, and the first to ask would wait for the others for ever.
+        # A window ends after a number of steps, never after a time. Each rank has its own clock, so ranks would ask in
+        # different steps, and the first would wait for the others for ever.
         if self._waits_for is not None:
             return self._waits_for.due(step)
         return self._windows is not None and self._windows.over
 
     def next_plan(self, transport: Transport) -> FusionPlan | None:
-        """Agree on the window's seconds; return the plan of the next window if it is another one."""
+        """Agree on the window's seconds; return the next window's plan, or None if it stays the same."""
         if self._waits_for is not None:
             first, self._waits_for = self._waits_for, None
             return first.next_plan(transport)
         assert self._windows is not None
-        # Every rank's search is told the same seconds, so every rank's search asks for the same next plan.
+        # Every rank's search gets the same seconds, so it yields the same next plan.
         plan = self._windows.end(_slowest(self._windows.seconds, transport))
         if self._log is not None:
             self._log.note_progress(self._step, self._windows.search)
@@ -124,7 +124,7 @@ class _Windows:
 
     @property
     def measuring(self) -> bool:
-        """Whether the step that begins counts, or the one that ends does."""
+        """Whether the step that begins now, or the one that ends now, counts."""
         return self._window is not None and self._to_skip <= 1
 
     @property
@@ -140,13 +140,13 @@ class _Windows:
             self.seconds.append(seconds)
 
     def end(self, seconds: float) -> FusionPlan | None:
-        """End the window, whose steps took so long; return the next one's plan if it is another one."""
+        """End the window with its ``seconds`` per step; return the next window's plan, or None if it stays the same."""
         assert self._window is not None
         last = self._window.point
         try:
             self._window = self._asking.send(seconds)
             point = self._window.point
-            self._to_skip = self._window.settle + 1  # the present step is still to be noted
+            self._to_skip = self._window.settle + 1  # one more: the present step has not been noted yet
         except StopIteration:
             self._window, point = None, self.search.best
         self.seconds.clear()
@@ -154,7 +154,10 @@ class _Windows:
 
 
 def _slowest(seconds: Sequence[float], transport: Transport) -> float:
-    """Return what a step takes where each of ``seconds``, equally many on all ranks, is its slowest rank's."""
+    """Return the typical seconds of a step, each step as long as on its slowest rank.
+
+    All ranks call it together, with equally many ``seconds``.
+    """
     mine = torch.tensor(seconds, dtype=torch.float64)
     every = torch.empty(transport.size, len(seconds), dtype=torch.float64)
     transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))

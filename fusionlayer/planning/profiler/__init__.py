@@ -1,4 +1,4 @@
-"""The profiler: measures what a cost profile has in it."""
+"""The profiler: measures the costs for a cost profile."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Which sizes are measured, and how often.
 
     Attributes:
-        elements: of what codecs are given, and of buckets that are packed.
-        nbytes: of transfers.
-        steps: of the model that count; a quarter as many come before them.
-        repeats: calls for each size, of which the median counts.
+        elements: sizes of tensors that are encoded, and of buckets that are packed.
+        nbytes: sizes of transfers.
+        steps: steps of the model that count; a quarter as many come before them.
+        repeats: calls for each size; their median counts.
     """
 
     elements: tuple[int, ...] = tuple(4**exponent for exponent in range(5, 12))
@@ -82,14 +82,14 @@ def measure_profile(
     One rank alone measures the model, codecs and copies; two or more also a link and collectives.
 
     Args:
-        model: what ``load_model`` knows it by.
+        model: its name for ``load_model``.
         codecs: by name.
         transport: all ranks.
-        pair: two of the ranks, on those two: the link between them is measured.
+        pair: on two of the ranks, a transport of these two; the link between them is measured. None on other ranks.
         local_size: ranks of this host, which share its cores.
-        rate: of the link, in the words of tc; None names it by what its largest exchange achieved.
-        sizes: how much is measured.
-        environment: facts that are written into the profile.
+        rate: of the link, in the words of tc; None: the rate of its largest exchange.
+        sizes: which sizes are measured, and how often.
+        environment: facts for the profile, about hardware and software.
     """
     module, batch = load_model(model)
     found: dict[str, Any] = {
@@ -133,7 +133,7 @@ def measure_profile(
 
 
 def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes) -> dict[str, Any]:
-    """Return on all ranks the mean of what the two ranks of ``pair`` have measured between them."""
+    """Return on all ranks the link's costs: the mean of what the two ranks of ``pair`` have measured."""
     empty = [[size, 0.0] for size in sizes.nbytes]
     link: dict[str, Any] = {"latency": 0.0, "cpu": 0.0, "cpu_per_byte": 0.0, "exchange": empty, "all_reduce": empty}
     if pair is not None:

@@ -1,4 +1,4 @@
-"""Measurements of all ranks made one: a rank that is slower than the others must not plan otherwise than they do."""
+"""Means over ranks: all ranks must plan by the same costs, whatever each has measured."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Points = list[list[float]]
 
 
 def average(found: Any, transport: Transport, measured_by: int | None = None) -> Any:
-    """Return mappings and lists of the same shape on all ranks with the mean over ranks for each float.
+    """Return ``found`` with each float replaced by its mean over ranks.
 
-    What is no float, such as a size, stays as it is on this rank. All ranks call it together.
+    Other values, such as integer sizes, stay as they are on this rank. All ranks call it together.
 
     Args:
-        found: what this rank has measured.
+        found: this rank's measurements: mappings and lists, of the same shape on all ranks.
         transport: all ranks.
         measured_by: number of ranks that have measured; the others have zeros. None: all ranks.
     """

@@ -1,4 +1,4 @@
-"""What codecs and copies cost, by size: medians, as a profile has them."""
+"""Measures codecs and copies by size, for a profile; medians count."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .averages import Points
 __all__ = ["cpu_seconds", "measure_codecs", "measure_copy"]
 
 _EVICTED_BYTES = 32 << 20
-"""Written before each call that is timed: in training, too, what a codec works on has been out of the cache."""
+"""Bytes written before each timed call: they evict the call's data from the cache, as training does."""
 _FAN_IN = 2
 _TENSOR = 1 << 16
 """Elements of each gradient in a bucket that is packed."""
 
 
 def measure_codecs(codecs: Mapping[str, Codec], sizes: Sequence[int], repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the costs of codecs by their names, CPU seconds by number of elements."""
+    """Return the costs of codecs by name: CPU seconds by number of elements."""
     return {name: _measure_codec(codec.bare, sizes, repeats) for name, codec in codecs.items()}
 
 
@@ -72,7 +72,7 @@ def _pack_and_unpack(gradients: list[torch.Tensor], flat: torch.Tensor, slots: l
 
 
 def cpu_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Return the median of all threads' CPU seconds, after a call that does not count."""
+    """Return the median CPU seconds of a call, of all threads together; a first call does not count."""
     evicted = torch.empty(_EVICTED_BYTES, dtype=torch.uint8)
     call()
     samples = []

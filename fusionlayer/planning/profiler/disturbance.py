@@ -1,4 +1,4 @@
-"""What buckets cost the thread that computes, beside the time that they take themselves."""
+"""Measures the disturbance: the seconds that each bucket costs the thread that computes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _TENSORS = 24
 _NUMEL = 1 << 10
 _ROWS = 192
 _PRODUCTS = 16
-"""Of square matrices of so many rows, which together take a few milliseconds: what is computed for each gradient."""
+"""Products of square matrices of ``_ROWS`` rows for each gradient; together they take a few milliseconds."""
 _TAIL = 4 * _PRODUCTS
-"""While the last bucket travels."""
+"""Products for the last gradient, while the last bucket travels."""
 
 
 def measure_disturbance(transport: Transport, repeats: int) -> float:
-    """Return the seconds that a thread which computes loses for each small bucket more.
+    """Return the seconds that the computing thread loses for each further small bucket, at least 0.
 
-    On shared cores it loses what an exchange takes of them, and anywhere what the hand-over to the other thread, the
-    interpreter's lock and the caches cost. So one engine sends some gradients in a bucket each, another all at once.
-    At least 0; median of ``repeats``, after two that do not count. All ranks call it together.
+    It loses time to the hand-over between threads, the interpreter's lock and the caches; on shared cores also to the
+    exchange itself. One engine sends each gradient in a bucket of its own, another sends all in one bucket; the
+    difference counts. The result is the median of ``repeats``, after two that do not count. All ranks call it together.
     """
     device = torch.device("cpu")
     tensors = [TensorInfo(f"t{i}", _NUMEL, "float32", 4) for i in range(_TENSORS)]
@@ -54,7 +54,7 @@ def measure_disturbance(transport: Transport, repeats: int) -> float:
 
 
 def _computing(engine: Engine, gradients: Sequence[Tensor], transport: Transport) -> float:
-    """Return the seconds of a step's computing, in which the gradients become ready one after the other."""
+    """Return the seconds of a step's computing; the gradients become ready one after the other during it."""
     left, right = torch.ones(2, _ROWS, _ROWS)
     product = torch.empty_like(left)
     transport.barrier()

@@ -1,4 +1,4 @@
-"""What transfers and collectives cost, by size: medians, as a profile has them."""
+"""Measures transfers and collectives by size, for a profile; medians count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .averages import Points
 __all__ = ["measure_call", "measure_collectives", "measure_link"]
 
 _CALLS = 20
-"""Exchanges of one byte for each repeat that is asked for."""
+"""Exchanges of one byte for each repeat."""
 
 Transfer = Callable[[], object]
 
@@ -26,8 +26,8 @@ Transfer = Callable[[], object]
 def measure_call(transport: Transport, repeats: int) -> dict[str, float]:
     """Return seconds, and CPU seconds of the process, of an exchange of one byte. All ranks call it together.
 
-    Of many calls the tenth that takes least: scheduling only adds to so short a call, and would be taken for a cost of
-    the network.
+    The first decile of many calls counts: scheduling only adds to so short a call, and would look like a cost of the
+    network.
     """
     samples = _samples(transport, _gather(transport, 1), _CALLS * repeats)
     latency, cpu = (statistics.quantiles(column, n=10)[0] for column in zip(*samples, strict=True))
@@ -37,8 +37,8 @@ def measure_call(transport: Transport, repeats: int) -> dict[str, float]:
 def measure_link(transport: Transport, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
     """Return the costs of the link between two ranks, by bytes that each of them sends. Both call it together.
 
-    ``latency`` and ``cpu`` are those of an exchange of one byte.
-    CPU seconds are those of the process and, of what the kernel did for the network meanwhile, an equal part.
+    ``latency`` and ``cpu`` are those of an exchange of one byte. For other sizes CPU seconds are those of the process
+    plus each rank's equal part of the kernel's for the network.
     """
     call = measure_call(transport, repeats)
     curves: dict[str, Points] = {"exchange": [], "all_reduce": []}
@@ -64,9 +64,9 @@ def measure_collectives(
     Args:
         transport: all ranks.
         sizes: bytes, growing.
-        repeats: calls for each size, of which the median counts; one more comes before them.
-        limit: seconds for all of it: sizes that would exceed it, were each as much dearer than the one before as it is
-            larger, are left out; the first two never are.
+        repeats: calls for each size; their median counts. One more comes before them.
+        limit: seconds for all sizes. A size that is expected to exceed it, in proportion to the time of the size
+            before, is left out with all larger ones. The first two are always measured.
     """
     kinds: dict[str, Callable[[Transport, int], Transfer]] = {
         "dense": _reduce,
@@ -84,7 +84,7 @@ def measure_collectives(
         if limit < math.inf:
             spent[1] = time.perf_counter() - start
             spent[0] += spent[1]
-            transport.broadcast(spent, 0)  # or ranks would stop at different sizes
+            transport.broadcast(spent, 0)  # rank 0's clock counts: ranks must stop at the same size
     return found
 
 
@@ -110,13 +110,13 @@ def _pieces(transport: Transport, nbytes: int) -> Transfer:
 
 
 def _transfer(transport: Transport, call: Transfer, repeats: int) -> tuple[float, float]:
-    """Return medians of a call's seconds and of the process's CPU seconds meanwhile."""
+    """Return medians of a call's seconds and of the process's CPU seconds during it."""
     seconds, cpu = (statistics.median(column) for column in zip(*_samples(transport, call, repeats), strict=True))
     return seconds, cpu
 
 
 def _samples(transport: Transport, call: Transfer, repeats: int) -> list[tuple[float, float]]:
-    """Return seconds and the process's CPU seconds of each call, after one that does not count."""
+    """Return each call's seconds and the process's CPU seconds; a first call does not count."""
     call()
     samples = []
     for _ in range(repeats):
@@ -128,7 +128,7 @@ def _samples(transport: Transport, call: Transfer, repeats: int) -> list[tuple[f
 
 
 def _softirq_seconds() -> float:
-    """Return the machine's seconds in soft interrupts, 0 where they are not told: what runs the network's queues."""
+    """Return the machine's seconds in soft interrupts, which run the network's queues; 0 if they are unknown."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a profile was measured, in words."""
+"""Describes the machine on which a profile was measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["cpu_name", "describe_machine", "file_name"]
 
 
 def cpu_name() -> str:
-    """Return the name of this machine's processor, as well as the system tells it."""
+    """Return the name of this machine's processor, as far as the system reports it."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -31,7 +31,7 @@ def cpu_name() -> str:
 
 
 def describe_machine(hardware: str | None = None) -> dict[str, str]:
-    """Return hardware, versions, command and date, as a profile's ``environment`` has them."""
+    """Return hardware, load, versions, command and date, for a profile's ``environment``."""
     return {
         "hardware": hardware or cpu_name(),
         "load": f"{os.getloadavg()[0]:.2f}",
@@ -43,10 +43,10 @@ def describe_machine(hardware: str | None = None) -> dict[str, str]:
 
 
 def file_name(theme: str, environment: dict[str, str]) -> str:
-    """Return ``<theme>_<hardware>_<date>`` with nothing in it that a file's name should not have.
+    """Return ``<theme>_<hardware>_<date>``; other characters than letters and digits become hyphens.
 
     Raises:
-        ConfigError: nothing of a name remains.
+        ConfigError: theme or hardware has no letters or digits.
     """
     words = [re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") for text in (theme, environment["hardware"])]
     if not all(words):

@@ -1,4 +1,4 @@
-"""Models whose step is measured: two built in, and any that a function returns."""
+"""Models to measure: two built-in ones, and any that a function returns."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def load_model(name: str) -> tuple[nn.Module, Batch]:
             module may lie in the working directory.
 
     Raises:
-        ConfigError: there is no such model, or what is returned is no model with a batch.
+        ConfigError: there is no such model, or the function does not return a model and its arguments.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()

@@ -1,4 +1,4 @@
-"""Measurements as the costs that a profile has."""
+"""Turns measurements into the costs of a profile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def as_curve(points: Points) -> Curve:
 
 
 def as_codecs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, CodecCost]:
-    """Return what ``measure_codecs`` has found as costs."""
+    """Return the result of ``measure_codecs`` as costs."""
     return {name: CodecCost(**_with_curves(costs)) for name, costs in found.items()}
 
 
 def as_link(found: Mapping[str, Any], overhead: float) -> LinkCost:
-    """Return what ``measure_link`` has found as a cost; ``overhead``: CPU seconds of one more message."""
+    """Return the result of ``measure_link`` as costs; ``overhead``: CPU seconds of a further message."""
     costs = _with_curves(found)
     return LinkCost(
         costs["latency"], overhead, costs["cpu_per_byte"], exchange=costs["exchange"], all_reduce=costs["all_reduce"]

@@ -1,4 +1,4 @@
-"""What a step of a model costs alone, and when its gradients and parameters come into play."""
+"""Measures a model's step without communication, and when its gradients arrive and its parameters are used."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def measure_step(
 ) -> dict[str, Any]:
     """Return medians over ``steps`` without communication, in seconds; ``as_model`` makes a profile's model of them.
 
-    ``ready``, ``used`` and ``tensors`` (elements, type, bytes of an element) are by name of the parameter. Batches are
-    a part of forward, clearing gradients is one of the update. A parameter that is not used by the forward of its own
-    module counts as used at once; one that gets no gradient is left out.
+    ``ready``, ``used`` and ``tensors`` (elements, type, bytes of an element) are by name of the parameter. Forward
+    includes making the batch, the update includes clearing gradients. A parameter whose own module's forward is not
+    called counts as used at once. A parameter without a gradient is left out.
 
     Args:
         model: its forward returns the loss, a tensor of one element.
         optimizer: of its parameters.
-        batch: returns the arguments of the model's forward in the step of a number.
-        warm_up: steps that do not count.
-        steps: that do.
+        batch: returns the arguments of the model's forward for the number of a step.
+        warm_up: number of steps that do not count.
+        steps: number of steps after them, which count.
     """
     names = {parameter: key for key, parameter in model.named_parameters() if parameter.requires_grad}
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -85,7 +85,7 @@ def measure_step(
 
 
 def as_model(name: str, found: dict[str, Any]) -> Model:
-    """Return what ``measure_step`` has found as the model of a profile."""
+    """Return the result of ``measure_step`` as the model of a profile."""
     tensors = [
         Gradient(key, numel, round(found["ready"][key], 7), round(found["used"][key], 7), dtype, itemsize)
         for key, (numel, dtype, itemsize) in found["tensors"].items()
@@ -95,7 +95,7 @@ def as_model(name: str, found: dict[str, Any]) -> Model:
 
 
 def _note(samples: list[float], start: float) -> float:
-    """Record the seconds since ``start``; return the present."""
+    """Record the seconds since ``start``; return the present time."""
     now = time.perf_counter()
     samples.append(now - start)
     return now

@@ -1,4 +1,4 @@
-"""A profile of the training that runs: its own steps, and short measurements between two of them."""
+"""Makes a profile of running training: from its own steps, and short measurements between two of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .results import as_codecs, as_curve
 __all__ = ["TRANSFER_SECONDS", "profile_training"]
 
 TRANSFER_SECONDS = 1.0
-"""Within which all transfers are measured, latency apart."""
+"""Limit for measuring all transfers, without the latency."""
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 20)
 _NBYTES = tuple(4**exponent for exponent in range(5, 12))
 _REPEATS = 3
@@ -40,14 +40,14 @@ def profile_training(
 ) -> Profile:
     """Return the costs of this training, means over ranks of each rank's medians. All ranks call it together.
 
-    Backward counts from its first gradient; forward is all of a step that is neither backward, nor encoding ahead, nor
-    waiting, the update with it. The link is what all ranks together had of it, so it holds for as many ranks.
+    Backward begins with its first gradient. Forward is the rest of a step without encoding ahead and waiting, so it
+    includes the update. All ranks use the link at once while it is measured, so its costs hold for as many ranks.
 
     Args:
-        steps: of this rank, as many on each.
+        steps: of this rank; each rank has equally many.
         tensors: of a step, by name.
-        codecs: by the names that they are registered by; at their own options.
-        transport: all ranks, while nothing else computes or travels.
+        codecs: by registered name, each with the options to measure.
+        transport: all ranks; nothing else may compute or travel meanwhile.
         local_size: ranks of this host, which share its cores.
     """
     names = sorted(tensors)
@@ -93,7 +93,7 @@ def _model(found: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Model
 
 
 def _link(latency: float, collectives: Mapping[str, Points], size: int) -> LinkCost:
-    """Return the link that makes the collectives take what they took, by bytes that each rank sends in them."""
+    """Return the link's costs, by bytes that each rank sends, that reproduce the seconds of the collectives."""
     exchange = as_curve([[(size - 1) * nbytes, seconds] for nbytes, seconds in collectives["one_shot"]])
     reduce = as_curve([[2 * (size - 1) / size * nbytes, seconds] for nbytes, seconds in collectives["dense"]])
     return LinkCost(latency, 0.0, 0.0, exchange, reduce)

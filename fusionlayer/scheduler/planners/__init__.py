@@ -1,4 +1,4 @@
-"""Planners: how gradients are fused into buckets. ``get`` and ``names`` are the way to them."""
+"""Planners: they fuse gradients into buckets. ``get`` returns one by name, ``names`` lists them."""
 
 from ._base import Planner, registry
 from ._costs import StepCosts

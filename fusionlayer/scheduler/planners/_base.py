@@ -1,4 +1,4 @@
-"""What a planner is: a pure function from tensors in backward order, and costs, to runs that travel together."""
+"""The base of planners: pure functions that cut tensors, in order of arrival, into runs that travel together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ registry: Registry[Planner] = Registry("planner", __package__)
 class Planner(ABC):
     """Cuts the tensors of a step into buckets; its fields are its options.
 
-    A subclass names itself in the class statement and gives ``cut``.
+    A subclass gives its name in the class statement and implements ``cut``.
 
     Attributes:
-        name: what ``fusionlayer.planners.get`` calls it.
+        name: the planner's name in ``fusionlayer.planners.get``.
     """
 
     name: ClassVar[str]
@@ -36,24 +36,24 @@ class Planner(ABC):
 
     @property
     def needs_costs(self) -> bool:
-        """Whether its cuts follow from what a step costs."""
+        """Whether ``cut`` needs the costs of a step."""
         return False
 
     @abstractmethod
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
-        """Return ``tensors``, all of one element type and in the order of their arrival, as consecutive runs."""
+        """Return ``tensors`` as consecutive runs; they have one element type and are in order of arrival."""
 
     def __call__(self, tensors: Sequence[TensorInfo], costs: StepCosts | None = None) -> list[list[TensorInfo]]:
-        """Return every tensor in one run, the runs in the order in which they become complete.
+        """Return the runs in the order in which they become complete; every tensor is in one run.
 
-        Element types are never mixed, and a group of the user's is a run of its own.
+        A run never mixes element types, and each of the user's groups is a run of its own.
 
         Args:
             tensors: of a step, in order of arrival.
-            costs: of the step; the same on all ranks, so that they make the same plan.
+            costs: of the step; all ranks must pass the same, so that they make the same plan.
 
         Raises:
-            ConfigError: the planner needs costs, and none are given.
+            ConfigError: the planner needs costs and none are given.
         """
         position = {tensor.name: i for i, tensor in enumerate(tensors)}
         pools: dict[tuple[str, int | None], list[TensorInfo]] = {}
@@ -68,7 +68,7 @@ class Planner(ABC):
         return sorted(runs, key=lambda run: position[run[-1].name])
 
     def pipeline(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> Pipeline:
-        """Return what runs of ``tensors`` cost, for planners that need it."""
+        """Return the costs of runs of ``tensors``, for planners that need costs."""
         if costs is None:
             raise ConfigError(
                 f"planner {self.name!r} plans by measured costs and was given none; measure a profile with "
@@ -78,7 +78,7 @@ class Planner(ABC):
 
 
 def split_at(tensors: Sequence[TensorInfo], ends: Iterable[int]) -> list[list[TensorInfo]]:
-    """Return the runs of ``tensors`` that end before the indices ``ends``, growing, the last of them the length."""
+    """Return the runs of ``tensors`` that end before the indices ``ends``; these grow, and the last is the length."""
     runs, begin = [], 0
     for end in ends:
         runs.append(list(tensors[begin:end]))

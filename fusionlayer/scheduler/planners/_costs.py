@@ -1,4 +1,4 @@
-"""What a planner knows of the costs of a step, and what it makes of them while it searches."""
+"""The costs of a step that planners get, and the recurrence by which they search."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class StepCosts:
     """Seconds of the parts of a step, as functions of a number of (dense) gradient elements.
 
     Attributes:
-        backward: that backward takes for each tensor, by name; one that is not there takes none.
+        backward: seconds of backward for each tensor, by name; 0 for a missing name.
         encode: of packing and encoding so many elements on one rank.
         decode: of summing all ranks' messages of so many elements, and of unpacking the sum.
-        communicate: of a bucket of so many elements: its transfers, and what is done between them.
+        communicate: of the transfers of a bucket of so many elements, and of recoding between them.
         startup: of communicating next to nothing.
-        disturbance: that each bucket costs what is computed after it, beside its own time on the thread that
-            communicates: threads share cores, caches and the interpreter.
-        ahead: each tensor is encoded when its gradient arrives, by the thread that computes; otherwise each bucket is,
-            by the thread that communicates.
+        disturbance: seconds by which each bucket delays the computing after it, because threads share cores, caches and
+            the interpreter. The bucket's own seconds on the communication thread are not part of it.
+        ahead: the thread that computes encodes each tensor when its gradient arrives; otherwise the communication
+            thread encodes each bucket.
     """
 
     backward: Mapping[str, float]
@@ -39,7 +39,7 @@ class StepCosts:
     disturbance: float = 0.0
 
     def within(self, tensors: Sequence[TensorInfo], pool: Sequence[TensorInfo]) -> StepCosts:
-        """Return the costs of a step of ``pool`` alone, tensors between two of its own counted with the later one."""
+        """Return the costs of a step of ``pool`` alone; backward of other tensors counts with the next one in it."""
         members = {tensor.name for tensor in pool}
         backward, since = {}, 0.0
         for tensor in tensors:
@@ -50,10 +50,10 @@ class StepCosts:
 
 
 class Pipeline:
-    """What runs of consecutive tensors cost: ``[i:j]`` of them in one bucket.
+    """The costs of runs of consecutive tensors: ``[i:j]`` of them in one bucket.
 
-    This is what planners search with. It is the model of ``planning.simulation`` with one lane and a core for each
-    thread, where nothing is shared and so a recurrence takes the place of events; tests hold the two equal.
+    Planners search with it. It is the model of ``planning.simulation`` with one lane and a core for each thread.
+    Nothing is shared then, so a recurrence replaces the simulated events. Tests hold the two equal.
 
     Args:
         tensors: of a step, in order of arrival.
@@ -76,7 +76,7 @@ class Pipeline:
 
     @property
     def disturbance(self) -> float:
-        """Seconds by which each bucket makes all that is computed after it later."""
+        """Seconds by which each bucket delays the computing after it."""
         return self._costs.disturbance
 
     def elements(self, i: int, j: int) -> int:
@@ -96,18 +96,21 @@ class Pipeline:
         return self._ready[j]
 
     def _communicating(self, i: int, j: int) -> float:
-        """Return the seconds for which the run keeps the communication thread."""
+        """Return the seconds for which the run keeps the communication thread busy."""
         n = self.elements(i, j)
         if self._costs.ahead:
             return self._costs.communicate(n) + self._decoded[j] - self._decoded[i]
         return self._costs.encode(n) + self._costs.communicate(n) + self._costs.decode(n)
 
     def score(self, ends: Sequence[int]) -> tuple[float, float]:
-        """Return what the partition into runs that end before the indices ``ends``, the last the length, is judged by.
+        """Return the score of a partition; a smaller one is better.
 
-        That is the time of the last result, to the nanosecond, and then the seconds of communication; less is better.
-        It is the score of the step that ``planning.prediction`` predicts, found without a simulation: with one lane and
-        a core for each thread a bucket starts when it is ready and the one before it has ended.
+        The score is the time of the last result, to the nanosecond, and then the seconds of communication. It equals
+        the score of the step that ``planning.prediction`` simulates, because with one lane and a core for each thread a
+        bucket starts when it is ready and the one before it has ended.
+
+        Args:
+            ends: the runs end before these indices; the last is the number of tensors.
         """
         free = seconds = 0.0
         for n, (i, j) in enumerate(zip([0, *ends], ends, strict=False)):

@@ -1,4 +1,4 @@
-"""``cupcake``: fusion that pays for few compressions (Wang et al., MLSys 2023)."""
+"""``cupcake``: fusion with few compressions (Wang et al., MLSys 2023)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PARTITIONS = ("two", "optimal")
 
 @dataclass(frozen=True)
 class Cupcake(Planner, name="cupcake"):
-    """The partition with the least predicted step; the paper's own search measures steps instead.
+    """Choose the partition with the shortest predicted step; the paper measures steps instead.
 
     Attributes:
-        partition: "two": at most two buckets, the cut found by binary search, which takes the step for a function with
-            one valley; "optimal": any number of them, by dynamic programming in O(n^2).
+        partition: "two": at most two buckets. A binary search finds the cut; it assumes that the step, as a function of
+            the cut, has one minimum. "optimal": any number of buckets, by dynamic programming in O(n^2).
     """
 
     partition: str = "two"
@@ -36,7 +36,7 @@ class Cupcake(Planner, name="cupcake"):
         return True
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
-        """Return one, two or as many runs as are best."""
+        """Return the runs of the best partition found."""
         pipeline = self.pipeline(tensors, costs)
         if not tensors:
             return []
@@ -61,10 +61,12 @@ def _two_groups(pipeline: Pipeline) -> list[int]:
 
 
 def _optimal(pipeline: Pipeline) -> list[int]:
-    """The communication of a prefix that ends sooner never makes the rest end later, so the best prefixes suffice."""
+    """Return the ends of the runs of the best partition."""
+    # If communication of a prefix ends sooner, the rest never ends later: the best partition of each prefix suffices.
     if pipeline.disturbance:
         return _optimal_disturbed(pipeline)
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # for each prefix: its end, its buckets, where the last begins
+    # For each prefix: when its communication ends, number of its buckets, where the last of them begins.
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
     for j in range(1, len(pipeline) + 1):
         ready = pipeline.ready(j)
         best.append(min((max(best[i][0], ready) + pipeline.communicating(i, j), best[i][1] + 1, i) for i in range(j)))
@@ -75,9 +77,11 @@ def _optimal(pipeline: Pipeline) -> list[int]:
 
 
 def _optimal_disturbed(pipeline: Pipeline) -> list[int]:
-    """Where each bucket delays what is computed after it, that holds among prefixes in equally many buckets."""
+    """Return the ends of the runs of the best partition, where each bucket delays the computing after it."""
+    # More buckets delay the rest more, so only partitions of a prefix into equally many buckets can be compared.
     whole = len(pipeline)
-    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by buckets, by prefix: its end, where the last begins
+    # By number of buckets and by prefix: when its communication ends, where its last bucket begins.
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for count in range(1, whole + 1):
         delay = (count - 1) * pipeline.disturbance
         if len(rows) > 1 and pipeline.ready(whole) + delay >= min(row[whole][0] for row in rows[1:]):

@@ -1,7 +1,7 @@
-"""``horovod``: fill a buffer up to a threshold, as Horovod's tensor fusion does with what one cycle has gathered.
+"""``horovod``: fill a buffer up to a threshold, as Horovod's tensor fusion does.
 
-A cycle (1 ms, once 5 ms) decides when Horovod looks for what has arrived, not what may travel together; plans have
-none.
+Horovod looks for new tensors once in a cycle (1 ms, formerly 5 ms). The cycle does not decide which tensors may travel
+together, so plans have no cycle.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Horovod(Planner, name="horovod"):
     """Fuse consecutive tensors while their bytes stay within ``threshold``; a larger tensor travels alone.
 
     Attributes:
-        threshold: bytes of gradients in a bucket; Horovod's own default is 128 MiB. It was 64 MiB for long, which is
-            the preset ``horovod_64mb``.
+        threshold: bytes of gradients in a bucket. Horovod's default is 128 MiB; the preset ``horovod_64mb`` has its
+            former default, 64 MiB.
     """
 
     threshold: int = 128 << 20

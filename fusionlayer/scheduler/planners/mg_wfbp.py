@@ -14,10 +14,10 @@ __all__ = ["MGWFBP"]
 
 @dataclass(frozen=True)
 class MGWFBP(Planner, name="mg_wfbp"):
-    """Merge a tensor into the bucket before it where waiting for it costs less than the startup that is saved.
+    """Merge a tensor into the bucket before it if waiting for the tensor costs less than a startup.
 
-    It is merged if it arrives before the bucket would have been sent, and either the bucket would still have been in
-    the queue then, or would have waited for less than a startup. After a merge the bucket's times are computed anew.
+    The tensor must arrive before the bucket would have been sent. Besides, the bucket must still be in the queue then,
+    or wait for less than a startup. After a merge the bucket's times are computed anew.
     """
 
     @property
@@ -26,7 +26,7 @@ class MGWFBP(Planner, name="mg_wfbp"):
         return True
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
-        """Return the runs that remain when each tensor in turn was merged or not."""
+        """Return the runs that remain after each tensor in turn was merged or not."""
         pipeline = self.pipeline(tensors, costs)
         assert costs is not None
         ends: list[int] = []

@@ -14,11 +14,11 @@ __all__ = ["OMGS"]
 
 @dataclass(frozen=True)
 class OMGS(Planner, name="omgs"):
-    """Merge a tensor into the bucket before it where that saves more communication than it adds waiting.
+    """Merge a tensor into the bucket before it if that saves more communication than it adds waiting.
 
-    Waiting: backward of the tensor, and what encoding both at once takes more than encoding them apart, less the time
-    that the bucket would have spent in the queue anyway. Saved: communication of both apart less that of both at once.
-    The paper sparsifies what was merged; where costs are those of encoding ahead, merging does not change them.
+    The waiting is backward of the tensor, plus the extra time of encoding both at once, less the time that the bucket
+    would have spent in the queue anyway. The saving is the communication of both apart less that of both at once. The
+    paper sparsifies merged tensors. If tensors are encoded ahead, merging does not change the time of encoding.
     """
 
     @property
@@ -27,7 +27,7 @@ class OMGS(Planner, name="omgs"):
         return True
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
-        """Return the runs that remain when each tensor in turn was merged or not."""
+        """Return the runs that remain after each tensor in turn was merged or not."""
         pipeline = self.pipeline(tensors, costs)
         assert costs is not None
         ends: list[int] = []

@@ -1,4 +1,4 @@
-"""``safusion``: buffers of SAFusion, which fuses gradients that were sparsified ahead (HPDC 2025)."""
+"""``safusion``: the buffers of SAFusion, which fuses gradients after sparsifying them (HPDC 2025)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ _SCHEMES = ("naive", "inter", "inter_intra")
 
 @dataclass(frozen=True)
 class SAFusion(Planner, name="safusion"):
-    """Buffers as large as the communication of the one before hides.
+    """Make each buffer so large that the communication of the buffer before hides its computing.
 
-    In the paper ranks fill their buffers with what each has selected, and may disagree on what a buffer holds until
+    In the paper ranks fill their buffers with their own selections, and may disagree about a buffer's tensors until
     counts are aligned (section 3.2). A plan is the same on all ranks, so here every scheme is aligned:
 
-    - "naive": ``buffers`` of them, with equally many tensors; needs no costs.
-    - "inter": equally many tensors in each, so many that the predicted waiting is least.
-    - "inter_intra": adaptive sizes (section 3.3). The first buffer is the shortest prefix that is communicated sooner
-      as one than tensor by tensor (equation 2); buffer i is the longest run that is ready while buffer i - 1
-      communicates (equation 1); from the buffer on at whose end the communication takes longer than all that is still
-      to be computed after the first, one buffer has the rest (equation 3). Where costs are uneven these steps can lose
-      to equal counts, so the plan with the least predicted waiting of these is taken: equations 1 and 2, with each of
-      the possible tails merged into one; equal counts of any number, tensor by tensor and one for all among them. It
-      never waits longer than what "naive" and "inter" make; of plans that wait equally long it is the one with the
-      least communication.
+    - "naive": ``buffers`` buffers of equally many tensors; needs no costs.
+    - "inter": buffers of equally many tensors; their number is the one with the least predicted waiting.
+    - "inter_intra": adaptive sizes (section 3.3).
+
+    The adaptive sizes follow three equations. Equation 2: the first buffer is the shortest prefix that is communicated
+    sooner as one buffer than tensor by tensor. Equation 1: buffer i is the longest run that is ready while buffer i - 1
+    communicates. Equation 3: add up the communication of the buffers; from the buffer on where the sum exceeds the
+    computing of all tensors after the first buffer, one buffer has the rest.
+
+    Where costs are uneven, these sizes can lose to equal counts. So "inter_intra" predicts several plans and takes the
+    one that waits least; of equals, the one that communicates least. The plans are: equations 1 and 2 with each
+    possible tail merged into one buffer; and all equal counts, from tensor by tensor to one buffer. It never waits
+    longer than "naive" and "inter".
 
     Attributes:
         scheme: one of the above.
-        buffers: number of them for "naive".
+        buffers: number of buffers for "naive".
     """
 
     scheme: str = "inter_intra"
@@ -67,7 +70,7 @@ class SAFusion(Planner, name="safusion"):
 
 
 def _equal_counts(whole: int, count: int) -> list[int]:
-    """Return the ends of runs of ``count`` tensors, the last one perhaps of less."""
+    """Return the ends of runs of ``count`` tensors; the last run may be shorter."""
     return [*range(count, whole, count), whole]
 
 
@@ -77,7 +80,7 @@ def _all_equal_counts(whole: int) -> Iterator[list[int]]:
 
 
 def _adaptive(pipeline: Pipeline) -> Iterator[list[int]]:
-    """Yield the ends of adaptive buffers as the paper has them, then with no tail merged and with each other one."""
+    """Yield the ends of the paper's adaptive buffers, then of those with no merged tail and with each other tail."""
     ends = _overlapping(pipeline, _first_buffer(pipeline))
     tail = _long_tail(pipeline, ends)
     for kept in dict.fromkeys([tail, *reversed(range(len(ends)))]):
@@ -85,7 +88,7 @@ def _adaptive(pipeline: Pipeline) -> Iterator[list[int]]:
 
 
 def _first_buffer(pipeline: Pipeline) -> int:
-    """Return the end of the first buffer, by equation 2; that of the first tensor if no merging of it pays."""
+    """Return the end of the first buffer, by equation 2; 1 if merging does not pay."""
     layer_wise = 0.0
     for end in range(1, len(pipeline) + 1):
         layer_wise += pipeline.communicating(end - 1, end)
@@ -95,7 +98,7 @@ def _first_buffer(pipeline: Pipeline) -> int:
 
 
 def _overlapping(pipeline: Pipeline, first: int) -> list[int]:
-    """Return the ends of all buffers, those after the first by equation 1: the longest run that is hidden."""
+    """Return the ends of all buffers; after the first each is the longest hidden run, by equation 1."""
     ends, hidden = [first], pipeline.communicating(0, first)
     while (begin := ends[-1]) < len(pipeline):
         end = begin + 1
@@ -107,7 +110,7 @@ def _overlapping(pipeline: Pipeline, first: int) -> list[int]:
 
 
 def _long_tail(pipeline: Pipeline, ends: Sequence[int]) -> int:
-    """Return how many buffers stay before the merged tail, by equation 3; all but the last if there is no tail."""
+    """Return how many buffers stay before the merged tail, by equation 3; all but the last if nothing is merged."""
     to_hide = pipeline.computing(ends[0], len(pipeline))
     communicated, begin = 0.0, 0
     for place, end in enumerate(ends[:-1]):

@@ -1,4 +1,4 @@
-"""``single``: one bucket for all, as Ok-Topk (PPoPP 2022) and SyncEA send what a whole backward pass has made."""
+"""``single``: one bucket for all gradients of a backward pass, as in Ok-Topk (PPoPP 2022) and SyncEA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Single"]
 
 @dataclass(frozen=True)
 class Single(Planner, name="single"):
-    """One startup and no overlap with backward."""
+    """Fuse all tensors: one startup, and no overlap with backward."""
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return all tensors in one run."""

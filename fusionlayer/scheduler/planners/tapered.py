@@ -17,12 +17,12 @@ __all__ = ["Tapered"]
 class Tapered(Planner, name="tapered"):
     """Fuse consecutive tensors into buckets whose size doubles from both ends towards the middle.
 
-    What nothing hides is the wait for the first bucket to fill and, when backward has ended, the way of the last one;
-    both are as long as the bucket is large. In between, larger ones have fewer fixed costs.
+    Nothing hides the time in which the first bucket fills, nor the transfer of the last one after backward. Both grow
+    with the bucket, so these buckets are small. Between them, larger buckets pay fewer fixed costs.
 
     Attributes:
-        threshold: most bytes of gradients in a bucket; a larger tensor travels alone.
-        edge: most bytes of the first and of the last bucket.
+        threshold: largest number of bytes in a bucket; a larger tensor travels alone.
+        edge: largest number of bytes in the first and in the last bucket.
     """
 
     threshold: int = 8 << 20
@@ -35,7 +35,7 @@ class Tapered(Planner, name="tapered"):
                 raise ConfigError(f"tapered planner: {name}={value!r}; expected bytes, a whole number above 0")
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
-        """Return runs that are limited by what has come before them and by what comes after them."""
+        """Return runs whose size is limited by the bytes before them and by the bytes after them."""
         after = sum(tensor.nbytes for tensor in tensors)
         before = 0
         runs: list[list[TensorInfo]] = []
@@ -43,7 +43,7 @@ class Tapered(Planner, name="tapered"):
         for tensor in tensors:
             if not runs or tensor.nbytes > room:
                 runs.append([])
-                # Runs of edge, 2 edge, 4 edge, ...: the next one may be as large as all before it and one edge more.
+                # Runs have edge, 2 edge, 4 edge, ... bytes: each may have as many as all before it and one edge more.
                 room = min(self.threshold, before + self.edge, max(self.edge, (after + self.edge) // 2))
             runs[-1].append(tensor)
             room -= tensor.nbytes

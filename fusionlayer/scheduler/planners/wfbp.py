@@ -1,4 +1,4 @@
-"""``wfbp``: wait-free back-propagation (Poseidon, ATC 2017); every tensor leaves by itself, as soon as it is there."""
+"""``wfbp``: wait-free back-propagation (Poseidon, ATC 2017); every tensor leaves by itself as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WFBP"]
 
 @dataclass(frozen=True)
 class WFBP(Planner, name="wfbp"):
-    """No fusion: the most overlap, and one message's latency for each tensor."""
+    """Do not fuse: the most overlap, and one message's latency for each tensor."""
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return a run for each tensor."""
