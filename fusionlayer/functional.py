@@ -68,7 +68,7 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
         settings = context.settings()
         codec, options = settings.codec, {**settings.codec_options, **options}
     if codec == "auto":
-        raise ConfigError("codec 'auto' works only for the gradients of a DistributedOptimizer; give a codec's name")
+        raise ConfigError("codec 'auto' chooses for the gradients of a DistributedOptimizer; give a codec's name here")
     return codecs.get(codec, **options)
 
 

@@ -49,8 +49,8 @@ class Weights:
         codec = make_codec("raw" if name is None else name, {}).bare
         if codec.needs_feedback:
             raise ConfigError(
-                f"weights={codec}: this codec loses most of a tensor, so most weights would be wrong; expected 'qwd' "
-                "or a codec that needs no error feedback"
+                f"weights={codec}: sparse weights would be zeros, and other codecs that need error feedback lose too "
+                "much of each weight; expected 'qwd' or a dense codec"
             )
         return cls(codec, differences=False)
 
