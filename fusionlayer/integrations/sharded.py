@@ -76,8 +76,8 @@ class ShardedOptimizer(Optimizer):
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare
         if self._fl_gradients.needs_feedback:
             raise ConfigError(
-                f"gradients={self._fl_gradients}: this codec needs error feedback, which a ShardedOptimizer does not "
-                "have; use DistributedOptimizer"
+                f"gradients={self._fl_gradients}: a sparse codec, or one of low rank, needs error feedback, which a "
+                "ShardedOptimizer does not have; use DistributedOptimizer"
             )
         self._fl_step = 0
         super().__init__(params, {})
