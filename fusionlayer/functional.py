@@ -1,4 +1,4 @@
-"""Compressed collectives on single tensors, called directly."""
+"""Compressed collectives on single tensors, which a program calls directly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ReduceOp(Enum):
 
 
 AUTO = "auto"
-"""Instead of a codec: lossless, by ``zip`` where that takes less time."""
+"""A user's word in place of a codec: elements travel as they are, or by ``zip`` where that takes less time."""
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -58,7 +58,7 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
     """Return the codec that a user's ``codec`` and options name; without a name, the configured one.
 
     Raises:
-        ConfigError: unknown name or option, or options beside a codec that is one already.
+        ConfigError: the name or an option is unknown, or ``codec`` is a ``Codec`` and options are given with it.
     """
     if isinstance(codec, Codec):
         if options:
@@ -73,7 +73,7 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
 
 
 def check_op(op: ReduceOp) -> ReduceOp:
-    """Return ``op`` if it is one of ours."""
+    """Return ``op``, or raise ``ConfigError`` if it is not a ``ReduceOp``."""
     if not isinstance(op, ReduceOp):
         raise ConfigError(f"op={op!r}; expected fusionlayer.Average or fusionlayer.Sum")
     return op
@@ -82,9 +82,10 @@ def check_op(op: ReduceOp) -> ReduceOp:
 def _negotiate(
     transport: Transport, call: str, facts: Sequence[object], numbers: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Return every rank's ``numbers``, once all ranks are known to make the same ``call`` with the same ``facts``.
+    """Return every rank's ``numbers``, after a check that all ranks make the same ``call`` with the same ``facts``.
 
-    At most as many numbers as ranks: ranks that make different calls must still exchange records of one length.
+    ``numbers`` holds at most as many numbers as there are ranks, and is padded to that length. Records then have one
+    length in every call, so that ranks which make different calls can still exchange them and report the mismatch.
     """
     padded = [*numbers, *[0] * (transport.size - len(numbers))]
     record = digest(call, *facts)[:8] + struct.pack(f"<{len(padded)}q", *padded)
@@ -110,7 +111,7 @@ def _seed(transport: Transport) -> int:
 def _travelling(
     tensor: Tensor, codec: str | Codec | None, options: Mapping[str, Any], transport: Transport
 ) -> tuple[Codec, Switcher | None]:
-    """Return the codec for ``tensor``, without header, and for "auto" what decides whether it is used."""
+    """Return the codec for ``tensor``, without header; with "auto", also the switcher that decides on its use."""
     if tensor.dtype not in DTYPE_CODES:
         raise ConfigError(f"got a {tensor.dtype} tensor; expected float32, bfloat16 or float16")
     if codec == AUTO:
@@ -120,7 +121,9 @@ def _travelling(
 
 
 def switcher(group: Group = None) -> Switcher:
-    """Return what decides for ``codec="auto"`` on a group: its ``str`` tells choices, times and what is left of a byte.
+    """Return the object that decides for ``codec="auto"`` on a group.
+
+    Its ``str`` shows its choices, the measured times and the share of bytes that ``zip`` leaves.
 
     Args:
         group: process group or transport; None means all ranks.
@@ -136,12 +139,12 @@ def all_reduce(
     group: Group = None,
     **codec_options: Any,
 ) -> Tensor:
-    """Replace ``tensor`` by its average or sum over ranks, compressed on the way; the same bits on every rank.
+    """Replace ``tensor`` by its average or sum over ranks. Every rank gets the same bits; messages are compressed.
 
     Args:
         tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed as they are.
         codec: name or codec; None takes the configured one (``raw`` by default). "auto" changes no value: the tensor
-            goes as it is, or by ``zip`` where that was measured to take less time; see ``switcher``.
+            travels as it is, or by ``zip`` where measurements say that this takes less time; see ``switcher``.
         algorithm: name of a collective; None chooses by codec and number of ranks.
         op: ``Average`` (integers cannot be averaged) or ``Sum``.
         group: process group or transport; None means all ranks.
@@ -151,7 +154,7 @@ def all_reduce(
         ``tensor``.
 
     Raises:
-        ConfigError: unknown names or options.
+        ConfigError: a name or an option is unknown.
         PlanMismatch: ranks disagree on shape, type, codec or algorithm.
         TransportError: a peer was lost, stopped or late.
     """
@@ -180,12 +183,12 @@ def all_reduce(
 
 
 def all_gather(tensor: Tensor, codec: str | Codec | None = None, group: Group = None, **codec_options: Any) -> Tensor:
-    """Return all ranks' tensors one behind the other along the first dimension; the same bits on every rank.
+    """Return all ranks' tensors, concatenated along the first dimension. Every rank gets the same bits.
 
     Args:
-        tensor: (n, ...) f32, bf16 or f16; n may differ over ranks and may be 0, all else is equal. A scalar counts as
-            (1,).
-        codec: what travels, as in ``all_reduce``; this rank's own part passes through it too.
+        tensor: (n, ...) f32, bf16 or f16. n may differ over ranks and may be 0; the other dimensions and the type are
+            equal on all ranks. A scalar counts as (1,).
+        codec: as in ``all_reduce``; this rank's own part passes through it too.
         group: process group or transport; None means all ranks.
         codec_options: options of a codec given by name.
 
@@ -230,15 +233,15 @@ def reduce_scatter(
 
     Args:
         tensor: (size * n, ...) f32, bf16 or f16, the same shape on all ranks; rank r gets rows r * n to (r + 1) * n.
-        codec: what travels, as in ``all_reduce``.
+        codec: as in ``all_reduce``.
         op: ``Average`` or ``Sum``.
         group: process group or transport; None means all ranks.
-        algorithm: None sends each piece straight to its rank, which quantises once; "ring" passes sums on from rank to
-            rank, each of which encodes them anew.
+        algorithm: None sends each piece straight to its rank, so each value is quantised once. "ring" passes partial
+            sums from rank to rank, and each rank encodes them anew.
         codec_options: options of a codec given by name.
 
     Raises:
-        ConfigError: no such algorithm, or the first dimension cannot be divided by the number of ranks; otherwise as
+        ConfigError: the algorithm is unknown, or the number of ranks does not divide the first dimension; otherwise as
             ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
@@ -275,17 +278,17 @@ def all_to_all(
     group: Group = None,
     **codec_options: Any,
 ) -> Tensor:
-    """Return what all ranks have sent to this one, in rank order along the first dimension.
+    """Return the rows that all ranks have sent to this one, in rank order along the first dimension.
 
     Args:
         tensor: (n, ...) f32, bf16 or f16; all but n is equal on all ranks.
-        splits: rows for each rank, adding up to n, zeros allowed; None splits evenly.
-        codec: what travels, as in ``all_reduce``; the part that stays here passes through it too.
+        splits: number of rows for each rank, n in total, zeros allowed; None splits evenly.
+        codec: as in ``all_reduce``; the part that stays on this rank passes through it too.
         group: process group or transport; None means all ranks.
         codec_options: options of a codec given by name.
 
     Raises:
-        ConfigError: splits do not add up to n; otherwise as ``all_reduce``.
+        ConfigError: the splits do not add up to n; otherwise as ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
     transport = context.transport(group)
@@ -341,9 +344,9 @@ def _message(piece: Tensor, codec: Codec, seed: int) -> Tensor:
 def broadcast_parameters(
     params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, group: Group = None
 ) -> None:
-    """Give every rank the root's values, in place: ``model.state_dict()`` or ``model.named_parameters()``.
+    """Give every rank the root's values, in place.
 
-    Entries that are not tensors are left alone.
+    ``params`` is ``model.state_dict()`` or ``model.named_parameters()``. Entries that are not tensors stay as they are.
 
     Raises:
         ConfigError: ``params`` is neither a mapping nor (name, tensor) pairs.
@@ -375,7 +378,7 @@ def _check_root(root_rank: int, transport: Transport) -> None:
 
 
 def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> bytes:
-    """Return the root's ``data`` on every rank; the others' is not looked at."""
+    """Return the root's ``data`` on every rank; the ``data`` of other ranks is ignored."""
     transport = context.transport(group)
     _check_root(root_rank, transport)
     sizes = _negotiate(transport, "broadcast of bytes", [root_rank], [len(data)])
@@ -387,7 +390,7 @@ def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> byt
 
 
 def broadcast_object(obj: T, root_rank: int = 0, group: Group = None) -> T:
-    """Return the root's ``obj`` on every rank. It travels pickled: only for ranks that trust each other."""
+    """Return the root's ``obj`` on every rank. It travels pickled, so use it only among ranks that trust each other."""
     mine = pickle.dumps(obj) if context.transport(group).rank == root_rank else b""
     result: T = pickle.loads(broadcast_bytes(mine, root_rank, group))
     return result
@@ -396,9 +399,9 @@ def broadcast_object(obj: T, root_rank: int = 0, group: Group = None) -> T:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, group: Group = None) -> None:
     """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
 
-    Of a ``DistributedOptimizer`` its step, too: seeds and schedules of codecs depend on it.
-    What error feedback holds stays as it is: it belongs to each rank. Call it before the first step or after loading a
-    checkpoint on the root.
+    A ``DistributedOptimizer`` also takes over the root's step, because seeds and schedules of codecs depend on it. Its
+    residuals stay as they are, because they belong to each rank. Call this function before the first step, or after the
+    root has loaded a checkpoint.
 
     Raises:
         PlanMismatch, TransportError: as ``broadcast_parameters``.

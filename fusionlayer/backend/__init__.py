@@ -1,4 +1,4 @@
-"""The process-group backend "fusionlayer": any program that speaks torch.distributed, with compressed collectives."""
+"""The process-group backend "fusionlayer": it compresses the collectives of any program that uses torch.distributed."""
 
 from .hints import hint
 from .living import adopt
@@ -6,9 +6,9 @@ from .policy import OPS, CallPolicy, CallRule
 from .registration import register, traffic, use
 
 NAME = "fusionlayer"
-"""Of the backend, among torch's."""
+"""The backend's name in torch."""
 
 Policy, Rule = CallPolicy, CallRule
-"""Their names in users' programs."""
+"""The names that users' programs have for both."""
 
 __all__ = ["NAME", "OPS", "CallPolicy", "CallRule", "Policy", "Rule", "adopt", "hint", "register", "traffic", "use"]

@@ -1,4 +1,4 @@
-"""What the methods of a process group are called with, which has several forms."""
+"""Brings the arguments of process-group methods, which torch passes in several forms, into one form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["nccl_options", "reduction", "rows", "tensors"]
 
 
 def tensors(given: Tensor | Sequence[Any]) -> list[Tensor]:
-    """Return one tensor, several, or the single list of several, as a list."""
+    """Return a list of tensors, given a tensor, a list of tensors, or a list that contains one list of tensors."""
     if isinstance(given, Tensor):
         return [given]
     each = list(given)
@@ -20,13 +20,13 @@ def tensors(given: Tensor | Sequence[Any]) -> list[Tensor]:
 
 
 def reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the reduction that a caller asks for, in options or as such."""
+    """Return the reduction that a caller asks for, directly or in an options object; SUM if it names none."""
     asked = args[0] if args else kwargs.get("opts", kwargs.get("op"))
     return dist.ReduceOp.SUM if asked is None else getattr(asked, "reduceOp", asked)
 
 
 def rows(x: Tensor, splits: Iterable[int], size: int) -> list[Tensor] | None:
-    """Return each rank's rows of ``x``; None if the splits do not fit, which the native backend has an error for."""
+    """Return each rank's rows of ``x``; None if the splits do not fit: then the native backend raises the error."""
     if not x.dim():
         return None
     count, parts = x.shape[0], list(splits)
@@ -38,5 +38,5 @@ def rows(x: Tensor, splits: Iterable[int], size: int) -> list[Tensor] | None:
 
 
 def nccl_options(given: Any) -> Any:
-    """Return options if they are of NCCL, else None."""
+    """Return ``given`` if it is an NCCL options object, else None."""
     return given if dist.is_nccl_available() and isinstance(given, dist.ProcessGroupNCCL.Options) else None

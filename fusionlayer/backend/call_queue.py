@@ -1,4 +1,4 @@
-"""The thread on which the compressed calls of one process group run."""
+"""The communication thread on which the compressed calls of one process group run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ __all__ = ["CallQueue"]
 class CallQueue:
     """Runs calls one after the other, in the order in which they were made, on a thread and a transport of its own.
 
-    Both come with the first call. The first call that fails is the last one that runs. On CUDA each call waits for what
-    the calling stream had to do when it was made, and runs on a stream of the lane.
+    The order matters: all ranks make the same calls in the same order, and so their messages match. The first call
+    starts the thread and the transport. After a call has failed no further call runs, because ranks may be out of step.
+    On CUDA, a call runs on a stream of the queue, after the work that the calling stream held when the call was made.
 
     Args:
-        name: of the group, in errors.
-        connect: makes the transport; called on the thread.
+        name: name of the group, for errors.
+        connect: makes the transport; the queue's thread calls it.
     """
 
     def __init__(self, name: str, connect: Callable[[], Transport]) -> None:
         self._name = name
         self._connect = connect
-        # Guards _worker, _closed and _last: another thread may close the queue while callers put calls. It also makes a
-        # call that is abandoned wait until the caller who put it has told the work of its job.
+        # Guards _worker, _closed and _last: another thread may close the queue while callers submit calls. It also
+        # orders submit and _abandon: the worker may drop a job before submit has set work.job, which _abandon needs.
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._last: Job | None = None
         self._closed = False
+        # Only the queue's thread makes these two. Other threads read the transport for its counter, and close it.
         self._transport: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -46,15 +48,15 @@ class CallQueue:
         return 0 if self._transport is None else self._transport.bytes_sent
 
     def submit(self, what: str, call: Callable[[Transport], None], results: Sequence[Tensor]) -> BackgroundWork:
-        """Have ``call`` made with the lane's transport; return what waits for it.
+        """Queue ``call``, which gets the queue's transport; return a work that waits for it.
 
-        A call that is made on the lane's own thread, by what was chained to the future of an earlier one, is made at
-        once: nobody else could.
+        A callback of an earlier call's future runs on the queue's own thread. If it submits a call, that call runs at
+        once: if it were queued, and the callback waited for it, the thread would wait for itself.
 
         Args:
-            what: the call, in errors.
-            call: reads and writes nothing but tensors of one device.
-            results: what it writes to.
+            what: description of the call, for errors.
+            call: reads and writes only tensors of one device.
+            results: the tensors that it writes.
         """
         device = results[0].device
         work = BackgroundWork(results, Ticket(device))
@@ -69,7 +71,8 @@ class CallQueue:
         return work
 
     def drain(self) -> None:
-        """Return when all calls made so far have ended, whether well or not: who waits for them is told."""
+        """Wait until all calls made so far have ended. Errors are not raised here: each call's own work raises them."""
+        # On the queue's own thread, the last call may be the running one, and the wait would never end.
         last = self._last
         if last is not None and self._worker is not None and not self._worker.is_here:
             with suppress(Exception):
@@ -77,14 +80,14 @@ class CallQueue:
             self._last = None
 
     def close(self, *, wait: bool) -> None:
-        """End the thread and the transport, after the calls made so far or, without ``wait``, in the middle of them."""
+        """End the thread and the transport: after the calls made so far, or at once if ``wait`` is False."""
         with self._lock:
             self._closed = True
             worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
         if not wait and self._transport is not None:
-            self._transport.close()
+            self._transport.close()  # the call that runs now fails, and with it all that are queued
         if worker is not None and wait and not worker.is_here:
             worker.join()
         if self._transport is not None:
@@ -100,19 +103,21 @@ class CallQueue:
 
     def _run(self, what: str, call: Callable[[Transport], None], work: BackgroundWork) -> None:
         with _located(f"{what}, process group {self._name!r}"), work.ticket.on(self._side):
-            # It is no_grad that also lets tensors be written that were made in inference mode.
+            # Unlike no_grad, inference mode also allows writes to tensors that were made in inference mode.
             with torch.inference_mode():
                 if self._transport is None:
                     self._transport = self._connect()
                 try:
                     call(self._transport)
                 except BaseException:
-                    self._transport.close()  # whatever it was: the other ranks shall not wait for the rest of the call
+                    # Whatever has failed here, the other ranks must not wait for the rest of this call.
+                    self._transport.close()
                     raise
             work.finish()
 
     def _abandon(self, work: BackgroundWork) -> None:
-        with self._lock:  # who has put the job may not have told the work of it yet
+        # Runs on the queue's thread. submit sets work.job within the lock, and work.fail leads to a read of it.
+        with self._lock:
             pass
         work.fail()
 
@@ -124,7 +129,7 @@ class CallQueue:
 
 @contextmanager
 def _located(where: str) -> Iterator[None]:
-    """Say in every error of the body which call it belongs to."""
+    """Add the call's description to every ``FusionLayerError`` that the block raises."""
     try:
         yield
     except FusionLayerError as error:

@@ -1,4 +1,7 @@
-"""Compressed collectives on what torch's process groups are given: tensors of any shape, and lists of them."""
+"""Compressed collectives on the arguments of torch's process groups: tensors of any shape, and lists of them.
+
+Each function checks nothing and sends nothing. It returns a ``Call``, which a ``CallQueue`` runs later on its thread.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ def is_sum(op: Any) -> bool:
 
 
 def scaling_of(op: Any, dtype: torch.dtype, size: int) -> Scaling:
-    """Return what such a reduction of values of ``dtype`` over ``size`` ranks multiplies by."""
+    """Return the factors of reduction ``op`` over ``size`` ranks for values of ``dtype``."""
     factor = 1.0
     if op == dist.ReduceOp.PREMUL_SUM:
-        # torch 2.11 shows the factor only where it pickles it.
+        # torch 2.11 exposes the factor only in the pickled state.
         factor = float(op.factor if hasattr(op, "factor") else op.__getstate__()[1])
     return Scaling.of(dtype, size, average=op == dist.ReduceOp.AVG, prescale=factor)
 
@@ -42,7 +45,7 @@ def all_reduce(
     seed: int,
     residual: Tensor | None = None,
 ) -> Call:
-    """Return what replaces each of ``tensors``, of one type, by its sum over ranks; they travel as one."""
+    """Return a call that replaces each of ``tensors`` by its sum over ranks; they have one type and travel as one."""
 
     def call(transport: Transport) -> None:
         whole = _flat(tensors)
@@ -56,9 +59,9 @@ def all_reduce(
 def reduce_scatter(
     out: Tensor, inputs: Sequence[Tensor], op: Any, codec: Codec, algorithm: str | None, seed: int
 ) -> Call:
-    """Return what fills ``out`` with the sum over ranks of their input for this rank.
+    """Return a call that fills ``out`` with the sum over all ranks of their input for this rank.
 
-    ``inputs`` are one tensor with a piece for every rank, or one tensor for each.
+    ``inputs`` is one tensor with a piece for every rank, or one tensor for each rank.
     """
 
     def call(transport: Transport) -> None:
@@ -72,7 +75,7 @@ def reduce_scatter(
 
 
 def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: int) -> Call:
-    """Return what fills ``outs`` with all ranks' ``x``: one tensor for all of them, or one for each."""
+    """Return a call that fills ``outs`` with all ranks' ``x``; ``outs`` is one tensor for all ranks or one for each."""
 
     def call(transport: Transport) -> None:
         whole = len(outs) == 1 and outs[0].is_contiguous()
@@ -91,16 +94,17 @@ def all_to_all(
     zips: Sequence[Codec],
     seed: int,
 ) -> Call:
-    """Return what gives rank r ``inputs[r]``, and fills ``outs[r]`` with what rank r has for this one.
+    """Return a call that sends ``inputs[r]`` to rank r, and fills ``outs[r]`` with what rank r sends to this rank.
 
-    Each pair of ranks chooses by what both know, the number of bytes that one sends the other; what a rank has for
-    itself is copied. All messages of a known size travel in one exchange, and those of each of ``zips`` after it.
+    Each pair of ranks chooses the codec by the number of bytes that one sends the other, because both know it. A rank
+    copies what it has for itself. All messages of known size travel in one exchange; then one exchange follows for each
+    codec of ``zips``.
 
     Args:
         outs: a tensor for each rank.
         inputs: a tensor for each rank.
-        codecs: that of so many bytes; others travel as they are.
-        zips: those of all ranks whose messages are of variable size, in one order.
+        codecs: the codec for each number of bytes; tensors of other sizes travel as they are.
+        zips: the codecs with messages of variable size that any rank may use, in the same order on all ranks.
         seed: of stochastic rounding.
     """
 
@@ -131,7 +135,10 @@ def all_to_all(
 def _messages(
     name: str, xs: Sequence[Tensor], chosen: Sequence[Codec | None], zips: Sequence[Codec], transport: Transport
 ) -> list[Tensor]:
-    """Return the bytes of each tensor that travels as it is, room for the message of others, nothing for ``zips``."""
+    """Return a byte tensor for each rank: the tensor's own bytes if it travels as it is, else room for its message.
+
+    It is empty for codecs of ``zips`` and for this rank itself.
+    """
     sizes = [
         0 if codec is None or codec in zips or peer == transport.rank else codec.wire(x.numel(), x.dtype).capacity
         for peer, (x, codec) in enumerate(zip(xs, chosen, strict=True))
@@ -151,7 +158,7 @@ def _exchange_zipped(
     codec: Codec,
     transport: Transport,
 ) -> None:
-    """Exchange what is for ``codec``, a call of all ranks whether they have any of it or not."""
+    """Exchange the tensors that travel by ``codec``; every rank calls it, even one that has no such tensor."""
 
     def mine(xs: Sequence[Tensor], chosen: Sequence[Codec | None]) -> list[Tensor]:
         pairs = zip(xs, chosen, strict=True)
@@ -165,14 +172,14 @@ def _exchange_zipped(
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of ``tensors`` one behind the other, the same memory where that can be."""
+    """Return the elements of ``tensors`` as one flat tensor; a single contiguous tensor is not copied."""
     if len(tensors) == 1:
         return tensors[0].detach().contiguous().view(-1)
     return torch.cat([x.detach().reshape(-1) for x in tensors])
 
 
 def _spread(whole: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Give ``tensors`` the elements of ``whole`` in their order, but for one that has them already."""
+    """Copy the elements of ``whole`` into ``tensors`` in their order, except into those that share its memory."""
     for x, part in zip(tensors, whole.split([x.numel() for x in tensors]), strict=True):
         if x.data_ptr() != part.data_ptr() or not x.is_contiguous():
             x.detach().copy_(part.view(x.shape))

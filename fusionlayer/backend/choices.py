@@ -1,4 +1,4 @@
-"""What a policy makes of the calls of one group."""
+"""Chooses the codec for each call of one process group, as its policy says."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MOST_SIZES = 4096
 
 @dataclass(frozen=True)
 class CallChoice:
-    """A codec, and the collective that a rule wants for it, if it does."""
+    """A codec, and the collective that the rule names for it; None if it names none."""
 
     codec: Codec
     algorithm: str | None
 
 
 class CallChoices:
-    """Finds the rule of a call; equal calls give the same on all ranks of a group.
+    """Finds the rule for a call. Equal calls get the same choice on all ranks of a group.
 
     Args:
         policy: of the group.
-        names: by which rules may mean the group.
-        size: ranks of the group; one has nobody to send to.
+        names: the names by which rules may refer to the group.
+        size: number of ranks of the group; with one rank, all calls pass.
         checksum: whether messages have headers with checksums.
-        devices: types of those whose tensors are compressed.
+        devices: types of devices whose tensors are compressed.
     """
 
     def __init__(
@@ -54,22 +54,24 @@ class CallChoices:
         self._known: dict[tuple[str, torch.dtype, str, int], CallChoice | None] = {}
 
     def of(self, op: str, tensors: Sequence[Tensor]) -> CallChoice | None:
-        """Return how a call of which ``tensors`` are the whole travels; None if it passes."""
+        """Return the choice for a call whose whole size is that of ``tensors``; None if the call passes."""
         if not self._fit(tensors):
             return None
         x = tensors[0]
         return self._of_size(op, x.dtype, x.device.type, sum(y.numel() for y in tensors) * x.element_size())
 
     def of_pairs(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[dict[int, Codec], list[Codec]] | None:
-        """Return how an all_to_all travels; None if all of it passes, which sizes have no say in: they differ by rank.
+        """Return the codecs of an all_to_all; None if all of it passes.
+
+        Sizes do not decide whether all of it passes: they differ over ranks, and ranks must agree on that.
 
         Args:
-            inputs: for each rank what it is sent.
-            outs: for each rank where what it sends goes.
+            inputs: for each rank the tensor that is sent to it.
+            outs: for each rank the tensor that receives what it sends.
 
         Returns:
-            The codec for each number of bytes that occurs and is compressed, and all codecs of variable size that might
-            occur, in order.
+            The codec for each number of bytes that occurs and is compressed; and all codecs with messages of variable
+            size that any rank may use, in order.
         """
         if not self._fit([*inputs, *outs]) or inputs[0].device.type not in self._devices:
             return None
@@ -85,7 +87,7 @@ class CallChoices:
         return found, list(dict.fromkeys(choice.codec for choice in concerned if choice.codec.zips))
 
     def _fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether rules may be about such tensors at all."""
+        """Return whether any rule can apply to such tensors."""
         if not self._rules or not tensors or hints.current().plain:
             return False
         x = tensors[0]

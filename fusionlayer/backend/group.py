@@ -1,4 +1,4 @@
-"""The process group: torch's own inside, and the calls that rules name compressed."""
+"""The process group: it compresses the calls that its policy names, and leaves all others to torch's own backends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["NAME", "CompressingGroup", "Traffic"]
 NAME = "fusionlayer"
 
 _made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
-# Guards _made: groups are made on any thread.
+# Guards _made, which counts the connections made for each group name. Each group connects on its queue's own thread.
 _made_lock = threading.Lock()
 
 # torch's stubs give some methods narrower types than torch calls them with.
@@ -42,10 +42,10 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 @dataclass
 class Traffic:
-    """What of a group's traffic on this rank has travelled compressed so far.
+    """Counts of a group's compressed calls on this rank so far.
 
     Attributes:
-        calls: how often each of ``OPS`` has, and "recv".
+        calls: number of compressed calls for each of ``OPS``, and for "recv".
         bytes_sent: payload bytes that this rank has sent in them.
     """
 
@@ -54,20 +54,20 @@ class Traffic:
 
 
 class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group that leaves calls to gloo and NCCL, and makes those compressed that its policy says.
+    """A process group that compresses the calls that its policy names, and leaves other calls to gloo and NCCL.
 
-    Compressed collectives run one after the other on a thread and connections of the group's own, in the order of the
-    calls; what passes goes where it would without this class. Compressed sends and receives travel as messages of the
-    native backend.
+    Compressed collectives run one after the other, in the order of the calls, on a thread and connections of the
+    group's own. Calls that pass go to the native backend directly. Compressed sends and receives travel as messages of
+    the native backend.
 
     Args:
         store: of this group alone.
         rank: this process in the group.
-        ranks: of the default group, in the order of this group's.
-        timeout: that a call may wait.
+        ranks: the members' ranks in the default group, in the order of this group.
+        timeout: the longest time that a call may wait.
         policy: the same on all ranks.
-        nccl_options: of NCCL; None: torch's.
-        devices: types of devices for which the program has named this backend; None: torch knows.
+        nccl_options: options of NCCL; None: torch's own.
+        devices: types of devices for which the program has named this backend; None: asks torch at the first call.
 
     Raises:
         ConfigError: the settings cannot be used.
@@ -100,9 +100,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls: Counter[str] = Counter()
         self._seed = derive_seed(self._ranks[0])
         self._messages = PointToPoint(derive_seed(self._seed, rank))
-        self._lane: CallQueue | None = None
-        # Guards _lane, which the first call that needs it makes, on any thread.
-        self._lane_lock = threading.Lock()
+        self._queue: CallQueue | None = None
+        # Guards _queue: the first compressed collective makes it, and any thread may make that call.
+        self._queue_lock = threading.Lock()
 
     # ---- what torch asks a group ------------------------------------------------------------------------------------
 
@@ -124,16 +124,16 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def traffic(self) -> Traffic:
-        """What has travelled compressed so far."""
-        lane = self._lane
-        return Traffic(Counter(self._calls), self._messages.bytes_sent + (0 if lane is None else lane.bytes_sent))
+        """Counts of compressed calls so far."""
+        queue = self._queue
+        return Traffic(Counter(self._calls), self._messages.bytes_sent + (0 if queue is None else queue.bytes_sent))
 
     def agree(self, policy: CallPolicy) -> None:
-        """Compare a policy over the ranks of the group; ``PlanMismatch`` if they have different ones."""
+        """Compare a policy over the ranks of the group; raise ``PlanMismatch`` if theirs differ."""
         self._native.agree(policy.facts)
 
     def take(self, policy: CallPolicy) -> None:
-        """Have calls from now on travel by a policy that the ranks have agreed on."""
+        """Use a policy from the next call on; all ranks have agreed on it before."""
         self.policy, self._chosen = policy, None
 
     def split_group(
@@ -145,7 +145,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> CompressingGroup | None:
-        """Return a group of some of this one's ranks, with its policy; None where this rank is none of them."""
+        """Return a group of some of this group's ranks, with its policy; None if this rank is not one of them."""
         if self._rank not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
@@ -164,14 +164,14 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the group after the calls that were made."""
-        if self._lane is not None:
-            self._lane.close(wait=True)
+        if self._queue is not None:
+            self._queue.close(wait=True)
         self._native.shut(abort=False)
 
     def abort(self) -> None:
-        """End the group in the middle of what is under way."""
-        if self._lane is not None:
-            self._lane.close(wait=False)
+        """End the group at once; calls under way fail."""
+        if self._queue is not None:
+            self._queue.close(wait=False)
         self._native.shut(abort=True)
 
     # ---- collectives ------------------------------------------------------------------------------------------------
@@ -183,19 +183,19 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return work or self._native.group.allreduce(tensors, *args, **kwargs)
 
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Sum several tensors over ranks; compressed they travel as one."""
+        """Sum several tensors over ranks; if they are compressed, they travel as one."""
         work = self._sum(arguments.tensors(tensors), arguments.reduction(args, kwargs))
         return work or self._native.group.allreduce_coalesced(tensors, *args, **kwargs)
 
     def reduce_scatter(self, output: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Give this rank the sum over ranks of their tensors for it."""
+        """Give this rank the sum of all ranks' tensors for it."""
         outs, ins = arguments.tensors(output), arguments.tensors(inputs)
         even = len(outs) == 1 and len(ins) == self._size and all(x.numel() == outs[0].numel() for x in ins)
         work = self._scatter(outs[0], ins, arguments.reduction(args, kwargs)) if even else None
         return work or self._native.group.reduce_scatter(output, inputs, *args, **kwargs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
-        """Give this rank the sum over ranks of their pieces for it."""
+        """Give this rank the sum of all ranks' pieces for it."""
         even = input.numel() == output.numel() * self._size
         work = self._scatter(output, [input], arguments.reduction(args, kwargs)) if even else None
         return work or self._native.named("reduce_scatter_single")(output, input, *args, **kwargs)
@@ -203,7 +203,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Do ``reduce_scatter_single`` several times; what is not compressed is one call of the native backend."""
+        """Do ``reduce_scatter_single`` several times; those that pass are one call of the native backend."""
         op = arguments.reduction(args, kwargs)
 
         def one(out: Tensor, x: Tensor) -> dist.Work | None:
@@ -227,7 +227,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Do ``all_gather_single`` several times; what is not compressed is one call of the native backend."""
+        """Do ``all_gather_single`` several times; those that pass are one call of the native backend."""
 
         def one(out: Tensor, x: Tensor) -> dist.Work | None:
             return self._gather([out], x) if out.numel() == x.numel() * self._size else None
@@ -235,7 +235,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._several("all_gather_single_coalesced", one, outputs, inputs, *args, **kwargs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
-        """Give each rank this one's tensor for it."""
+        """Send each rank this rank's tensor for it."""
         even = len(outputs) == len(inputs) == self._size
         work = self._exchange(outputs, inputs) if even else None
         return work or self._native.group.alltoall(outputs, inputs, *args, **kwargs)
@@ -249,7 +249,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> dist.Work:
-        """Give each rank this one's rows for it."""
+        """Send each rank this rank's rows for it."""
         outs = arguments.rows(output, output_split_sizes, self._size)
         ins = arguments.rows(input, input_split_sizes, self._size)
         work = self._exchange(outs, ins) if outs is not None and ins is not None else None
@@ -260,18 +260,19 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Give all ranks the root's tensor.
 
-        It always passes. But where a Python class has no method of that name torch holds the GIL while it queues the
-        call, and a thread of gloo's that drops the last reference to a tensor wants it with the queue locked.
+        It always passes. The method must exist all the same: without it, torch holds the GIL while it queues the call,
+        and a gloo thread that drops the last reference to a tensor waits for the GIL while it holds the queue's lock.
+        The two would wait for each other.
         """
         return self._native.group.broadcast(tensors, *args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Wait for all ranks, and for the calls that were made before."""
-        if self._lane is not None:
-            self._lane.drain()
+        if self._queue is not None:
+            self._queue.drain()
         return self._native.group.barrier(*args, **kwargs)
 
-    # The names before torch 2.13, in which version callers in C++ look for the new names first.
+    # The names before torch 2.13. From that version on, C++ callers look for the new names first.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -299,7 +300,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, lambda xs: self._native.group.recv_anysource(xs, tag))
 
     def _between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
-        """Return the native group of a message; what is one batch is one for NCCL, too."""
+        """Return the native group for a message; all messages of a batch use one group, so that NCCL batches them."""
         return self._native.group if self._messages.is_batch else self._native.between(device, source, to)
 
     def _receive(self, tensors: list[Tensor], receive: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
@@ -316,7 +317,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         return self._messages.end_batch(self._native.group._end_coalescing(device))
 
-    # ---- what rules make of them ------------------------------------------------------------------------------------
+    # ---- the compressed calls ---------------------------------------------------------------------------------------
 
     def _sum(self, xs: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed all-reduce of several tensors as one, None if it passes."""
@@ -370,28 +371,29 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return JoinedWork(made, outputs)
 
     def _make(self, op: str, call: calls.Call, results: Sequence[Tensor]) -> dist.Work:
-        """Have a compressed call made."""
+        """Queue a compressed call and return its work."""
         self._calls[op] += 1
         numel = sum(x.numel() for x in results)
         what = f"{op} into {numel} x {str(results[0].dtype).removeprefix('torch.')}"
-        work = self._open_lane().submit(what, call, results)
+        work = self._open_queue().submit(what, call, results)
         self._messages.join_batch(work)
         return work
 
-    def _open_lane(self) -> CallQueue:
-        with self._lane_lock:
-            if self._lane is None:
+    def _open_queue(self) -> CallQueue:
+        with self._queue_lock:
+            if self._queue is None:
                 name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
                 device = torch.cuda.current_device() if nccl else None
                 connect = partial(_connect, self._ranks, name, self._timeout, self._settings, device)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
-                self._lane = CallQueue(self.group_desc if described else name, connect)
-                weakref.finalize(self, self._lane.close, wait=False).atexit = False
-            return self._lane
+                self._queue = CallQueue(self.group_desc if described else name, connect)
+                # A program may drop a group without shutdown: its thread and connections must end all the same.
+                weakref.finalize(self, self._queue.close, wait=False).atexit = False
+            return self._queue
 
     @property
     def _choices(self) -> CallChoices:
-        """What the policy makes of this group, which gets its name after it is made."""
+        """The choices for this group, made at the first call: torch names the group only after it is made."""
         if self._chosen is None:
             names = (self.group_desc, self.group_name)
             checksum = self._settings.checksum
@@ -399,7 +401,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._chosen
 
     def _compressing(self) -> frozenset[str]:
-        """Return the types of devices for which the program has named this backend, once the group is made."""
+        """Return the types of devices for which the program has named this backend; torch knows them once it has made
+        the group."""
         if self._devices is None:
             serves, given = self._native.serves, dist.get_backend_config(self)
             named = dict(entry.split(":") for entry in given.split(","))
@@ -416,9 +419,12 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 def _connect(
     ranks: Sequence[int], name: str, timeout: timedelta, settings: config.Config, device: int | None
 ) -> Transport:
-    """Return the transport of a group's compressed calls, by NCCL too if a CUDA ``device`` is given."""
+    """Return the transport of a group's compressed calls, with NCCL if a CUDA ``device`` is given.
+
+    The queue's thread calls it, so the current device has to be set on that thread.
+    """
     if device is not None:
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)
     store = dist.distributed_c10d._get_default_store()
     with _made_lock:
         made = _made.setdefault(store, Counter())

@@ -1,4 +1,4 @@
-"""What the caller of a collective knows of its tensor, and a process group cannot see."""
+"""Hints: what the caller of a collective knows about its tensor, and a process group cannot see."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["NONE", "Hint", "clear_padding", "current", "hint", "residual_of"]
 
 @dataclass(frozen=True)
 class Hint:
-    """Holds for the collectives that one thread calls within ``hint``; all ranks give the same.
+    """Applies to the collectives that one thread calls within ``hint``; all ranks give equal hints.
 
     Attributes:
-        plain: whatever the policy says, the tensor travels as it is.
-        residual: (n,) f32, this rank's error feedback of an all-reduce of n elements: added to what is sent, which for
-            an average is divided already, and replaced by what sending lost.
-        padding: elements of the input without meaning, which may be anything: they are sent as zeros.
+        plain: the tensor travels as it is, whatever the policy says.
+        residual: (n,) f32, this rank's residual for an all-reduce of n elements. It is added to the elements before
+            they are encoded (for an average, after the division), and replaced by what the codec lost.
+        padding: elements of the input that have no meaning; they are sent as zeros.
     """
 
     plain: bool = False
@@ -31,20 +31,21 @@ class Hint:
 
 
 NONE = Hint()
+# A hint must not reach collectives that other threads call meanwhile, so each thread has its own.
 _thread = threading.local()
 
 
 def current() -> Hint:
-    """Return what holds for the calling thread."""
+    """Return the hint of the calling thread."""
     found: Hint = getattr(_thread, "hint", NONE)
     return found
 
 
 def residual_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the error feedback of an all-reduce of ``tensors`` as one, if the calling thread has said one.
+    """Return the residual that the calling thread has given for an all-reduce of ``tensors`` as one, if any.
 
     Raises:
-        UsageError: it is of another size.
+        UsageError: the residual has another number of elements.
     """
     residual = current().residual
     numel = sum(x.numel() for x in tensors)
@@ -54,7 +55,7 @@ def residual_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def clear_padding(inputs: Sequence[Tensor]) -> None:
-    """Fill with zeros what the calling thread has said to be padding of ``inputs``, one behind the other."""
+    """Fill the padding of ``inputs`` with zeros, as the calling thread's hint gives it."""
     padding = current().padding
     if padding and len(inputs) == 1 and inputs[0].is_contiguous():
         flat = inputs[0].detach().view(-1)
@@ -64,7 +65,7 @@ def clear_padding(inputs: Sequence[Tensor]) -> None:
 
 @contextmanager
 def hint(plain: bool = False, residual: Tensor | None = None, padding: tuple[slice, ...] = ()) -> Iterator[None]:
-    """Let collectives that this thread calls within the block know what ``Hint`` describes; the innermost counts."""
+    """Give a ``Hint`` to the collectives that this thread calls within the block; the innermost block counts."""
     before = current()
     _thread.hint = Hint(plain, residual, padding)
     try:

@@ -1,4 +1,4 @@
-"""Another policy for groups that are there already."""
+"""Gives another policy to groups that exist already."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["adopt"]
 def adopt(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> None:
     """Give a policy to all groups of this process, and to those that it makes from now on; all ranks call it together.
 
-    Calls that were made before keep what they had.
+    Calls that were made before keep their codecs.
 
     Raises:
-        ConfigError: it cannot be used.
-        PlanMismatch: ranks have different ones.
+        ConfigError: the policy is invalid.
+        PlanMismatch: ranks have different policies.
         UsageError: the default group is not of this backend.
     """
     from .group import CompressingGroup

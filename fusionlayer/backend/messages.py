@@ -1,4 +1,4 @@
-"""Sends and receives whose payload is the message of a codec, carried by a native backend."""
+"""Sends and receives of messages of a codec, which a native backend carries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Native = Callable[[list[Tensor]], dist.Work]
 
 
 class PointToPoint:
-    """What one rank of a group sends to and receives from single ranks.
+    """Compresses what one rank of a group sends to and receives from single ranks.
 
     Args:
-        seed: of stochastic rounding, of this rank alone.
+        seed: of stochastic rounding, different on each rank.
 
     Attributes:
-        bytes_sent: of messages.
+        bytes_sent: bytes of the messages sent so far.
     """
 
     def __init__(self, seed: int) -> None:
@@ -37,22 +37,22 @@ class PointToPoint:
         self._batch: list[dist.Work | Callable[[], Any]] | None = None
 
     def send(self, x: Tensor, codec: Codec, send: Native) -> dist.Work:
-        """Encode ``x`` now and have ``send`` called with the message."""
+        """Encode ``x`` now, and call ``send`` with the message."""
         message = _room(codec, x)
         self._count += 1
         number = self._count
         codec.encode(x.detach().contiguous().view(-1), message, seed=derive_seed(self._seed, number))
         self.bytes_sent += message.numel()
-        self._leaving[number] = message  # native backends leave it to the caller to keep what is on its way
+        self._leaving[number] = message  # native backends do not keep a tensor alive while it is being sent
         return self._then(send([message]), partial(self._leaving.pop, number, None), x)
 
     def receive(self, out: Tensor, codec: Codec, receive: Native) -> dist.Work:
-        """Have ``receive`` called with room for a message, which is decoded into ``out`` when it is waited for."""
+        """Call ``receive`` with room for a message; a wait for the returned work decodes it into ``out``."""
         message = _room(codec, out)
         return self._then(receive([message]), partial(_decode, codec, message, out.detach()), out)
 
     def begin_batch(self) -> None:
-        """From here on to ``end_batch`` native works mean nothing by themselves."""
+        """Begin a batch. Until ``end_batch``, the works of single messages cannot be waited for."""
         self._batch = []
 
     @property
@@ -66,7 +66,7 @@ class PointToPoint:
             self._batch.append(work)
 
     def end_batch(self, work: dist.Work) -> dist.Work:
-        """Return what ``work``, that of the whole batch, is for the caller."""
+        """Return the caller's work for a batch, given the native ``work`` of the whole batch."""
         batch, self._batch = self._batch or [], None
         works = [each for each in batch if isinstance(each, dist.Work)]
         rest = [each for each in batch if not isinstance(each, dist.Work)]

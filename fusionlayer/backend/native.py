@@ -1,4 +1,4 @@
-"""The groups of torch's own backends that a compressing group has inside."""
+"""The groups of torch's own backends that a compressing group contains."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Native:
         rank: this process in the group.
         size: number of processes.
         ranks: their ranks in the default group.
-        timeout: that a call may wait.
-        nccl_options: of NCCL; None: torch's.
+        timeout: the longest time that a call may wait.
+        nccl_options: options of NCCL; None: torch's own.
 
     Attributes:
-        group: what calls that pass are made on.
-        serves: the backend of each type of device.
+        group: the group that takes calls that pass.
+        serves: the name of the backend for each type of device.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class Native:
             group._register_backend(torch.device(device), kind, backend)
 
     def register_with(self, group: dist.ProcessGroup) -> None:
-        """Let ``group`` leave to these backends what it does not override."""
+        """Register these backends with ``group``: they take the calls that it does not override."""
         self._register(group, self._backends)
 
     def named(self, name: str) -> Callable[..., dist.Work]:
-        """Return a method of the group by the name that it has since torch 2.13."""
+        """Return a method of the group; ``name`` is its name since torch 2.13, and older torch is looked up too."""
         method: Callable[..., dist.Work] = getattr(self.group, name, None) or getattr(self.group, _NEW_NAMES[name])
         return method
 
     def between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
         """Return the group by which a message travels from one rank to another.
 
-        NCCL runs what two ranks send each other in the order in which each has called it, unless torch tells it that
-        calls are one batch, which torch does for its own class alone. So messages to lower ranks have communicators of
-        their own: two ranks that both send first do not wait for each other.
+        NCCL runs the messages between two ranks in the order in which each rank has called for them. If both ranks
+        send first, they wait for each other, unless torch tells NCCL that the calls are one batch; torch does so only
+        for its own class. Therefore messages to lower ranks have communicators of their own.
         """
         if device.type != "cuda" or self.serves["cuda"] != "nccl" or source == to:
             return self.group
@@ -101,7 +101,8 @@ class Native:
             self._downward = self._make({**self._backends, "cuda": (dist.ProcessGroup.BackendType.NCCL, down)})
         peer = to if source == self._rank else source
         if peer not in self._met:
-            # A communicator is made by its first message, for which both ranks have to come: in one order.
+            # The first message makes a communicator, and both ranks have to take part. Exchange one message on each of
+            # the two communicators here, in the same order on both ranks.
             self._met.add(peer)
             for group, sender in ((self.group, min(source, to)), (self._downward, max(source, to))):
                 note = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -133,7 +134,7 @@ class Native:
         )
 
     def shut(self, *, abort: bool) -> None:
-        """End the connections: in order, or in the middle of what is under way."""
+        """Close the connections, after the calls under way or, with ``abort``, at once."""
         for group in filter(None, (self._downward, self.group)):
             if abort:
                 group.abort()

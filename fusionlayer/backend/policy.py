@@ -19,7 +19,7 @@ from ..wire import DTYPE_CODES, WIRE_VERSION
 __all__ = ["OPS", "CallPolicy", "CallRule"]
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
-"""What rules are about; a receive follows the rule of the send that it belongs to."""
+"""The operations that rules may name; a receive follows the rule for "send"."""
 
 _UNLESS_ASKED = ("all_gather",)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
@@ -27,22 +27,22 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
 @dataclass(frozen=True)
 class CallRule:
-    """A codec for the calls that all of its conditions fit.
+    """A codec for the calls that fit all conditions of the rule.
 
     Attributes:
         codec: registered name; "raw" leaves the calls to the native backend, bit for bit.
         options: of that codec.
-        op: name or names of ``OPS``; None: all of them but all_gather, since what is gathered may be weights.
+        op: name or names of ``OPS``; None: all of them except all_gather, which may gather weights.
         group: pattern, as of file names, of the group's description or name.
         dtype: element type or types, of float32, bfloat16 and float16; None: any of them.
         min_bytes: least size of the call; None: what the policy says.
         max_bytes: largest size of the call; None: any.
         algorithm: for all_reduce the name of a collective, for reduce_scatter "ring"; None: by codec and ranks.
-        error_feedback: callers give a residual with every such all_reduce (``hint``), as codecs need that lose most of
-            a tensor; without it those are refused.
+        error_feedback: whether callers give a residual (``hint``) with every such all_reduce. Codecs that lose most of
+            a tensor need one, and are refused without it.
 
     Raises:
-        ConfigError: a value that cannot be used.
+        ConfigError: a value is invalid.
     """
 
     codec: str
@@ -99,12 +99,12 @@ class CallRule:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The names of ``OPS`` that the rule is for."""
+        """The names of ``OPS`` that the rule covers."""
         return _listed(self.op) or tuple(op for op in OPS if op not in _UNLESS_ASKED)
 
     @property
     def passes(self) -> bool:
-        """Whether calls that fit are left to the native backend."""
+        """Whether the rule leaves its calls to the native backend."""
         return self.codec == "raw"
 
     def make_codec(self) -> Codec:
@@ -112,17 +112,17 @@ class CallRule:
         return codecs.get(self.codec, **self.options)
 
     def concerns(self, op: str, dtype: torch.dtype) -> bool:
-        """Return whether calls of ``op`` with elements of ``dtype`` fit, if their sizes do."""
+        """Return whether calls of ``op`` with elements of ``dtype`` fit the rule, sizes aside."""
         wanted = _listed(self.dtype)
         return op in self.ops and dtype in DTYPE_CODES and (not wanted or str(dtype).removeprefix("torch.") in wanted)
 
     def spans(self, nbytes: int, threshold: int) -> bool:
-        """Return whether a call of ``nbytes`` fits; ``threshold`` holds where the rule says nothing."""
+        """Return whether a call of ``nbytes`` fits; ``threshold`` is the least size if the rule gives none."""
         least = threshold if self.min_bytes is None else self.min_bytes
         return least <= nbytes and (self.max_bytes is None or nbytes <= self.max_bytes)
 
     def is_for(self, *names: str) -> bool:
-        """Return whether the rule is for a group of one of these names."""
+        """Return whether the rule applies to a group with one of these names."""
         return any(fnmatchcase(name, self.group) for name in names)
 
     def __str__(self) -> str:
@@ -133,17 +133,18 @@ class CallRule:
 
 @dataclass(frozen=True)
 class CallPolicy:
-    """An ordered list of rules; the first that fits a call decides. A call that none fits passes through unchanged.
+    """An ordered list of rules. The first rule that fits a call decides; a call that fits no rule passes unchanged.
 
-    Whatever rules say, these pass: groups of one rank, other types than float32, bfloat16 and float16, reductions that
-    are neither sums nor averages, and all that is not of ``OPS``.
+    These calls always pass: calls in groups of one rank, calls with types other than float32, bfloat16 and float16,
+    reductions that are neither sums nor averages, and operations that are not in ``OPS``.
 
     The size of a call is that of the whole: the tensor of all_reduce and send, the input of reduce_scatter, the output
-    of all_gather; of all_to_all, for each pair of ranks, what one sends the other times the number of ranks.
+    of all_gather. For all_to_all, each pair of ranks has a size: the bytes that one sends the other, times the number
+    of ranks.
 
     Attributes:
         rules: in order.
-        min_bytes: smaller calls pass, where a rule has no ``min_bytes`` of its own.
+        min_bytes: smaller calls pass, unless a rule has its own ``min_bytes``.
     """
 
     rules: tuple[CallRule, ...] = ()
@@ -156,12 +157,12 @@ class CallPolicy:
 
     @classmethod
     def of(cls, source: CallPolicy | Mapping[str, Any] | str | Path | None) -> CallPolicy:
-        """Return the policy that ``source`` means: one, a mapping of its attributes, or a YAML file with them.
+        """Return the policy that ``source`` describes: a policy, a mapping of its attributes, or a YAML file with them.
 
-        Rules are mappings of the attributes of ``CallRule``. None means that all passes.
+        Rules are mappings of the attributes of ``CallRule``. None means that all calls pass.
 
         Raises:
-            ConfigError: the file cannot be read, an unknown key, or a value that cannot be used.
+            ConfigError: the file cannot be read, a key is unknown, or a value is invalid.
         """
         if source is None:
             return cls()
@@ -178,7 +179,7 @@ class CallPolicy:
 
     @property
     def facts(self) -> str:
-        """All that must be equal on the ranks of a group, as text, one rule a line."""
+        """The text that must be equal on all ranks of a group, one rule a line."""
         rules = [f"{number}: {rule}" for number, rule in enumerate(self.rules, 1)]
         return "\n".join([*rules, f"min_bytes {self.min_bytes}, wire version {WIRE_VERSION}"])
 

@@ -1,4 +1,4 @@
-"""The name "fusionlayer" among torch's backends, and the policy of groups that are made by it."""
+"""Registers the backend "fusionlayer" with torch, and chooses the policy of each new group."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ _default: CallPolicy | None = None
 
 
 def register() -> None:
-    """Register the backend with torch, once; ``import fusionlayer`` does."""
+    """Register the backend with torch, once; ``import fusionlayer`` calls it."""
     if dist.is_available() and not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def use(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> CallPolicy | None:
-    """Give the groups that this process makes from now on a policy; None takes it back.
+    """Set the policy of the groups that this process makes from now on; None removes it.
 
-    It goes before that of the default group and that of the settings' ``backend``, and behind ``pg_options``.
+    It takes precedence over the default group's policy and over the settings' ``backend``. A policy in ``pg_options``
+    takes precedence over it.
 
     Args:
-        policy: one, or what ``CallPolicy.of`` makes one of.
+        policy: a policy, or anything that ``CallPolicy.of`` accepts.
 
     Returns:
-        The policy that was in use before.
+        The policy that was set before.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the policy is invalid.
     """
     global _default
     before, _default = _default, None if policy is None else CallPolicy.of(policy)
@@ -46,13 +47,13 @@ def use(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> CallPolic
 
 
 def traffic(group: dist.ProcessGroup | None = None) -> Any:
-    """Return what has travelled compressed so far: ``calls`` by operation, and ``bytes_sent`` by this rank.
+    """Return counts of compressed traffic so far: ``calls`` by operation, and ``bytes_sent`` by this rank.
 
     Args:
         group: process group of this backend; None means the default group.
 
     Raises:
-        UsageError: a group of another backend.
+        UsageError: the group has another backend.
     """
     from .group import CompressingGroup
 
@@ -63,16 +64,17 @@ def traffic(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def _create(options: Any, given: Any) -> dist.ProcessGroup:
-    """Make a group; torch calls it with where the processes meet, and with what the program gave as ``pg_options``."""
+    """Make a group; torch calls it with its own options, such as the store, and with the program's ``pg_options``."""
     from .group import CompressingGroup
 
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     native = arguments.nccl_options(given)
-    policy = _settled(None if native is not None else given)
+    policy = _policy_of(None if native is not None else given)
     return CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
 
 
-def _settled(given: Any) -> CallPolicy:
+def _policy_of(given: Any) -> CallPolicy:
+    """Return the policy of a new group; ``given`` is its ``pg_options``, or None."""
     from .group import CompressingGroup
 
     if given is not None:

@@ -1,4 +1,4 @@
-"""What torch is given to wait for calls: compressed ones, native ones whose messages are decoded after, and several."""
+"""The ``dist.Work`` objects of a compressing group: of queued calls, of messages to decode, and of several works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class Ticket:
-    """What orders a call on a device: after what the calling stream had to do, before what waits for the call."""
+    """Orders a call on a CUDA device: after the earlier work of the calling stream, and before work that waits for it.
+
+    The calling thread makes the ticket, so its constructor sees the calling stream. The queue's thread uses ``on``; any
+    thread may ``wait``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -31,7 +35,7 @@ class Ticket:
 
     @contextmanager
     def on(self, side: Callable[[torch.device], torch.cuda.Stream]) -> Iterator[None]:
-        """Run the body on the stream that ``side`` gives for the device."""
+        """Run the block on the stream that ``side`` gives for the device."""
         if self._ready is None:
             yield
             return
@@ -42,20 +46,21 @@ class Ticket:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """Have the current stream wait for the call, which the lane's thread has launched."""
+        """Let the current stream wait for the call, which the queue's thread has launched."""
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has done what was launched."""
+        """Whether the device has finished what was launched."""
         return self.done is None or self.done.query()
 
 
 class BackgroundWork(dist.Work):
-    """A call of a ``Lane``, as torch wants it: ``wait``, ``get_future`` and what they are asked besides."""
+    """The work of a call in a ``CallQueue``: any thread waits for it, and the queue's thread ends it."""
 
     job: Job
+    """Set by ``CallQueue.submit``, before it returns the work."""
 
     def __init__(self, results: Sequence[Tensor], ticket: Ticket) -> None:
         super().__init__()
@@ -63,18 +68,19 @@ class BackgroundWork(dist.Work):
         self._results = list(results)
         devices: list[Any] = [ticket.device] if ticket.device.type == "cuda" else []
         self._gate: Future[list[Tensor]] = Future(devices=devices)
-        # An error that is given to a torch Future is lost on C++ callers; one that is raised in a callback is not.
+        # C++ callers do not see an error that is set on a torch Future, but they see one that a callback raises. So
+        # _gate only says that the call has ended, and the callback _outcome returns the results or raises the error.
         self._future: Future[list[Tensor]] = self._gate.then(self._outcome)
 
     def finish(self) -> None:
-        """The call has been made; on CUDA it was launched on the current stream."""
+        """Note on the queue's thread that the call has been made; on CUDA it was launched on the current stream."""
         if self.ticket.device.type == "cuda":
             for result in self._results:
                 result.record_stream(torch.cuda.current_stream(self.ticket.device))
         self._gate.set_result(self._results)
 
     def fail(self) -> None:
-        """The call has failed, or is never going to be made."""
+        """Note that the call has failed, or will never be made."""
         if not self._gate.done():
             self._gate.set_result([])
 
@@ -85,12 +91,13 @@ class BackgroundWork(dist.Work):
         return results
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return when the results are there (CPU) or ordered before what the current stream does next (CUDA).
+        """Wait until the results are complete (CPU), or ordered before the next work of the current stream (CUDA).
 
         Raises:
-            FusionLayerError: what the call raised, or nothing came within ``timeout``.
+            FusionLayerError: the call has failed, or has not ended within ``timeout``.
         """
-        # What is chained to the future runs before the job counts as done, and may wait for it too.
+        # Callbacks of the future run within the job, on the queue's thread. One that waits here for its own call must
+        # not wait for the job, which ends only after the callback.
         if self._gate.done() and self.job.error is None:
             self.ticket.wait()
             return True
@@ -109,11 +116,11 @@ class BackgroundWork(dist.Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended, well or not."""
+        """Return whether the call has ended, with or without an error."""
         return self.job.is_done and self.ticket.is_over
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether the call has ended without an error."""
         return self.is_completed() and self.job.error is None
 
     def exception(self) -> BaseException | None:
@@ -121,12 +128,12 @@ class BackgroundWork(dist.Work):
         return self.job.error
 
     def result(self) -> list[Tensor]:
-        """Return what the call writes to."""
+        """Return the tensors that the call writes."""
         return self._results
 
 
 class JoinedWork(dist.Work):
-    """Several works that are waited for as one."""
+    """Several works in one: a wait for it waits for all of them."""
 
     def __init__(self, works: Sequence[dist.Work], results: Sequence[Tensor]) -> None:
         super().__init__()
@@ -158,23 +165,23 @@ class JoinedWork(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether all have ended well."""
+        """Return whether all have ended without an error."""
         return all(work.is_success() for work in self._works)
 
     def result(self) -> list[Tensor]:
-        """Return what they write to."""
+        """Return the tensors that they write."""
         return self._results
 
 
 class DecodedWork(dist.Work):
-    """A native work after which a message has to be decoded, which happens when it is waited for."""
+    """A native work with a last step, mostly to decode a message; the first thread that waits for it does this step."""
 
     def __init__(self, work: dist.Work, decode: Callable[[], object], results: Sequence[Tensor]) -> None:
         super().__init__()
         self._work = work
         self._decode: Callable[[], object] | None = decode
         self._results = list(results)
-        # Guards _decode, which runs once, by whichever thread waits first; others wait for it here.
+        # Guards _decode. The first thread that waits runs it; the others wait here until the result is complete.
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -198,7 +205,7 @@ class DecodedWork(dist.Work):
         return self._work.get_future().then(outcome)
 
     def is_completed(self) -> bool:
-        """Return whether the message is there; it is decoded then."""
+        """Return whether the message has arrived, and decode it if it has."""
         if not self._work.is_completed():
             return False
         if self._work.is_success():

@@ -1,4 +1,4 @@
-"""What a collective of a user's model carries: messages of a codec, or those of ``zip`` where they take less time."""
+"""The codec that a user gives for a collective of the model: a fixed codec, or ``zip`` where it takes less time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["CodecOrAuto"]
 
 @dataclass(frozen=True)
 class CodecOrAuto:
-    """A codec, and whether it is used always.
+    """A codec, and whether every message uses it.
 
     Attributes:
-        codec: of the messages; with a header where the job's settings ask for checksums.
-        auto: elements travel as they are where that was measured to be faster; the codec is lossless.
+        codec: of the messages; with a header if the job's settings ask for checksums.
+        auto: whether elements travel as they are where measurements say that this is faster; the codec is lossless.
     """
 
     codec: Codec
@@ -30,7 +30,7 @@ class CodecOrAuto:
         """Return what a user's ``codec`` and options name; without a name, what is configured.
 
         Raises:
-            ConfigError: unknown name or option, or options beside a codec that is one already.
+            ConfigError: the name or an option is unknown, or ``codec`` is a ``Codec`` and options are given with it.
         """
         auto = codec == AUTO
         chosen = codecs.get("zip", **options) if auto else make_codec(codec, options)

@@ -1,4 +1,4 @@
-"""From what a user asks for, and the settings, to an engine."""
+"""Makes the engine that a user's arguments and the job's settings describe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["GradientOptions", "autotuning", "make_engine"]
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """How gradients are to be fused and encoded: arguments of ``DistributedOptimizer``; None: as settings have it."""
+    """The arguments of ``DistributedOptimizer`` that say how to fuse and encode; None takes the configured value."""
 
     codec: str | Codec | None = None
     codec_options: Mapping[str, Any] = field(default_factory=dict)
@@ -54,10 +54,10 @@ def make_engine(
     timeline: Timeline,
     overlap_forward: bool,
 ) -> Engine:
-    """Return an engine as ``options`` and the job's settings want it, on a duplicate of ``transport``.
+    """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
 
     Raises:
-        ConfigError: what the options cannot be, with what they can.
+        ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
     """
     settings = context.settings()
     codec = _codec(options, settings)
@@ -69,17 +69,17 @@ def make_engine(
     by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
     if isinstance(codec, CodecRules) and plan is None and not (algorithm is None and ahead is None):
         raise ConfigError(
-            f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, whose codecs each go their "
-            "own way; leave them out"
+            f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, which choose both for each "
+            "codec; leave them out"
         )
     tuning = autotuning(options.autotune)
     replan = settings.replan if options.replan is None else options.replan
     if tuning is not None and options.replan:
-        raise ConfigError("replan=True beside autotune, which itself looks for drift, by measured steps; leave one out")
+        raise ConfigError("replan=True beside autotune, which detects drift itself from measured steps; leave one out")
     plan_controller: PlanController | None = None
     if plan is None and by_costs:
         _refuse_cuda(device, planner)
-        from ..planning.online import OnlinePlanner  # not above: it brings the profiler along
+        from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
 
         plan_controller = by_measuring = OnlinePlanner(
             tensors,
@@ -124,10 +124,10 @@ def make_engine(
 
 
 def autotuning(asked: bool | Autotune | None) -> Autotune | None:
-    """Return how to autotune, or None for not at all; ``asked`` is an argument, which the job's settings complete.
+    """Return how to autotune, or None for no autotuning; settings fill in what the argument ``asked`` leaves open.
 
     Raises:
-        ConfigError: it is something else, or the settings have options that there are not.
+        ConfigError: ``asked`` is of another type, or the settings hold unknown options.
     """
     settings = context.settings()
     if isinstance(asked, Autotune):
@@ -139,7 +139,7 @@ def autotuning(asked: bool | Autotune | None) -> Autotune | None:
 
 
 def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
-    """Return the codec of all gradients, or the policy that gives each its own."""
+    """Return the codec of all gradients, or the rules that give each gradient a codec."""
     policy, fidelity = options.policy, options.fidelity
     if options.codec is None and policy is None:
         policy = settings.policy
@@ -147,7 +147,7 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
         raise ConfigError("got a codec and a policy; a policy names the codecs, so leave the codec out")
     if policy is not None:
         if options.codec_options or fidelity is not None:
-            raise ConfigError("options of a codec and fidelity stand in the policy's file; leave them out")
+            raise ConfigError("codec options and fidelity stand in the policy's file; leave them out of the arguments")
         return CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
     if (settings.codec if options.codec is None else options.codec) == AUTO:
         if options.codec_options:
@@ -156,7 +156,7 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
             )
         return CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity)
     if fidelity is not None:
-        raise ConfigError(f"fidelity={fidelity!r} is for codec='auto'; a codec that is named is what it is")
+        raise ConfigError(f"fidelity={fidelity!r} is for codec='auto'; leave it out when you name a codec")
     return make_codec(options.codec, options.codec_options).bare
 
 
@@ -169,7 +169,7 @@ def _planner(planner: str | Planner | None, settings: Config) -> Planner:
 
 
 def _by_rules(policy: CodecRules, tensors: Sequence[TensorInfo]) -> dict[str, Codec]:
-    """Return the codec of each gradient until costs are known: as it is, where the policy leaves it to them."""
+    """Return the codec of each gradient until costs are known; "auto" gradients travel raw until then."""
     rules = {tensor.name: policy.rule_for(tensor)[1] for tensor in tensors}
     return {
         name: codecs.get("raw") if rule.codec == AUTO else codecs.get(rule.codec, **rule.options).bare
@@ -182,7 +182,10 @@ def _has_auto(policy: CodecRules, tensors: Sequence[TensorInfo]) -> bool:
 
 
 def _refuse_cuda(device: torch.device, planner: Planner) -> None:
-    """Costs are wall and CPU seconds of the host, which on a GPU say when kernels are queued, not when they run."""
+    """Raise ``ConfigError`` unless gradients are on the CPU.
+
+    Costs are wall and CPU seconds of the host. On a GPU they say when kernels are queued, not when they run.
+    """
     if device.type != "cpu":
         what = f"planner {planner.name!r}" if planner.needs_costs else "codec 'auto'"
         raise ConfigError(

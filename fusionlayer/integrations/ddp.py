@@ -1,4 +1,4 @@
-"""A communication hook that gives DistributedDataParallel the same codecs, collectives and background threads."""
+"""A communication hook with which DistributedDataParallel uses our codecs, collectives and background threads."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ def register(
     autotune: bool | Autotune | None = None,
     **codec_options: Any,
 ) -> CommHook:
-    """Send the gradients of ``model`` compressed, over the ranks of its process group; call it before training.
+    """Send the gradients of ``model`` compressed over the ranks of its process group; call it before training.
 
-    DDP keeps choosing the buckets, save with ``autotune``; each is averaged on background threads while backward goes
-    on. What a failure raises comes out of ``backward()``.
+    DDP chooses the buckets, except with ``autotune``. Background threads average each bucket while backward goes on. If
+    that fails, ``backward()`` raises the error.
 
     Args:
         model: wrapped by DistributedDataParallel, without another communication hook.
-        codec: name or codec of what travels; None takes the configured one.
+        codec: name or codec of the gradients; None takes the configured one.
         algorithm: name of a collective; None chooses by codec and number of ranks.
-        error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse.
-        ahead: encode the gradients of a bucket one by one; False encodes the bucket as it is. None: as ``algorithm``
-            needs it, or without one as is best for the codec: one by one for those that sparsify.
-        autotune: fuse gradients by plans instead, the configured planner's first, and search for the one with the
-            shortest measured steps while training runs. The hook gets gradients when a bucket of DDP's is full: small
-            ones (``bucket_cap_mb=1``) leave plans most room. An ``Autotune`` says how; None takes the configured value.
+        error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
+            coarse.
+        ahead: encode the gradients of a bucket one by one; False encodes the bucket as a whole. None does what
+            ``algorithm`` needs, or without one what is best for the codec: one by one for those that sparsify.
+        autotune: fuse gradients by plans of our own instead, and search for the plan with the shortest measured steps
+            while training runs. The configured planner makes the first plan. The hook gets gradients when one of DDP's
+            buckets is full, so small buckets (``bucket_cap_mb=1``) leave plans most freedom. An ``Autotune`` holds
+            options of the search; None takes the configured value.
         codec_options: options of a codec given by name.
 
     Returns:
-        The hook: its ``state_dict`` belongs into the rank's checkpoint, ``close`` ends its threads.
+        The hook. Save its ``state_dict`` in the rank's checkpoint; ``close`` ends its threads.
 
     Raises:
         ConfigError: ``model`` is not wrapped by DDP, or names and options are unknown or do not fit each other.
@@ -94,7 +96,7 @@ def register(
         algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
         ahead = algorithm in collectives.gather_names()
         template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
-        # A planner that needs no costs, for it is not asked.
+        # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
         options = replace(options, codec=chosen, codec_options={}, planner=Config.planner, autotune=False)
     names = {
         parameter: name
@@ -111,23 +113,23 @@ def register(
         overlap_forward=False,
     )
     hook = CommHook(engine, names, template)
-    # A function without annotations: DDP takes postponed ones for wrong ones.
+    # DDP checks a hook's annotations and rejects postponed ones, so the hook is a function without annotations.
     model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
     return hook
 
 
 class CommHook:
-    """Averages DDP's buckets on an engine; error feedback is kept by parameter, not by bucket.
+    """Averages DDP's buckets on an engine; residuals belong to parameters, not to buckets.
 
-    DDP calls it on the thread of backward when a bucket is full, in the order of the buckets' numbers, which is the
-    same on all ranks. At the end of backward DDP waits for the futures, and copies averages from its buckets into
-    gradients.
+    DDP calls the hook on the thread of backward when a bucket is full. It does so in the order of the buckets' numbers,
+    which is the same on all ranks. At the end of backward, DDP waits for the futures and copies averages from its
+    buckets into gradients.
 
     Args:
-        engine: of the gradients; closed with the hook.
-        names: of the parameters.
-        template: how each of DDP's buckets travels: they are the engine's plan, and change when DDP makes other ones
-            after the first step. None: the engine fuses their gradients by plans of its own.
+        engine: reduces the gradients; ``close`` closes it.
+        names: names of the parameters.
+        template: codec and collective of DDP's buckets. These buckets are the engine's plan, and change when DDP
+            rebuilds them after the first step. None: the engine fuses gradients by plans of its own.
     """
 
     def __init__(self, engine: Engine, names: Mapping[Tensor, str], template: Bucket | None) -> None:
@@ -145,8 +147,10 @@ class CommHook:
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
         done = partial(future.set_result, flat)
         if bucket.index() == 0:
-            # A future's error reaches DDP as a failed cast; one raised at the end of backward arrives as it is. It must
-            # come after DDP's own end, which leaves the reducer in order and is queued with the last bucket.
+            # An error in a future would reach the user as a failed cast inside DDP; an error raised at the end of
+            # backward arrives unchanged. It must be raised after DDP's own final callback, which leaves the reducer
+            # ready for the next backward. DDP queues that callback with its last bucket, after this one: so this
+            # callback queues another one, which runs behind it.
             queue = Variable._execution_engine.queue_callback
             queue(lambda: queue(self._end_backward))
         try:
@@ -164,24 +168,24 @@ class CommHook:
 
     @property
     def fusion_plan(self) -> FusionPlan | None:
-        """The plan of the last step: DDP's buckets, or the one that was tuned; None before the first step."""
+        """The plan of the last step: DDP's buckets, or with ``autotune`` our own; None before the first step."""
         return self._engine.plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's error feedback by parameter name, and the numbers of DDP's buckets sent and of steps."""
+        """Return this rank's error feedback by parameter name, and how many of DDP's buckets and steps there were."""
         return {"sent": self._sent, "step": self._engine.step, **self._engine.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` of the same rank returned."""
+        """Restore what ``state_dict`` of the same rank returned."""
         self._sent, self._engine.step = state.get("sent", 0), state.get("step", 0)
         self._engine.memory.load_state_dict(state)
 
     def close(self) -> None:
-        """End the engine's threads and give the transport up; backward fails from then on."""
+        """End the engine's threads and close its transport; backward fails from then on."""
         self._engine.close()
 
     def _fuse(self, bucket: GradBucket, done: Callable[[], None]) -> None:
-        """Hand the gradients of a bucket over by name; with the last bucket, where backward has ended, wait for all."""
+        """Submit the gradients of a bucket by name; with the last bucket, when backward has ended, wait for all."""
         self._waiting.append(done)
         try:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -189,14 +193,14 @@ class CommHook:
             if bucket.is_last():
                 self._engine.synchronize()
         finally:
-            # DDP waits for futures before it lets backward end, so they have to come, whatever has failed.
+            # DDP waits for all futures before backward ends. They must be set even after a failure, or it would hang.
             if bucket.is_last():
                 waiting, self._waiting = self._waiting, []
                 for each in waiting:
                     each()
 
     def _end_backward(self) -> None:
-        """End the step, whose results DDP has waited for, or raise what has failed."""
+        """End the step, after DDP has waited for its results, or raise what has failed in it."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -204,7 +208,7 @@ class CommHook:
             self._engine.synchronize()
 
     def _layout(self, bucket: GradBucket, template: Bucket) -> Bucket:
-        """Return what the bucket holds."""
+        """Return the bucket's layout for the engine; known layouts are reused in every step."""
         names = tuple(self._names[parameter] for parameter in bucket.parameters())
         layout = self._layouts.get(names)
         if layout is None:

@@ -1,4 +1,4 @@
-"""What an optimizer's class gains when its gradients are reduced over ranks: ``step`` and all that users call."""
+"""The methods that users call on a distributed optimizer: ``step``, ``synchronize``, ``state_dict`` and others."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ __all__ = ["Distributed"]
 
 
 class Distributed(GradientReduction):
-    """Stands before the wrapped optimizer's class in the order of resolution."""
+    """Overrides methods of the wrapped optimizer's class, before which it stands in the method resolution order."""
 
     @property
     def fusion_plan(self) -> FusionPlan | None:
-        """The plan of the last step, for its ``to_yaml``; None before the first step and in a job of one rank."""
+        """The plan of the last step; None before the first step and in a job of one rank."""
         return None if self._fl_engine is None else self._fl_engine.plan
 
     @property
     def cost_profile(self) -> Profile | None:
-        """The costs that the plan was made by; None while there are none, and for planners that need none.
+        """The costs from which the plan was made; None until they are known, and for planners that need none.
 
-        Saved by its ``to_yaml`` it serves ``fusionlayer explain`` beside the plan, and as ``profile`` the next run.
+        Save it with ``to_yaml``: ``fusionlayer explain`` reads the file, and the next run takes it as ``profile``.
         """
-        from ..planning.online import OnlinePlanner  # not above: it brings the profiler along
+        from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
 
         plan_controller = None if self._fl_engine is None else self._fl_engine.plan_controller
         plan_controller = plan_controller.first if isinstance(plan_controller, Autotuner) else plan_controller
         return plan_controller.profile if isinstance(plan_controller, OnlinePlanner) else None
 
     def synchronize(self) -> None:
-        """Wait until every gradient is the reduced one; ``step`` does it by itself.
+        """Wait until every gradient is reduced; ``step`` does so by itself.
 
-        Call it before the gradients are looked at, to clip them for instance, and ``step`` in ``skip_synchronize``.
-        With ``overlap_forward``, between ``step`` and the next backward: wait until every parameter is the updated one.
+        Call it before you read or change gradients, for instance to clip them; then call ``step`` within
+        ``skip_synchronize``. With ``overlap_forward``, between ``step`` and the next backward, it waits until every
+        parameter is updated.
 
         Raises:
             PlanMismatch: ranks disagree on model, plan or options.
@@ -56,7 +57,7 @@ class Distributed(GradientReduction):
         self._fl_state = StepState.SYNCHRONIZED
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce gradients after so many backward passes from now on; between steps, on all ranks."""
+        """Reduce gradients after this many backward passes from now on; all ranks call it, between steps."""
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step={passes}; expected at least 1")
         if self._fl_pending:
@@ -66,7 +67,7 @@ class Distributed(GradientReduction):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step`` takes the gradients as they are: ``synchronize`` has been called."""
+        """Let ``step`` take the gradients as they are within the block, after a call of ``synchronize``."""
         self._fl_step_synchronizes = False
         try:
             yield
@@ -76,13 +77,13 @@ class Distributed(GradientReduction):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Wait for the reduced gradients, then take the step of the wrapped optimizer.
 
-        A ``closure`` is evaluated as often as the optimizer asks; each time the gradients it leaves are reduced. With
-        ``overlap_forward``, and without a closure, nothing is waited for here.
+        The optimizer may evaluate a ``closure`` several times; the gradients are reduced each time. With
+        ``overlap_forward`` and without a closure, ``step`` does not wait.
         """
         self._opt_called = True
         may_wait = closure is None and self._fl_step_synchronizes and self._fl_state not in WITH_RESULTS
         if self._fl_overlap is not None and may_wait:
-            return self._fl_step_ahead(self._fl_overlap)
+            return self._fl_step_without_wait(self._fl_overlap)
         if closure is not None:
             return super().step(self._fl_reducing(closure), **kwargs)
         if not self._fl_step_synchronizes:
@@ -101,10 +102,11 @@ class Distributed(GradientReduction):
         with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
             return super().step(**kwargs)
 
-    # Marks of torch's: step hooks are run by the class below; schedulers need not wrap a step that sets _opt_called.
+    # Two marks that torch reads. "hooked": the wrapped class's step runs the step hooks, so this one must not run them
+    # too. "_wrapped_by_lr_sched": this step sets _opt_called itself, so schedulers need not wrap it.
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _fl_step_ahead(self, overlap: ForwardOverlap) -> None:
+    def _fl_step_without_wait(self, overlap: ForwardOverlap) -> None:
         engine, sparse = self._fl_engine, self._fl_sparse
         assert engine is not None and sparse is not None
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
@@ -128,7 +130,7 @@ class Distributed(GradientReduction):
         return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; between ``backward`` and ``step`` or ``synchronize`` it is refused: they are in use."""
+        """Clear the gradients; between ``backward`` and ``step`` or ``synchronize``, raise ``UsageError``."""
         if self._fl_pending:
             raise UsageError(
                 "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
@@ -140,7 +142,8 @@ class Distributed(GradientReduction):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. Who reads gradients through them, as GradScaler does, finds the reduced ones."""
+        """The parameter groups. Code that reads gradients through them, as GradScaler does, gets reduced gradients."""
+        # In a backward hook, other gradients of the step are still to come: it is too early to end the step.
         no_backward_runs = torch._C._current_graph_task_id() < 0
         if self._fl_pending and no_backward_runs and self._fl_state is not StepState.UPDATING:
             self._fl_synchronize()
@@ -152,11 +155,11 @@ class Distributed(GradientReduction):
         self.__dict__["param_groups"] = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the plan is made for the parameters that the optimizer was wrapped with."""
+        """Raise ``UsageError``: the plan covers only the parameters that the optimizer had when it was wrapped."""
         raise UsageError("add_param_group() after DistributedOptimizer(); add the group before wrapping the optimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state and, under "fusionlayer", this rank's step, error feedback and codecs' state."""
+        """Return the optimizer's state, and under "fusionlayer" this rank's step, error feedback and codec state."""
         self._fl_flush()
         state = super().state_dict()
         engine = self._fl_engine
@@ -166,9 +169,10 @@ class Distributed(GradientReduction):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned; error feedback only if it is this rank's, of as many ranks.
+        """Restore what ``state_dict`` returned.
 
-        From a state that was broadcast, only the step.
+        Error feedback is restored only if the same rank of a job of the same size saved it. A state that was broadcast
+        holds only the step.
         """
         state = dict(state_dict)
         saved = state.pop("fusionlayer", None)
@@ -183,15 +187,15 @@ class Distributed(GradientReduction):
             engine.step = saved["step"]
 
     def close(self) -> None:
-        """End the background thread; gradients are no longer reduced. For programs that go on after training."""
+        """End the background threads; gradients are no longer reduced. For programs that go on after training."""
         self._fl_flush()
         self._fl_detach()
 
     def reconnect(self) -> None:
         """Reduce gradients over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
 
-        What was under way is given up. The step is kept; error feedback, where rank and size are the same; and the
-        plan, where the size is and nothing makes another one while training runs.
+        Reductions under way are given up. The step number stays. Error feedback stays if rank and size are the same.
+        The plan stays if the size is the same and no plan controller makes plans while training runs.
 
         Raises:
             TransportError: a peer was lost, stopped or late.
@@ -209,13 +213,14 @@ class Distributed(GradientReduction):
             self.adopt_plan(old.plan)
 
     def adopt_plan(self, plan: FusionPlan) -> None:
-        """Fuse gradients by ``plan`` from the next step on, if it is for as many ranks; all ranks call it together.
+        """Fuse gradients by ``plan`` from the next step on, if it is for this number of ranks.
 
-        Nothing changes in a job of one rank, where a planner or an autotuner brings plans while training runs, or if
-        gradients were sparse and left out of it: the first step makes a plan then.
+        All ranks call it together. The call changes nothing in a job of one rank, or if a plan controller makes plans
+        while training runs. It also changes nothing if the plan lacks gradients that were sparse: then the first step
+        makes a plan.
 
         Raises:
-            ConfigError: the plan is not for these parameters, or names what there is not.
+            ConfigError: the plan is for other parameters, or names an unknown codec or collective.
         """
         engine = self._fl_engine
         if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
@@ -226,5 +231,5 @@ class Distributed(GradientReduction):
             engine.switch(plan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a copy would share the background thread."""
+        """Raise ``UsageError``: a copy would share the background threads."""
         raise UsageError("a DistributedOptimizer cannot be copied or pickled; copy or save its state_dict()")

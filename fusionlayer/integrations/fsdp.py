@@ -1,4 +1,4 @@
-"""FSDP2 whose weights and gradients travel compressed, through its custom communication objects."""
+"""Lets FSDP2 send weights and gradients compressed, by custom communication objects."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ __all__ = ["FSDPCompression", "compress"]
 
 
 class _Given(Enum):
+    """Marks an argument that the user left out, since None has a meaning of its own."""
+
     NOT = "not given"
 
 
 class _Module:
-    """One sharded module: what has been put in the place of its collectives."""
+    """The collectives that replace those of torch in one sharded module."""
 
     def __init__(self, shards: Shards, gather: AllGather | ReplicaGather | None, scatter: ReduceScatter | None) -> None:
         self.shards = shards
@@ -40,14 +42,14 @@ class _Module:
 
 
 class FSDPCompression:
-    """What ``compress`` has put in the place of torch's collectives.
+    """The collectives with which ``compress`` has replaced those of torch.
 
-    It is ``Stateful``, as ``torch.distributed.checkpoint`` calls it: save it beside the model and the optimizer, and
-    training goes on bit for bit after all three are loaded.
+    It is ``Stateful`` in the sense of ``torch.distributed.checkpoint``. Save it beside the model and the optimizer:
+    after all three are loaded, training continues bit for bit.
 
     Attributes:
-        weights: what all-gathers of weights carry, in words; None: torch's own all-gather.
-        gradients: what reduce-scatters of gradients carry; None: torch's own reduce-scatter.
+        weights: description of what all-gathers of weights carry; None: torch's own all-gather.
+        gradients: description of what reduce-scatters of gradients carry; None: torch's own reduce-scatter.
     """
 
     def __init__(self, modules: Sequence[_Module], gathering: Direction | None, reducing: Direction | None) -> None:
@@ -63,17 +65,17 @@ class FSDPCompression:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes of memory in which this rank keeps copies of all weights, where weights travel as differences."""
+        """Bytes of this rank's copies of all weights; 0 unless weights travel as differences."""
         return sum(module.replica.replica.nbytes for module in self._modules if module.replica)
 
     def weights_changed(self, whole: bool = False) -> None:
-        """Say that weights were changed otherwise than by an optimizer's step. All ranks call it together.
+        """Tell the collectives that something other than an optimizer's step changed weights.
 
-        An optimizer of torch need not say it.
+        All ranks call it together. Steps of torch's optimizers are noticed without it.
 
         Args:
-            whole: they were changed by much, as by loading others: let whole weights travel once. Otherwise the
-                difference does, as after a step.
+            whole: send whole weights once. Set it after a large change, such as loading other weights. Otherwise the
+                difference travels, as after a step.
         """
         for module in self._modules:
             module.shards.changed()
@@ -82,10 +84,10 @@ class FSDPCompression:
                 module.replica.forget()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all that determines bytes and is not the model's or the optimizer's.
+        """Return the state that determines messages and that neither the model nor the optimizer saves.
 
-        The copies of weights that ranks keep, of which each saves its shard, sharded as the weights are; and counts,
-        the same on all ranks, of which seeds are made.
+        It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counts from which
+        seeds are made; they are the same on all ranks.
         """
         counts = torch.zeros(len(self._modules), 3, dtype=torch.int64)
         parts: dict[str, Tensor] = {}
@@ -98,10 +100,10 @@ class FSDPCompression:
         return {"counts": counts, **parts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` has returned, in a job of as many ranks; before or after the weights.
+        """Restore what ``state_dict`` has returned in a job of the same size, before or after the weights are loaded.
 
         Raises:
-            ConfigError: it is of another model or of other codecs.
+            ConfigError: the state is of another model or of other codecs.
         """
         missing = sorted(self.state_dict().keys() - state_dict.keys())
         if missing or len(state_dict["counts"]) != len(self._modules):
@@ -127,38 +129,39 @@ def compress(
     all_gather: str | Codec | None | _Given = _Given.NOT,
     reduce_scatter: str | Codec | None | _Given = _Given.NOT,
 ) -> FSDPCompression:
-    """Let the weights and gradients of ``model``, to which ``fully_shard`` has been applied, travel compressed.
+    """Compress the weights and gradients that ``model`` sends, after ``fully_shard`` has been applied to it.
 
-    Every module of it that ``fully_shard`` was applied to sends its weights by an all-gather before it is used, and its
-    gradients by a reduce-scatter after backward; they keep torch's order and prefetching. Call it on all ranks alike,
-    after the last ``fully_shard``; once more, on a part of the model too, replaces what is there.
+    Every module to which ``fully_shard`` was applied sends its weights by an all-gather before it is used, and its
+    gradients by a reduce-scatter after backward. Both keep torch's order and prefetching. Call ``compress`` on all
+    ranks alike, after the last ``fully_shard``. A second call, on the model or a part of it, replaces what the first
+    set.
 
-    Weights: one quantisation, and the same bits on every rank, owners of a shard included. The shard itself, which the
-    optimizer updates, is what it was. Gradients: one quantisation, or two with a codec of two levels; sums in rank
-    order in f32; no error feedback. Elements of other types than f32, bf16 and f16, and weights of several types that
-    torch sends together, travel as they are.
+    Weights are quantised once, and every rank gets the same bits, the owner of a shard too. The shard that the
+    optimizer updates does not change. Gradients are quantised once, or twice with a two-level codec, and summed in rank
+    order in f32, without error feedback. Two kinds of elements travel as they are: those of types other than f32, bf16
+    and f16, and weights of several types that torch sends together.
 
-    With weights="qwd" (SDP4Bit, section 3.1) all ranks keep a copy of all weights, of the type that they compute with;
-    what travels, once after every optimizer step, is what the owners' weights are more than the copies, in int4. The
-    first gather after a step sends; others, as backward's, a second forward's or those of an evaluation, send nothing.
+    With weights="qwd" (SDP4Bit, section 3.1) every rank keeps a copy of all weights, in the type of the computation.
+    After each optimizer step, the owners' weights minus the copies travel once, in int4. The first gather after a step
+    sends this. Later gathers, such as those of backward, of a second forward or of an evaluation, send nothing.
 
     Args:
-        model: holds modules that ``fully_shard`` was applied to, or is one.
-        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights go as they are, or by ``zip``
-            where that was measured to take less time (``fusionlayer.switcher`` of the group tells). None leaves torch's
-            all-gather. "qwd": differences; "qw", "qwz": weights in int4 or int8. "sdp4bit" is "qwd" with gradients
-            "tlq_hs", "zero++" is "qwz" with "ulq".
-        gradients: the same for reduce-scatters. Lossless codecs send in bf16 what is in f32 for the sum only, as
-            gradients of a bf16 model are.
-        nodes: ranks of each node, in the order of ranks, for codecs of two levels and what goes between nodes once;
-            None: as configured, or found by host and network.
-        all_gather: another name of ``weights``: what the all-gather carries.
+        model: contains modules to which ``fully_shard`` was applied, or is one.
+        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights travel as they are, or by
+            ``zip`` where measurements say that this takes less time (see ``fusionlayer.switcher`` of the group). None
+            keeps torch's all-gather. "qwd": differences. "qw", "qwz": weights in int4 or int8. "sdp4bit" is "qwd" with
+            gradients "tlq_hs", "zero++" is "qwz" with "ulq".
+        gradients: name or codec of what reduce-scatters carry, as for ``weights``. Lossless codecs send values in bf16
+            that were widened to f32 only for the sum, as gradients of a bf16 model are.
+        nodes: ranks of each node, in the order of ranks, for two-level codecs and two-level collectives. None: as
+            configured, or found by host and network.
+        all_gather: another name of ``weights``.
         reduce_scatter: another name of ``gradients``.
 
     Raises:
         ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
         PlanMismatch: from the first forward or backward, ranks disagree on codecs.
-        UsageError: from forward, weights that travel as differences were changed by no optimizer's step.
+        UsageError: from forward, something other than an optimizer's step changed weights that travel as differences.
         TransportError: from forward and backward, a peer was lost, stopped or late.
     """
     _check_nodes(nodes)
@@ -223,7 +226,7 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def _one_of(name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _Given) -> str | Codec | None:
-    """Return what a user has given by one of two arguments."""
+    """Return the value that a user gave for an argument that has two names."""
     if isinstance(other, _Given):
         return value
     if value not in (AUTO, other):
@@ -235,7 +238,7 @@ def _choice(name: str, value: str | Codec) -> CodecOrAuto:
     choice = CodecOrAuto.of(value, {})
     if choice.codec.needs_feedback:
         raise ConfigError(
-            f"fsdp.compress got {name}={choice}, which leaves most elements out, or most of what they are, and needs "
-            "error feedback; choose a codec that does without"
+            f"fsdp.compress got {name}={choice}, which leaves most elements out, or most bits of each, and needs error "
+            "feedback; choose a codec that works without it"
         )
     return choice

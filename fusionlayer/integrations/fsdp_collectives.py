@@ -1,6 +1,6 @@
-"""The communication objects that FSDP2 calls in the place of its own: one of each kind for every sharded module.
+"""The communication objects that FSDP2 calls in place of its own: one of each kind for every sharded module.
 
-Their interface is that of torch's ``Comm``, which is not public and says no more.
+They have the interface of torch's ``Comm``, which is neither public nor documented.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PIECE = 1 << 20
 
 
 class Direction:
-    """What all modules' collectives of one kind share: a codec, and transports over the groups that torch names.
+    """What all modules share for one kind of collective: a codec, and transports over the groups that torch passes.
 
     Args:
-        what: travels, as messages name it.
-        choice: by which codec.
-        differences: whether what it encodes are differences.
+        what: "weights" or "gradients", for error messages.
+        choice: the codec.
+        differences: whether the codec encodes differences.
         ranks_per_node: as ``context.transport`` takes it.
     """
 
@@ -58,7 +58,7 @@ class Direction:
         return f"differences, {self.choice}" if self.differences else str(self.choice)
 
     def over(self, group: dist.ProcessGroup) -> Transport:
-        """Return the transport over ``group``, whose ranks have compared codecs."""
+        """Return the transport over ``group``; at its first use, its ranks compare codecs."""
         transport = context.transport(group, self._ranks_per_node)
         if transport not in self._agreed:
             transport.agree(f"the codec of FSDP's {self._what}", self._what, self, self._ranks_per_node)
@@ -66,12 +66,12 @@ class Direction:
         return transport
 
     def codec_for(self, x: Tensor) -> Codec:
-        """Return what ``x`` travels as."""
+        """Return the codec for ``x``."""
         return self.choice.codec if x.dtype in DTYPE_CODES else _RAW
 
 
 class _Collective:
-    """One module's."""
+    """A collective of one sharded module; ``number`` is the module's place in the model, on which seeds depend."""
 
     def __init__(self, direction: Direction, shards: Shards, number: int) -> None:
         self._direction = direction
@@ -84,28 +84,29 @@ class _Collective:
 
 
 class AllGather(_Collective):
-    """Gathers weights as they are, or as a codec leaves them."""
+    """Gathers weights by a codec."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill ``output_tensor`` (size * n,) with all ranks' ``input_tensor`` (n,), which is this rank's part of it."""
+        """Fill ``output_tensor`` (size * n,) with all ranks' ``input_tensor`` (n,), a view of this rank's part."""
         transport = self._direction.over(group)
         before = transport.bytes_sent
         codec = self._direction.codec_for(input_tensor)
         if self._shards.regathering and not codec.lossless:
-            codec = _RAW  # they have been through the codec, and backward's are to be forward's
+            # Forward's gather has passed these weights through the codec. Backward must use the same values.
+            codec = _RAW
         if self._direction.choice.auto and codec.zips:
             switcher_of(transport, codec).all_gather(input_tensor, output_tensor)
         else:
-            # Of one step, so that rounding at random gives backward what forward had.
+            # The seed is the same within a step, so that stochastic rounding gives backward the weights of forward.
             rows, seed = output_tensor.view(transport.size, -1), derive_seed(self._shards.version, self._number)
             halves.all_gather(input_tensor, rows, codec, transport, seed=seed, piece=_PIECE)
         self._direction.bytes_sent += transport.bytes_sent - before
 
 
 class ReplicaGather(_Collective):
-    """Gathers differences, once for every step, into copies of all weights that are kept."""
+    """Gathers differences once for every step, and adds them to a copy of all weights that each rank keeps."""
 
     def __init__(self, direction: Direction, shards: Shards, number: int) -> None:
         super().__init__(direction, shards, number)
@@ -113,10 +114,10 @@ class ReplicaGather(_Collective):
         self._loaded: tuple[int, dict[str, Tensor]] | None = None
 
     def state(self) -> tuple[int, dict[str, Tensor]]:
-        """Return the version of what has travelled last, and this rank's part of the replica by parameter.
+        """Return the version that travelled last, and this rank's part of the replica by parameter.
 
-        Parts are sharded as parameters are. Before there is a replica the version is -1, and parts are the weights:
-        tensors of the right shapes to load a replica into.
+        The parts are sharded as the parameters are. Before there is a replica, the version is -1 and the parts are the
+        weights: a checkpoint needs tensors of the right shapes to load a replica into.
         """
         if self._loaded is not None:
             return self._loaded
@@ -126,18 +127,18 @@ class ReplicaGather(_Collective):
         return self.replica.version, self._shards.cut(self.replica.own)
 
     def load(self, version: int, parts: Mapping[str, Tensor]) -> None:
-        """Go on with what ``state`` has returned."""
+        """Continue from what ``state`` has returned."""
         self.forget()
         if version >= 0:
             self._loaded = version, {name: parts[name].detach().clone() for name in self._shards.names}
 
     def forget(self) -> None:
-        """Let whole weights travel at the next gather, if nothing is loaded before."""
+        """Forget the replica: the next gather sends whole weights, unless ``load`` is called before."""
         self.replica.forget()
         self._loaded = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the memory of the replica, where that is what is gathered."""
+        """Return the replica's own memory if this gather fills the replica, else new memory."""
         if self._shards.regathering or dtype not in DTYPE_CODES:
             return super().allocate(size, dtype=dtype, device=device)
         return self.replica.memory(math.prod(size), dtype, device)
@@ -145,7 +146,7 @@ class ReplicaGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill ``output_tensor`` (size * n,) with the replica, which comes as near to all ranks' shards as it can."""
+        """Fill ``output_tensor`` (size * n,) with the replica, brought up to date with all ranks' shards."""
         transport = self._direction.over(group)
         before = transport.bytes_sent
         if self._shards.regathering or input_tensor.dtype not in DTYPE_CODES:
@@ -163,7 +164,7 @@ class ReplicaGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """Sums gradients."""
+    """Sums gradients over ranks and gives each rank its part."""
 
     def __init__(self, direction: Direction, shards: Shards, number: int) -> None:
         super().__init__(direction, shards, number)
@@ -177,9 +178,10 @@ class ReduceScatter(_Collective):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Fill ``output_tensor`` (n,) with the sum of part ``rank`` of all ranks' ``input_tensor`` (size * n,), scaled.
+        """Fill ``output_tensor`` (n,) with the scaled sum of part ``rank`` of all ranks' ``input_tensor`` (size * n,).
 
-        It is there when the call returns (CPU) or on the current stream (CUDA): torch waits for nothing else.
+        The result is complete when the call returns (CPU), or is ordered on the current stream (CUDA): torch waits for
+        nothing else.
         """
         transport = self._direction.over(group)
         before = transport.bytes_sent
@@ -195,7 +197,8 @@ class ReduceScatter(_Collective):
         elif codec.zips:
             _reduce_zipped(input_tensor, output_tensor, codec, transport)
         else:
-            # Other replicas of the shard (HSDP) are as far, and must not round alike: errors would add up.
+            # With HSDP, other groups hold the same shard and have made as many sums. The group's first rank is in the
+            # seed so that they do not round alike: equal errors would add up.
             seed = derive_seed(self.sums, self._number, dist.get_process_group_ranks(group)[0])
             _reduce(input_tensor, output_tensor, codec, transport, seed)
         _scale(output_tensor, op, transport.size)
@@ -208,9 +211,10 @@ def _reduce(x: Tensor, out: Tensor, codec: Codec, transport: Transport, seed: in
 
 
 def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -> None:
-    """Sum as ``_reduce`` does, to the same bits; what was bf16 before it was made f32 for the sum travels as bf16.
+    """Sum to the same bits as ``_reduce``, but send f32 values as bf16 if no rank loses bits by that.
 
-    Gradients of a bf16 model are, unless they were accumulated (ZipCCL, section 5.2); ranks ask each other.
+    Gradients of a bf16 model lose none, unless they were accumulated (ZipCCL, section 5.2). Ranks exchange whether
+    theirs do.
     """
     if x.dtype is torch.float32:
         narrow = _as_bf16(x)
@@ -222,7 +226,7 @@ def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -
 
 
 def _as_bf16(x: Tensor) -> Tensor | None:
-    """Return f32 ``x`` in bf16 if that has all of its bits; a sample tells most that have more."""
+    """Return f32 ``x`` in bf16 if that loses no bits, else None; a sample finds most cases of None quickly."""
     for part in (x[:_SAMPLE], x):
         narrow = part.bfloat16()
         if not torch.equal(narrow.float(), part):
@@ -231,10 +235,10 @@ def _as_bf16(x: Tensor) -> Tensor | None:
 
 
 def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> None:
-    """Make of the sum over ``size`` ranks what ``op`` makes of the summands.
+    """Scale the sum over ``size`` ranks as ``op`` says.
 
-    The other reductions scale what they send. Here that would be ``size`` times as many elements, and values of a bf16
-    model would no longer fit into bf16. Where a sum could be out of range, torch scales before and after by itself.
+    Other reductions scale before they send. Here that would scale ``size`` times as many elements, and values of a bf16
+    model would no longer fit into bf16. Where a sum could overflow, torch itself scales before and after.
     """
     if not is_sum(op):
         raise ConfigError(f"FSDP asks for a reduction by {op}, which is unknown here; expected SUM, AVG or PREMUL_SUM")

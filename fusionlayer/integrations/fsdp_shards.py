@@ -1,4 +1,4 @@
-"""What FSDP2 holds of one group of parameters, and whether an optimizer has changed it."""
+"""This rank's shards of the parameters that FSDP2 gathers together, and whether an optimizer has changed them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _all: weakref.WeakSet[Shards] = weakref.WeakSet()
 
 
 class Shards:
-    """The parameters that one ``fully_shard`` has sharded together: those of one all-gather.
+    """The parameters that one ``fully_shard`` has sharded together, which one all-gather sends.
 
     Args:
-        group: torch's ``FSDPParamGroup``. What is read of it has the same names in torch 2.11 and 2.13.
-        names: of each (module, name of the parameter in it).
+        group: torch's ``FSDPParamGroup``. The attributes read here have the same names in torch 2.11 and 2.13.
+        names: full name of each (module, name of the parameter in it).
 
     Attributes:
-        version: of the weights. It grows with every step of an optimizer that has one of them, so it is the same on all
-            ranks; whether a rank's shard has changed would not be.
+        version: version of the weights. It grows with every step of an optimizer that has one of the parameters, so it
+            is the same on all ranks. Whether a shard has changed may differ from rank to rank.
     """
 
     def __init__(self, group: Any, names: Mapping[tuple[nn.Module, str], str]) -> None:
@@ -42,7 +42,10 @@ class Shards:
 
     @staticmethod
     def of(module: FSDPModule, names: Mapping[tuple[nn.Module, str], str], known: dict[int, Shards]) -> Shards | None:
-        """Return those of ``module``: from ``known``, by identity of the group, or new ones; None if it has none."""
+        """Return the shards of ``module``, or None if it has no parameters of its own.
+
+        ``known`` maps the identity of a group to its shards; new ones are added to it.
+        """
         try:
             group: Any = module._get_fsdp_state()._fsdp_param_group
         except AssertionError as error:
@@ -60,33 +63,33 @@ class Shards:
 
     @property
     def names(self) -> list[str]:
-        """Their names, in the same order."""
+        """The names of ``parameters``, in the same order."""
         infos = [each._module_info for each in self._group.fsdp_params]
         return [self._names[info.module, info.param_name] for info in infos]
 
     @property
     def regathering(self) -> bool:
-        """Whether what is gathered now are parts of the weights that forward has gathered, in a smaller group."""
+        """Whether this gather only brings back, in a smaller group, weights that forward has gathered already."""
         return bool(self._group.is_sharded_post_forward)
 
     def changed(self) -> None:
-        """Take the weights for changed, by a step."""
+        """Note that a step has changed the weights."""
         self.version += 1
         if self._seen is not None:
-            self._seen = self._now()  # some optimizers count as changes of tensors, others do not
+            self._seen = self._now()  # some optimizers raise the tensors' version counters, others do not
 
     def check(self) -> None:
-        """See that nothing but steps has changed the weights since the last call.
+        """Check that nothing but steps has changed the weights since the last call.
 
         Raises:
-            UsageError: something has.
+            UsageError: something else has changed them.
         """
         now = self._now()
         if self._seen not in (None, now):
             raise UsageError(
-                f"weights ({', '.join(self.names[:3])}, ...) were changed, but by no optimizer's step, while ranks' "
-                "copies are kept up to date by differences: call weights_changed(), on all ranks, of what "
-                "fsdp.compress has returned; after loading other weights, weights_changed(whole=True)"
+                f"weights ({', '.join(self.names[:3])}, ...) were changed, but by no optimizer's step, and they travel "
+                "as differences: call weights_changed() of the object that fsdp.compress returned, on all ranks; after "
+                "loading other weights, call weights_changed(whole=True)"
             )
         self._seen = now
 
@@ -95,9 +98,9 @@ class Shards:
         self._seen = None
 
     def cut(self, row: Tensor) -> dict[str, Tensor]:
-        """Return the parts of ``row`` (n,), which is laid out as this rank's part of a gather, by parameter.
+        """Return the parts of ``row`` (n,) by parameter; ``row`` has the layout of this rank's part of a gather.
 
-        They are sharded as their parameters are, and share the memory of ``row``.
+        The parts are sharded as their parameters are, and share the memory of ``row``.
         """
         parts: dict[str, Tensor] = {}
         for name, p, start in zip(self.names, self.parameters, self._starts(), strict=True):
@@ -109,7 +112,7 @@ class Shards:
         return parts
 
     def join(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Return the row, of the length and type of ``like``, that ``cut`` has made these parts of."""
+        """Return the row that ``cut`` would split into these parts, with the length and type of ``like``."""
         row = torch.zeros_like(like)
         for name, start in zip(self.names, self._starts(), strict=True):
             part = parts[name]
@@ -126,7 +129,7 @@ class Shards:
 
 
 def _listen() -> None:
-    """Let every optimizer's step tell the shards of its parameters, from the first one on."""
+    """Register a global hook, once, by which every optimizer's step tells the shards of its parameters."""
     global _listening
     if _listening:
         return

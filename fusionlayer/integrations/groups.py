@@ -1,4 +1,4 @@
-"""Groups of ranks as users name them."""
+"""Turns the groups of ranks that users give into process groups and transports."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["resolve"]
 
 
 def resolve(group: object, what: str, axis: str) -> dist.ProcessGroup | Transport | None:
-    """Return what ``context.transport`` takes for a process group, a one-dimensional mesh, a transport or None.
+    """Return a group in a form that ``context.transport`` takes.
 
     Args:
-        group: as the user gave it.
-        what: it is for, as messages name it.
-        axis: what the dimension of a mesh is called that is meant.
+        group: what the user gave: a process group, a one-dimensional mesh, a transport or None.
+        what: the feature that uses the group, as error messages name it.
+        axis: usual name of the mesh dimension for this feature, for error messages.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: ``group`` is none of these.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:

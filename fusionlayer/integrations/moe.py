@@ -1,4 +1,4 @@
-"""Mixtures of experts: tokens travel compressed to the ranks that have their experts, and back."""
+"""Mixtures of experts: tokens travel compressed to the ranks that hold their experts, and back."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _Way = tuple[Sequence[int], int, CodecOrAuto]
 
 @dataclass(frozen=True)
 class Route:
-    """How rows have travelled, which those that return go back by.
+    """How many rows ``dispatch`` has sent where; ``combine`` needs it to send them back.
 
     Attributes:
-        counts: (size, experts) int64 on the CPU, the rows that each rank has sent for each expert of this one.
+        counts: (size, experts) int64 on the CPU, the rows that each rank has sent for each expert of this rank.
         sent: rows that this rank has sent to each rank.
-        received: rows that it has received from each rank.
-        most: rows that a rank has sent to others at most, and received.
+        received: rows that this rank has received from each rank.
+        most: the most rows that any rank has sent to others, and the most that any has received.
     """
 
     counts: Tensor
@@ -46,24 +46,26 @@ class Route:
 
 
 class Dispatcher:
-    """Carries tokens to the ranks that have their experts, and what experts make of them back, compressed.
+    """Carries tokens to the ranks that hold their experts, and the experts' results back, compressed.
 
-    Both are differentiable, and each is the transpose of the other: gradients of what was dispatched travel as
-    ``combine`` does, and the other way round. How many tokens go where may differ over ranks and from call to call.
+    ``dispatch`` and ``combine`` are differentiable, and each is the transpose of the other: gradients of dispatched
+    rows travel as in ``combine``, and those of combined rows as in ``dispatch``. The number of tokens for each rank may
+    differ over ranks and calls.
 
-    Every rank makes the same calls in the same order, with no tokens if it has none. What stays on a rank is not
-    encoded; in a group of one rank nothing is done. Under ``torch.compile`` the calls stay outside of graphs.
+    Every rank makes the same calls in the same order, with zero rows if it has no tokens. Rows that stay on a rank are
+    not encoded. In a group of one rank, rows are returned as they are. Under ``torch.compile`` the calls stay outside
+    of graphs.
 
     Args:
         group: process group, one-dimensional ``DeviceMesh`` or transport; None means all ranks. All its ranks make the
             dispatcher together.
-        codec: name or codec of what travels in the forward; None takes the configured one (``raw`` by default). "auto"
-            changes no bit: tokens go as they are, or by ``zip`` where that was measured to take less time.
-        gradient_codec: the same for the backward; None takes that of the forward.
+        codec: name or codec of the forward; None takes the configured one (``raw`` by default). "auto" changes no bit:
+            tokens travel as they are, or by ``zip`` where measurements say that this takes less time.
+        gradient_codec: name or codec of the backward; None takes that of the forward.
         codec_options: options of a forward codec given by name.
 
     Raises:
-        ConfigError: unknown names or options, or something that is no group.
+        ConfigError: unknown names or options, or ``group`` is not a group.
         PlanMismatch: ranks disagree on codecs or options.
         TransportError: a peer was lost, stopped or late.
         UsageError: this process is not in the group.
@@ -92,19 +94,19 @@ class Dispatcher:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, counts: Tensor | Sequence[int]) -> tuple[Tensor, Route]:
-        """Send rows to the ranks that are to have them; return those that have come here.
+        """Send rows to the ranks that hold their experts; return the rows that have arrived here.
 
         Args:
-            rows: (n, ...), sorted by the rank that each goes to, and within that by its expert. All but n is the same
-                on all ranks.
-            counts: (size,) how many rows go to each rank, or (size, experts) to each expert of each rank; as many
-                experts on all ranks.
+            rows: (n, ...), sorted by destination rank, and within a rank by expert. All but n is the same on all ranks.
+            counts: (size,) number of rows for each rank, or (size, experts) for each expert of each rank. All ranks
+                have the same number of experts.
 
         Returns:
-            (m, ...) the rows for this rank, in the order of the ranks that have sent them, and the way back.
+            (m, ...) the rows for this rank, in the order of the ranks that have sent them, and the route that
+            ``combine`` takes.
 
         Raises:
-            ConfigError: ``counts`` is not for so many ranks or rows, or no codec of this dispatcher takes the type.
+            ConfigError: ``counts`` does not fit the ranks or rows, or the codecs do not take the type of ``rows``.
             PlanMismatch: ranks have rows of another shape or type.
             TransportError: a peer was lost, stopped or late.
         """
@@ -124,17 +126,17 @@ class Dispatcher:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, route: Route) -> Tensor:
-        """Send rows back to where those came from in whose places they are; return what this rank's have become.
+        """Send each result back to the rank of its token; return the results for this rank's tokens.
 
         Args:
-            rows: (m, ...), in the order in which ``dispatch`` has returned m rows.
-            route: that came with them.
+            rows: (m, ...) results, in the order in which ``dispatch`` returned m rows.
+            route: the route that ``dispatch`` returned with them.
 
         Returns:
             (n, ...) in the order in which n rows were dispatched.
 
         Raises:
-            ConfigError: other than m rows, or no codec of this dispatcher takes the type.
+            ConfigError: the number of rows is not m, or the codecs do not take the type of ``rows``.
             TransportError: a peer was lost, stopped or late.
         """
         if len(rows) != sum(route.received):
@@ -142,7 +144,7 @@ class Dispatcher:
         return self._travel(rows, route.received, route.sent, route.most[::-1])
 
     def __deepcopy__(self, memo: object) -> Dispatcher:
-        return self  # connections have no copies; models that are copied share them
+        return self  # connections cannot be copied, so copies of a model share them
 
     def __repr__(self) -> str:
         return f"Dispatcher({self._forward}, gradients {self._backward}, rank {self.rank} of {self.size})"
@@ -182,7 +184,7 @@ class Dispatcher:
             )
 
     def _gather_counts(self, counts: Tensor, rows: Tensor) -> Tensor:
-        """Return (size, size, experts), how many rows each rank sends where, and see that rows are alike."""
+        """Return (size, size, experts), how many rows each rank sends where; check that all ranks' rows are alike."""
         kind = derive_seed(*f"{tuple(rows.shape[1:])} {rows.dtype}".encode()) >> 1  # of 63 bits, for int64
         mine = torch.cat([counts.reshape(-1), torch.tensor([kind])])
         every = mine.new_empty(self.size, len(mine))
@@ -198,9 +200,9 @@ class Dispatcher:
 
 
 class _Travel(torch.autograd.Function):
-    """Rows to other ranks, with gradients that come back.
+    """Sends rows to other ranks in forward, and their gradients back in backward.
 
-    A way is the rows that this rank sends to each, the most that a rank sends to others, and what carries them.
+    A ``_Way`` holds the rows that this rank sends to each rank, the most that any rank sends to others, and the codec.
     """
 
     @staticmethod
@@ -218,22 +220,21 @@ class _Travel(torch.autograd.Function):
 class Experts(nn.Module):
     """A layer of experts that ranks share: each token goes to its experts, and their weighted sum comes back.
 
-    The router stays with the model, and the weights of a token on its rank: neither they nor their gradients travel, so
-    compression adds nothing to the router's gradients but what it has changed of the experts' results.
+    The router stays in the model, and the weights of a token stay on its rank. Neither these weights nor their
+    gradients travel. So compression affects the router's gradients only through the changed results of experts.
 
-    Experts of the whole layer are numbered by rank: with e of them on each rank those of rank r are r * e to
-    (r + 1) * e - 1. An expert runs once in each forward on all rows that ranks have for it, (m, width), of which there
-    may be none.
+    Experts of the whole layer are numbered by rank: with e of them on each rank, rank r holds numbers r * e to
+    (r + 1) * e - 1. In each forward, an expert runs once on the rows of all ranks for it, (m, width); m may be 0.
 
     Args:
-        experts: those of this rank; as many on all ranks.
-        dispatcher: over the ranks that share the layer.
-        average: what is minimised is the mean of the ranks' losses, as it is with ``DistributedOptimizer`` and DDP, so
-            the gradients of experts are divided by the number of ranks. False: the sum.
+        experts: those of this rank; all ranks have the same number.
+        dispatcher: connects the ranks that share the layer.
+        average: minimise the mean of the ranks' losses, as ``DistributedOptimizer`` and DDP do: gradients of experts
+            are divided by the number of ranks. False minimises the sum.
 
     Raises:
         ConfigError: no experts.
-        PlanMismatch: ranks have other numbers of experts.
+        PlanMismatch: ranks have different numbers of experts.
         TransportError: a peer was lost, stopped or late.
     """
 
@@ -243,17 +244,17 @@ class Experts(nn.Module):
         self.dispatcher = dispatcher
         self.average = average
         if not len(self.experts):
-            raise ConfigError("Experts got no experts; give each rank as many, at least one")
+            raise ConfigError("Experts got no experts; give every rank the same number of them, at least one")
         if dispatcher.size > 1:
             dispatcher._transport.agree("the number of experts on each rank", len(self.experts), average)
 
     def forward(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """Return the weighted sum of what its experts make of each token.
+        """Return, for each token, the weighted sum of its experts' results.
 
         Args:
             tokens: (..., width), this rank's.
-            weights: (..., k) of each token's experts.
-            indices: (..., k) integers, numbers of experts of the whole layer.
+            weights: (..., k), the weights of each token's experts.
+            indices: (..., k) integers, the numbers of each token's experts in the whole layer.
 
         Returns:
             (..., width of the experts' results), of the type of ``tokens``.
@@ -290,7 +291,7 @@ class Experts(nn.Module):
         return chosen
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return what this rank's experts make of ``rows``, which came by source and within it by expert."""
+        """Return the results of this rank's experts; ``rows`` are ordered by source rank, then by expert."""
         size = self.dispatcher.size if self.average else 1
         if size > 1:
             rows = _ScaleGradient.apply(rows, size)  # type: ignore[no-untyped-call]
@@ -304,7 +305,7 @@ class Experts(nn.Module):
 
 
 def _by_expert(counts: Tensor) -> Tensor:
-    """Return the places of rows in the order of their experts; ``counts`` (size, experts) is how they came."""
+    """Return the indices that sort arrived rows by expert; ``counts`` is (size, experts), rows by source and expert."""
     lengths = counts.reshape(-1)
     came = (lengths.cumsum(0) - lengths).view_as(counts).t().reshape(-1)
     lengths = counts.t().reshape(-1)
@@ -319,13 +320,16 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _rearrange(rows: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """Return row ``order[i] // copies`` of ``rows`` in each place i."""
+    """Return a tensor whose row i is row ``order[i] // copies`` of ``rows``."""
     moved: Tensor = _Rearrange.apply(rows, order, copies)  # type: ignore[no-untyped-call]
     return moved
 
 
 class _Rearrange(torch.autograd.Function):
-    """Each row ``copies`` times, in another order; in backward these are summed in one order, unlike by an index."""
+    """Repeats each row ``copies`` times and reorders the result.
+
+    Backward sums the copies in a fixed order. The backward of indexing would not.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, copies: int) -> Tensor:
@@ -341,6 +345,8 @@ class _Rearrange(torch.autograd.Function):
 
 
 class _ScaleGradient(torch.autograd.Function):
+    """Returns its input; backward multiplies the gradient by ``factor``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor

@@ -54,56 +54,56 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     autotune: bool | Autotune | None = None,
     **codec_options: Any,
 ) -> Optimizer:
-    """Return ``optimizer`` with gradients averaged over ranks, fused and compressed, during backward.
+    """Return ``optimizer``, which now averages gradients over ranks during backward, fused and compressed.
 
-    It is the same object, still an instance of its own class, with its parameter groups, state and learning-rate
-    schedulers. In a job of one rank it does nothing more.
+    It is the same object and still an instance of its class, with its parameter groups, state and learning-rate
+    schedulers. In a job of one rank its behaviour does not change.
 
-    Each gradient is handed to a background thread when backward has accumulated it; ``step`` waits for the results. The
-    first step learns the order of the gradients and makes the fusion plan. Parameters without a gradient count as
-    zeros, so ranks may take different paths through the model.
+    When backward has accumulated a gradient, a background thread takes it; ``step`` waits for the results. The first
+    step learns the order of the gradients and makes the fusion plan. A parameter without a gradient counts as zeros,
+    so ranks may take different paths through the model.
 
     Args:
         optimizer: any optimizer over parameters of one device.
-        named_parameters: ``model.named_parameters()``; without it tensors are known by their place.
-        codec: name or codec of what travels; None takes the configured one (``raw`` by default). "auto" measures the
-            first steps, in which gradients travel as they are, and chooses for each gradient, or one codec for all,
-            by what the step is predicted to take; the log says why.
+        named_parameters: ``model.named_parameters()``; without it, the place in the optimizer names each parameter.
+        codec: name or codec of the gradients; None takes the configured one (``raw`` by default). "auto" measures the
+            first steps, in which gradients travel as they are. Then it chooses one codec for all gradients, or one for
+            each, by the predicted time of the step; the log says why.
         algorithm: name of a collective; None chooses by codec and number of ranks.
-        planner: name or planner that fuses gradients into buckets; None takes the configured one. One that needs costs
-            begins with the plan of ``tapered``, measures the first steps and takes over when it knows them (CPU only).
+        planner: name or planner that fuses gradients into buckets; None takes the configured one. A planner that needs
+            costs begins with the plan of ``tapered``, measures the first steps and then makes its own plan (CPU only).
         plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs.
-        error_feedback: send what the codec lost with the next gradient; None: where the codec is biased and coarse.
-            Kept in ``state_dict()``, for each rank its own.
+        error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
+            coarse. ``state_dict()`` keeps it, separately on each rank.
         op: ``Average`` or ``Sum``.
-        backward_passes_per_step: gradients are accumulated over so many backward passes before they are reduced.
+        backward_passes_per_step: number of backward passes that accumulate gradients before they are reduced.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
         num_groups: deprecated name for an integer ``groups``.
-        groups: number of buckets of about equally many tensors, or lists of the tensors that belong together; each
-            group is one bucket.
+        groups: number of buckets with about equally many tensors, or lists of tensors; each list is one bucket.
         sparse_as_dense: make sparse gradients dense; without it they are refused.
-        overlap_forward: the model, whose next forward may begin while results are still under way: ``step`` returns at
-            once, and the parameters of each module are updated just before it runs, to the same values. It pays where
-            the network is the bottleneck. Between ``step`` and the next forward, call ``synchronize`` before you look
-            at parameters other than by ``state_dict()``; after ``step`` gradients are gone. Parameters are used in
-            the forward of the module that has them, and the optimizer is one of torch's that treats each parameter by
-            itself.
-        ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None: as
-            ``algorithm`` needs it, or without one as is best for the codec: ahead for those that sparsify.
+        overlap_forward: the model. Its next forward may begin while results are still under way: ``step`` returns at
+            once, and each module's parameters are updated just before it runs, to the same values. This pays off where
+            the network is the bottleneck. After ``step`` the gradients are gone. Between ``step`` and the next forward,
+            call ``synchronize`` before you read parameters other than by ``state_dict()``. Every parameter must be used
+            in the forward of the module that owns it. The optimizer must be one of torch's that updates each parameter
+            independently of the others.
+        ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does
+            what ``algorithm`` needs, or without one what is best for the codec: ahead for those that sparsify.
         group: process group or transport to reduce over; None means all ranks. For a DTensor model whose parameters
             are sharded by tensor parallelism: the ranks that hold the same parts.
-        profile: measured costs of this model, or a file with them, for what needs costs: then nothing is measured
-            first.
+        profile: measured costs of this model, or a file with them, for ``codec="auto"`` and planners that need costs.
+            With it, no steps are measured first.
         policy: rules that give each gradient a codec, or a file with them, in place of ``codec``.
-        fidelity: of ``codec="auto"``: "lossless", "near_lossless" or "aggressive"; None takes the configured one.
-        replan: what plans by costs measures and plans again when steps have drifted; None takes the configured value.
-        autotune: while training runs, search for the number and sizes of buckets with the shortest measured steps,
-            beginning with the plan that there is without; an ``Autotune`` says how. None takes the configured value.
+        fidelity: for ``codec="auto"``: "lossless", "near_lossless" or "aggressive"; None takes the configured one.
+        replan: measure and plan again after drift, if the plan depends on costs; None takes the configured value.
+        autotune: while training runs, search for the number and sizes of buckets with the shortest measured steps. The
+            search begins with the plan that would be used without it. An ``Autotune`` holds options of the search; None
+            takes the configured value.
         codec_options: options of a codec given by name.
 
     Raises:
-        ConfigError: what the arguments cannot be, with what they can.
-        UsageError: from ``step``, ``zero_grad`` or ``backward`` when they come in an order that has no meaning.
+        ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
+        UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order.
         PlanMismatch, TransportError: from ``step`` or ``synchronize``; see ``fusionlayer.errors``.
     """
     check_op(op)
@@ -121,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
     if isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
-        raise ConfigError("LBFGS decides by its rank's own loss, so ranks would part; use another optimizer")
+        raise ConfigError("LBFGS depends on the loss of each rank, so weights would diverge; use another optimizer")
     options = GradientOptions(
         codec=codec,
         codec_options=codec_options,
@@ -159,7 +159,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
     engine, timeline = connect()
     base = type(optimizer)
-    # A scheduler that was made before has put a wrapper here, which would go past the class's new step().
+    # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(base.__name__, (Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, Distributed)

@@ -1,4 +1,4 @@
-"""Updates that wait for their results one bucket at a time, while the next forward runs."""
+"""Lets the next forward run while gradients are still under way, and updates parameters one bucket at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .parameters import is_distributed
 
 __all__ = ["ForwardOverlap", "check"]
 
-# They update every parameter from its own gradient and state alone, so they may do so at different moments.
+# These optimizers update each parameter from its own gradient and state alone, so updates may happen one by one.
 SEPARABLE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -36,7 +36,7 @@ SEPARABLE = (
 
 
 def check(optimizer: Optimizer, names: Mapping[Tensor, str], model: object) -> None:
-    """Raise ``ConfigError`` unless this optimizer's updates of ``model`` may wait for the next forward."""
+    """Raise ``ConfigError`` unless this optimizer can update ``model`` during the next forward."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"overlap_forward={type(model).__name__}; expected the model, a torch.nn.Module")
     if inspect.unwrap(type(optimizer).step) not in {inspect.unwrap(kind.step) for kind in SEPARABLE}:
@@ -55,17 +55,20 @@ def check(optimizer: Optimizer, names: Mapping[Tensor, str], model: object) -> N
     if lost:
         raise ConfigError(
             f"overlap_forward: parameter {lost[0]!r} of the optimizer is none of the model's; give the model whose "
-            "forward uses all of them"
+            "forward uses all parameters of the optimizer"
         )
 
 
 class ForwardOverlap:
-    """Takes the optimizer's step bucket by bucket: each before the first module that uses its parameters runs.
+    """Takes the optimizer's step bucket by bucket, each before the first module that uses its parameters runs.
+
+    It needs no lock: ``GradientReduction`` lets one thread at a time use it. Only ``Engine.take`` waits for
+    communication threads.
 
     Args:
-        engine: whose results are waited for.
-        names: of the parameters.
-        update: takes a step with the parameter groups that it is given and the gradients that are there.
+        engine: reduces the gradients.
+        names: names of the parameters.
+        update: takes an optimizer step with the given parameter groups and the gradients they hold then.
     """
 
     def __init__(
@@ -78,14 +81,15 @@ class ForwardOverlap:
         self._stale: set[str] = set()
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Update parameters before every forward of their module, all of them before the model is saved or loaded."""
+        """Register hooks that update parameters before their module's forward, and all before a save or load."""
         names = {parameter: name for name, parameter in self._parameters.items()}
         handles = [
             model.register_state_dict_pre_hook(lambda *_: self.flush()),
             model.register_load_state_dict_pre_hook(lambda *_: self.flush()),
         ]
         for module in model.modules():
-            deep = isinstance(module, nn.MultiheadAttention)  # it never calls its projection, but uses its parameters
+            # MultiheadAttention uses its projection's parameters without a call of that module, so take them here.
+            deep = isinstance(module, nn.MultiheadAttention)
             own = [names[parameter] for parameter in module.parameters(recurse=deep) if parameter in names]
             if own:
                 handles.append(module.register_forward_pre_hook(self._before_forward(own)))
@@ -102,7 +106,10 @@ class ForwardOverlap:
         return eager
 
     def begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take the step from now on, with the options that ``groups`` have now; the engine's step has ended."""
+        """Begin the updates of a step, after the engine's step has ended.
+
+        They use the options that ``groups`` have now: a scheduler may change those before the last update.
+        """
         self._groups = [
             {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
             for group in groups
@@ -112,7 +119,7 @@ class ForwardOverlap:
         self._stale.update(self._parameters)
 
     def check_used(self, name: str) -> None:
-        """Raise ``UsageError`` if a parameter has got a gradient, though its module has not run since ``begin``."""
+        """Raise ``UsageError`` if the parameter's module has not run since ``begin``; called for each new gradient."""
         if name in self._stale:
             raise UsageError(
                 f"parameter {name!r} was used outside the forward of its module, so perhaps before its update; call "
@@ -120,18 +127,19 @@ class ForwardOverlap:
             )
 
     def flush(self) -> None:
-        """Update all parameters that are still to be updated."""
+        """Wait for the remaining results, and update the parameters that are not updated yet."""
         self._stale.clear()
         for index in sorted(self._engine.untaken):
             self._apply(index)
 
     def deliver(self) -> None:
-        """Put the results of the engine's step, which has ended, into the gradients instead of updating with them."""
+        """Put the results of the ended step into the gradients, without an update."""
         for index in sorted(self._engine.untaken):
             for name, result in self._engine.take(index).items():
                 self._parameters[name].grad = result
 
     def _apply(self, index: int) -> None:
+        """Update the parameters of one bucket, and leave the gradients as they were."""
         results = {self._parameters[name]: result for name, result in self._engine.take(index).items()}
         kept = {parameter: parameter.grad for parameter in results}
         for parameter, result in results.items():

@@ -1,4 +1,4 @@
-"""What ``DistributedOptimizer`` wants to know of an optimizer's parameters: names, sizes, device, groups."""
+"""Facts about an optimizer's parameters that ``DistributedOptimizer`` needs: names, sizes, device, groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ __all__ = ["describe", "is_distributed", "local_part", "name_parameters", "one_d
 def name_parameters(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, group: Group = None
 ) -> dict[Tensor, str]:
-    """Return the name of every parameter whose gradients are to be reduced over ``group``, in the optimizer's order."""
+    """Return the name of each parameter that gets a gradient, in the optimizer's order.
+
+    Raises:
+        ConfigError: names are missing or not unique, or a parameter is sharded over ranks of ``group``.
+    """
     parameters = [(i, j, p) for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])]
     if named_parameters is None:
         named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
@@ -46,18 +50,21 @@ def name_parameters(
 
 
 def is_distributed(parameter: Tensor) -> bool:
-    """Return whether ``parameter`` is a DTensor, of which this rank has a part."""
+    """Return whether ``parameter`` is a DTensor, so that this rank holds a part of it."""
     return type(parameter).__name__ == "DTensor"
 
 
 def local_part(x: Tensor) -> Tensor:
-    """Return what this rank has of ``x``, sharing its memory: all of it, unless it is a DTensor."""
+    """Return this rank's part of a DTensor, or ``x`` itself if it is a plain tensor; both share memory with ``x``."""
     part: Tensor = x.to_local() if is_distributed(x) else x  # type: ignore[attr-defined]
     return part
 
 
 def _refuse_sharded(name: str, parameter: Tensor, group: Group) -> None:
-    """FSDP calls the same hooks after a reduction of its own, and different parts of a parameter have no average."""
+    """Raise ``ConfigError`` if FSDP shards the parameter, or tensor parallelism does over ranks of ``group``.
+
+    FSDP calls the same hooks after it has reduced gradients itself, and different parts of a parameter have no average.
+    """
     flat = type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_sharded_param_data")
     ranks = _ranks_of_parts(parameter, group) if is_distributed(parameter) else []
     if flat or ranks:
@@ -70,14 +77,14 @@ def _refuse_sharded(name: str, parameter: Tensor, group: Group) -> None:
 
 
 def _ranks_of_parts(parameter: Tensor, group: Group) -> list[int]:
-    """Return the other ranks of ``group`` that a DTensor is spread over."""
+    """Return the other ranks of ``group`` that are in the mesh of a DTensor."""
     within = group if isinstance(group, dist.ProcessGroup) else None
     mesh = parameter.device_mesh.mesh  # type: ignore[attr-defined]
     return sorted({*dist.get_process_group_ranks(within)} & {*mesh.flatten().tolist()} - {dist.get_rank()})
 
 
 def one_device(names: Mapping[Tensor, str]) -> torch.device:
-    """Return the device of all gradients; ``ConfigError`` if there are several, or none."""
+    """Return the device of all gradients; raise ``ConfigError`` if there are several devices, or no parameters."""
     devices = {parameter.device for parameter in names}
     if len(devices) != 1:
         raise ConfigError(
@@ -88,7 +95,7 @@ def one_device(names: Mapping[Tensor, str]) -> torch.device:
 
 
 def describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> list[TensorInfo]:
-    """Return what a planner needs to know of each parameter."""
+    """Return the name, size, type, group and shape of each parameter, for a planner."""
     number = _number_groups(names, groups)
     shapes = {name: tuple(local_part(parameter.detach()).shape) for parameter, name in names.items()}
     return [

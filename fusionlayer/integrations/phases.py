@@ -1,4 +1,4 @@
-"""What the training thread does, for the timeline: FORWARD and BACKWARD, beside the engine's WAIT and UPDATE."""
+"""Records FORWARD and BACKWARD of the training thread in the timeline, beside the engine's WAIT and UPDATE."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["StepPhases"]
 
 
 class StepPhases:
-    """Finds out when forward and backward run, from hooks alone, and puts them into a timeline.
+    """Finds out from hooks when forward and backward run, and puts both into a timeline.
 
-    FORWARD lasts as long as the outermost module's call, BACKWARD from there (the loss is part of it) to the last
-    gradient. Calls without gradients, as in validation, are left out.
+    FORWARD lasts as long as the outermost module's call. BACKWARD lasts from there to the last gradient, so it includes
+    the loss. Calls without gradients, as in validation, are left out.
 
     Args:
         engine: knows the number of the step.
@@ -30,6 +30,7 @@ class StepPhases:
     def __init__(self, engine: Engine, timeline: Timeline) -> None:
         self._engine = engine
         self._timeline = timeline
+        # The hooks are global, so modules on other threads call them too. Only the thread that made this object counts.
         self._thread = threading.get_ident()
         self._depth = 0
         self._began = 0
@@ -37,17 +38,17 @@ class StepPhases:
         self._last_gradient = 0
 
     def watch(self) -> list[RemovableHandle]:
-        """Begin to look at every module's forward; the handles end it."""
+        """Register hooks on every module's forward; the handles remove them."""
         before = torch.compiler.disable(self._enter)
         after = torch.compiler.disable(self._leave)
         return [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
 
     def note_gradient(self) -> None:
-        """Backward has made a gradient."""
+        """Note that backward has made a gradient; called on the thread that runs backward."""
         self._last_gradient = time.perf_counter_ns()
 
     def end_backward(self) -> None:
-        """Record the backward that has just run, if there was one since the last forward."""
+        """Record the backward that has just run, if any ran since the last forward."""
         if self._forward_end and self._last_gradient > self._forward_end:
             self._timeline.record("BACKWARD", self._forward_end, self._last_gradient, step=self._engine.step)
         self._forward_end = 0

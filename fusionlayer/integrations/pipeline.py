@@ -1,4 +1,4 @@
-"""Pipeline parallelism whose stages send activations and gradients compressed."""
+"""Pipeline parallelism with stages that compress the activations and gradients they send."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = ["PipelineStage"]
 
 _FORWARD, _BACKWARD = 0, 1
 
-# What the first stage of this process in a group was made with, which all ranks have compared.
+# Codecs and warm-up of this process's first stage in each group, after all ranks have compared them.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """``torch.distributed.pipelining.PipelineStage`` whose edges carry messages of a codec, for any of its schedules.
+    """A ``torch.distributed.pipelining.PipelineStage`` that sends messages of a codec, for any of torch's schedules.
 
-    Each activation that leaves for the next stage, and each gradient for the one before, is one message of a fixed
-    size: no sizes are exchanged. They travel as torch sends them, over its process group. Floats of 32 and 16 bits are
-    compressed, all else travels as it is; so does what a schedule hands to a stage of the same rank.
+    Each activation for the next stage, and each gradient for the previous one, is one message of a fixed size, so no
+    sizes are exchanged. Messages travel as torch sends them, over its process group. Floats of 32 and 16 bits are
+    compressed; other types travel as they are. Tensors for a stage of the same rank are not compressed either.
 
     Args:
         submodule, stage_index, num_stages, device, kwargs: as in torch.
         codec: name or codec of activations; None takes the configured one (``raw`` by default).
-        gradient_codec: the same for gradients; None takes that of activations.
-        warmup_steps: training steps of the schedule at the beginning that travel uncompressed, while activations change
+        gradient_codec: name or codec of gradients; None takes that of activations.
+        warmup_steps: number of first training steps of the schedule that travel uncompressed, while activations change
             fast.
         group: process group of the pipeline; None means all ranks. All its ranks make their first stage together.
         codec_options: options of an activation codec given by name.
 
     Raises:
-        ConfigError: unknown names or options, or other ones than those of this rank's other stages.
+        ConfigError: unknown names or options, or this rank's other stages have different ones.
         PlanMismatch: ranks disagree on codecs or warm-up.
         TransportError: not all ranks came in time.
     """
@@ -70,32 +70,33 @@ class PipelineStage(pipelining.PipelineStage):
         self._codecs = (forward, backward)
         self._warmup_steps = warmup_steps
         self._steps = 0
-        # Messages of this step: those sent must live until they have left, those received are decoded when used.
+        # Messages of this step. Sent ones must stay alive until torch has sent them. Received ones are decoded when the
+        # stage uses them.
         self._sent: list[Tensor] = []
         self._arriving: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         _agree(group, f"{forward}, gradients {backward}, {warmup_steps} steps of warm-up")
 
     def clear_runtime_states(self) -> None:
-        """Begin a step; every schedule calls it."""
+        """Begin a step; every schedule of torch calls it."""
         super().clear_runtime_states()
         self._steps += self.has_backward
         self._sent.clear()
         self._arriving.clear()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends the activations of a microbatch."""
+        """Return the operations that send the activations of a microbatch."""
         return self._encode(super().get_fwd_send_ops(fwd_chunk_id), _FORWARD, fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends the gradients of a microbatch."""
+        """Return the operations that send the gradients of a microbatch."""
         return self._encode(super().get_bwd_send_ops(bwd_chunk_id), _BACKWARD, bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives the activations of a microbatch."""
+        """Return the operations that receive the activations of a microbatch."""
         return self._expect(super().get_fwd_recv_ops(fwd_chunk_id), _FORWARD, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives the gradients of a microbatch."""
+        """Return the operations that receive the gradients of a microbatch."""
         return self._expect(super().get_bwd_recv_ops(bwd_chunk_id), _BACKWARD, bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -107,7 +108,7 @@ class PipelineStage(pipelining.PipelineStage):
         return super()._retrieve_recv_grads(bwd_chunk_id)
 
     def _compressed(self, ops: list[dist.P2POp], direction: int) -> Iterable[tuple[int, dist.P2POp]]:
-        """Return those of ``ops`` that carry messages, with their numbers; both ends choose the same."""
+        """Return the operations that carry messages, with their indices; sender and receiver choose the same ones."""
         if self._codecs[direction].lossless or max(self._steps, 1) <= self._warmup_steps:
             return []
         return [(i, op) for i, op in enumerate(ops) if op.tensor.dtype in DTYPE_CODES]
@@ -143,7 +144,7 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 def _agree(group: dist.ProcessGroup | None, facts: str) -> None:
-    """Compare ``facts`` over ranks at this process's first stage, and with that one's at every other."""
+    """Compare ``facts`` over ranks at this process's first stage; at later stages, with those of the first."""
     world = group or dist.group.WORLD
     assert world is not None
     if world not in _agreed:
@@ -151,6 +152,6 @@ def _agree(group: dist.ProcessGroup | None, facts: str) -> None:
         _agreed[world] = facts
     if _agreed[world] != facts:
         raise ConfigError(
-            f"this stage has {facts}; other stages of this process {_agreed[world]}: give all the same, as each "
-            "receives what another has sent"
+            f"this stage has {facts}; other stages of this process {_agreed[world]}: give all stages the same, because "
+            "each receives what another has sent"
         )

@@ -1,4 +1,4 @@
-"""Gradients of an optimizer on their way through the engine: the hooks that hand them over, and the end of a step."""
+"""Takes an optimizer's gradients through the engine: hooks hand them over, and the end of a step puts results back."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ __all__ = ["WITH_RESULTS", "GradientReduction", "StepState", "refuse_twice"]
 
 
 class StepState(Enum):
-    """Where an optimizer's step is, as the training thread has brought it there.
+    """How far an optimizer's step has come.
 
-    A failure is no state: the engine keeps it and raises it again, whatever is called.
+    A failure is not a state: the engine keeps the error, and every later call raises it again.
     """
 
     IDLE = auto()
     """The engine has no gradient of the next step: at first, after ``step``, or while backward accumulates locally."""
     REDUCING = auto()
-    """A hook has handed over the step's first gradient: every rank has to end this step; ``zero_grad`` is refused."""
+    """A hook has handed over the step's first gradient. Every rank has to end this step; ``zero_grad`` is refused."""
     REDUCED = auto()
-    """The gradients are the reduced ones: a closure, or who read ``param_groups``, has ended the engine's step."""
+    """The gradients are reduced: a closure, or code that read ``param_groups``, has ended the engine's step."""
     SYNCHRONIZED = auto()
-    """The same, by the user's ``synchronize``: ``step`` warns outside ``skip_synchronize``."""
+    """The user's ``synchronize`` has reduced the gradients: ``step`` warns outside ``skip_synchronize``."""
     STEPPED = auto()
     """With ``overlap_forward``: ``step`` has returned, and the next forward updates parameters as results come."""
     UPDATING = auto()
-    """With ``overlap_forward``: ``param_groups`` are those of the one bucket that is being updated. The state that was
-    before, which may be any, comes back after it."""
+    """With ``overlap_forward``: one bucket is being updated, and ``param_groups`` holds only its parameters. Any state
+    may come before, and the same state comes back afterwards."""
 
 
 WITH_RESULTS = (StepState.REDUCED, StepState.SYNCHRONIZED)
@@ -106,7 +106,7 @@ class GradientReduction(Optimizer):
 
     @property
     def _fl_pending(self) -> bool:
-        """Whether gradients are being reduced, in a step that has not ended."""
+        """Whether a step has begun to reduce gradients and has not ended."""
         engine = self._fl_engine
         if engine is None or engine.failure is not None:
             return False
@@ -120,7 +120,7 @@ class GradientReduction(Optimizer):
     # ---- gradients: called by the hooks of parameters, on the thread that runs backward -----------------------------
 
     def _fl_take(self, parameter: Tensor) -> None:
-        """Hand over a gradient that backward has just accumulated, in the last pass of a step."""
+        """Count a gradient that backward has just accumulated; in the last pass of a step, hand it over."""
         engine = self._fl_engine
         assert engine is not None
         if engine.failure is not None:
@@ -135,7 +135,7 @@ class GradientReduction(Optimizer):
             self._fl_overlap.check_used(self._fl_names[parameter])
         self._fl_passes_left[parameter] -= 1
         if self._fl_state is not StepState.REDUCING:
-            self._fl_state = StepState.IDLE  # what was reduced before is not what the gradients hold now
+            self._fl_state = StepState.IDLE  # backward has added to the gradients, so they are no longer reduced ones
         if self._fl_passes_left[parameter] == 0:
             if self._fl_state is not StepState.REDUCING:
                 self._fl_begin()
@@ -144,33 +144,33 @@ class GradientReduction(Optimizer):
             self._fl_phases.note_gradient()
 
     def _fl_enlist_by(self, enlist: Callable[[GradientReduction], ByName]) -> None:
-        """Use operations by name, which ``enlist`` makes, now and after each ``reconnect``."""
+        """Use the operations by name that ``enlist`` makes, now and after each ``reconnect``."""
         self._fl_enlist = enlist
         if self._fl_sparse is not None:
             self._fl_sparse.by_name = enlist(self)
 
     def _fl_begin(self) -> None:
-        """Begin a step of the engine with its first gradient; ranks that have joined are told."""
+        """Begin a step of the engine, before its first gradient, and tell ranks that have joined."""
         self._fl_state = StepState.REDUCING
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
-        """Have a gradient reduced: by the engine, or if it is one of the sparse ones by name."""
+        """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
         name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
         assert sparse is not None
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
-            engine.submit(name, gradient)  # what nearly all are, and quickly
+            engine.submit(name, gradient)  # the fast path, which nearly all gradients take
         elif not sparse.take(name, parameter):
             engine.submit(name, local_part(sparse.dense(name, parameter)))
 
-    # ---- the end of a step: on the training thread, or on the one that stands in for it -----------------------------
+    # ---- the end of a step: on the training thread, or on the thread of ``join`` that stands in for it --------------
 
     def _fl_stand_in(self) -> None:
-        """Take part in a step of the other ranks with zeros where this rank has no gradient; it updates nothing.
+        """Take part in a step of the other ranks, with zeros where this rank has no gradient; update nothing.
 
-        Called after this rank has joined, on a thread of ``join``, while the training thread waits there. If backward
-        had begun a step by then, this is that step.
+        A thread of ``join`` calls it after this rank has joined, while the training thread waits there. If backward had
+        begun a step by then, this call ends that step.
         """
         engine, sparse, before = self._fl_engine, self._fl_sparse, self._fl_state
         assert engine is not None and sparse is not None
@@ -181,7 +181,8 @@ class GradientReduction(Optimizer):
             self._fl_begin()
         gathered = sparse.agree()
         pending = engine.pending
-        # The first step's order of arrival makes the plan: from the back is what backward would come close to.
+        # In the first step, the order of arrival makes the plan. Backward makes gradients about from the last parameter
+        # to the first, so zeros are submitted in that order too.
         for parameter, name in reversed(self._fl_names.items()):
             if name not in pending and name not in gathered:
                 engine.submit(name, local_part(torch.zeros_like(parameter)))
@@ -195,7 +196,7 @@ class GradientReduction(Optimizer):
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
     def _fl_synchronize(self) -> None:
-        """End the step of the engine and bring its results into the gradients, unless they are there already."""
+        """End the engine's step and put its results into the gradients, unless they are there already."""
         engine, sparse = self._fl_engine, self._fl_sparse
         if engine is None or sparse is None or self._fl_state in WITH_RESULTS:
             return
@@ -211,7 +212,7 @@ class GradientReduction(Optimizer):
         self._fl_state = StepState.REDUCED
 
     def _fl_submit_rest(self, engine: Engine, sparse: SparseGradients) -> None:
-        """Submit what backward has not, as zeros: other ranks may have gradients there."""
+        """Submit every gradient that backward did not make, as zeros: other ranks may have gradients there."""
         if self._fl_phases is not None:
             self._fl_phases.end_backward()
         if self._fl_overlap is not None:
@@ -227,9 +228,9 @@ class GradientReduction(Optimizer):
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
     def _fl_update(self, groups: list[dict[str, Any]]) -> None:
-        """Take the step of the wrapped optimizer with other parameter groups; ``ForwardOverlap`` calls it.
+        """Take the wrapped optimizer's step with the parameter groups of one bucket; ``ForwardOverlap`` calls it.
 
-        Backward of the next step may have begun: the state is put back afterwards.
+        Backward of the next step may have begun, so the state of before comes back afterwards.
         """
         own, state = self.__dict__["param_groups"], self._fl_state
         self.__dict__["param_groups"] = groups
@@ -248,12 +249,12 @@ class GradientReduction(Optimizer):
         self._fl_engine = self._fl_sparse = self._fl_overlap = None
 
     def _fl_flush(self) -> None:
-        """Make the updates that wait for the next forward, if that has not begun to make new gradients."""
+        """Make the updates that wait for the next forward, unless a newer backward has already made gradients."""
         if self._fl_overlap is not None and self._fl_state is StepState.STEPPED:
             self._fl_overlap.flush()
 
     def _fl_forget_results(self) -> None:
-        """The gradients no longer hold what was reduced."""
+        """Note that the gradients no longer hold reduced values."""
         if self._fl_state in WITH_RESULTS:
             self._fl_state = StepState.IDLE
 
@@ -264,25 +265,25 @@ _live_lock = threading.Lock()
 
 
 def _nothing() -> None:
-    """Release what a job of one rank holds."""
+    """Release nothing: an optimizer in a job of one rank has no engine and no hooks."""
 
 
 def _take(optimizer: weakref.ref[GradientReduction], parameter: Tensor) -> None:
-    """Be the hook of a parameter."""
+    """Hand a gradient to the optimizer, if it still exists; the hook of every parameter."""
     alive = optimizer()
     if alive is not None:
         alive._fl_take(parameter)
 
 
 def _release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:
-    """End what an optimizer has started."""
+    """Remove an optimizer's hooks and close its engine."""
     for hook in hooks:
         hook.remove()
     engine.close()
 
 
 def _flush_all() -> None:
-    """Make the updates that are still to be made: other ranks need this one's part of them."""
+    """Make the updates of all optimizers that still wait: to get results, other ranks need this rank's part."""
     with _live_lock:
         optimizers = list(_live)
     for optimizer in optimizers:
@@ -293,7 +294,7 @@ context.before_shutdown(_flush_all)
 
 
 def refuse_twice(names: Mapping[Tensor, str]) -> None:
-    """Raise ``ConfigError`` if a parameter belongs to another distributed optimizer that is not closed."""
+    """Raise ``ConfigError`` if another distributed optimizer that is not closed already has one of the parameters."""
     with _live_lock:
         others = list(_live)
     for other in others:

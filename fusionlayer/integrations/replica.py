@@ -1,4 +1,4 @@
-"""All ranks' copy of weights of which each rank owns a part, kept up to date by quantised differences."""
+"""A copy of all weights on every rank, which quantised differences keep close to the owners' weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _PIECE = 1 << 20
 
 
 class Replica:
-    """Weights as every rank has them, the same bits on all (SDP4Bit, section 3.1 and Algorithm 2).
+    """A copy of all weights, the same bits on every rank (SDP4Bit, section 3.1 and Algorithm 2).
 
-    Whole weights travel once. After that a rank sends what its own weights are more than the replica's, quantised, and
-    every rank adds what it decodes, the sender too. What a message lost is in the next one's difference.
+    Whole weights travel once. After that, each rank sends its own weights minus the replica's, quantised. Every rank,
+    the sender too, adds what it decodes to its replica. What a message lost is in the next difference.
 
     Args:
-        codec: of differences.
-        number: of this replica among those of a model; seeds depend on it.
+        codec: of the differences.
+        number: number of this replica in its model; seeds depend on it.
     """
 
     def __init__(self, codec: Codec, number: int = 0) -> None:
         self.version: int | None = None
-        """Of the weights that have travelled last; None: none have."""
+        """Version of the weights that travelled last; None before the first gather."""
         self._codec = codec
         self._number = number
         self._memory: Tensor | None = None
@@ -39,21 +39,21 @@ class Replica:
 
     @property
     def own(self) -> Tensor | None:
-        """This rank's part of the replica (n,), which with those of all ranks is all that there is to know of it."""
+        """This rank's part of the replica (n,). The parts of all ranks together are the whole replica."""
         return self._own
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are kept between two gathers."""
+        """Bytes of memory that the replica keeps between two gathers."""
         return sum(kept.nbytes for kept in (self._memory, self._own) if kept is not None)
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the memory (numel,) in which the parts of all ranks are kept, in the order of ranks.
+        """Return the memory (numel,) that holds the parts of all ranks, in the order of ranks.
 
-        A caller may write to its own rank's part before it calls ``gather``, and to no other one.
+        Before ``gather``, a caller may write to its own rank's part only.
         """
         if self._memory is None:
-            # Made while gradients are off for good, it could not be written to when they are on.
+            # A tensor made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 self._memory = torch.empty(numel, dtype=dtype, device=device)
         kept = self._memory
@@ -65,22 +65,22 @@ class Replica:
         return kept
 
     def restore(self, own: Tensor, version: int) -> None:
-        """Begin with this rank's part (n,) of an earlier replica, and others' of theirs, that had this version."""
+        """Begin with this rank's part (n,) of a saved replica of this version; all ranks call it with their parts."""
         self._own, self._whole, self.version = own, False, version
 
     def forget(self) -> None:
-        """Let whole weights travel at the next gather."""
+        """Forget the replica, so that the next gather sends whole weights."""
         self._own, self._whole, self.version = None, False, None
 
     def gather(self, shard: Tensor, transport: Transport, version: int) -> None:
-        """Bring ``memory`` to what this version of all ranks' weights is, as far as messages can tell it.
+        """Fill ``memory`` with the replica of this version of all ranks' weights.
 
-        Nothing travels if that version has. All ranks call it with the same one.
+        If this version has travelled already, no differences are sent. All ranks call it with the same version.
 
         Args:
             shard: this rank's weights (n,), as the optimizer has them; may be its part of the memory.
-            transport: the ranks.
-            version: changes whenever weights may have.
+            transport: connects the ranks.
+            version: a number that changes whenever weights may have changed.
         """
         assert self._memory is not None
         rows = self._memory.view(transport.size, -1)

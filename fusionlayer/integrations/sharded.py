@@ -1,4 +1,4 @@
-"""``ShardedOptimizer``: states cut over ranks, gradients reduced to their owners, weights gathered from them."""
+"""``ShardedOptimizer``: each rank owns a part of the states, reduces its gradients, and sends its updated weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PIECE = 1 << 20
 """Elements of a rank's part that travel at a time."""
 
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers of torch that look at more than one element at a time."""
+"""Optimizers of torch whose update of an element depends on other elements."""
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer of which every rank has a part: ZeRO stage 1, compressed both ways (SDP4Bit; ZeRO++).
+    """An optimizer that is sharded over ranks: ZeRO stage 1, compressed both ways (SDP4Bit; ZeRO++).
 
-    ``step`` averages gradients to the ranks that own them, each of which updates its part of the weights in f32, and
-    gathers the weights. The model keeps whole weights, the same bits on every rank; a rank's states are of 1 / size of
+    ``step`` averages each gradient on the rank that owns it. Each rank updates its part of the weights in f32, and
+    gathers all weights. The model keeps whole weights, the same bits on every rank; a rank holds states for 1 / size of
     them. All ranks begin with rank 0's weights.
 
         optimizer = fl.ShardedOptimizer(
@@ -41,18 +41,18 @@ class ShardedOptimizer(Optimizer):
         )
 
     Args:
-        params: parameters or groups of them, as any optimizer takes; f32, bf16 or f16, of one device. Their ``data``
+        params: parameters or groups of them, as any optimizer takes; f32, bf16 or f16, on one device. Their ``data``
             becomes a view of one tensor for each group.
-        optimizer_class: an optimizer that treats every element by itself, as Adam and SGD do. It is given flat parts in
-            f32.
-        weights: "raw"; "qwd", int4 differences; "qw" or "qwz", weights in int4 or int8; a codec; or "sdp4bit" or
-            "zero++", which name gradients too.
-        gradients: name or codec of what gradients travel as; "tlq_hs" for two levels.
+        optimizer_class: an optimizer that updates each element independently of others, as Adam and SGD do. It gets
+            flat parts in f32.
+        weights: "raw"; "qwd" for int4 differences; "qw" or "qwz" for weights in int4 or int8; a codec; or "sdp4bit" or
+            "zero++", which set ``gradients`` too.
+        gradients: name or codec of the gradients; "tlq_hs" is a two-level codec.
         group: process group or transport; None means all ranks.
         defaults: options of ``optimizer_class``.
 
     Raises:
-        ConfigError: what the arguments cannot be, with what they can.
+        ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
         PlanMismatch: ranks disagree on parameters or codecs.
         TransportError: a peer was lost, stopped or late.
     """
@@ -76,8 +76,8 @@ class ShardedOptimizer(Optimizer):
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare
         if self._fl_gradients.needs_feedback:
             raise ConfigError(
-                f"gradients={self._fl_gradients}: what a sparse codec or one of low rank leaves out is lost without "
-                "error feedback, which parts have not; use DistributedOptimizer"
+                f"gradients={self._fl_gradients}: a sparse codec, or one of low rank, needs error feedback, which a "
+                "ShardedOptimizer does not have; use DistributedOptimizer"
             )
         self._fl_step = 0
         super().__init__(params, {})
@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
             each.update({key: value for key, value in inner.items() if key != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is made; later ones are refused, since parts have been cut by then."""
+        """Add a group while the optimizer is being made; raise ``UsageError`` later, when all parts have been cut."""
         if hasattr(self, "_fl_inner"):
             raise UsageError("a ShardedOptimizer takes all parameters when it is made; make a new one")
         super().add_param_group(param_group)
@@ -109,9 +109,9 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Average gradients, update this rank's part of the weights, and gather them; return what ``closure`` does.
+        """Average gradients, update this rank's part of the weights, and gather all; return what ``closure`` returns.
 
-        Parameters without a gradient count as having zeros.
+        A parameter without a gradient counts as zeros.
         """
         loss = None
         if closure is not None:
@@ -131,10 +131,10 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part: its states and f32 weights. Every rank saves its own, beside the model's weights.
+        """Return this rank's states and f32 weights. Every rank saves its own part, beside the model's weights.
 
-        A job of as many ranks that loads both goes on bit for bit as this one would. It all stands under a key of the
-        rank's own, so that ``torch.distributed.checkpoint`` keeps the parts of all ranks.
+        A job of the same size that loads both continues bit for bit. The state has one key, which names the rank, so
+        that ``torch.distributed.checkpoint`` keeps the parts of all ranks.
         """
         inner = self._fl_inner if self._fl_step else _stepped_once(self._fl_inner)
         weights = [part.main.detach().clone() for part in self._fl_parts]
@@ -142,10 +142,10 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned on this rank of a job of as many ranks.
+        """Restore what ``state_dict`` returned on the same rank of a job of the same size.
 
         Raises:
-            ConfigError: it is another rank's, of another number of ranks, or of other parameters.
+            ConfigError: the state is of another rank, another number of ranks, or other parameters.
         """
         if self._fl_key not in state_dict:
             raise ConfigError(
@@ -217,11 +217,11 @@ class _Part:
             own = torch.empty_like(own)
             rows = self._gradients.view_as(self._rows)
             halves.reduce_scatter(rows, own, codec, transport, seed=seed, piece=_PIECE)
-        own[self._filled :] = 0  # what a rotation has spread into the padding is nobody's gradient
+        own[self._filled :] = 0  # a codec's rotation spreads values into the padding, which belongs to no parameter
         self.main.grad = own.float()
 
     def gather(self, weights: Weights, transport: Transport, seed: int) -> None:
-        """Give every rank's copy what the owners' weights are, or the coded form of it."""
+        """Bring every rank's copy of the weights to the owners' weights, as far as the codec keeps them."""
         if transport.size == 1:
             self._own.copy_(self.main)
         elif weights.differences:
@@ -232,7 +232,7 @@ class _Part:
             halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=_PIECE)
 
     def _check_views(self) -> None:
-        """Parameters must still be where they were put; ``model.to(...)`` makes new ones."""
+        """Raise ``UsageError`` if a parameter is no longer a view of the flat tensor, as after ``model.to(...)``."""
         for p, view in zip(self._params, self._views, strict=True):
             if p.data_ptr() != view.data_ptr():
                 raise UsageError(
@@ -242,13 +242,13 @@ class _Part:
 
 
 def _stepped_once(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of ``optimizer`` that has states: a checkpoint is loaded into tensors of the right shapes."""
-    twin = copy.deepcopy(optimizer)
-    for group in twin.param_groups:
+    """Return a copy of ``optimizer`` that has states. A checkpoint needs tensors of the right shapes to load into."""
+    stepped = copy.deepcopy(optimizer)
+    for group in stepped.param_groups:
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
-    twin.step()
-    return twin
+    stepped.step()
+    return stepped
 
 
 def _check(params: list[nn.Parameter]) -> None:

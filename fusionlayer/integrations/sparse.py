@@ -1,4 +1,4 @@
-"""Sparse gradients of an optimizer: gathered as rows by operations by name, made dense, or refused."""
+"""Handles an optimizer's sparse gradients: gathers their rows by name, makes them dense, or refuses them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["ByName", "SparseGradients"]
 
 @dataclass(frozen=True)
 class ByName:
-    """What operations by name do for an optimizer, in a job that has them.
+    """What operations by name do for an optimizer, in a job that uses them.
 
     Attributes:
-        begin: told when a step begins.
-        gather: begins the reduction of a sparse gradient, given its name; returns what waits for the result.
+        begin: called when a step begins.
+        gather: begins the reduction of a sparse gradient, given its name and the gradient. It returns a function that
+            waits for the result and returns it.
     """
 
     begin: Callable[[], object]
@@ -30,16 +31,17 @@ class ByName:
 class SparseGradients:
     """Decides which gradients are gathered by name: those that are sparse on any rank in the first step.
 
-    The hooks of the first step only note which ones are sparse on this rank; its end settles it, on all ranks together.
+    During the first step, hooks only note which gradients are sparse on this rank. At its end, all ranks decide
+    together.
 
     Args:
         engine: sums all other gradients.
-        make_dense: the user wants sparse gradients to be summed like all others.
+        make_dense: whether sparse gradients are made dense and summed like all others.
     """
 
     def __init__(self, engine: Engine, make_dense: bool) -> None:
         self.by_name: ByName | None = None
-        """Operations by name; None: this job has none, so nothing is gathered."""
+        """Operations by name; None: this job does not use them, so no gradient is gathered."""
         self._engine = engine
         self._make_dense = make_dense
         self._noted: set[str] = set()
@@ -49,7 +51,7 @@ class SparseGradients:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients of a step that has not ended are noted, or being gathered."""
+        """Whether gradients of the step under way have been noted or are being gathered."""
         return bool(self._noted or self._gathers)
 
     @property
@@ -58,7 +60,7 @@ class SparseGradients:
         return self._gathers.keys()
 
     def take(self, name: str, parameter: Tensor) -> bool:
-        """Note or gather the gradient of a parameter; return False if it is the engine's."""
+        """Note or gather the gradient of a parameter; return False if the engine has to take it."""
         gradient = parameter.grad
         if self.gathered is None:
             if self._make_dense or gradient is None or not gradient.is_sparse or not self._can_leave_out:
@@ -72,23 +74,25 @@ class SparseGradients:
         return True
 
     def agree(self) -> frozenset[str]:
-        """Return the names that are gathered; all ranks call it at the end of the first step, which settles them."""
+        """Return the names of the gradients that are gathered.
+
+        All ranks call it at the end of the first step. That call decides; later ones return the same names.
+        """
         if self.gathered is None:
             can = self._can_leave_out
             self.gathered = self._engine.leave_out(self._noted) if can else frozenset()
-            # A gradient that was dense in the first step has its place in the plan: if it comes sparse later, it is
-            # made dense.
+            # A gradient that was dense in the first step has a slot in the plan. If it is sparse later, make it dense.
             self._make_dense = self._make_dense or can
             self._noted.clear()
         return self.gathered
 
     def end(self) -> dict[Tensor, Callable[[], Tensor]]:
-        """Begin anew; return what waits for the gathered gradient of each parameter of the step."""
+        """Begin the next step; return, by parameter, the functions that wait for the gradients gathered in this one."""
         gathers, self._gathers = self._gathers, {}
         return gathers
 
     def dense(self, name: str, parameter: Tensor) -> Tensor:
-        """Return the gradient of a parameter as the engine takes it: zeros where there is none."""
+        """Return the gradient of a parameter as a dense tensor; zeros if it has none."""
         gradient = parameter.grad
         if gradient is None:
             parameter.grad = gradient = torch.zeros_like(parameter)
@@ -109,7 +113,7 @@ class SparseGradients:
 
 
 def _rows(parameter: Tensor) -> Tensor:
-    """Return a gradient as rows with their numbers, each row once."""
+    """Return a gradient as a sparse tensor of rows with their indices, each row once."""
     gradient = parameter.grad
     if gradient is None:
         rows = parameter.detach()[:0]

@@ -1,4 +1,4 @@
-"""What weights travel as, by the names that papers give it, and presets of weights and gradients together."""
+"""Names from papers for the ways in which weights travel, and presets that name weights and gradients together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..functional import make_codec
 __all__ = ["NAMES", "PRESETS", "Weights", "both_ways"]
 
 NAMES = ("qwd", "qw", "qwz")
-"""Names of weights that are no codecs."""
+"""Names for ``weights`` that are not names of codecs."""
 
 PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "ulq")}
-"""Names of weights and gradients together: SDP4Bit, and ZeRO++ (its qwZ and qgZ)."""
+"""Presets, each with its weights and gradients: SDP4Bit, and ZeRO++ (its qwZ and qgZ)."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,10 @@ class Weights:
     """How weights travel from their owners to all ranks.
 
     Attributes:
-        codec: what travels.
-        differences: what travels is what the owner's weight is more than every rank's copy, and is added to the copies;
-            what a message lost is in the next step's difference (SDP4Bit, section 3.1 and Algorithm 2).
+        codec: of the messages.
+        differences: whether messages hold the owner's weights minus the copy that every rank keeps. Ranks add them to
+            their copies. What a message lost is in the next step's difference (SDP4Bit, section 3.1 and
+            Algorithm 2).
     """
 
     codec: Codec
@@ -35,8 +36,8 @@ class Weights:
     def of(cls, name: str | Codec | None) -> Weights:
         """Return what a user's name stands for: "qwd", "qw", "qwz", or a codec.
 
-        "qwd" is differences in int4, groups of 2048 (SDP4Bit); "qw" weights in the same int4; "qwz" weights in int8, as
-        in ZeRO++.
+        "qwd" sends differences in int4 with groups of 2048 (SDP4Bit). "qw" sends weights in the same int4. "qwz" sends
+        weights in int8, as ZeRO++ does.
         """
         four = codecs.get("int4", hadamard=False, group_size=2048).bare
         if name == "qwd":
@@ -48,7 +49,8 @@ class Weights:
         codec = make_codec("raw" if name is None else name, {}).bare
         if codec.needs_feedback:
             raise ConfigError(
-                f"weights={codec}: sparse weights would be zeros, others far off; expected 'qwd' or a dense codec"
+                f"weights={codec}: sparse weights would be zeros, and other codecs that need error feedback lose too "
+                "much of each weight; expected 'qwd' or a dense codec"
             )
         return cls(codec, differences=False)
 
@@ -56,15 +58,15 @@ class Weights:
 def both_ways(
     weights: str | Codec | None, gradients: str | Codec | None, default: str | None
 ) -> tuple[str | Codec | None, str | Codec | None]:
-    """Return what weights and what gradients travel as, of which ``weights`` may name both: a preset.
+    """Return the names for weights and for gradients, after a preset in ``weights`` is replaced by its two names.
 
     Args:
         weights: as a user gave it.
-        gradients: the same.
-        default: what ``gradients`` is where the user gave none.
+        gradients: as a user gave it.
+        default: the value of ``gradients`` if the user gave none.
 
     Raises:
-        ConfigError: a preset beside gradients of another name, or given for gradients alone.
+        ConfigError: ``weights`` is a preset and ``gradients`` names something else, or only ``gradients`` is a preset.
     """
     if isinstance(weights, str) and weights in PRESETS:
         preset = PRESETS[weights]

@@ -1,4 +1,4 @@
-"""DeepSpeed whose traffic is compressed by a section of its configuration; DeepSpeed itself is imported when used."""
+"""Compresses DeepSpeed's traffic as a section of its configuration says; DeepSpeed is imported only when used."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ __all__ = ["Gradients", "DeepSpeedSection", "RoleCodec", "init_distributed", "in
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Do what ``deepspeed.initialize`` does, with its arguments and its four results, as ``"fusionlayer"`` says.
+    """Call ``deepspeed.initialize`` and compress its traffic as the section ``"fusionlayer"`` says.
 
-    The section is looked for in ``config``, a mapping or the path of an HJSON file, or the file that
-    ``args.deepspeed_config`` names. Without it, or with ``"enabled": false``, this is DeepSpeed alone. The backend is
-    started before DeepSpeed starts one. The engine's ``fusionlayer`` is a ``Gradients``.
+    Arguments and the four results are those of DeepSpeed. The section is read from ``config``, a mapping or the path of
+    an HJSON file, or from the file that ``args.deepspeed_config`` names. Without the section, or with
+    ``"enabled": false``, DeepSpeed runs unchanged. Our backend starts before DeepSpeed would start one. The engine's
+    attribute ``fusionlayer`` is a ``Gradients``.
 
     Raises:
-        ConfigError: a key of the section is unknown or its value cannot be used, torch.distributed runs already with
+        ConfigError: a key of the section is unknown or its value is invalid, torch.distributed runs already with
             another backend, or DeepSpeed is not installed.
         PlanMismatch: ranks have different sections.
     """
@@ -52,12 +53,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 def init_distributed(config: Mapping[str, Any] | str | Path, **kwargs: Any) -> None:
     """Start torch.distributed with the backend as the section of ``config`` says, before something else starts it.
 
-    For programs in which a framework calls ``deepspeed.initialize``, with ``install``; or which need process groups
-    before there is a model, as those with a ``PipelineModule`` do.
+    Call it in programs in which a framework calls ``deepspeed.initialize``, beside ``install``. Call it also in
+    programs that need process groups before they make a model, such as those with a ``PipelineModule``.
 
     Args:
-        config: a mapping or the path of an HJSON file; without an enabled section DeepSpeed's own backend is started.
-        kwargs: of ``deepspeed.init_distributed``, such as ``timeout``.
+        config: a mapping or the path of an HJSON file; without an enabled section, DeepSpeed's own backend starts.
+        kwargs: arguments of ``deepspeed.init_distributed``, such as ``timeout``.
 
     Raises:
         ConfigError, PlanMismatch: as ``initialize``.
@@ -70,11 +71,12 @@ def init_distributed(config: Mapping[str, Any] | str | Path, **kwargs: Any) -> N
 
 
 def install(config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
-    """Put ``initialize`` in the place of ``deepspeed.initialize``, so that frameworks call it; twice is once.
+    """Replace ``deepspeed.initialize`` by ``initialize``, so that frameworks call it; a second call changes nothing.
 
     Args:
-        config: also start the backend, as ``init_distributed``: frameworks start one before they initialize.
-        kwargs: of ``deepspeed.init_distributed``.
+        config: if given, also start the backend as ``init_distributed`` does: frameworks start one before they
+            initialize.
+        kwargs: arguments of ``deepspeed.init_distributed``.
     """
     deepspeed = _deepspeed()
     if not hasattr(deepspeed.initialize, "__wrapped__"):
@@ -89,10 +91,10 @@ def install(config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any)
 
 
 def read(config: object) -> dict[str, Any]:
-    """Return a DeepSpeed configuration: the mapping itself, or what DeepSpeed reads for a path.
+    """Return a DeepSpeed configuration: the mapping itself, or what DeepSpeed reads from a path.
 
     Raises:
-        ConfigError: there is no such file, or it is none.
+        ConfigError: the file does not exist, or is not a DeepSpeed configuration.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -108,7 +110,7 @@ def read(config: object) -> dict[str, Any]:
 
 
 def _start(section: DeepSpeedSection, **kwargs: Any) -> None:
-    """Start the backend with the section's policy, or see that it runs, and that all ranks have the same section."""
+    """Start the backend with the section's policy, or give the policy to a running one; compare sections over ranks."""
     deepspeed = _deepspeed()
     if dist.is_initialized() and backend.NAME not in dist.get_backend_config():
         raise ConfigError(
@@ -117,7 +119,7 @@ def _start(section: DeepSpeedSection, **kwargs: Any) -> None:
             "init_distributed, or put fusionlayer.deepspeed.init_distributed(config) in its place"
         )
     if deepspeed.accelerator.get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile it for half a minute; it sums activations of inference.
+        # DeepSpeed would compile this operator for half a minute. Only inference uses it, to sum activations.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     runs = dist.is_initialized()
     if not runs:
@@ -131,7 +133,7 @@ def _start(section: DeepSpeedSection, **kwargs: Any) -> None:
 
 
 def _configuration(arguments: dict[str, Any]) -> tuple[dict[str, Any] | None, Callable[[dict[str, Any]], None]]:
-    """Return the configuration among the arguments of ``deepspeed.initialize``, and what puts another in its place."""
+    """Return the configuration in the arguments of ``deepspeed.initialize``, and a function that replaces it there."""
     for name in ("config", "config_params"):
         if arguments.get(name) is not None:
             return read(arguments[name]), functools.partial(arguments.__setitem__, name)
@@ -141,7 +143,7 @@ def _configuration(arguments: dict[str, Any]) -> tuple[dict[str, Any] | None, Ca
         return None, lambda config: None
 
     def put(config: dict[str, Any]) -> None:
-        # DeepSpeed takes a configuration from one place only.
+        # DeepSpeed takes a configuration from one place only, so hide the one in args.
         arguments["config"] = config
         arguments["args"] = _Without(args)
 
@@ -149,7 +151,7 @@ def _configuration(arguments: dict[str, Any]) -> tuple[dict[str, Any] | None, Ca
 
 
 class _Without:
-    """Parsed arguments that name no file of a configuration."""
+    """Parsed arguments without the name of a configuration file."""
 
     deepspeed_config = None
 

@@ -1,7 +1,7 @@
-"""What DeepSpeed's engine knows of the gradients that it sends, handed to the backend with each collective.
+"""Tells the backend which gradients a tensor of DeepSpeed holds, with each collective.
 
-The backend sees a flat tensor. The methods of an engine and its optimizer that make these tensors know whose gradients
-they hold; here they are replaced on the one engine, by functions that call them with a ``hint``.
+The backend sees only a flat tensor. Methods of the engine and its optimizer make these tensors, and know whose
+gradients they hold. This file replaces these methods, on one engine, by functions that call them with a ``hint``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3"
 
 
 class Gradients:
-    """The hold that fusionlayer has on one engine's gradients: ``engine.fusionlayer``.
+    """Gives hints for the gradients of one engine, and keeps their residuals: ``engine.fusionlayer``.
 
     Attributes:
-        section: what the configuration says.
+        section: the section of the configuration.
     """
 
     def __init__(self, engine: Any, section: DeepSpeedSection) -> None:
@@ -59,7 +59,7 @@ class Gradients:
         return dict(self._memory.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` of the same rank returned."""
+        """Restore what ``state_dict`` of the same rank returned."""
         self._memory.load_state_dict(state)
 
     def _attach(self) -> None:
@@ -110,7 +110,7 @@ class Gradients:
     def _stage2(
         self, original: Callable[..., None], bucket: Sequence[tuple[Any, ...]], *args: Any, **kwargs: Any
     ) -> None:
-        # An element has the ranks it is for, the tensor, and perhaps where to, in which case it is of one parameter.
+        # An element holds its ranks, the tensor, and sometimes a destination; then the tensor is of one parameter.
         cut = [(plain, (ranks, piece, *rest)) for ranks, tensor, *rest in bucket for plain, piece in self._cut(tensor)]
         for exempt in (True, False):
             pieces = [element for plain, element in cut if plain is exempt]
@@ -118,7 +118,7 @@ class Gradients:
                 with self._plain(exempt):
                     original(pieces, *args, **kwargs)
 
-    # ---- ZeRO 3: whole gradients, of which each rank gets a part -----------------------------------------------------
+    # ---- ZeRO 3: whole gradients; each rank gets a part --------------------------------------------------------------
 
     def _stage3(
         self, original: Callable[..., list[Tensor]], parameters: Sequence[Tensor], dtype: torch.dtype
@@ -141,7 +141,7 @@ class Gradients:
         with self._plain(any(self._names[id(each)] in self._exempt for each in parameters)):
             return original(buffer, dtype)
 
-    # ---- all of them -------------------------------------------------------------------------------------------------
+    # ---- all stages --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _plain(self, plain: bool, padding: tuple[slice, ...] = ()) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Gradients:
 
     @contextmanager
     def _fed_back(self, bucket: Sequence[Tensor]) -> Iterator[None]:
-        """Let the sum of these tensors, one behind the other, have the error feedback of their elements."""
+        """Give the sum of these tensors, one behind the other, the residual of their elements."""
         outer = hints.current()
         if outer.plain or not self.section.error_feedback:
             yield
@@ -194,7 +194,7 @@ class Gradients:
         return self._residuals[layout]
 
     def _cut(self, tensor: Tensor) -> Iterator[tuple[bool, Tensor]]:
-        """Yield ``tensor`` in as few pieces as hold none but exempt gradients, or none of them, and which it is."""
+        """Yield (exempt, piece) in order: the fewest pieces of ``tensor`` with only exempt or only other gradients."""
         runs = [
             (exempt, next(parts).offset)
             for exempt, parts in groupby(self._spans.parts(tensor), key=lambda part: part.name in self._exempt)
@@ -209,9 +209,9 @@ class Gradients:
 
 
 def padding_of(numels: Sequence[int], size: int) -> tuple[slice, ...]:
-    """Return which elements of ZeRO-3's buffer of gradients are padding, which DeepSpeed leaves as memory was.
+    """Return the padding in ZeRO-3's buffer of gradients; DeepSpeed leaves it uninitialised.
 
-    The buffer has a row for each of ``size`` ranks, and in it a piece of each gradient, equally long in all rows.
+    The buffer has a row for each of ``size`` ranks. Each row holds a piece of each gradient, equally long in all rows.
     """
     if len(numels) == 1 and numels[0] % size == 0:
         return ()
@@ -229,10 +229,10 @@ def padding_of(numels: Sequence[int], size: int) -> tuple[slice, ...]:
 
 
 def clear_padding_of_weights(optimizer: Any) -> None:
-    """Fill with zeros what ZeRO-3 has allocated behind the last elements of partitioned weights, and left as it was.
+    """Fill the padding behind partitioned weights, which ZeRO-3 leaves uninitialised, with zeros.
 
-    What is there travels with the weights, in blocks with them; the optimizer's copies are filled likewise, and
-    gradients there are zeros, so it stays.
+    The padding travels with the weights and shares blocks with them. The optimizer's copies get zeros too. Gradients
+    there are zeros, so the padding stays zero.
     """
     with torch.no_grad():
         for group in optimizer.fp16_groups:
@@ -245,7 +245,7 @@ def clear_padding_of_weights(optimizer: Any) -> None:
                 parameter.ds_tensor.view(-1)[filled:].zero_()
                 index, place, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 master = optimizer.fp32_partitioned_groups_flat[index]
-                if master.numel() >= place + numel:  # it is elsewhere where it was swapped out
+                if master.numel() >= place + numel:  # smaller if DeepSpeed has swapped it out
                     master[place + filled : place + numel].zero_()
 
 
@@ -254,7 +254,7 @@ def _slot(part: GradientSpan, total: int) -> Slot:
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let ``owner.name(...)`` call ``function`` with the method that was there, and the arguments."""
+    """Replace ``owner.name`` so that a call of it calls ``function`` with the original method and the arguments."""
     original = getattr(owner, name, None)
     if original is None:
         import deepspeed

@@ -1,4 +1,4 @@
-"""The section ``"fusionlayer"`` of a DeepSpeed configuration: what it may say, and what it means."""
+"""The section ``"fusionlayer"`` of a DeepSpeed configuration: its keys, their checks, and the resulting policy."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROUTERS = ("*.gate.wg.weight", "*.gate.weight", "*router*")
 
 @dataclass(frozen=True)
 class RoleCodec:
-    """What carries the tensors of one role.
+    """The codec and collective for the tensors of one role.
 
     Attributes:
-        codec: registered name; "raw" leaves them as they are.
+        codec: registered name; "raw" leaves tensors as they are.
         options: of that codec.
         algorithm: collective of all-reduces; None chooses by codec and number of ranks.
-        min_bytes: smaller tensors travel as they are; of an all-gather what all ranks get counts.
+        min_bytes: smaller tensors travel as they are. For an all-gather, the size of the output counts.
     """
 
     codec: str = RAW
@@ -47,7 +47,7 @@ class RoleCodec:
 
     @property
     def compresses(self) -> bool:
-        """Whether anything but the elements themselves travels."""
+        """Whether tensors travel as messages of a codec other than "raw"."""
         return self.codec != RAW
 
     def make(self) -> Codec:
@@ -57,16 +57,16 @@ class RoleCodec:
 
 @dataclass(frozen=True)
 class DeepSpeedSection:
-    """What the section says, every "auto" resolved.
+    """The values of the section, with every "auto" resolved.
 
     Attributes:
-        enabled: False: DeepSpeed runs as if there were no section.
+        enabled: if False, DeepSpeed runs as if there were no section.
         gradients: all-reduces and reduce-scatters.
         weights: all-gathers of ZeRO 1 to 3.
         activations: what pipeline stages send each other, in both directions, and all-to-alls of experts.
-        exempt: patterns of parameter names, as of file names, whose gradients travel as they are.
-        error_feedback: send what the codec lost with the next gradient.
-        warmup_steps: optimizer steps at the beginning whose gradients travel as they are.
+        exempt: patterns of parameter names, in the style of file names; gradients of these travel as they are.
+        error_feedback: add what the codec lost to the next step's gradient.
+        warmup_steps: number of first optimizer steps whose gradients travel as they are.
     """
 
     enabled: bool = True
@@ -86,7 +86,7 @@ class DeepSpeedSection:
         """Return the section of a whole DeepSpeed configuration; None if it has none.
 
         Raises:
-            ConfigError: an unknown key, a value of the wrong kind, or one that the rest of the configuration forbids.
+            ConfigError: a key is unknown, or a value has the wrong type or does not fit the rest of the configuration.
         """
         if KEY not in config:
             return None
@@ -106,7 +106,7 @@ class DeepSpeedSection:
 
     @property
     def policy(self) -> CallPolicy:
-        """The rules of the backend: what it sees of a tensor's role is the operation."""
+        """The policy of the backend. It cannot see a tensor's role, so its rules tell roles by the operation."""
         with_residuals = self.error_feedback and self.gradients.make().needs_feedback
         roles = (
             (("all_reduce",) if with_residuals else ("all_reduce", "reduce_scatter"), self.gradients),
@@ -132,7 +132,7 @@ class DeepSpeedSection:
 
 @dataclass(frozen=True)
 class _Written(DeepSpeedSection):
-    """The section with the presets, which are defaults of other keys."""
+    """The section as the user wrote it, with the presets, which set defaults of other keys."""
 
     zero_plus_plus: bool = False
     one_bit: bool = False
@@ -143,7 +143,7 @@ def _error(text: str) -> ConfigError:
 
 
 def _filled(given: object) -> object:
-    """Return the section with the defaults that depend on its presets; each "auto" is left out."""
+    """Return the section with the defaults that depend on its presets, and without keys that are "auto"."""
     if not isinstance(given, Mapping):
         return given
     values = _without_auto(given)
@@ -170,7 +170,7 @@ def _check_role(role: str, traffic: RoleCodec) -> None:
             raise _error(f"{where}; {nearest(algorithm, collectives.names())}")
     try:
         if traffic.compresses:
-            # Which refuses what no process group can carry.
+            # The rule's own checks refuse codecs that no process group can use.
             CallRule(traffic.codec, traffic.options, "all_reduce", error_feedback=role == "gradients")
     except ConfigError as error:
         raise _error(f"{role}: {error}") from None
@@ -195,7 +195,7 @@ def _feedback(given: Mapping[str, Any], section: DeepSpeedSection, stage: int) -
 
 
 def _check(section: DeepSpeedSection, config: Mapping[str, Any], stage: int) -> None:
-    """Refuse what DeepSpeed's own keys make impossible or send twice compressed."""
+    """Raise ``ConfigError`` if DeepSpeed's own keys rule the compression out, or would compress a second time."""
     given = config.get("zero_optimization")
     zero: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
 

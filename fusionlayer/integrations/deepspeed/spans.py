@@ -1,4 +1,4 @@
-"""Which parameters' gradients a tensor of DeepSpeed's consists of, told by where it lies in memory."""
+"""Finds which parameters' gradients a tensor of DeepSpeed consists of, from its place in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradientSpan", "Spans"]
 
 @dataclass(frozen=True)
 class GradientSpan:
-    """Elements ``start`` to ``stop`` of a gradient, which are those from ``offset`` on of some tensor."""
+    """Elements ``start`` to ``stop`` of a gradient, which lie in some tensor from element ``offset`` on."""
 
     name: str
     start: int
@@ -27,7 +27,7 @@ class GradientSpan:
 
 
 class Spans:
-    """Where gradients lie: in memory of their own, or one behind the other in a buffer."""
+    """The places of gradients: in memory of their own, or one behind the other in a buffer."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[tuple[int, int, str]]] = {}
@@ -41,7 +41,7 @@ class Spans:
         self._note(buffer, gradients)
 
     def parts(self, tensor: Tensor) -> Iterator[GradientSpan]:
-        """Yield what ``tensor`` consists of, in order; elements that were never noted are in no part."""
+        """Yield the gradients' spans in ``tensor``, in order; elements that were never noted are in no span."""
         known = self._by_storage.get(tensor.untyped_storage().data_ptr(), [])
         first = int(tensor.storage_offset())
         last = first + tensor.numel()

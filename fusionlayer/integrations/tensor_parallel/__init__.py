@@ -1,4 +1,4 @@
-"""Tensor parallelism whose activations travel compressed: operations on tensors, and styles for DTensor models."""
+"""Tensor parallelism with compressed activations: operations on tensors, and styles for DTensor models."""
 
 from .channel import Channel
 from .styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel

@@ -1,7 +1,8 @@
-"""``Channel``: the group of a tensor-parallel layer and what travels in it; its differentiable collectives.
+"""``Channel``: the differentiable collectives of a tensor-parallel layer, over one group and with one codec.
 
-Each collective is an operator of torch, so that ``torch.compile`` takes it as a whole. Operators know the channel by
-its name: graphs hold strings, and equal channels of several layers have one name, so one compiled graph serves all.
+Each collective is an operator of torch, so that ``torch.compile`` does not look inside it. An operator gets the
+channel's name, because graphs can hold strings. Equal channels of several layers have one name, so one compiled graph
+serves them all.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from ..groups import resolve
 
 __all__ = ["PIECE_BYTES", "Channel"]
 
-# Bytes of a tensor that travel at a time. On fast links of GPUs TACO found 64 MB best (Fig. 10).
+# Bytes of a tensor that travel at a time. TACO found 64 MB best on fast links of GPUs (Fig. 10).
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
-# Collectives that take a tensor piece by piece and leave it as it is.
+# Collectives that process a tensor piece by piece and do not overwrite it.
 _IN_PIECES = {"one_shot": one_shot, "two_shot": two_shot, "two_level": two_level, "zipped": zipped}
 
 _channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
@@ -47,25 +48,26 @@ class Channel:
     """Moves the activations of tensor-parallel layers between the ranks that share them, compressed.
 
     The operations are those of Megatron-LM, each the transpose of another (Shoeybi et al., 2019; Korthikanti et
-    al., 2022): before a layer whose weight is cut by columns ``copy`` or, with sequence parallelism, ``gather``; after
-    one that is cut by rows ``reduce`` or ``reduce_scatter``. They work eagerly and under
+    al., 2022). Before a layer whose weight is cut by columns, call ``copy``, or with sequence parallelism ``gather``.
+    After a layer whose weight is cut by rows, call ``reduce`` or ``reduce_scatter``. All work eagerly and under
     ``torch.compile(fullgraph=True)``. Results of ``copy``'s backward, ``reduce`` and ``gather`` are the same bits on
-    every rank. A NaN or Inf on one rank reaches all.
+    every rank. A NaN or Inf on one rank reaches all ranks.
 
     Every rank makes the same calls with tensors of the same shape and type, in the same order. Shapes are not compared:
-    ranks that differ wait until the time-out, whose error names them. In a group of one rank nothing is done.
+    if they differ, ranks wait until the time-out, whose error names them. In a group of one rank, the operations return
+    their input.
 
     Args:
         group: process group, one-dimensional ``DeviceMesh`` or transport; None means all ranks. All its ranks make the
             channel together.
-        codec: name or codec of what travels; None takes the configured one (``raw`` by default).
+        codec: name or codec of the activations; None takes the configured one (``raw`` by default).
         algorithm: "one_shot" or "two_shot" for all-reduces of a lossy codec; None chooses by the number of ranks.
-        piece_bytes: bytes of a tensor that travel at a time, while others are encoded, summed or decoded; None takes
-            4 MiB on the CPU, 64 MiB on CUDA.
+        piece_bytes: bytes of a tensor that travel at a time, while other pieces are encoded, summed or decoded; None
+            takes 4 MiB on the CPU, 64 MiB on CUDA.
         codec_options: options of a codec given by name.
 
     Raises:
-        ConfigError: unknown names or options, or something that is no group.
+        ConfigError: unknown names or options, or ``group`` is not a group.
         PlanMismatch: ranks disagree on codec or options.
         TransportError: a peer was lost, stopped or late.
         UsageError: this process is not in the group.
@@ -73,8 +75,8 @@ class Channel:
     Attributes:
         rank: this process in the group.
         size: number of ranks of the group.
-        codec: what travels.
-        name: by which graphs know the channel.
+        codec: of the activations.
+        name: the name by which graphs refer to the channel.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class Channel:
         if piece_bytes is not None and piece_bytes < 1:
             raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
         if algorithm is None and self.codec.needs_feedback:
-            algorithm = collectives.usual(self.codec, self.size)  # its own would lose most of an activation for good
+            # Such a codec's own collective relies on error feedback: without it, most of an activation would be lost.
+            algorithm = collectives.usual(self.codec, self.size)
         self._algorithm = collectives.choose(self.codec, self.size, algorithm)
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
@@ -104,26 +107,26 @@ class Channel:
         if self._transport not in _numbers:
             _numbers[self._transport] = next(_count)
         self.name = f"{facts} on {_numbers[self._transport]}"
-        # Whoever has an equal channel keeps the one that the name stands for.
+        # _channels holds channels weakly, so an equal channel must keep alive the one that is registered by the name.
         named = _channels.setdefault(self.name, self)
         self._named = None if named is self else named
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return ``x``, the same on all ranks, for layers of which each rank has a part; backward sums gradients."""
+        """Return ``x``, the same on all ranks, as input of a layer cut over ranks; backward sums gradients."""
         copied: Tensor = x if self.size == 1 else _Copy.apply(x, self.name)  # type: ignore[no-untyped-call]
         return copied
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over ranks; backward hands the gradient, the same on all ranks, to each."""
+        """Return the sum of ``x`` over ranks; backward returns the gradient, the same on all ranks, unchanged."""
         total: Tensor = x if self.size == 1 else torch.ops.fusionlayer.tp_all_reduce(x, self.name)
         return total
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """Return the ranks' parts ``x`` one behind the other along ``dim``; backward sums and scatters gradients.
+        """Return the ranks' parts ``x`` concatenated along ``dim``; backward sums and scatters gradients.
 
         Args:
             x: (..., n, ...), this rank's part.
-            dim: for sequence parallelism the one of the tokens.
+            dim: the dimension to join; for sequence parallelism, that of the tokens.
 
         Returns:
             (..., size * n, ...)
@@ -137,14 +140,14 @@ class Channel:
         """Return this rank's part along ``dim`` of the sum of ``x`` over ranks; backward gathers gradients.
 
         Args:
-            x: (..., size * n, ...), as large on all ranks.
+            x: (..., size * n, ...), of the same shape on all ranks.
             dim: the dimension to cut.
 
         Returns:
             (..., n, ...)
 
         Raises:
-            ConfigError: the ranks do not divide the dimension.
+            ConfigError: the number of ranks does not divide the dimension.
         """
         if self.size == 1:
             return x
@@ -154,8 +157,8 @@ class Channel:
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part along ``dim`` of ``x``, which is the same on all ranks; backward gathers gradients.
 
-        Where sequence parallelism begins, after an embedding for instance. Nothing travels forward. Shapes and errors
-        are those of ``reduce_scatter``.
+        Call it where sequence parallelism begins, for instance after an embedding. Nothing travels forward. Shapes and
+        errors are those of ``reduce_scatter``.
         """
         if self.size == 1:
             return x
@@ -167,8 +170,8 @@ class Channel:
     def join(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts ``x`` as ``gather`` does, for layers that are the same on all ranks.
 
-        Where sequence parallelism ends. The gradient is the same on all ranks then: backward takes this rank's part of
-        it, where that of ``gather`` sums. Nothing travels backward.
+        Call it where sequence parallelism ends. The gradient is the same on all ranks there, so backward takes this
+        rank's part of it and nothing travels. (The backward of ``gather`` sums instead.)
         """
         if self.size == 1:
             return x
@@ -180,7 +183,7 @@ class Channel:
     def __repr__(self) -> str:
         return f"Channel({self.name}, rank {self.rank} of {self.size})"
 
-    # ---- what operators do, on the values -------------------------------------------------------------------------
+    # ---- what the operators below do with values ------------------------------------------------------------------
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         self._check(x)
@@ -240,7 +243,7 @@ def _positive(dim: int, x: Tensor) -> int:
 def _find(name: str) -> Channel:
     channel = _channels.get(name)
     if channel is None:
-        raise UsageError(f"the channel {name!r} is gone; keep the Channel as long as what it returned is used")
+        raise UsageError(f"the channel {name!r} is gone; keep the Channel as long as you use the tensors it returned")
     return channel
 
 
@@ -289,7 +292,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _nothing_to_remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep nothing: the gradient goes through as it is."""
+    """Keep nothing for backward, which returns the gradient unchanged."""
 
 
 _all_reduce.register_autograd(lambda ctx, grad: (grad, None), setup_context=_nothing_to_remember)
@@ -304,7 +307,10 @@ _reduce_scatter.register_autograd(
 
 
 class _Copy(torch.autograd.Function):
-    """No operator of its own: that must not return its input, and would copy it."""
+    """The identity, with an all-reduce in backward.
+
+    It is not a custom operator: such an operator must not return its input, so it would have to copy it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: str) -> Tensor:
@@ -317,6 +323,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
+    """Takes this rank's part; backward gathers."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, rank: int, size: int, channel: str) -> Tensor:
         ctx.dim, ctx.channel = dim, channel
@@ -329,6 +337,8 @@ class _Split(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
+    """Gathers; backward takes this rank's part."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, rank: int, channel: str) -> Tensor:
         ctx.dim, ctx.rank, ctx.length = dim, rank, x.shape[dim]

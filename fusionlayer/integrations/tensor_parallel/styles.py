@@ -1,4 +1,4 @@
-"""Styles for ``parallelize_module``: those of torch, but what they send between layers travels compressed."""
+"""Styles for ``parallelize_module``: those of torch, with compressed communication between layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "Sequence
 
 
 class _Compressed:
-    """What the styles share: the options of a ``Channel``, which each makes over the mesh it is applied to."""
+    """The part that all styles share: options of the ``Channel`` that a style makes over its mesh."""
 
     def __init__(
         self,
@@ -52,21 +52,21 @@ class _Compressed:
 class ColwiseParallel(_Compressed, stock.ColwiseParallel):
     """``torch.distributed.tensor.parallel.ColwiseParallel`` with compressed communication on the side of the input.
 
-    A replicated input: backward's all-reduce of its gradient is compressed. One that is sharded by sequence: its
-    all-gather is, and backward's reduce-scatter. What ``output_layouts`` may ask for travels as it does in torch:
-    that are logits as a rule.
+    If the input is replicated, backward's all-reduce of its gradient is compressed. If the input is sharded by
+    sequence, its all-gather and backward's reduce-scatter are compressed. Communication for ``output_layouts`` is that
+    of torch; it usually carries logits.
 
     Args:
         input_layouts, output_layouts, use_local_output: as in torch.
-        codec, algorithm, piece_bytes: as of ``Channel``.
+        codec, algorithm, piece_bytes: as in ``Channel``.
         codec_options: options of a codec given by name.
 
     Raises:
-        ConfigError: as ``Channel``; from the forward, a sequence that the ranks do not divide.
+        ConfigError: as ``Channel``; from the forward, the number of ranks does not divide a sequence.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # torch binds the functions before the forward: methods would not compile.
+        # torch binds these functions to the module before the forward. torch.compile does not take methods there.
         here = copy.copy(self)
         here.__dict__["_prepare_input_fn"] = partial(_enter, self._over(device_mesh))
         return super(ColwiseParallel, here)._apply(module, device_mesh)
@@ -75,8 +75,8 @@ class ColwiseParallel(_Compressed, stock.ColwiseParallel):
 class RowwiseParallel(_Compressed, stock.RowwiseParallel):
     """``torch.distributed.tensor.parallel.RowwiseParallel`` with compressed communication on the side of the output.
 
-    A replicated output: its all-reduce is compressed. One that is sharded by sequence: its reduce-scatter is, and
-    backward's all-gather. Of an embedding cut by rows the output travels as it does in torch.
+    If the output is replicated, its all-reduce is compressed. If the output is sharded by sequence, its reduce-scatter
+    and backward's all-gather are compressed. The output of an embedding cut by rows travels as it does in torch.
 
     The arguments and errors are those of ``ColwiseParallel``.
     """
@@ -88,14 +88,14 @@ class RowwiseParallel(_Compressed, stock.RowwiseParallel):
 
 
 class SequenceParallel(_Compressed, stock.SequenceParallel):
-    """``torch.distributed.tensor.parallel.SequenceParallel``, which compresses what a change of the layout sends.
+    """``torch.distributed.tensor.parallel.SequenceParallel`` with compressed communication for changes of layout.
 
-    An input that is sharded by sequence already needs none. A replicated one: backward's all-gather is compressed. One
-    whose sum is pending: its reduce-scatter is, and backward's all-gather.
+    An input that is sharded by sequence needs no communication. If the input is replicated, backward's all-gather is
+    compressed. If the sum of the input is pending, its reduce-scatter and backward's all-gather are compressed.
 
     Args:
         sequence_dim, use_local_output: as in torch.
-        codec, algorithm, piece_bytes, codec_options: as of ``ColwiseParallel``.
+        codec, algorithm, piece_bytes, codec_options: as in ``ColwiseParallel``.
 
     Raises:
         ConfigError: as ``ColwiseParallel``.
@@ -110,13 +110,13 @@ class SequenceParallel(_Compressed, stock.SequenceParallel):
 class PrepareModuleInput(_Compressed, stock.PrepareModuleInput):
     """``torch.distributed.tensor.parallel.PrepareModuleInput`` with compressed communication.
 
-    For an input that several layers share, as the projections of attention do: sharded by sequence, it is gathered once
-    for all of them. Other changes of layout travel as they do in torch.
+    Use it for an input that several layers share, such as that of attention's projections. If it is sharded by
+    sequence, one compressed gather serves all of them. Other changes of layout travel as they do in torch.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as in
             torch.
-        codec, algorithm, piece_bytes, codec_options: as of ``ColwiseParallel``.
+        codec, algorithm, piece_bytes, codec_options: as in ``ColwiseParallel``.
 
     Raises:
         ConfigError: as ``ColwiseParallel``.
@@ -147,7 +147,7 @@ def _enter(
     inputs: tuple[Any, ...],
     mesh: DeviceMesh,
 ) -> DTensor:
-    """Return the input of a layer that is cut by columns, replicated."""
+    """Return the input of a layer that is cut by columns, as a replicated tensor."""
     x = inputs[0]
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, input_layouts, run_check=False)
@@ -170,7 +170,7 @@ def _leave(
     output: DTensor,
     mesh: DeviceMesh,
 ) -> Tensor:
-    """Return the output of a layer that is cut by rows, whose sum is pending, in the layout that is asked for."""
+    """Sum the output of a layer that is cut by rows, and return it in the requested layout."""
     placed = _reduced(output, output_layouts[0], channel)
     return placed.to_local() if use_local_output else placed
 
@@ -196,7 +196,7 @@ def _to_sequence(
 
 
 def _gathered(x: DTensor, dim: int, channel: Channel) -> DTensor:
-    """Return ``x``, sharded along ``dim``, replicated; its gradient is pending a sum, which is compressed too."""
+    """Return ``x``, which is sharded along ``dim``, replicated; backward's sum of its gradient is compressed too."""
     if x.shape[dim] % channel.size:
         raise ConfigError(
             f"dimension {dim} of shape {tuple(x.shape)} is sharded over {channel.size} ranks; make its length a "
@@ -207,7 +207,7 @@ def _gathered(x: DTensor, dim: int, channel: Channel) -> DTensor:
 
 
 def _reduced(x: DTensor, wanted: Placement, channel: Channel) -> DTensor:
-    """Return ``x`` in the layout ``wanted``, compressed where that takes a plain sum over ranks."""
+    """Return ``x`` in the layout ``wanted``; compress the communication if it is a plain sum over ranks."""
     (placement,) = x.placements
     # Subclasses of Partial mean other things than a sum, such as an embedding's mask.
     if type(placement) is not Partial or placement.reduce_op != "sum" or wanted.is_partial():
