@@ -87,7 +87,7 @@ def build_info() -> native.BuildInfo:
 
 
 def __getattr__(name: str) -> Any:
-    # What they need of torch takes more than a second to import, and most jobs are without.
+    # Imported on first use: the parts of torch that they need take more than a second, and most jobs do without them.
     if name in ("deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

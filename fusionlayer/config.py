@@ -1,4 +1,4 @@
-"""Settings of a job: one dataclass, filled from the file that ``FUSIONLAYER_CONFIG`` names and from the environment."""
+"""Settings of a job, from the file that ``FUSIONLAYER_CONFIG`` names and from the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Defaults of every entry point; an argument given in code wins. docs/config.md describes each."""
+    """Defaults of every entry point. An argument given in code wins over them. docs/config.md describes each."""
 
     codec: str = _setting(
         "codec of gradients: a name of `fusionlayer.codecs.names()`, or `auto` in an optimizer", "raw"
@@ -36,22 +36,22 @@ class Config:
         None,
     )
     ahead: bool | None = _setting(
-        "encode each gradient by itself as it arrives, ahead of fusion; null: as algorithm and codec want it", None
+        "encode each gradient by itself as it arrives, ahead of fusion; null: algorithm and codec decide", None
     )
     planner: str = _setting(
         "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "tapered"
     )
     planner_options: Mapping[str, Any] = _setting("options of that planner; sizes in bytes", factory=dict)
     profile: str | None = _setting(
-        "file with measured costs of the model, for what plans by costs; null measures the first steps", None
+        "file with measured costs of the model, for planning by costs; null: the first steps are measured", None
     )
     policy: str | None = _setting("file with rules that give each gradient a codec, in place of `codec`", None)
     fidelity: str = _setting(
-        "what codec `auto` may choose: `lossless`, `near_lossless` (changes at most 1e-4 of a Gaussian's energy) "
+        "what `auto` may choose codecs from: `lossless`, `near_lossless` (changes at most 1e-4 of a Gaussian's energy) "
         "or `aggressive`",
         "near_lossless",
     )
-    replan: bool = _setting("what plans by costs measures and plans again when steps have drifted", True)
+    replan: bool = _setting("when planning by costs: measure and plan again when steps have drifted", True)
     autotune: bool = _setting(
         "while training runs, search for the number and sizes of buckets with the shortest measured steps", False
     )
@@ -103,7 +103,7 @@ class Config:
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:
-    """Return the settings of this process: the file, then single variables over it.
+    """Return the settings of this process: those of the file, with those of single variables over them.
 
     Raises:
         ConfigError: the file cannot be read, has an unknown key or a value of the wrong kind.
@@ -129,7 +129,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
 
 
 def describe() -> str:
-    """Return docs/config.md, made from ``Config``; ``make docs`` writes it anew."""
+    """Return the text of docs/config.md. ``make docs`` writes it to the file."""
     defaults = vars(Config())
     rows = []
     for f in fields(Config):

@@ -1,4 +1,4 @@
-"""The one exception tree. Every message says what was given, what is expected and what to do."""
+"""All exceptions of fusionlayer. Every message says what was given, what is expected and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ConfigError", "FusionLayerError", "PlanMismatch", "TransportError", 
 
 
 class FusionLayerError(Exception):
-    """Base of everything that fusionlayer raises on purpose."""
+    """Base class of all exceptions that fusionlayer raises on purpose."""
 
 
 class ConfigError(FusionLayerError, ValueError):
@@ -24,10 +24,10 @@ class WireError(FusionLayerError):
 
 
 class PlanMismatch(FusionLayerError):
-    """Ranks disagree on what is sent; found by digest before any payload.
+    """Ranks disagree on what is sent. They compare digests and find out before any payload travels.
 
     Attributes:
-        ranks: the ranks that differ from the lowest rank's view.
+        ranks: the ranks whose digest differs from that of the lowest rank.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
@@ -36,10 +36,10 @@ class PlanMismatch(FusionLayerError):
 
 
 class TransportError(FusionLayerError, RuntimeError):
-    """A peer was lost, stopped or came too late; the group it was raised on is closed.
+    """A peer was lost, stopped or came too late. The group that raised it is closed.
 
     Attributes:
-        ranks: the ranks held responsible, as far as they are known.
+        ranks: the ranks that caused it, as far as they are known.
         bucket: index of the bucket in flight, or None outside an engine.
         tensors: names of the tensors in that bucket.
         sequence: number of the collective on its group, or None.

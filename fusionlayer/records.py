@@ -1,10 +1,13 @@
-"""Records: dataclasses that YAML or JSON fills in. One checker and one style of error for every file and section.
+"""Records: dataclasses that are read from YAML or JSON. All files share one checker and one style of error.
 
-Why not a library: msgspec ignores unknown keys of dataclasses, does not name the value it refuses, and takes no union
-of two dataclasses, such as a line or a curve. pydantic is 10 MB with its core, answers in several lines, loses the
-place where a union is tried in vain, and needs as much code again to name the nearest key.
+Why not a library:
 
-A dataclass whose only field is a list is written as that list, as a curve is by its points.
+- msgspec ignores unknown keys of dataclasses, does not name the value it refuses, and takes no union of two
+  dataclasses, such as a line or a curve.
+- pydantic is 10 MB with its core. Its errors have several lines and do not say where in a union they occurred. To name
+  the nearest key it would need as much code again.
+
+A dataclass whose only field is a list is written as that list: a curve is written as its points.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _WORDS = {
     Mapping: "keys and values",
     Sequence: "a list",
 }
-# The C parser is many times faster where it is there; both make plain data alone.
+# The C parser is many times faster, but not every PyYAML has it. Both make plain data only.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -56,9 +59,9 @@ def load(kind: type[T], path: str | Path, what: str, version: int | None = None)
 
     Args:
         kind: dataclass of the record.
-        path: of the file.
-        what: the file holds, as errors say it.
-        version: that the key ``version`` must have; None: there is no such key.
+        path: the file.
+        what: name for the record in errors, such as "profile".
+        version: expected value of the key ``version``; None: there is no such key.
 
     Raises:
         ConfigError: the file cannot be read, has another version, or does not fit ``kind``.
@@ -71,12 +74,13 @@ def load(kind: type[T], path: str | Path, what: str, version: int | None = None)
 
 
 def build(kind: type[T], data: object, where: str) -> T:
-    """Return the dataclass ``kind`` made from a mapping; ``where`` says whence, as the error begins.
+    """Return the dataclass ``kind`` made from a mapping. Errors begin with ``where``, which names its source.
 
-    Values that are dataclasses already stay what they are.
+    Values that are dataclasses already are kept as they are.
 
     Raises:
-        ConfigError: ``where``, the key, what it has and what was expected, with the nearest known name.
+        ConfigError: a key is unknown or missing, or a value has the wrong type. The message has ``where``, the key, its
+            value, what was expected, and for an unknown key the nearest known one.
     """
     try:
         return typing.cast(T, _record(kind, data, ""))
@@ -85,13 +89,13 @@ def build(kind: type[T], data: object, where: str) -> T:
 
 
 def check(record: Any) -> None:
-    """Raise ``ConfigError`` unless each field of a dataclass has a value of its type; for ``__post_init__``."""
+    """Raise ``ConfigError`` unless each field of a dataclass has a value of its type. Call it in ``__post_init__``."""
     kind: Any = type(record)
     for name, hint in _hints(kind).items():
         _value(hint, getattr(record, name), name)
 
 
-# Making out the types takes longer than checking a value, and a plan has thousands of slots.
+# Cached: resolving the types takes longer than checking a value, and a plan has thousands of slots.
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
@@ -126,7 +130,7 @@ def _record(kind: type, data: object, where: str) -> Any:
 
 
 def _value(hint: Any, data: object, where: str) -> Any:
-    """Return ``data``, which stands at ``where``, as what the type ``hint`` says."""
+    """Return ``data`` converted to the type ``hint``. ``where`` is its place in the record, for errors."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         fitting = [each for each in args if _looks(data, each)]
@@ -151,7 +155,7 @@ def _value(hint: Any, data: object, where: str) -> Any:
 
 
 def _looks(data: object, hint: Any) -> bool:
-    """Return whether ``data`` has the outer shape of ``hint``, whatever is inside."""
+    """Return whether ``data`` has the outer shape of ``hint``. What is inside is not checked."""
     shape = _shape(hint)
     if dataclasses.is_dataclass(hint) and isinstance(data, typing.cast(type, hint)):
         return True
@@ -163,7 +167,7 @@ def _looks(data: object, hint: Any) -> bool:
 
 
 def _shape(hint: Any) -> Any:
-    """Return the key of ``_WORDS`` for a type."""
+    """Return the key in ``_WORDS`` for a type."""
     if dataclasses.is_dataclass(hint):
         shapes = [_shape(each) for each in _hints(typing.cast(type, hint)).values()]
         return Sequence if shapes == [Sequence] else Mapping
@@ -172,7 +176,7 @@ def _shape(hint: Any) -> Any:
 
 
 def _length(hint: Any) -> int | None:
-    """Return how many items a tuple type has; None: any number."""
+    """Return how many items a tuple type has, or None for any number."""
     args = typing.get_args(hint)
     return len(args) if typing.get_origin(hint) is tuple and args[-1] is not Ellipsis else None
 
@@ -190,7 +194,7 @@ def _refusal(data: object, where: str, *hints: Any) -> ConfigError:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes numbers with the digits that mean something."""
+    """Writes floats with five significant digits."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -200,7 +204,7 @@ _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("ta
 
 
 def save(record: object, path: str | Path, comment: str = "") -> None:
-    """Write a record to a YAML file, led by a comment; fields that have their default are left out."""
+    """Write a record to a YAML file that begins with a comment. Fields that have their default are left out."""
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     text = yaml.dump(_plain(record), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
     Path(path).write_text(head + text)
@@ -210,7 +214,7 @@ def _number(value: float) -> str:
     if value.is_integer() and abs(value) < 1e15:
         return f"{value:.1f}"
     text = f"{value:.5g}"
-    return text if "." in text else text.replace("e", ".0e")  # YAML 1.1 takes 1e-05 for a word
+    return text if "." in text else text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as a string
 
 
 def _plain(value: Any) -> Any:

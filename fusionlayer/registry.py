@@ -1,4 +1,4 @@
-"""The only way a name is bound to a codec, a collective or a planner."""
+"""Registries: they bind names to codecs, collectives and planners. Nothing else does."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return ``known`` as text for an error message, the closest match to ``name`` pointed out."""
+    """Return text for an error message: the known names, and before them the one closest to ``name``."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(known)}"
 
 
 class Registry(Generic[T]):
-    """Names of one kind, found by importing every module of one package.
+    """The names of one kind of thing. The first look-up imports every module of one package; these register the names.
 
-    A registered factory is called with the options of ``get``; a preset is a name for a factory with other defaults.
+    ``get`` calls the registered factory with its options. A preset is a name for a factory with other defaults.
 
     Args:
-        kind: what the names stand for, as error messages say it.
+        kind: word for error messages, such as "codec".
         package: package whose modules register their names on import.
     """
 
@@ -39,29 +39,29 @@ class Registry(Generic[T]):
         self._factories: dict[str, Callable[..., T]] = {}
         self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._imported = False
-        # Guards _imported: no thread looks a name up before all modules are imported. Reentrant: a module that is being
-        # imported may look one up.
+        # Guards _imported: no thread looks up a name before all modules are imported. Reentrant, because a module that
+        # is being imported may look up a name itself.
         self._lock = threading.RLock()
 
     def add(self, name: str, factory: Callable[..., T]) -> None:
-        """Bind ``name``; a name that is taken is a ``ConfigError``."""
+        """Bind ``name`` to a factory. Raise ``ConfigError`` if the name is taken."""
         if name in self._factories or name in self._presets:
             raise ConfigError(f"{self.kind} name {name!r} is taken; choose another")
         self._factories[name] = factory
 
     def add_preset(self, name: str, base: str, **defaults: Any) -> None:
-        """Bind ``name`` to ``base`` with other defaults; the caller's options still win."""
+        """Bind ``name`` to ``base`` with other defaults. The caller's options win over these."""
         if name in self._factories or name in self._presets:
             raise ConfigError(f"{self.kind} name {name!r} is taken; choose another")
         self._presets[name] = (base, defaults)
 
     def remove(self, name: str) -> None:
-        """Unbind ``name`` (for tests that register something of their own)."""
+        """Unbind ``name``. Tests that register names of their own need it."""
         self._factories.pop(name, None)
         self._presets.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return every name that ``get`` takes, sorted."""
+        """Return all names that ``get`` takes, sorted."""
         self._import_all()
         return sorted([*self._factories, *self._presets])
 
@@ -83,7 +83,8 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: {error}") from error
 
     def _import_all(self) -> None:
-        with self._lock:  # another thread must not look before all names are there
+        # A thread that comes while another one imports waits here until all names are registered.
+        with self._lock:
             if self._imported:
                 return
             package = importlib.import_module(self._package)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FusionLayerError as error:
         print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         return 141
     return status

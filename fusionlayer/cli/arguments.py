@@ -72,5 +72,5 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def scenario_of(options: argparse.Namespace, profile: Profile, rate: str | None = None) -> Scenario:
-    """Return the cluster that ``add_cluster``'s options ask for, or that with another rate."""
+    """Return the cluster that ``add_cluster``'s options describe; ``rate`` replaces its rate."""
     return Scenario(rate or options.rate or profile.fastest_rate, options.per_host)

@@ -23,7 +23,7 @@ PHASES = {
 """Spans of the training thread, and what the breakdown calls them (SAFusion, figure 15)."""
 
 _BUCKET = "ALLREDUCE"
-_NANOSECOND = 1e-3  # microseconds: rounding may move the end of a span past the start of the next one
+_NANOSECOND = 1e-3  # microseconds; by rounding a span may end after the next one has begun
 
 Span = Mapping[str, Any]
 
@@ -34,10 +34,10 @@ class BucketTimes:
 
     Attributes:
         index: of the bucket.
-        start: when a communication thread took it, from the start of backward.
+        start: when a communication thread took it, counted from the start of backward.
         end: when it was done.
-        waited: for which the training thread waited for it.
-        phases: of the communication thread, by the name of their span; "other" is what lies between them.
+        waited: how long the training thread waited for it.
+        phases: of the communication thread, by the name of their span; "other" is the time between them.
     """
 
     index: int
@@ -52,11 +52,11 @@ class Breakdown:
     """A rank's mean step, in seconds.
 
     Attributes:
-        rank: whose.
-        steps: that the means are over.
+        rank: the rank.
+        steps: number of steps in the means.
         step: from one step's beginning to the next one's.
-        phases: of the training thread, each without what is nested in it; they add up to ``step``.
-        communication: for which at least one bucket was under way, hidden or not.
+        phases: of the training thread, each without the phases nested in it; they add up to ``step``.
+        communication: how long at least one bucket was under way, hidden or not.
         buckets: in the order of their numbers.
     """
 
@@ -77,8 +77,8 @@ def break_down(spans: Sequence[Span], skip: int, source: str) -> Breakdown:
 
     Args:
         spans: of all threads, in any order.
-        skip: first steps that are left out.
-        source: name of the file, for the message.
+        skip: number of first steps to leave out.
+        source: name of the file, for error messages.
 
     Raises:
         ConfigError: too few steps, or spans of something other than an optimizer's training.
@@ -91,7 +91,7 @@ def break_down(spans: Sequence[Span], skip: int, source: str) -> Breakdown:
             f"timeline {source} has {len(begins)} steps of a DistributedOptimizer, {len(kept)} of them after the first "
             f"{skip}; expected at least 2 (--skip leaves out fewer)"
         )
-    # The last step has no successor that says when it was over.
+    # The last step is left out: no next step begins, which would tell when it was over.
     first, last = begins[kept[0]], begins[kept[-1]]
     count = len(kept) - 1
     own = [span for span in spans if first <= span["ts"] < last]
@@ -117,7 +117,7 @@ def _start(span: Span) -> float:
 
 
 def _step_begins(spans: Sequence[Span]) -> dict[int, float]:
-    """Return when each step's forward began, or where none was seen its backward."""
+    """Return when each step's forward began, or its backward where the timeline has no forward."""
     begins: dict[int, float] = {}
     for span in spans:
         if span["name"] in ("FORWARD", "BACKWARD"):

@@ -1,4 +1,4 @@
-"""``fusionlayer doctor``: what is installed, what works on this machine, and which settings the environment makes."""
+"""``fusionlayer doctor``: what is installed, what works on this machine, and which environment variables are set."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _names(findings: list[Finding]) -> str:
 
 
 def _tried(section: str, name: str, attempt: Callable[[], str]) -> Finding:
-    """Return what ``attempt`` says if it works, or its error."""
+    """Return the finding of ``attempt``, or a finding with its error."""
     try:
         return Finding(section, name, "ok", attempt())
     except Exception as error:  # one failure of any kind must not hide the other findings
@@ -191,7 +191,7 @@ def _codecs() -> Iterator[Finding]:
 
 
 def _round_trip(codec: Codec, device: torch.device) -> tuple[float, float]:
-    """Return the bits of an element, and the share of the energy that is lost."""
+    """Return a codec's bits per element, and the share of the energy that it loses."""
     x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(device)
     payload = codec.compress(x, 1)
     back = codec.decompress(payload, x.shape)

@@ -36,7 +36,7 @@ HOROVOD = {
     **VARIABLES,
 }
 
-# Why a variable of Horovod's changes nothing here.
+# Horovod's variables that have no effect here, and why.
 HOROVOD_UNUSED = {
     "HOROVOD_CYCLE_TIME": "messages leave when they are complete, so there is no cycle to wait for",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
@@ -70,7 +70,7 @@ _OTHERS = (
 
 
 class Variable(NamedTuple):
-    """An environment variable that is set. ``used``: whether it changes anything; ``meaning``: what, or why not."""
+    """An environment variable that is set. ``used``: whether it has an effect; ``meaning``: which one, or why none."""
 
     name: str
     value: str

@@ -1,4 +1,4 @@
-"""``fusionlayer explain``: what a plan holds, when each bucket is predicted to travel, and why."""
+"""``fusionlayer explain``: the buckets of a plan, when each is predicted to travel, and why."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCost
 
 
 def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
-    """Print the size from which lossless collectives are predicted to be faster zipped."""
+    """Print the size from which zipping is predicted to make lossless collectives faster."""
     if _ZIP not in profile.codecs or workers < 2:
         return
     rows = []
@@ -134,7 +134,7 @@ def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -
 
 
 def _why(elements: int, bucket: Bucket, cost: BucketCosts, profile: Profile, raw: BucketCosts | None) -> str:
-    """Return what the codec does for a tensor by itself."""
+    """Return a text: the codec's bits, and its cost for the tensor by itself, compared with raw."""
     bits = codec_cost(profile, codec_of(bucket)).bits
     words = f"{bits:.3g} bits an element; alone {_ms(cost.alone(elements))} ms"
     if raw is None or bucket.codec == "raw":

@@ -34,7 +34,7 @@ Other hosts are reached by ssh without a password, and need the same folder, Pyt
 along. Flags of horovodrun that are not listed are refused, with the reason.
 """
 
-# Flags of horovodrun for things that do not exist here, and what to do instead. True: the flag takes a value.
+# Flags of horovodrun without a counterpart here, and what to do instead. True: the flag takes a value.
 _REFUSED: dict[str, tuple[bool, str]] = {
     "--cycle-time-ms": (True, "messages leave when they are complete, so there is no cycle to wait for; leave it out"),
     "--disable-cache": (False, "ranks agree on plans once, and names are remembered at no cost; leave it out"),
@@ -175,7 +175,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     tuning("--gloo-timeout-seconds", type=positive, metavar="S", help="FUSIONLAYER_TIMEOUT")
     levels = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
     tuning("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help="HOROVOD_LOG_LEVEL")
-    add("--gloo", action="store_true", help=argparse.SUPPRESS)  # it is what happens anyway
+    add("--gloo", action="store_true", help=argparse.SUPPRESS)  # accepted: gloo is used anyway
     for flag, (takes_value, _) in _REFUSED.items():
         add(flag, dest=flag, action="store" if takes_value else "store_true", help=argparse.SUPPRESS)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -227,12 +227,12 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
 
 
 def _elastic_hosts(options: argparse.Namespace) -> list[Host]:
-    """Return the hosts of an elastic job, whose agents all have equally many processes."""
+    """Return the hosts of an elastic job. All of its agents have the same number of processes."""
     least, most = options.min_np or options.num_proc, options.max_np or options.num_proc
     if not least <= options.num_proc <= most:
         raise ConfigError(f"--min-np {least}, -np {options.num_proc}, --max-np {most}; expected them in this order")
     if not (options.hosts or options.hostfile):
-        # An agent of torchrun comes and goes as a whole: one for each process.
+        # torchrun adds and removes whole agents. One agent for each process, so that processes come and go one by one.
         return [Host("localhost", 1)] * most
     hosts = _hosts(options)
     if len({host.slots for host in hosts}) > 1:

@@ -22,7 +22,7 @@ _OWN_NAMES = {
     "_",
 }
 
-# The program ends when standard input does: its parent is gone then.
+# The program ends when its standard input does, because its parent is then gone.
 _WATCHED = """\
 exec 3<&0; cd {folder} || exit 1
 {command} </dev/null & program=$!
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is the host that this process runs on."""
+        """Whether this process runs on the host."""
         here = {"localhost", socket.gethostname(), socket.getfqdn(), *ipv4_addresses().values()}
         return self.name in here
 
@@ -89,7 +89,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
 
 
 def assign(processes: int, hosts: Sequence[Host]) -> list[Host]:
-    """Return the hosts that so many processes fill, in order, each with the slots that are used.
+    """Return the first hosts that have room for ``processes``, each with the number of slots that are used.
 
     Raises:
         ConfigError: there are fewer slots.
@@ -113,16 +113,17 @@ def remote_command(
     identity: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return what runs ``command`` on another host, in this folder and with this environment, for as long as its
-    standard input is open.
+    """Return the ssh command that runs ``command`` on another host, in this folder and with this environment.
+
+    The program there ends when the standard input of the ssh command is closed.
 
     Args:
         host: where to; its name may be user@name.
         command: program and arguments.
-        settings: variables over those of ``environ``.
+        settings: variables that win over those of ``environ``.
         port: of its ssh server; None: as ssh is configured.
         identity: file with the key; None: as ssh is configured.
-        environ: variables to take along, but for those that belong to this host.
+        environ: variables to take along, except those that belong to this host.
     """
     taken = {
         name: value

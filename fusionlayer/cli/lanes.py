@@ -1,4 +1,4 @@
-"""The predicted timeline of a plan as a picture: what computes, what encodes, what communicates, and who waits."""
+"""A picture of the predicted timeline of a plan: backward, encoding, communication, and waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAITING = "0.85"
 
 
 def draw(path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: Step) -> None:
-    """Write a picture with a lane for each kind of work, buckets told apart by colour, waiting hatched.
+    """Write a picture with a row for each kind of work. Colours tell buckets apart; waiting is hatched.
 
     Raises:
         ConfigError: matplotlib is not installed, or cannot write the file.

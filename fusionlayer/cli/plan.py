@@ -112,14 +112,14 @@ def _codec(options: argparse.Namespace) -> Codec | CodecRules:
     """Return the codec of all gradients, or the rules that give each gradient its codec."""
     if options.policy is None and options.codec != AUTO:
         if options.fidelity:
-            raise ConfigError("--fidelity is for --codec auto; a codec that is named is what it is")
+            raise ConfigError("--fidelity is for --codec auto; a codec given by name needs none")
         return get_codec(options.codec, options.codec_option, options.density)
     if options.algorithm is not None or options.ahead is not None:
-        raise ConfigError("--algorithm and --ahead are for one codec; those of a policy and of auto go their own ways")
+        raise ConfigError("--algorithm and --ahead are for one codec; a policy and auto choose their own")
     if options.policy is None:
         return CodecRules((CodecRule(AUTO),), options.fidelity or "near_lossless")
     if options.fidelity:
-        raise ConfigError("--fidelity is for --codec auto; a policy's stands in its file")
+        raise ConfigError("--fidelity is for --codec auto; a policy names it in its file")
     return CodecRules.from_yaml(options.policy)
 
 
@@ -146,7 +146,7 @@ def _show_codecs(profile: Profile, chosen: Selection) -> None:
 
 
 def _measured(options: argparse.Namespace) -> bool:
-    """Return whether collectives may cost what they were measured to, no network being named."""
+    """Return whether measured costs of collectives may be used: only if no network is named."""
     return options.rate is None and not options.rates
 
 
@@ -178,7 +178,7 @@ def predicted(
 def show(
     profile: Profile, codec: Codec | CodecRules, scenarios: Sequence[Scenario], options: argparse.Namespace
 ) -> None:
-    """Print a row for each planner with the predicted figures of its plan at each rate."""
+    """Print a row for each planner: the predicted figures of its plan at each rate."""
     rows = []
     for name in planners.names():
         planner = planners.get(name)

@@ -1,4 +1,4 @@
-"""What ``fusionlayer doctor`` runs in processes of their own, so that a library that aborts does not end the doctor."""
+"""Checks of ``fusionlayer doctor`` that run in processes of their own, in case a library aborts its process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["sum_over_ranks"]
 
 
 def sum_over_ranks() -> None:
-    """Sum over the job's ranks with and without a codec; rank 0 prints what moved the bytes."""
+    """Sum over the job's ranks with and without a codec. Rank 0 prints which transport moved the bytes."""
     context.init(timeout=60)
     rank, size = context.rank(), context.size()
     for codec in ("raw", "int8"):

@@ -104,7 +104,7 @@ def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Si
 
 
 def _pair(transport: Transport) -> Transport | None:
-    """Return on the first and the last rank, which are the furthest apart, a transport between these two."""
+    """Return a transport between the first and the last rank, which are the furthest apart; None on the other ranks."""
     if transport.size == 2 or local.current() is not None:
         return transport if transport.size == 2 else None
     if transport.size == 1:

@@ -1,4 +1,4 @@
-"""``fusionlayer simulate``: what a step would take on more workers or another network, from a measured profile."""
+"""``fusionlayer simulate``: how long a step would take on more workers or another network, from a measured profile."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Projection:
                 yield Cell(workers, method, step, band, steps[0].seconds / step.seconds)
 
     def ahead(self, method: Method) -> tuple[bool, list[int]]:
-        """Return whether a method beats the baseline with the fewest workers, and at how many workers that changes."""
+        """Return whether a method beats the baseline with the fewest workers, and where that changes."""
 
         def faster(workers: int) -> bool:
             return self.seconds(method, workers) < self.seconds(self.methods[0], workers)

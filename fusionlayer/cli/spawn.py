@@ -15,7 +15,7 @@ from ..errors import FusionLayerError
 
 __all__ = ["LAUNCHER_PREFIXES", "run_on_ranks", "without_launcher"]
 
-# What tells a process that a launcher has started it.
+# Variables that tell a process that a launcher has started it.
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _LAUNCHER_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -42,21 +42,21 @@ def run_on_ranks(
     """Run ``python *arguments`` on ``ranks`` processes; when one fails, end the others.
 
     Args:
-        arguments: of the Python that runs this one.
+        arguments: for the Python interpreter of this process.
         ranks: number of processes.
         timeout: seconds until all are ended; None for no limit.
         environment: variables besides those of this process.
-        output: where rank 0's standard output goes; None: where this process's goes. The other ranks' is dropped.
+        output: where rank 0's standard output goes; None: where this process's goes. That of other ranks is dropped.
 
     Raises:
-        FusionLayerError: a rank failed, or did not end in time; with the last lines that it wrote to standard error.
+        FusionLayerError: a rank failed or did not end in time. The message has its last lines of standard error.
     """
     shared = {
         **without_launcher(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "PMIX_NAMESPACE": secrets.token_hex(8),  # names the file by which they meet
+        "PMIX_NAMESPACE": secrets.token_hex(8),  # names the file by which the ranks meet
         **(environment or {}),
     }
     end = None if timeout is None else time.monotonic() + timeout

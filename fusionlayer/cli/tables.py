@@ -1,4 +1,4 @@
-"""Tables on a terminal: by rich where it is installed and the output is a terminal, else in plain text."""
+"""Tables: by rich if it is installed and the output is a terminal, else in plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fusionlayer trace``: where the time of a step went, from the timelines of a run."""
+"""``fusionlayer trace``: how the time of a step was spent, from the timelines of a run."""
 
 from __future__ import annotations
 

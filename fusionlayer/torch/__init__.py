@@ -1,4 +1,4 @@
-"""The face that Horovod's users know: ``import fusionlayer.torch as hvd``."""
+"""Horovod's interface: ``import fusionlayer.torch as hvd``."""
 
 from . import elastic
 from .basics import (

@@ -1,4 +1,4 @@
-"""Adasum: sums that add what is orthogonal in two gradients and average what is parallel."""
+"""Adasum: a sum of gradients that adds orthogonal ones and averages parallel ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def check_world(size: int) -> None:
-    """Raise ``ConfigError`` unless ``size`` ranks can be paired, and pairs again, until one is left."""
+    """Raise ``ConfigError`` unless ``size`` is a power of two, which Adasum needs to pair ranks."""
     if size & (size - 1):
         raise ConfigError(
             f"op=Adasum pairs ranks, then pairs of them, and so on: it needs 1, 2, 4, 8, ... ranks and got {size}; use "
@@ -23,24 +23,25 @@ def check_world(size: int) -> None:
 
 
 def all_reduce(x: Tensor, transport: Transport) -> None:
-    """Replace ``x`` by the adaptive sum of all ranks' values; the same bits on every rank.
+    """Replace ``x`` by the adaptive sum of all ranks' values, with the same bits on every rank.
 
-    Two gradients a and b of one tensor make
+    The adaptive sum of two gradients a and b of one tensor is
 
-        (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,
+        (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b.
 
-    which is a + b where they are orthogonal and their mean where they are equal. Ranks are paired, then pairs' sums,
-    and so on. In every round the partners split the vector that they have: each combines a half, and the scalar
-    products are summed over the ranks that have a part of the same two vectors, so that all rounds together send as
-    many bytes as an all-reduce (Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021,
-    section 3 and Algorithm 1). Products are summed in f64; f16 and bf16 travel and are added as f32.
+    It is a + b if they are orthogonal, and their mean if they are equal. The first round combines the gradients of
+    pairs of ranks, the next one the results of two pairs, and so on. In every round partners split the vector that they
+    have, and each combines one half. Scalar products are summed over all ranks that have a part of the same two
+    vectors. All rounds together send as many bytes as an all-reduce (Maleki et al., "Scaling distributed training with
+    adaptive summation", MLSys 2021, section 3 and Algorithm 1). Products are summed in f64. f16 and bf16 values travel
+    and are added as f32.
 
     Args:
         x: (n,) contiguous floating-point gradient of one tensor, n >= 0, equally long on all ranks.
         transport: moves the messages; all ranks call together.
 
     Raises:
-        ConfigError: the number of ranks is no power of two, or ``x`` is not floating-point.
+        ConfigError: the number of ranks is not a power of two, or ``x`` is not floating-point.
         TransportError: a peer was lost, stopped or late.
     """
     check_world(transport.size)
@@ -72,7 +73,7 @@ def _middle(part: range) -> int:
 
 
 def _parts(numel: int, size: int) -> list[range]:
-    """Return what each rank has of the vector after the last round: its bits say which halves it kept."""
+    """Return the part of the vector that each rank has after the last round. Its bits say which halves it kept."""
     parts = [range(numel)] * size
     distance = 1
     while distance < size:
@@ -109,7 +110,7 @@ def _sum_in_block(products: Tensor, block: int, transport: Transport) -> Tensor:
 
 
 def _combine(a: Tensor, b: Tensor, products: Tensor) -> Tensor:
-    """Return the adaptive sum of the parts of two vectors whose scalar products are known; 0 counts as orthogonal."""
+    """Return the adaptive sum of parts of two vectors with known ``products``. Zeros count as orthogonal."""
     both, of_a, of_b = products
     share_a = torch.where(of_a == 0, 1.0, 1 - both / (2 * of_a))
     share_b = torch.where(of_b == 0, 1.0, 1 - both / (2 * of_b))

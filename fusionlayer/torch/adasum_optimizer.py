@@ -1,4 +1,4 @@
-"""An optimizer whose ranks step by themselves, and then add up their steps by Adasum."""
+"""An optimizer with which each rank takes its own step; Adasum then combines the steps of all ranks."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["adasum_optimizer"]
 def adasum_optimizer(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, compression: Any
 ) -> Optimizer:
-    """Return ``optimizer``, the same object, whose ``step`` moves every parameter by the Adasum of all ranks' steps.
+    """Return ``optimizer``, changed so that ``step`` moves every parameter by the Adasum of all ranks' steps.
 
-    Each rank takes the step of the wrapped optimizer with its own gradients; what that has changed is what travels, so
-    that momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1). Parameters without a
-    gradient count as not moved. The learning rate is that of one rank.
+    It is the same object. Each rank takes the step of the wrapped optimizer with its own gradients. The changes of the
+    parameters travel, so momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1).
+    Parameters without a gradient count as not moved. The learning rate is that of one rank.
 
     Args:
         optimizer: any optimizer.
         named_parameters: ``model.named_parameters()``.
-        compression: pair of functions for the changes on their way, such as ``Compression.fp16``.
+        compression: pair of functions that the changes travel by, such as ``Compression.fp16``.
 
     Raises:
-        ConfigError: the number of ranks is no power of two, or ``compression`` is a codec.
+        ConfigError: the number of ranks is not a power of two, or ``compression`` is a codec.
     """
     check_world(size())
     if codec_of(compression) is not None:
         raise ConfigError(f"op=Adasum with {compression}; it scales tensors by their products: give none, fp16 or bf16")
     names = name_parameters(optimizer, named_parameters)
     base = type(optimizer)
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper would go past the class's new step()
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper there would bypass the class's new step()
     optimizer.__class__ = type(base.__name__, (_Adasum, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Adasum)
     optimizer._fl_names = dict(sorted(names.items(), key=lambda item: item[1]))
@@ -51,7 +51,7 @@ def adasum_optimizer(
 
 
 class _Adasum(Optimizer):
-    """What the wrapped optimizer's class gains; it stands before that class in the order of resolution."""
+    """Overrides of the wrapped optimizer's class; it precedes that class in the method resolution order."""
 
     _fl_names: dict[Tensor, str]
     _fl_compression: Any
@@ -70,14 +70,15 @@ class _Adasum(Optimizer):
                 parameter.copy_(start.add_(change))
         return result
 
-    # Marks of torch's: step hooks are run by the class below; schedulers need not wrap a step that sets _opt_called.
+    # torch's marks. hooked: the wrapped class runs step hooks already. _wrapped_by_lr_sched: schedulers need not wrap
+    # this step, since it sets _opt_called itself.
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Return at once: gradients are not reduced, steps are."""
+        """Do nothing: ``step`` reduces the steps, and nothing reduces gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Refused: ``step`` has to reduce."""
+        """Raise ``UsageError``: ``step`` has to reduce."""
         raise UsageError("skip_synchronize() with op=Adasum, which reduces steps, not gradients; call step() alone")
         yield

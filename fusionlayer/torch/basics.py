@@ -1,4 +1,4 @@
-"""Which process this is, which library this is, and the session that all operations of the process go through."""
+"""Start and end of a job, ranks and sizes, what this build offers, and the session that runs all operations."""
 
 from __future__ import annotations
 
@@ -49,25 +49,27 @@ __all__ = [
 
 
 class HorovodInternalError(FusionLayerError, RuntimeError):
-    """An operation has failed: a peer was lost, or ranks have asked for it differently. Its cause says which."""
+    """An operation has failed: a peer was lost, or ranks asked for it differently. The cause says which."""
 
 
 _sessions: WeakKeyDictionary[Transport, Session] = WeakKeyDictionary()
-# That of the process, which every call asks for; None where ranks are threads.
+# The session of this process, so that calls find it without a look-up. None where ranks are threads.
 _process: Session | None = None
-# Guards _sessions and _process; a session is made and closed without it, since it waits for other ranks.
+# Guards _sessions and _process. It is not held while a session is made or closed. Both wait for other ranks; where
+# ranks are threads, these would wait for the lock.
 _lock = threading.Lock()
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the job that torchrun, mpirun, horovodrun or fusionrun has started this process in. All ranks call it.
+    """Join the job in which torchrun, mpirun, horovodrun or fusionrun has started this process. All ranks call it.
 
     Args:
-        comm: only None, or the ranks of the whole job: all processes take part.
-        process_sets: sets to be made at once, in the same order on every rank; "dynamic" is what holds anyway.
+        comm: None or the ranks of the whole job. All processes take part, so nothing else is possible.
+        process_sets: sets to make at once, in the same order on every rank. "dynamic" has no effect: sets can always be
+            added later.
 
     Raises:
-        ConfigError: environment or arguments cannot be used.
+        ConfigError: an environment variable or an argument has a value that cannot be used.
         TransportError: the other processes did not come in time.
     """
     global _process
@@ -83,7 +85,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     with _lock:
         here = _sessions.get(transport)
     if here is None:
-        transport.nodes  # noqa: B018 - all ranks ask together here, and nowhere else
+        transport.nodes  # noqa: B018 - the first use is an exchange: all ranks are here, and may not be later
         made = Session(
             transport,
             fusion_bytes=settings.fusion_bytes,
@@ -102,13 +104,11 @@ def _ranks(comm: Any) -> list[int]:
     try:
         return [int(rank) for rank in comm]
     except TypeError:
-        raise ConfigError(
-            f"init(comm={comm!r}); communicators of mpi4py are not supported: mpirun's processes are found without"
-        ) from None
+        raise ConfigError(f"init(comm={comm!r}); communicators of mpi4py are not supported: leave comm out") from None
 
 
 def shutdown() -> None:
-    """Leave the job. Optimizers of this process are dead afterwards; ``init`` begins a new job. Twice is once."""
+    """Leave the job, if there is one. Its optimizers cannot be used afterwards. ``init`` begins a new job."""
     if local.current() is None:
         context.shutdown()
     else:
@@ -116,6 +116,7 @@ def shutdown() -> None:
 
 
 def _close_session() -> None:
+    """Close the session of this thread's rank, where ranks are threads."""
     transport = context.transport()
     with _lock:
         here = _sessions.pop(transport, None)
@@ -124,6 +125,7 @@ def _close_session() -> None:
 
 
 def _close_all() -> None:
+    """Close all sessions. ``context.shutdown`` calls it before it closes the transport."""
     global _process
     with _lock:
         _process = None
@@ -148,7 +150,7 @@ def session() -> Session:
     """Return the session of this process.
 
     Raises:
-        ConfigError: there is none; call ``init``.
+        ConfigError: ``init`` has not been called.
     """
     if _process is not None and local.current() is None:
         return _process
@@ -184,7 +186,7 @@ def _by_launcher() -> bool:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its host: the device to use."""
+    """Return this process's rank among those of its host. Scripts use it as the index of their device."""
     return context.local_rank() if _by_launcher() else _node().index(rank())
 
 
@@ -207,12 +209,12 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has equally many processes."""
+    """Return whether every host has the same number of processes."""
     return len({len(node) for node in _transport().nodes}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be used beside: it is not used here, so it is never in the way."""
+    """Return True: programs may use MPI from any thread, since fusionlayer does not use it."""
     session()
     return True
 
@@ -223,7 +225,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return False: nothing here is built against MPI; mpirun may start the processes all the same."""
+    """Return False: nothing here is built against MPI. mpirun may start the processes nevertheless."""
     return False
 
 
@@ -238,7 +240,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return NCCL's version as a number (22304), 0 if torch has no NCCL or no GPU is there."""
+    """Return NCCL's version as a number such as 22304, or 0 if torch has no NCCL or there is no GPU."""
     if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
         return 0
     version = torch.cuda.nccl.version()
@@ -272,8 +274,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record what this process's operations do from now on, in Chrome's trace format.
 
     Args:
-        file_path: ``.<rank>`` is appended: every rank that calls it has its own file.
-        mark_cycles: without effect, as there are no cycles: operations leave when all ranks have asked.
+        file_path: ``.<rank>`` is appended, so every rank has its own file.
+        mark_cycles: without effect. There are no cycles: operations leave when all ranks have asked for them.
     """
     here = session()
     here.timeline.close()
@@ -281,7 +283,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the timeline; the file is complete then."""
+    """End the timeline and complete its file."""
     here = session()
     here.timeline.close()
     here.timeline = Timeline(None, here.rank)

@@ -1,4 +1,4 @@
-"""``Compression``: what gradients and tensors of an allreduce travel as."""
+"""``Compression``: the names that ``compression=`` takes, for optimizers and reductions."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["CodecCompressor", "Compression", "Compressor", "codec_of"]
 
 
 class Compressor:
-    """What ``compression=`` takes: a pair of functions around the sum over ranks.
+    """Base of what ``compression=`` takes: one function before the sum over ranks and one after it.
 
     Attributes:
-        codec: instead of the functions: tensors are encoded for each message, and summed by a collective.
+        codec: used in place of the two functions, unless None. A collective then sums messages of this codec.
     """
 
     codec: ClassVar[Codec | None] = None
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return a tensor that can be summed in place of this one, and what ``decompress`` needs."""
+        """Return a tensor to sum in place of ``tensor``, and what ``decompress`` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return what the sum stands for."""
+        """Return the sum as the caller gets it."""
         raise NotImplementedError
 
 
@@ -76,13 +76,13 @@ class BF16Compressor(_Cast):
 
 
 class CodecCompressor(NoneCompressor):
-    """A codec of fusionlayer; called, it takes the codec's options, the first of them by place.
+    """A codec of fusionlayer. Call it to set options: by name, or the first one by position.
 
-    In a ``DistributedOptimizer`` it encodes whole buckets, or each gradient ahead of fusion, with error feedback where
-    that pays; in an ``allreduce`` each tensor by itself, without.
+    A ``DistributedOptimizer`` encodes whole buckets with it, or each gradient ahead of fusion, with error feedback
+    where that pays. An ``allreduce`` encodes each tensor by itself, without error feedback.
 
     Args:
-        name: what ``fusionlayer.codecs.get`` calls it.
+        name: of the codec, as ``fusionlayer.codecs.get`` takes it.
         options: of the codec.
     """
 
@@ -104,13 +104,13 @@ class CodecCompressor(NoneCompressor):
 
 
 class _Names(type):
-    """Every codec's name is an attribute."""
+    """Makes the name of every codec an attribute."""
 
     def __getattr__(cls, name: str) -> CodecCompressor:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in codecs.names():
-            raise AttributeError(f"Compression.{name}: there is none, fp16, bf16 and {', '.join(codecs.names())}")
+            raise AttributeError(f"Compression has no {name!r}; it has none, fp16, bf16, {', '.join(codecs.names())}")
         return CodecCompressor(name)
 
     def __dir__(cls) -> list[str]:
@@ -118,7 +118,7 @@ class _Names(type):
 
 
 class Compression(metaclass=_Names):
-    """Names for ``compression=``: ``none``, ``fp16``, ``bf16`` and every codec, such as ``int8`` or ``topk(0.01)``."""
+    """Values for ``compression=``: ``none``, ``fp16``, ``bf16`` and every codec, such as ``int8`` or ``topk(0.01)``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -126,10 +126,10 @@ class Compression(metaclass=_Names):
 
 
 def codec_of(compression: Any) -> Codec | None:
-    """Return the codec of a compression, None for a pair of functions.
+    """Return the codec of a compression, or None if it is a pair of functions.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``compression`` is neither.
     """
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ConfigError(f"compression={compression!r}; expected hvd.Compression.none, .fp16, .int8, ...")

@@ -1,4 +1,4 @@
-"""Horovod's environment variables: what they mean here."""
+"""Settings from Horovod's environment variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIABLES: Mapping[str, str] = {
     "HOROVOD_ELASTIC_TIMEOUT": "seconds that ranks wait for each other after a failure before asking for a restart; 30",
     "HOROVOD_LOG_LEVEL": "trace, debug, info, warning, error or fatal, of the logger `fusionlayer`",
 }
-"""Those that mean something, for tables; FUSIONLAYER_CONFIG and other variables of ours win over them."""
+"""Horovod's variables that have an effect here, and which. fusionlayer's own variables and file win over them."""
 
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -41,13 +41,13 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job that speaks Horovod's language is set to.
+    """Settings of a job that uses Horovod's interface.
 
     Attributes:
         job: settings of every entry point.
-        fusion_bytes: of tensors, that one message of direct operations may have.
-        cache_capacity: names that ranks remember of each other.
-        patience: with ranks that do not ask for what others ask for.
+        fusion_bytes: most bytes of tensors that travel as one message of direct operations.
+        cache_capacity: number of names that ranks remember of each other.
+        patience: how long ranks wait for a rank that does not call an operation that the others have called.
     """
 
     job: config.Config
@@ -57,7 +57,7 @@ class Settings:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return the settings of this process, and set the logger's level.
+    """Return the settings of this process. The level of the logger is set, too.
 
     Raises:
         ConfigError: a variable has a value that cannot be used.
@@ -94,7 +94,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def elastic_timeout(environ: Mapping[str, str] = os.environ) -> float:
-    """Return how many seconds ranks wait for each other after a failure, before they ask their agent for a restart."""
+    """Return the seconds that ranks wait for each other after a failure, before they ask their agent for a restart."""
     return _number(environ, "HOROVOD_ELASTIC_TIMEOUT", 30)
 
 

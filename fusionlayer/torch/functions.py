@@ -1,4 +1,4 @@
-"""Give all ranks what one has, or one what all have: parameters, optimizer states, any objects."""
+"""Broadcasts of parameters, optimizer states and objects to all ranks, and allgathers of objects."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def broadcast_parameters(
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Values that are not
             tensors are left alone.
-        root_rank: whose values.
+        root_rank: the rank that sends its values.
 
     Raises:
         ConfigError: ``params`` is none of these.
-        HorovodInternalError: ranks have other names, shapes or types, or a peer was lost.
+        HorovodInternalError: names, shapes or types differ between ranks, or a peer was lost.
     """
     pairs: list[tuple[str | None, Any]] = []
     if isinstance(params, Mapping):
@@ -55,7 +55,7 @@ def broadcast_parameters(
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """Where a tensor stood in a nested state."""
+    """Stands for a tensor in a nested state: the tensor's index in a list, and how to make an empty one like it."""
 
     index: int
     shape: tuple[int, ...]
@@ -66,13 +66,13 @@ class _TensorPlace:
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None) -> None:
     """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
 
-    An optimizer that has not taken a step yet may get the state of one that has. What error feedback holds stays as it
-    is: it belongs to each rank.
+    An optimizer that has not taken a step yet may get the state of one that has. Each rank keeps the residuals of its
+    own error feedback.
 
     Args:
         optimizer: plain or distributed.
-        root_rank: whose state.
-        model: not needed here; for scripts that give it.
+        root_rank: the rank that sends its state.
+        model: not used; accepted for scripts that give it.
 
     Raises:
         ConfigError: the optimizer is LBFGS, which decides by its rank's own loss.
@@ -96,7 +96,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
 
 
 def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Return ``value`` with places instead of its tensors, which are appended to ``tensors``."""
+    """Return ``value`` with a ``_TensorPlace`` for each tensor. Append the tensors to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _TensorPlace(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
@@ -104,7 +104,7 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _make_room(value: Any, tensors: list[Tensor]) -> None:
-    """Append an empty tensor to ``tensors`` for each place in ``value``."""
+    """Append an empty tensor to ``tensors`` for each ``_TensorPlace`` in ``value``."""
     if isinstance(value, _TensorPlace):
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
     else:
@@ -112,13 +112,14 @@ def _make_room(value: Any, tensors: list[Tensor]) -> None:
 
 
 def _put_back(value: Any, tensors: list[Tensor]) -> Any:
+    """Return ``value`` with the tensors in place of each ``_TensorPlace``."""
     if isinstance(value, _TensorPlace):
         return tensors[value.index]
     return _map(value, lambda inner: _put_back(inner, tensors))
 
 
 def _map(value: Any, change: Any) -> Any:
-    """Return ``value`` with ``change`` made to what it holds, if it is a dict, list or tuple."""
+    """Return a dict, list or tuple with ``change`` applied to each item; other values as they are."""
     if isinstance(value, Mapping):
         return {key: change(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
@@ -129,14 +130,14 @@ def _map(value: Any, change: Any) -> Any:
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """Return the root's ``obj`` on every rank. It travels pickled: only for ranks that trust each other.
+    """Return the root's ``obj`` on every rank. It travels pickled, so use it only between ranks that trust each other.
 
-    By cloudpickle where that is installed, so that lambdas and local classes travel too.
+    cloudpickle is used if it is installed. Lambdas and local classes can then be sent, too.
 
     Args:
-        obj: anything that can be pickled; looked at on the root alone, which gets it back as it is.
-        root_rank: whose object; a rank of the whole job.
-        name: of the messages; None takes the type's on each rank, which then has to be the same.
+        obj: anything that can be pickled. Only the root's is sent; the root gets it back as it is.
+        root_rank: the rank that sends its object; a rank of the whole job.
+        name: of the messages. None: the name of the object's type, which must then be the same on all ranks.
         process_set: the ranks that take part.
 
     Raises:
@@ -154,7 +155,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
-    """Return the objects of all ranks, in rank order; they travel as in ``broadcast_object``.
+    """Return the objects of all ranks, in rank order. They travel as in ``broadcast_object``.
 
     Raises:
         HorovodInternalError: ranks differ in name, or a peer was lost.

@@ -1,4 +1,4 @@
-"""What a rank does that has no more data: until all have joined it stands in, in operations and optimizers' steps."""
+"""``join``: a rank without more data takes part in operations and optimizers' steps until all ranks have joined."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["enlist", "join"]
 _Key = tuple[int, int]
 
 _enlisted: WeakKeyDictionary[Session, WeakValueDictionary[_Key, Any]] = WeakKeyDictionary()
-# Guards _enlisted: optimizers are made on any thread.
+# Guards _enlisted: where ranks are threads, each of them makes optimizers and joins.
 _lock = threading.Lock()
 
 
 def enlist(process_set: int, optimizer: Any) -> _Key:
-    """Have ``join`` stand in for an optimizer's steps; return the key that ``Session.begin_step`` takes for them.
+    """Let ``join`` take part in an optimizer's steps. Return the optimizer's key for ``Session.begin_step``.
 
-    All ranks of the set enlist their optimizers in the same order.
+    All ranks of the set enlist their optimizers in the same order, so an optimizer has the same key on all of them.
     """
     here = session()
     key = here.enlist(process_set)
@@ -38,22 +38,22 @@ def enlist(process_set: int, optimizer: Any) -> _Key:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have said so; return the last one that has.
+    """Say that this rank has no more data. Wait until all ranks have said so; return the last one that did.
 
-    Until then it takes part in the others' operations: with zeros in sums and averages (which are still divided by the
-    number of all ranks), with what changes nothing in other reductions, with no rows in allgathers, and as a receiver
-    of broadcasts. Operations that need more of it fail on every rank.
+    Until then this rank takes part in the others' operations. It gives zeros to sums and averages (which are still
+    divided by the number of all ranks), neutral values to other reductions and no rows to allgathers, and it receives
+    broadcasts. Operations that need other values of it fail on every rank.
 
-    In the steps of ``DistributedOptimizer`` it takes part with zeros, and with what its error feedback holds. If
-    backward has run without ``step``, ``join`` ends that step in the same way, and does not update with it. Its own
-    parameters and the optimizer's state are not updated: to go on after it, broadcast both from the rank that is
-    returned, which has made the most updates.
+    To the steps of ``DistributedOptimizer`` it gives zeros and what its error feedback holds. If backward has run
+    without ``step``, ``join`` ends that step in the same way and makes no update. This rank's parameters and optimizer
+    state are not updated. To train on after ``join``, broadcast both from the rank that it returns: that rank has made
+    the most updates.
 
     Args:
-        device: without effect; tensors are made where the others have theirs.
+        device: without effect. Tensors are made on the devices that the other ranks use.
 
     Raises:
-        HorovodInternalError: a peer was lost, or a step in which this rank stood in has failed.
+        HorovodInternalError: a peer was lost, or a step that this rank took part in has failed.
     """
     here = session()
     try:
@@ -71,9 +71,10 @@ def join(device: int = -1) -> int:
 
 
 class _StandingIn:
-    """Steps of this rank's optimizers, made because other ranks make them.
+    """Makes steps of this rank's optimizers because other ranks make them.
 
-    Each optimizer has a thread: ranks may wait for two of them in another order than that in which their steps begin.
+    Each optimizer has a thread of its own. Ranks may begin steps of two optimizers in one order and wait for them in
+    another; one thread for both would wait for the wrong one, and the ranks for each other.
     """
 
     def __init__(self, here: Session) -> None:
@@ -84,12 +85,14 @@ class _StandingIn:
         self._last: dict[_Key, Job] = {}
 
     def follow(self, join: int) -> None:
-        """Make the steps that other ranks begin until all have joined."""
+        """Make the steps that other ranks begin, until all ranks have joined. Runs on the thread of ``join``."""
         known: dict[_Key, int] = {}
         while (begun := self._here.await_steps(join, known, self._has_failed)) is not None:
             for key, count in begun.items():
+                # A key that is not here belongs to a process set without this rank, or to an optimizer that is gone.
                 if key in self._optimizers and count != known.get(key):
                     work = partial(self._make_steps, key, count)
+                    # notify: await_steps looks again if the job fails, else it would wait for ever.
                     self._last[key] = self._worker(key).put(work, abandoned=self._here.notify)
             known = begun
         for job in self._last.values():
@@ -102,7 +105,7 @@ class _StandingIn:
             job.wait()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads, each after its last job."""
         for worker in self._workers.values():
             worker.close()
 
@@ -115,8 +118,11 @@ class _StandingIn:
         return self._workers[key]
 
     def _make_steps(self, key: _Key, count: int) -> None:
+        """Make steps of one optimizer until it has begun ``count``; runs on the optimizer's thread."""
         optimizer = self._optimizers[key]
         device = next(iter(optimizer._fl_names)).device
+        # The current device belongs to a thread, so this one sets it. REDUCING: backward had begun a step before join;
+        # that step counts as begun but has to be ended.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             while optimizer._fl_engine is not None and (
                 optimizer._fl_state is StepState.REDUCING or self._here.steps_begun(key) < count

@@ -1,4 +1,4 @@
-"""Operations on tensors by name: each rank calls them in the order it likes, and they run in one order on all."""
+"""Operations on tensors by name. Ranks may call them in different orders; they run in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -82,21 +82,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the reduction of ``tensor`` over ranks; gradients flow through it.
+    """Return the reduction of ``tensor`` over ranks. It is differentiable.
 
     Args:
-        tensor: any shape, the same on all ranks; floats, integers (an average is cut off towards zero) or bool.
+        tensor: any shape, the same on all ranks; floats, integers (averages are truncated towards zero) or bool.
         average: deprecated; True is ``op=Average``, False ``op=Sum``.
-        name: by which ranks know the operation; without one, operations of its kind are matched in their order.
-        compression: what travels.
+        name: by which ranks match their calls. None: ranks match calls of this kind in the order in which they come.
+        compression: ``none``, ``fp16``, ``bf16`` or a codec.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor before the reduction.
         postscale_factor: factor after it.
         process_set: ranks that take part.
 
     Raises:
-        ConfigError: arguments that cannot be.
-        HorovodInternalError: a peer was lost, or ranks have asked for the operation differently; on every rank.
+        ConfigError: an argument has a value that cannot be used.
+        HorovodInternalError: a peer was lost, or ranks gave different arguments. Raised on every rank.
     """
     request = allreduce_of(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     codec = codec_of(compression)
@@ -117,21 +117,21 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors, which travel together; arguments as in ``allreduce``."""
+    """Return the reductions of several tensors. These travel together. Other arguments are those of ``allreduce``."""
     request = grouped_allreduce_of(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return _compressed(_Allreduce, replace(request, codec=codec_of(compression)), compression)
 
 
 @taking(allreduce_of)
 def allreduce_(request: Reduction) -> Tensor:
-    """Replace ``tensor`` by its reduction over ranks and return it; arguments as in ``allreduce``."""
+    """Replace ``tensor`` by its reduction over ranks and return it. Arguments are those of ``allreduce``."""
     out: Tensor = synchronize(request.begin_allreduce(in_place=True))
     return out
 
 
 @taking(allreduce_of)
 def allreduce_async(request: Reduction) -> int:
-    """Begin ``allreduce``; return the handle for ``poll`` and ``synchronize``. Leave ``tensor`` alone until then."""
+    """Begin ``allreduce``; return its handle. Do not change ``tensor`` before ``synchronize`` has returned."""
     return request.begin_allreduce()
 
 
@@ -143,29 +143,29 @@ def allreduce_async_(request: Reduction) -> int:
 
 @taking(grouped_allreduce_of)
 def grouped_allreduce_(request: Reduction) -> list[Tensor]:
-    """Replace several tensors by their reductions and return them; arguments as in ``allreduce``."""
+    """Replace several tensors by their reductions and return them. Other arguments are those of ``allreduce``."""
     out: list[Tensor] = synchronize(request.begin_allreduce(in_place=True))
     return out
 
 
 @taking(grouped_allreduce_of)
 def grouped_allreduce_async(request: Reduction) -> int:
-    """Begin ``grouped_allreduce``; return the one handle of the group."""
+    """Begin ``grouped_allreduce``; return the handle of the whole group."""
     return request.begin_allreduce()
 
 
 @taking(grouped_allreduce_of)
 def grouped_allreduce_async_(request: Reduction) -> int:
-    """Begin ``grouped_allreduce_``; return the one handle of the group."""
+    """Begin ``grouped_allreduce_``; return the handle of the whole group."""
     return request.begin_allreduce(in_place=True)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: ReduceOp | int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin the sum or average of a sparse tensor; return the function that waits for it and returns it, sparse.
+    """Begin the sum or average of a sparse tensor. Return a function that waits for it and returns it, sparse.
 
-    Each rank may have other indices, and any number of them. Indices and values of all ranks are gathered.
+    Ranks may have different indices, and different numbers of them. Indices and values of all ranks are gathered.
     """
     chosen = choose_op(op)
     if chosen not in (Average, Sum) or not tensor.is_sparse:
@@ -186,7 +186,7 @@ def sparse_allreduce_async(
 
 
 def _compressed(function: type[torch.autograd.Function], request: Reduction, compression: Any) -> list[Tensor]:
-    """Return the results of ``function``, which gradients flow through, for tensors that ``compression`` has cast."""
+    """Compress the tensors of a request, reduce them by the differentiable ``function``, and decompress the results."""
     pairs = [compression.compress(tensor) for tensor in request.tensors]
     reduced = _apply(function, replace(request, tensors=()), *(small for small, _ in pairs))
     return [compression.decompress(x, ctx) for x, (_, ctx) in zip(reduced, pairs, strict=True)]
@@ -207,11 +207,12 @@ class _Allreduce(torch.autograd.Function):
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Return all ranks' tensors one behind the other along the first dimension; gradients flow through it.
+    """Return all ranks' tensors concatenated along the first dimension. It is differentiable.
 
     Args:
-        tensor: (n, ...); n may differ over ranks and may be 0, all else is equal. A scalar counts as (1,).
-        name: by which ranks know the operation.
+        tensor: (n, ...). n may differ between ranks and may be 0; the other dimensions are equal. A scalar counts as
+            (1,).
+        name: by which ranks match their calls.
         process_set: ranks that take part.
 
     Raises:
@@ -230,14 +231,14 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Return what ``allgather`` makes of each of several tensors, which travel together."""
+    """Return what ``allgather`` returns for each of several tensors. These travel together."""
     return list(_apply(_Allgather, name, process_set, *tensors))
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin ``grouped_allgather``; return the one handle of the group."""
+    """Begin ``grouped_allgather``; return the handle of the whole group."""
     return _gather(tensors, name, process_set)
 
 
@@ -278,12 +279,12 @@ def _gather(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the root's tensor; gradients flow back to the root.
+    """Return the root's tensor. Gradients flow back to the root.
 
     Args:
         tensor: the same shape and type on all ranks.
-        root_rank: rank of the job, also within a process set.
-        name: by which ranks know the operation.
+        root_rank: the root's rank in the job, even if a process set is given.
+        name: by which ranks match their calls.
         process_set: ranks that take part.
 
     Raises:
@@ -297,7 +298,7 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Replace ``tensor`` by the root's and return it; arguments as in ``broadcast``."""
+    """Replace ``tensor`` by the root's and return it. Arguments are those of ``broadcast``."""
     out: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return out
 
@@ -361,12 +362,12 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what all ranks have sent to this one, in rank order along the first dimension; gradients flow back.
+    """Return the rows that all ranks have sent to this one, concatenated in rank order. It is differentiable.
 
     Args:
-        tensor: (n, ...); all but n is equal on all ranks.
-        splits: rows for each rank, adding up to n; None splits evenly.
-        name: by which ranks know the operation.
+        tensor: (n, ...). n may differ between ranks; the other dimensions are equal.
+        splits: number of rows for each rank, n in all; None splits evenly.
+        name: by which ranks match their calls.
         process_set: ranks that take part.
 
     Returns:
@@ -432,11 +433,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the reduction over ranks; gradients flow through it.
+    """Return this rank's rows of the reduction over ranks. It is differentiable.
 
     Args:
-        tensor: (n, ...), the same shape on all ranks; each rank gets n / size rows, the first n % size one more.
-        name: by which ranks know the operation.
+        tensor: (n, ...), the same shape on all ranks. Each rank gets n // size rows; the first n % size get one more.
+        name: by which ranks match their calls.
         compression: ``none``, ``fp16`` or ``bf16``.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         process_set: ranks that take part.
@@ -459,7 +460,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return what ``reducescatter`` makes of each of several tensors."""
+    """Return what ``reducescatter`` returns for each of several tensors."""
     if codec_of(compression) is not None:
         raise ConfigError(f"reducescatter with {compression}; use hvd.Compression.none, .fp16 or .bf16")
     request = grouped_reducescatter_of(tensors, name, op, process_set, prescale_factor, postscale_factor)
@@ -474,7 +475,7 @@ def reducescatter_async(request: Reduction) -> int:
 
 @taking(grouped_reducescatter_of)
 def grouped_reducescatter_async(request: Reduction) -> int:
-    """Begin ``grouped_reducescatter``; return the one handle of the group."""
+    """Begin ``grouped_reducescatter``; return the handle of the whole group."""
     return request.begin_reducescatter()
 
 
@@ -501,10 +502,10 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int | Callable[[], Tensor]) -> Any:
-    """Wait for an operation and return its result: a tensor, a list of them for a group, or what the call says.
+    """Wait for an operation and return its result: a tensor, a list of tensors for a group, or what its call names.
 
     Raises:
-        HorovodInternalError: it has failed; on every rank.
+        HorovodInternalError: the operation has failed. Raised on every rank.
     """
     if callable(handle):
         return handle()

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` with Horovod's arguments, over the engine."""
+"""``DistributedOptimizer`` with Horovod's arguments, made from ``fusionlayer.DistributedOptimizer``."""
 
 from __future__ import annotations
 
@@ -39,28 +39,29 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     process_set: ProcessSet = global_process_set,
     **options: Any,
 ) -> Optimizer:
-    """Return ``optimizer`` with gradients reduced over ranks, fused and compressed, during backward.
+    """Return ``optimizer``, changed so that its gradients are reduced over ranks during backward, fused and compressed.
 
-    It is the same object, with the state that it has. Gradients travel by a plan that ranks compare once, so no step
-    negotiates; see ``fusionlayer.DistributedOptimizer``, whose arguments may be given too.
+    It is the same object and keeps its state. Gradients travel by a plan that ranks compare once, so steps do not
+    negotiate. Arguments of ``fusionlayer.DistributedOptimizer`` may be given too; its documentation says more.
 
     Args:
         optimizer: any optimizer over parameters of one device.
         named_parameters: ``model.named_parameters()``.
         compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a codec: ``.int8``, ``.topk(0.01)``.
-        backward_passes_per_step: gradients are accumulated over so many backward passes before they are reduced.
-        op: ``Average``, ``Sum`` or ``Adasum``; with that the ranks' steps are reduced, not their gradients.
-        gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
+        backward_passes_per_step: number of backward passes whose gradients are accumulated before they are reduced.
+        op: ``Average``, ``Sum`` or ``Adasum``. With ``Adasum`` the ranks' steps are reduced, not their gradients.
+        gradient_predivide_factor: with ``Average``, gradients are divided by it before the sum. The rest of the
+            division by the number of ranks follows after the sum.
         num_groups: deprecated name for an integer ``groups``.
-        groups: number of buckets, or lists of the tensors that belong together.
-        sparse_as_dense: make sparse gradients dense. Without it those that are sparse in the first step, on any rank,
-            are gathered in every step; that does not go with ``plan``, ``autotune``, ``overlap_forward`` and planning
-            by costs. Gradients that are sparse only later are made dense.
-        process_set: ranks to reduce over; on other ranks the optimizer steps by itself.
+        groups: number of buckets, or lists of the tensors that travel together.
+        sparse_as_dense: make sparse gradients dense. If False, gradients that are sparse in the first step on any rank
+            are gathered in every step. ``plan``, ``autotune``, ``overlap_forward`` and planning by costs cannot be
+            combined with that. Gradients that become sparse later are made dense.
+        process_set: ranks to reduce over. On other ranks the optimizer steps by itself.
         options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ...
 
     Raises:
-        ConfigError: what the arguments cannot be, with what they can.
+        ConfigError: an argument has a value that cannot be used; the message says which values can.
     """
     chosen = choose_op(op)
     if chosen not in (Average, Sum, Adasum):
@@ -71,7 +72,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         if process_set is not global_process_set or gradient_predivide_factor != 1.0 or options:
             raise ConfigError(
                 f"op=Adasum with process_set={process_set}, gradient_predivide_factor={gradient_predivide_factor}, "
-                f"{options}; it pairs all ranks, and reduces steps, not gradients: leave these out"
+                f"{options}; it combines the steps of all ranks, not gradients: leave these out"
             )
         return adasum_optimizer(optimizer, named_parameters, compression)
     if groups is not None and not isinstance(groups, int):
@@ -98,7 +99,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
 
 def _by_name(process_set: ProcessSet, op: ReduceOp, optimizer: Optimizer) -> ByName:
-    """Return what operations by name do for an optimizer: joined ranks hear of its steps, sparse gradients travel."""
+    """Return what an optimizer uses operations by name for: to tell joined ranks of steps, to send sparse gradients."""
     here = session()
     key = enlist(number_of(process_set), optimizer)
 

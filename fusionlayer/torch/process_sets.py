@@ -1,4 +1,4 @@
-"""Sets of ranks that run operations without the others."""
+"""Process sets: sets of ranks that run operations without the other ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """A set of ranks; give it to ``init`` or ``add_process_set``, then to operations.
+    """A set of ranks. Give it to ``init`` or ``add_process_set`` first, then to operations.
 
     Args:
-        ranks: of the job, in any order; kept in ascending order.
+        ranks: ranks of the job, in any order.
 
     Attributes:
-        process_set_id: number of the set; None before it is added and after it was removed.
-        ranks: ascending.
+        process_set_id: number of the set; None before it is added and after it is removed.
+        ranks: in ascending order.
     """
 
     process_set_id: int | None = None
@@ -35,11 +35,11 @@ class ProcessSet:
         self.ranks: list[int] | None = sorted(given)
 
     def size(self) -> int | None:
-        """Return the number of ranks, None before the set is added."""
+        """Return the number of ranks, or None before the set is added."""
         return None if self.process_set_id is None else len(self._members())
 
     def rank(self) -> int | None:
-        """Return this process's place in the set, None before it is added."""
+        """Return this process's place in the set, or None before the set is added."""
         if self.process_set_id is None:
             return None
         members = self._members()
@@ -59,7 +59,7 @@ class ProcessSet:
 
 
 class _AllRanks(ProcessSet):
-    """The set of all ranks, whatever their number is in this job."""
+    """The set of all ranks of the present job."""
 
     process_set_id = ALL_RANKS
 
@@ -77,7 +77,7 @@ global_process_set: ProcessSet = _AllRanks()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Add a set, on all ranks of the job in the same order, and return it.
+    """Add a set and return it. All ranks of the job add the same sets in the same order.
 
     Raises:
         ConfigError: there is a set of these ranks already, or they are not ranks of the job.
@@ -98,7 +98,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set, on all ranks of the job; return whether it was one, and not that of all ranks."""
+    """Remove a set, on all ranks of the job. Return False for a set that was not added, and for that of all ranks."""
     number = process_set.process_set_id
     here = session()
     if number is None or number == ALL_RANKS or number not in here.process_sets:
@@ -112,10 +112,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def number_of(process_set: Any) -> int:
-    """Return the number of a set that operations are given.
+    """Return the number of a set.
 
     Raises:
-        ConfigError: it has not been added, or was removed.
+        ConfigError: the set has not been added, or has been removed.
     """
     number: int | None = getattr(process_set, "process_set_id", None)
     if not isinstance(process_set, ProcessSet) or number is None:
@@ -124,5 +124,5 @@ def number_of(process_set: Any) -> int:
 
 
 def transport_of(process_set: ProcessSet) -> Transport | None:
-    """Return the transport over a set's ranks, None if this process is not among them. Duplicate it before use."""
+    """Return the transport over a set's ranks, or None if this process is not in it. Duplicate it before use."""
     return session().process_sets[number_of(process_set)].transport

@@ -1,4 +1,4 @@
-"""What an operation by name is asked for: its arguments, named once, and the way to this rank's session."""
+"""Requests for operations by name: the argument lists of Horovod, and how a request reaches this rank's session."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class ReduceOp(enum.IntEnum):
-    """What a reduction does with the values of all ranks."""
+    """How a reduction combines the values of all ranks."""
 
     Average = 0
     Sum = 1
@@ -60,7 +60,7 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     if average is not None:
         if op is not None:
             raise ConfigError("got both op and average; average is deprecated: give op alone")
-        # The caller of the operation: above it are the operation, and the function that names its arguments.
+        # Level 4 is the operation's caller. Below it: the operation, the function that names its arguments, choose_op.
         warnings.warn("average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         return ReduceOp.Average if average else ReduceOp.Sum
     if op is None:
@@ -72,7 +72,10 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
 
 
 def taking(arguments: Callable[P, Request]) -> Callable[[Callable[[Request], Result]], Callable[P, Result]]:
-    """Give a function of a request the parameters of ``arguments``, which makes requests of them."""
+    """Return a decorator. The function it decorates takes a request; the result takes the parameters of ``arguments``.
+
+    A call hands its arguments to ``arguments``, which makes the request of them.
+    """
 
     def decorate(function: Callable[[Request], Result]) -> Callable[P, Result]:
         @functools.wraps(function)
@@ -89,7 +92,7 @@ def taking(arguments: Callable[P, Request]) -> Callable[[Callable[[Request], Res
 
 
 def all_of(results: Any) -> Any:
-    """Return results as they are: those of a group."""
+    """Return the results of a group of operations, as they are."""
     return results
 
 
@@ -100,17 +103,17 @@ def first_of(results: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """An allreduce or a reducescatter that is asked for.
+    """The request of an allreduce or a reducescatter.
 
     Attributes:
-        tensors: what this rank gives.
-        name: by which ranks know it, if it has one.
+        tensors: this rank's inputs.
+        name: by which ranks match the operation, if it has one.
         op: how values are reduced.
         prescale: factor before the reduction.
         postscale: factor after it.
         process_set: ranks that take part.
-        deliver: what the caller gets of a list of results, or of what is reduced in place.
-        codec: what travels; None: values as they are.
+        deliver: makes what the caller gets from the list of results, or from the tensors that are reduced in place.
+        codec: encodes what travels; None: values travel as they are.
     """
 
     tensors: Sequence[Tensor]
@@ -123,7 +126,7 @@ class Reduction:
     codec: Codec | None = None
 
     def begin_allreduce(self, *, in_place: bool = False, at_once: bool = False) -> int:
-        """Ask for the sum over ranks; return the handle."""
+        """Ask for the allreduce; return the handle."""
         text, reduce, deliver = self.op.name, None, self.deliver
         if self.op is ReduceOp.Adasum:
             reduce = self._adasum()
@@ -135,7 +138,7 @@ class Reduction:
         return self._submit("allreduce", text, in_place=in_place, reduce=reduce, deliver=deliver, at_once=at_once)
 
     def begin_reducescatter(self) -> int:
-        """Ask for this rank's rows of the sum; return the handle."""
+        """Ask for the reducescatter; return the handle."""
         if self.op is ReduceOp.Adasum:
             raise ConfigError("reducescatter with op=Adasum; Adasum needs whole tensors: use allreduce")
         if not all(tensor.dim() for tensor in self.tensors):
@@ -153,8 +156,8 @@ class Reduction:
         everyone = number_of(self.process_set) == number_of(global_process_set)
         if not everyone or size & (size - 1) or self.codec is not None:
             raise ConfigError(
-                f"op=Adasum over {size} ranks of {self.process_set}; it pairs all ranks, whose number is a power of "
-                "two, and takes no codec: use Average"
+                f"op=Adasum over {size} ranks of {self.process_set}; it needs all ranks, a number of ranks that is "
+                "a power of two, and no codec: use Average"
             )
 
         def reduce(x: Tensor, transport: Transport, scaling: Scaling) -> None:
@@ -165,7 +168,7 @@ class Reduction:
         return reduce
 
     def _by_codec(self, codec: Codec) -> tuple[str, Reduce]:
-        """Return the text that says how messages of a codec make a sum or average, and what does it."""
+        """Return a text for the sum or average by a codec, which ranks compare, and the function that makes it."""
         if self.op not in (ReduceOp.Average, ReduceOp.Sum):
             raise ConfigError(
                 f"op={self.op.name} with the codec {codec}; codecs carry sums: use Average, Sum, or no compression"
@@ -173,7 +176,7 @@ class Reduction:
         return f"{self.op.name} by {codec}", partial(_reduce_by, codec)
 
 
-# ---- argument lists of Horovod, which ``taking`` gives to all variants of an operation -----------------------------
+# ---- argument lists of Horovod; ``taking`` gives them to all variants of an operation -------------------------------
 
 
 def allreduce_of(
@@ -259,7 +262,7 @@ def submit(
 
 
 def checked(kind: str, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without its graph, if an operation can take it."""
+    """Return ``tensor`` detached; raise ``ConfigError`` if no operation can take it."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         what = f"{tensor.layout} tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)

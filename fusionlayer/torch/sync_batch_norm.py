@@ -1,4 +1,4 @@
-"""Batch normalization by the mean and variance of all ranks' batches, on CPU and GPU."""
+"""Batch normalization with the mean and variance of all ranks' batches, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization, (N, C, ...), whose statistics in training are those of all ranks' batches together.
+    """Batch normalization of (N, C, ...). In training its statistics are those of all ranks' batches together.
 
-    Batches may differ in size over ranks, and be empty on some. Gradients of weight and bias are this rank's, for the
-    optimizer to average; those of the input include the other ranks' outputs.
+    Batches may differ in size between ranks, and may be empty on some. The gradients of weight and bias are this
+    rank's; the optimizer averages them. The gradient of the input includes the other ranks' outputs.
 
     Args:
         num_features: channels C.
@@ -28,7 +28,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: keep running statistics, and use them in evaluation.
 
     Raises:
-        ValueError: from the forward, when the input has fewer than 2 dimensions, or all ranks together less than two
+        ValueError: in forward, if the input has fewer than 2 dimensions, or all ranks together have fewer than two
             values per channel.
     """
 
@@ -61,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Move the running statistics towards those of this batch; of the variance the unbiased one."""
+        """Move the running statistics towards those of this batch. The unbiased variance is used."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked.add_(1)
@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Two messages: (2 C + 1) values per rank forward, the sum of (2 C) backward."""
+    """Normalizes over all ranks. Forward gathers 2 C + 1 values per rank, backward sums 2 C values over ranks."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _Normalize(torch.autograd.Function):
         channels = x.size(1)
         over = [0, *range(2, x.dim())]
         number = x.numel() // channels
-        # Sums of squared distances from the rank's own mean: sums of squares would cancel.
+        # Each rank sums squared distances from its own mean. Plain sums of squares would lose digits by cancellation.
         mine = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=x.device)
         if number:
             mean = x.mean(over)
@@ -125,5 +125,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """Return (C,) ``values`` shaped to meet (N, C, ...)."""
+    """Return (C,) ``values`` in a shape that broadcasts to ``like``, (N, C, ...)."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

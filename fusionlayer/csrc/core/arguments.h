@@ -1,4 +1,4 @@
-// What every implementation of the C ABI checks before it starts, and the sizes that follow from a spec. Host only.
+// Argument checks that every implementation of the C ABI makes first, and sizes that follow from a spec. Host only.
 #pragma once
 
 #include "block_scale.h"

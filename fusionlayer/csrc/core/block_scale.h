@@ -47,8 +47,8 @@ struct BlockScale {
   float inverse;   // what values are multiplied by; 0 makes every code 0
 };
 
-// The first scale of TACO (equations 6 and 7): to a target energy, limited to 1e-3 .. 1e3. `squares` is the sum of v^2
-// (sum_of_block). It cancels from what is decoded.
+// The first scale of TACO (equations 6 and 7). It brings a block to a target energy and is limited to 1e-3 .. 1e3.
+// `squares` is the sum of v^2 (sum_of_block). The scale cancels in decoding.
 FL_HD float energy_scale(const BlockScaling &s, float squares) {
   const float energy = squares * s.mean * s.unrotated;
 #if defined(__CUDA_ARCH__)

@@ -87,9 +87,9 @@ inline int64_t codes_in_all(const WidthRun *runs, int64_t groups) {
 
 // Levels ---------------------------------------------------------------------------------------------------------------
 
-// The levels of one width. `curve` is the number of a level, with its fraction between levels, as a polynomial of y without
-// constant term, of degree 4 for 4 bits and 6 for 8. With 8 bits it is right to a few thousandths of a step, the 4 bits' tells
-// the level below y, which is looked up.
+// The levels of one width. `curve` is a polynomial of y without constant term, of degree 4 for 4 bits and 6 for 8. It
+// gives the number of a level, with a fraction between levels. For 8 bits it is right to a few thousandths of a step. For
+// 4 bits it tells which level is the one below y; its value is looked up.
 constexpr int kCurve4 = 4, kCurve8 = 6;
 struct Levels {
   alignas(64) float value[128];
@@ -201,8 +201,8 @@ inline DynamiqKeys dynamiq_keys(uint64_t seed, uint32_t place) {
   return {make_key(seed), make_key(mine), make_key(~mine), rank, ranks, unit, 0.5f * unit};
 }
 
-// Where this rank rounds: in one of as many intervals as there are ranks, each of which has another rank; which one it is
-// changes by a cyclic shift that all know (DynamiQ, section 3.3).
+// Where this rank rounds. There are as many intervals as ranks, and each rank has one of its own. A cyclic shift, which
+// all ranks know, changes which rank has which (DynamiQ, section 3.3).
 FL_HD float rounding_place(const DynamiqKeys &keys, uint32_t shared, uint32_t own) {
   uint32_t interval = (shared * keys.ranks >> 16) + keys.rank;
   interval -= interval >= keys.ranks ? keys.ranks : 0;

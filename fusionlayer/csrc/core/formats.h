@@ -38,9 +38,9 @@ FL_HD float format_largest(uint32_t format) { return format == FL_INT8 ? 127.0f 
 // Exponent of the largest power of two of a float format.
 FL_HD int format_emax(uint32_t format) { return int(float_bits(float_format(format).largest) >> 23) - 127; }
 
-// Rounding to nearest even by the adder. Where `a` has exponent E, and subnormals the smallest one, 2^(E + 23 - mantissa)
-// is added: the low bits of the sum count steps of 2^(E - mantissa), from which the code follows, the carry into the
-// next exponent included.
+// Rounding to nearest even by the adder. E is the exponent of `a`; for subnormals it is the smallest exponent. Adding
+// 2^(E + 23 - mantissa) makes the low bits of the sum count steps of 2^(E - mantissa). The code follows from these bits,
+// the carry into the next exponent included.
 struct FloatRounding {
   int shift;      // bits of an f32's mantissa that a code lacks
   int32_t least;  // f32 bits of the smallest normal value

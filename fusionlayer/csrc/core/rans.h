@@ -18,8 +18,8 @@ constexpr uint32_t kRansTotal = 1u << kRansBits;
 constexpr uint32_t kRansFirst = 1u << 16;  // a state's first value, and the smallest between two symbols
 constexpr int kRansSymbols = 256;
 
-// How plane 1 is made up: frequencies, ends of blocks, states, bytes, for f32 lower halves; words. Or the elements as
-// they are. Plane 0 is a ZipHead with the bytes of the words in place of escapes.
+// The parts of plane 1: frequencies, ends of blocks, states, bytes, for f32 the lower halves, then words; or the elements
+// as they are. Plane 0 is a ZipHead with the bytes of the words in place of escapes.
 struct RansShape {
   int64_t numel;
   uint32_t dtype;  // of the elements that were encoded
@@ -60,8 +60,9 @@ inline uint32_t rans_half(uint32_t dtype, uint32_t symbol, uint32_t byte) {
   return dtype == FL_F16 ? symbol << 8 | byte : zip_half(dtype, symbol, byte, 0);
 }
 
-// Frequencies that add up to kRansTotal, at least 1 for each symbol that occurs. What rounding down leaves goes to those
-// that lost most by it; what the rare ones took too much comes from the most frequent. Of equal ones the smallest symbol.
+// Frequencies that add up to kRansTotal, at least 1 for each symbol that occurs. If rounding down leaves some over, these
+// go to the symbols that lost most by rounding. If rare symbols, raised to 1, take too many, the most frequent symbols
+// give these. Among equals the smallest symbol comes first.
 inline void rans_frequencies(const int64_t *counts, int64_t total, uint16_t *frequencies) {
   int64_t lost[kRansSymbols];
   int64_t left = kRansTotal;

@@ -38,8 +38,8 @@ inline TahShape tah_shape(const fl_spec &spec) {
 FL_HD float tah_root(int tile) { return tile == 32 ? 0x1.6a09e6p-3f : tile == 64 ? 0x1p-3f : 0x1.6a09e6p-4f; }
 
 // Where a token's codes lie, and how many bits each has: those of fine tokens come first, in their order, then those of
-// coarse ones. `before` is how many tokens before it are marked. Marks that are not `coarse` in number, which no encoder
-// makes, still lead to places inside the plane.
+// coarse ones. `before` is how many tokens before it are marked. No encoder makes more or fewer marks than `coarse`;
+// if a message has another number of them, places still lie inside the plane.
 struct TahPlace {
   int64_t offset;  // bytes
   int bits;

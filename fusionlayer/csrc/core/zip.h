@@ -148,9 +148,9 @@ FL_HD int exponent_of(double positive) {
 #endif
 }
 
-// The square of the sigma for which windows that begin at 2^-1 and at 1 have equally much of a Gaussian:
-// P(0) = P(-1), P(x) = erf(2^(x + 7) / (sigma sqrt 2)) - erf(2^x / (sigma sqrt 2)). ZipCCL's log2(sigma) - 5.36, the
-// better one of floor and ceil, is the largest x with 4^x times it <= sigma^2.
+// The square of the sigma for which windows that begin at 2^-1 and at 1 cover equally much of a Gaussian:
+// P(0) = P(-1), P(x) = erf(2^(x + 7) / (sigma sqrt 2)) - erf(2^x / (sigma sqrt 2)). ZipCCL takes the better one of floor
+// and ceil of log2(sigma) - 5.36. That is the largest x with 4^x times this square <= sigma^2.
 constexpr double kZipTurn = 694.1776512421804;
 
 // The exponents of a sample that has none below the first and above the second.
@@ -207,15 +207,15 @@ FL_HD int64_t zip_covered(const ZipBin *bins, const uint8_t *exponents) {
   return count;
 }
 
-// At least as many as the table has more of the sample than the window: what more frequent exponents outside have beyond
-// the least frequent one inside, which each of them would replace at best.
+// An upper bound of how many more elements of the sample the table covers than the window. At best, each exponent outside
+// replaces the least frequent one inside, and gains the difference of the two counts.
 FL_HD int64_t zip_gain_at_most(const ZipBin *bins, ZipRange range, const uint8_t *window) {
   uint32_t least = zip_count(bins[window[0]]);
   for (int i = 1; i < kZipCodes; ++i) {
     const uint32_t count = zip_count(bins[window[i]]);
     least = count < least ? count : least;
   }
-  int64_t gain = int64_t(kZipCodes) * least - zip_covered(bins, window);  // what those inside add below
+  int64_t gain = int64_t(kZipCodes) * least - zip_covered(bins, window);  // cancels what the loop adds for those inside
   for (int e = range.low; e <= range.high; ++e) {
     const uint32_t count = zip_count(bins[e]);
     gain += count > least ? count - least : 0;
@@ -223,8 +223,8 @@ FL_HD int64_t zip_gain_at_most(const ZipBin *bins, ZipRange range, const uint8_t
   return gain;
 }
 
-// Leaves in `exponents` those of codes 1 to 7. A window, which is a little faster, gives way where the table has 1/64 of
-// the sample more.
+// Leaves in `exponents` those of codes 1 to 7. A window is a little faster. It gives way where the table covers 1/64
+// of the sample more.
 FL_HD void zip_choose(const ZipBin *bins, ZipRange range, int sampled, uint32_t dtype, uint32_t choice,
                       uint8_t *exponents) {
   if (choice != FL_ZIP_TABLE) zip_window(zip_base(bins, range, dtype), exponents);

@@ -212,7 +212,8 @@ class DynamiqCodec {
     }
 
    private:
-    // Those of both halves of a lane. Where there are that many, the number of ranks is subtracted; where not, that wraps.
+    // The intervals of both halves of a lane, modulo the number of ranks: if `at` is below that, the difference wraps to a
+    // larger number, and min takes `at`.
     FL_INLINE vu intervals(vu shared) const {
       const vh ranks = ranks_ - vh{}, at = high_products((vh)shared, ranks) + rank_;
       return (vu)min(at, at - ranks);

@@ -40,7 +40,7 @@ class IntCodec {
     });
   }
 
-  // The same; fetch(g, groups) is called before group g of so many is quantised, which leaves the memory idle.
+  // The same. fetch(g, groups) is called before group g of `groups` is quantised: quantising leaves the memory idle.
   template <class T, class Fetch>
   FL_INLINE void encode(const T *x, int n, Message out, int64_t unit, const Fetch &fetch) const {
     alignas(64) float tile[kMaxTile], inverse[kMaxGroups];
@@ -78,9 +78,9 @@ class IntCodec {
     });
   }
 
-  // v = the sum of n elements of all messages in their order, with `add` after v itself. Blocks of it stay in registers
-  // while messages are added. Meanwhile one line in `share` of what most often comes next is fetched; the others are left
-  // to the caller.
+  // v = the sum of n elements of all messages in their order; with `add`, v itself comes first. Its blocks stay in registers
+  // while messages are added. Meanwhile one line in `share` of the bytes that most often come next is prefetched; the
+  // caller fetches the others.
   __attribute__((noinline)) Ahead sum(const fl_messages &in, int64_t unit, int n, bool add, int share, float *v) const {
     if (!add && !in.count) __builtin_memset(v, 0, size_t(n) * sizeof(float));
     Ahead ahead;

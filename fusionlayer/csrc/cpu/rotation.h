@@ -5,8 +5,8 @@
 
 namespace fl::FL_ISA {
 
-// Where N runs fit into half of the registers they are transformed there; otherwise in memory, as many together as fit into
-// 8 registers, and then column by column.
+// If N runs fit into half of the registers, they are transformed there. Otherwise they are transformed in memory: first as
+// many runs together as fit into 8 registers, then column by column.
 template <int N>
 constexpr bool kFits = N * kVectors <= (kLanes == 16 ? 16 : 8);
 template <int N>

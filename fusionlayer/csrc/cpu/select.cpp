@@ -1,6 +1,6 @@
-// Exact selection. Of a large tensor a sample tells between which two magnitudes the k-th lies almost surely; one pass
-// counts what is above and gathers the few between, and the rest happens among those. Where the sample was wrong, or too
-// many are equal, and in a small tensor, a histogram decides ten or eleven bits at a time. The result is the same.
+// Exact selection. In a large tensor, a sample tells between which two magnitudes the k-th lies almost surely. One pass
+// counts the elements above and gathers the few between; the k-th is then found among these. If the sample was wrong, if
+// too many are equal, or if the tensor is small, a histogram decides ten or eleven bits at a time. The result is the same.
 #include "select.h"
 
 #include <algorithm>

@@ -100,8 +100,8 @@ FL_INLINE void prefetch_block(const T *p) {
   for (int i = 0; i < kBlock * int(sizeof(T)); i += 64) __builtin_prefetch(reinterpret_cast<const char *>(p) + i);
 }
 
-// Runs of so many bytes, a stride apart, that are to be read soon. They are fetched run after run, some lines at a time: the
-// processor's own prefetchers follow a run, but not many that advance by turns.
+// Runs of bytes, all of one length and a stride apart, that will be read soon. They are prefetched run after run, some lines
+// at a time: the processor's own prefetchers follow one run, but not many that are read in turns.
 class Ahead {
  public:
   Ahead() = default;

@@ -109,8 +109,8 @@ void add_short(const SparsePlanes &message, const Values &values, const SparseTi
     tile.sums[positions[i] - tile.first] += values[i];
 }
 
-// Most blocks have few pairs, and a loop over each would end unforeseen every time. So blocks write down where the next
-// few pairs belong, the following one over what was too many, and one loop takes them all.
+// Most blocks have few pairs. A loop over those of each block would end in a mispredicted branch every time. So each block
+// writes down the places of the next kFew pairs, the following block overwrites what was too many, and one loop takes all.
 template <class Values>
 void add_byte(const SparsePlanes &message, const Values &values, const SparseTile &tile) {
   constexpr int kFew = 8;

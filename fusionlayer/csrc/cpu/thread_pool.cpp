@@ -30,7 +30,8 @@ struct Loop {
 
 class Pool {
  public:
-  // False where another thread is using the pool; then nothing was done.
+  // Returns false, and has done nothing, if another thread's loop has the pool. It does not wait for that loop: the caller
+  // does the work by itself.
   bool run(int threads, Loop &loop) {
     const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn) return false;
@@ -43,7 +44,8 @@ class Pool {
     work_.notify_all();
     loop.run();
     std::unique_lock<std::mutex> lock(state_);
-    loop_ = nullptr;  // a worker that wakes only now finds nothing, so nobody waits for it
+    loop_ = nullptr;  // a worker that wakes from now on finds no loop; only the busy ones are waited for
+    // The loop is on the caller's stack: it must outlive every worker's use of it.
     idle_.wait(lock, [this] { return busy_ == 0; });
     return true;
   }
@@ -62,7 +64,7 @@ class Pool {
   void grow(int workers) {
     try {
       while (!stopped_ && int(workers_.size()) < workers) workers_.emplace_back([this] { serve(); });
-    } catch (const std::system_error &) {  // the system has no more threads: those there are do the work
+    } catch (const std::system_error &) {  // the system has no more threads: the existing ones do the work
     } catch (const std::bad_alloc &) {
     }
   }
@@ -83,7 +85,7 @@ class Pool {
     }
   }
 
-  std::mutex turn_;   // held by the caller whose loop runs
+  std::mutex turn_;   // held by the caller whose loop runs, until it is done
   std::mutex state_;  // guards what follows
   std::condition_variable work_, idle_;
   std::vector<std::thread> workers_;
@@ -97,8 +99,8 @@ alignas(Pool) unsigned char storage[sizeof(Pool)];
 
 Pool &pool() { return *std::launder(reinterpret_cast<Pool *>(storage)); }
 
-// The pool is never destroyed: threads may still call when static objects are. A forked child has none of the threads,
-// and locks in any state: it gets a fresh pool.
+// The pool is never destroyed: threads may still call it while static objects are being destroyed. A forked child has none
+// of the threads, and its copies of the locks may be held for ever, so it gets a fresh pool.
 void make_pool() { new (storage) Pool; }
 
 __attribute__((constructor)) void start() {
@@ -115,7 +117,7 @@ void set_thread_count(int n) { allowed_threads = n; }
 int thread_count() { return allowed_threads; }
 
 void parallel_for(int64_t count, int64_t grain, const RangeTask &task) {
-  constexpr int64_t kChunksPerThread = 4;  // some slack, as threads do not run at the same speed
+  constexpr int64_t kChunksPerThread = 4;  // threads differ in speed: fast ones take more chunks
   const int64_t threads = std::min<int64_t>(allowed_threads, count / grain);
   if (threads > 1) {
     Loop loop{task, count, std::max(grain, (count + threads * kChunksPerThread - 1) / (threads * kChunksPerThread))};

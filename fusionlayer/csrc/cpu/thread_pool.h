@@ -24,7 +24,7 @@ void set_thread_count(int n);
 int thread_count();
 
 // Calls task(begin, end) for disjoint ranges that make up 0..count - 1, each of at least `grain` but for the last; returns
-// when all are done. The caller takes part. Where another thread's call has the pool, or no thread can be started, the
+// when all are done. The caller takes part. If another thread's call has the pool, or no thread can be started, the
 // caller does everything. Works in a forked child.
 void parallel_for(int64_t count, int64_t grain, const RangeTask &task);
 

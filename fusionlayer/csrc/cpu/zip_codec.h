@@ -216,8 +216,8 @@ FL_INLINE void for_each_run(int n, const Body &body) {
   }
 }
 
-// Chooses the exponents of a region. The runs of the next one's sample are on their way meanwhile: they lie far apart,
-// and each would be waited for.
+// Chooses the exponents of a region. Meanwhile it prefetches the runs of the next region's sample: they lie far apart, so
+// every run would be a cache miss.
 template <class T>
 void choose_exponents(const ZipEncoding &job, int64_t region) {
   constexpr int kHighHalf = kIsHalf<T> ? 0 : 1, kHalves = sizeof(T) / 2, kSample = kZipRuns * kZipRun;

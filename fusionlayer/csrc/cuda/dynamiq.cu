@@ -80,8 +80,8 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
   return usual;
 }
 
-// Where this rank rounds two values, one by the lower, one by the upper halves of the random bits: rounding_place of
-// core/dynamiq.h, its intervals in the upper half of a word.
+// Where this rank rounds two values: one by the lower halves of the random bits, one by the upper halves. It is
+// rounding_place of core/dynamiq.h with the interval in the upper half of a word.
 class RoundingPlaces {
   uint32_t ranks, first, all;
   float unit, half;

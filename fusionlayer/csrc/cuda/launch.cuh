@@ -9,8 +9,8 @@ namespace fl {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kLanes;
 
-// Blocks of a kernel that adds messages up, at least, on a multiprocessor: the more, the fewer registers a thread has. With
-// four on Hopper (measured: up to a tenth faster), elsewhere with three, none of its values leaves the registers.
+// The least number of blocks on a multiprocessor, for kernels that add messages up. The more blocks, the fewer registers a
+// thread has. With four on Hopper (measured: up to a tenth faster) and three elsewhere, no value leaves the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kSumBlocks = 4;
 #else

@@ -16,8 +16,8 @@ namespace fl {
 
 constexpr int kLanes = 32;
 
-// The same value, of which the compiler knows nothing. Without it the addresses of every single element of a ragged or
-// misaligned access would be computed ahead of the loop and fill the registers of the common path.
+// Returns v so that the compiler knows nothing of its value. Otherwise the compiler would compute the addresses of every
+// single element of a ragged or misaligned access ahead of the loop, and fill the registers of the common path with them.
 FL_DEVICE int64_t opaque(int64_t v) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+l"(v));

@@ -82,7 +82,7 @@ enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };
 
 enum fl_format { FL_E4M3 = 0, FL_E5M2 = 1, FL_INT8 = 2, FL_E2M3 = 3, FL_E3M2 = 4, FL_E2M1 = 5 };
 
-/* What plane 0 of FL_BLOCK has for each block: an f32; two (TACO's s and alpha, which decode to what one does); a power of
+/* What plane 0 of FL_BLOCK has for each block: an f32; two (TACO's s and alpha; alpha cancels in decoding); a power of
  * two (OCP MX v1.0; float formats alone); a bf16 (likewise). FL_SCALE_MESSAGE: the largest magnitude of the message, an f32
  * in all. */
 enum fl_scale { FL_SCALE_F32 = 0, FL_SCALE_DUAL = 1, FL_SCALE_E8M0 = 2, FL_SCALE_BF16 = 3, FL_SCALE_MESSAGE = 4 };
@@ -151,8 +151,8 @@ FL_API int fl_recode_from(const fl_spec *source, const fl_messages *in, const fl
 FL_API int fl_encode_difference(const fl_spec *spec, const float *x, const void *base, const fl_messages *out,
                                 void *stream);
 
-/* FL_THC alone: out (aligned to 16) = the sum of the integers of in->count messages' codes, which only the count and the
- * spec's block decide the form of: docs/wire_format.md. */
+/* FL_THC alone: out (aligned to 16) = the sum of the integers of in->count messages' codes, whose form depends on
+ * the count and the spec's block alone: docs/wire_format.md. */
 FL_API int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream);
 
 /* FL_TAHQUANT alone: keys[m * tokens + t] = the entropy of token t of x[m * numel ..], with a residual of x + residual, in
@@ -204,12 +204,12 @@ typedef struct fl_kth {
 FL_API int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out /* device */,
                             void *stream);
 
-/* First acc += scale * x if x (of spec->dtype) is not null. Selects the elements whose magnitude is > threshold, and the
- * first `ties` of those that equal it (-1: all); with FL_SPARSE_RANDOM those whose number is < threshold (up to 2^32) and
- * those that are not finite. Of these the message takes, in their order, at most 255 of each 256 in form FL_SPARSE_BYTE,
- * and no more than the capacity. acc keeps what was not sent, bf16 rounding included, 0 where that is not finite. `clear`
- * (f32, may be null) becomes 0 where an element was sent or was not finite. Planes are written whole: zeros behind the
- * last pair. */
+/* First acc += scale * x if x (of spec->dtype) is not null. Then selects the elements whose magnitude is > threshold, and
+ * the first `ties` of those that equal it (-1: all). With FL_SPARSE_RANDOM it selects those whose number is < threshold (up
+ * to 2^32), and those that are not finite. The message takes the selected elements in their order: no more than the
+ * capacity, and in form FL_SPARSE_BYTE at most 255 of each 256. acc keeps what was not sent, bf16 rounding included, and
+ * becomes 0 where that is not finite. `clear` (f32, may be null) becomes 0 where an element was sent or was not finite.
+ * Planes are written whole: zeros behind the last pair. */
 FL_API int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc, float *clear,
                             int64_t threshold, int64_t ties, void *workspace, const fl_messages *out, void *stream);
 

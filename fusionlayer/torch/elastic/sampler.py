@@ -1,4 +1,4 @@
-"""A sampler that deals out the rest of the epoch after ranks have come or gone."""
+"""A sampler that distributes the rest of the epoch anew when ranks have been added or removed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Notice"]
 
 
 class Notice:
-    """Turns the agent's SIGTERM into something that the next ``commit`` asks all ranks about.
+    """Notes the agent's SIGTERM, so that the next ``commit`` can ask all ranks about it.
 
     Attributes:
         given: the agent has told this worker to go.
@@ -28,9 +28,9 @@ class Notice:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Within it SIGTERM is noted and training goes on; outside it ends the process, as it does everywhere."""
+        """Inside this context SIGTERM is noted and training goes on. Outside, SIGTERM ends the process as usual."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals are handled by the main thread alone
+            yield  # only the main thread may handle signals
             return
         before = signal.signal(signal.SIGTERM, self._take)
         try:

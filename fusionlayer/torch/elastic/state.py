@@ -16,10 +16,10 @@ __all__ = ["HostsUpdatedInterrupt", "Keeper", "ObjectState", "State"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Workers are to come or to go; ``run`` lets training go on with those that there will be.
+    """Workers will be added or removed. ``run`` catches it and lets training go on with the new workers.
 
     Attributes:
-        skip_sync: the ranks that are left have the same state, so that nothing needs to be sent.
+        skip_sync: all remaining ranks have the same state, so nothing needs to be sent.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -31,22 +31,22 @@ class Keeper(Protocol):
     """A place for commits that outlives the process."""
 
     def keep(self, number: int, shared: Any, own: Any) -> None:
-        """Keep commit ``number``: what all ranks have alike, and what is this rank's."""
+        """Keep commit ``number``: the part that is the same on all ranks, and this rank's own."""
 
 
 class State:
-    """Base of what is kept: subclasses say how to save, restore and synchronize it.
+    """Base of states. Subclasses say how to save, restore and synchronize theirs.
 
     To outlive a restart of the process, they also say how to hand the last save out and take it in (``export``,
     ``adopt``).
 
     Args:
         bcast_object: gives all ranks the object of rank 0.
-        get_rank: tells this rank.
+        get_rank: returns this rank.
 
     Attributes:
         commits: number of the last commit; equal on ranks that have committed the same.
-        keeper: where commits are put beside this process's memory; None outside ``run`` or without a torchrun agent.
+        keeper: keeps commits outside this process; None outside ``run`` or without a torchrun agent.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -58,18 +58,18 @@ class State:
         self.keeper: Keeper | None = None
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Let ``callbacks`` be called each time that workers have come or gone: to scale the learning rate, say."""
+        """Call ``callbacks`` each time workers have been added or removed, for example to scale the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Do what has to be done after the job has begun anew, before the state is synchronized."""
+        """Adapt to a job that has begun anew. ``run`` calls it before it synchronizes the state."""
         self._host_messages = SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Note that workers are to come or to go; may be called from a signal handler."""
+        """Note that workers will be added or removed. A signal handler may call it."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
@@ -92,7 +92,7 @@ class State:
             self.keeper.keep(self.commits, *parts)
 
     def check_host_updates(self) -> None:
-        """Ask all ranks whether any has been told that workers are to come or to go; all ranks call it together.
+        """Ask all ranks whether any of them was told that workers will be added or removed. All ranks call it together.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks, if any has.
@@ -123,12 +123,12 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do what a subclass has to after the job has begun anew."""
+        """Adapt to a job that has begun anew; for subclasses."""
 
     def export(self) -> tuple[Any, Any] | None:
-        """Return what was saved last: what all ranks have alike, and what is this rank's. None: cannot be handed out.
+        """Return what was saved last: the part that is the same on all ranks, and this rank's own. Both are pickled.
 
-        It is pickled.
+        None: the state cannot be handed out.
         """
         return None
 
@@ -136,9 +136,9 @@ class State:
         """Take in what ``export`` has returned as what was saved last, and restore it.
 
         Args:
-            shared: what all ranks have alike.
-            own: what was a rank's, of the ranks that this one stands for now: usually one, none on a new worker, more
-                where others are gone.
+            shared: the part that is the same on all ranks.
+            own: the own parts of the ranks that this one replaces: usually one, none on a new worker, several if ranks
+                are gone.
         """
         raise NotImplementedError
 

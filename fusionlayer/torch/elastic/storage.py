@@ -25,15 +25,15 @@ _KEPT = 2
 class Storage:
     """A folder with the last commits of the ranks that share it.
 
-    What all ranks have alike is written by one of them; each rank adds what is its own. A file is whole or not there.
+    One rank writes the part that is the same on all of them; each rank adds its own part. Files appear whole.
 
     Args:
-        folder: made if it is not there; nobody else may read it.
+        folder: made if it does not exist; only this user may read it.
         rank: this rank.
 
     Attributes:
-        token: equal on ranks that share the folder, and on no others, whatever their folders are called.
-        writes_shared: whether this rank is the one that writes what is shared.
+        token: equal on ranks that share the folder, different on others, even if their folders have the same name.
+        writes_shared: whether this rank writes the shared part.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -69,7 +69,7 @@ class Storage:
         return cls(root / f"{folders}{agent}-{_started(agent)}", rank)
 
     def keep(self, number: int, shared: Any, own: Any) -> None:
-        """Write commit ``number``, and remove what is older than the one before it."""
+        """Write commit ``number``. Keep the one before it, and remove older ones."""
         if self.writes_shared:
             self._write(f"{number}.shared", shared)
         self._write(f"{number}.rank-{self._rank}", own)
@@ -79,15 +79,15 @@ class Storage:
                 path.unlink(missing_ok=True)
 
     def newest(self) -> int:
-        """Return the number of the last commit of which the shared part is here, 0 for none."""
+        """Return the number of the last commit whose shared part is here, or 0 if there is none."""
         return max((number for _, number, part in self._files() if part == "shared"), default=0)
 
     def shared(self, number: int) -> Any:
-        """Return what all ranks had alike in commit ``number``."""
+        """Return the shared part of commit ``number``."""
         return _read(self._folder / f"{number}.shared")
 
     def ranks(self, number: int) -> list[int]:
-        """Return the ranks of which commit ``number`` has the own part here, in ascending order."""
+        """Return the ranks whose own parts of commit ``number`` are here, in ascending order."""
         return sorted(
             int(part.removeprefix("rank-"))
             for _, of, part in self._files()
@@ -95,7 +95,7 @@ class Storage:
         )
 
     def own(self, number: int, rank: int) -> Any:
-        """Return what was rank ``rank``'s in commit ``number``."""
+        """Return rank ``rank``'s own part of commit ``number``."""
         return _read(self._folder / f"{number}.rank-{rank}")
 
     def forget(self) -> None:
@@ -144,7 +144,7 @@ def _agent(job: str) -> int:
 
 
 def _started(process: int) -> str:
-    """Return when a process was started, as /proc gives it, or "" if there is none, or only its exit status."""
+    """Return when a process was started, as /proc gives it, or "" if it does not exist or is a zombie."""
     stat = _stat(process)
     return stat[19] if stat and stat[0] not in "ZX" else ""
 

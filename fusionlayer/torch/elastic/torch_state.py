@@ -25,13 +25,13 @@ class TorchState(ObjectState):
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
     Every argument becomes an attribute. Models, optimizers and samplers are kept by their ``state_dict``, other
-    objects as they are. Of a ``DistributedOptimizer`` error feedback is kept too, for each rank its own, and the
-    fusion plan.
+    objects as they are. For a ``DistributedOptimizer`` the fusion plan and each
+    rank's error feedback are kept, too.
 
     Args:
         model: a model, or None.
         optimizer: its optimizer, or None.
-        kwargs: names of what else is kept, with first values.
+        kwargs: names and first values of other objects to keep.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
@@ -66,12 +66,12 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Reset what belonged to the job that has ended."""
+        """Adapt models, optimizers and samplers to a job that has begun anew."""
         for handler in self._handlers.values():
             handler.reset()
 
     def export(self) -> tuple[Any, Any] | None:
-        """Return what was saved last: what all ranks have alike, and error feedback, which is this rank's."""
+        """Return what was saved last: the part that is the same on all ranks, and this rank's error feedback."""
         parts = {name: handler.export() for name, handler in self._handlers.items()}
         shared = {"objects": self._saved_state, "handled": {name: part for name, (part, _) in parts.items()}}
         return shared, {name: part for name, (_, part) in parts.items() if part is not None}
@@ -90,9 +90,9 @@ class TorchState(ObjectState):
 
 
 class StateHandler:
-    """How one object with a ``state_dict`` is kept; a base for handlers of other types.
+    """Keeps one object that has a ``state_dict``. Base of handlers for other types.
 
-    A handler of your own is entered by ``set_handler_registry``.
+    ``set_handler_registry`` registers a handler of your own.
     """
 
     def __init__(self, value: Any) -> None:
@@ -118,14 +118,14 @@ class StateHandler:
         self.save()
 
     def reset(self) -> None:
-        """Begin anew in a job that has begun anew."""
+        """Adapt the object to a job that has begun anew."""
 
     def export(self) -> tuple[Any, Any]:
-        """Return what was saved last: what all ranks have alike, and what is this rank's or None."""
+        """Return what was saved last: the part that is the same on all ranks, and this rank's own or None."""
         return self.saved, None
 
     def adopt(self, shared: Any, own: list[Any]) -> None:
-        """Take in what ``export`` has returned, of this rank's part a list, and restore it."""
+        """Take in what ``export`` has returned, and restore it. ``own`` is a list: the own parts of several ranks."""
         self.saved = shared
         self.restore()
 
@@ -147,7 +147,7 @@ class SamplerStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Keeps an optimizer; of a distributed one error feedback and plan, too."""
+    """Keeps an optimizer. Of a distributed one it keeps error feedback and plan, too."""
 
     plan: bytes | None = None
     waiting: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ class OptimizerStateHandler(StateHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        """Let the optimizer reduce gradients over the job as it is now, without those of a step that has failed."""
+        """Let the optimizer reduce gradients over the present job. Those of a step that has failed are dropped."""
         reconnect = getattr(self.value, "reconnect", None)
         if reconnect is not None:
             reconnect()
@@ -179,7 +179,7 @@ class OptimizerStateHandler(StateHandler):
         return shared, own
 
     def adopt(self, shared: Any, own: list[Any]) -> None:
-        """Take in state, plan and the error feedback of the ranks that this one stands for."""
+        """Take in state, plan and the error feedback of the ranks that this one replaces."""
         self.saved = dict(shared["state"])
         if shared["step"] is not None:
             feedback = {"rank": rank(), "size": size(), "step": shared["step"], **merge_feedback(own)}
@@ -199,7 +199,7 @@ def copy_to_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        copied = copy.copy(value)  # of its type, with what else it has: a model's state has its version
+        copied = copy.copy(value)  # keeps type and attributes: a model's state has its version in one
         copied.update((key, copy_to_host(inner)) for key, inner in value.items())
         return copied
     if type(value) in (list, tuple):
@@ -208,9 +208,9 @@ def copy_to_host(value: Any) -> Any:
 
 
 def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the error feedback of one rank that stands for those of ``parts``, which ``Memory.state_dict`` made.
+    """Return the error feedback of a rank that replaces those of ``parts``, which ``Memory.state_dict`` has made.
 
-    What has not been sent yet is added up, so that nothing of it is lost; of what codecs remember the first counts.
+    Residuals and tensors of codecs are added up, so that nothing is lost. Of numbers of codecs the first ones count.
     """
     residuals: dict[str, Tensor] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -237,7 +237,7 @@ _handler_registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return which handler keeps objects of which type; the first that fits counts."""
+    """Return pairs of a type and the handler that keeps its objects. The first pair that fits counts."""
     return _handler_registry
 
 
