@@ -280,7 +280,7 @@ class ThresholdSparsifier(Sparsifier):
         self._send(wanted, body, threshold, ties, seed, offset)
 
     def _select(self, wanted: Tensor, state: TensorState, seed: int) -> tuple[int, int]:
-        """Return the threshold for ``wanted`` (n,), and how many elements that equal it to send: ``ALL`` or a number."""
+        """Return the threshold for ``wanted`` (n,), and how many elements that equal it go: ``ALL`` or a number."""
         n = wanted.numel()
         k, capacity = self.target(n), self.capacity(n)
         if k == n:
