@@ -1,6 +1,6 @@
-"""The ctypes face of ``csrc``: loads the libraries, passes pointers, turns statuses into exceptions.
+"""The ctypes bindings of ``csrc``: they load the libraries, pass pointers and turn statuses into exceptions.
 
-``libfusionlayer_cpu.so`` is opened on first use; ``libfusionlayer_cuda.so`` only when a CUDA tensor arrives. ctypes
+``libfusionlayer_cpu.so`` is opened on first use, ``libfusionlayer_cuda.so`` only when a CUDA tensor arrives. ctypes
 releases the GIL for the length of a call.
 """
 
@@ -92,7 +92,7 @@ class Spec(ctypes.Structure):
     ]
 
     def seeded(self, seed: int, offset: int) -> Spec:
-        """Return a copy for these random numbers."""
+        """Return a copy that draws the random numbers of ``seed`` from number ``offset`` on."""
         copy = Spec.from_buffer_copy(self)
         copy.seed, copy.offset = seed & _SEEDS, offset
         return copy
@@ -109,7 +109,7 @@ class Messages(ctypes.Structure):
 
 
 _SEEDS = (1 << 64) - 1
-# Packing bytes takes a third of the time of setting the fields of a structure; one for each number of planes.
+# One packer for each number of planes. Packing bytes takes a third of the time that setting a structure's fields does.
 _MESSAGES = [struct.Struct(f"@{planes}Q{(MAX_PLANES - planes) * 8}xqq") for planes in range(MAX_PLANES + 1)]
 _POINTER, _I32, _I64, _U32, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
 _VERBS = {
@@ -130,11 +130,11 @@ _VERBS = {
     "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, _POINTER, Messages, _POINTER),
 }
 _WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE = 0, 1, 2
-_INFINITY = 0x7F800000  # as a magnitude
+_INFINITY = 0x7F800000  # the bits of Inf as f32
 
 
 def library_path(kind: str) -> Path:
-    """Return where the library ``kind``, "cpu" or "cuda", is installed (it may be absent)."""
+    """Return where the library ``kind``, "cpu" or "cuda", belongs; the file may be absent."""
     return Path(__file__).parent / "lib" / f"libfusionlayer_{kind}.so"
 
 
@@ -143,7 +143,7 @@ def _open(kind: str) -> ctypes.CDLL:
     if not path.exists():
         remedy = {
             "cpu": "reinstall the package, or run 'python setup.py build_ext --inplace' in a source tree",
-            "cuda": "install where nvcc is found (FUSIONLAYER_NVCC names one; FUSIONLAYER_CUDA=1 insists)",
+            "cuda": "rebuild where nvcc is found (FUSIONLAYER_NVCC is its path; FUSIONLAYER_CUDA=1 fails without it)",
         }
         raise FusionLayerError(f"{path.name} is not installed; {remedy[kind]}")
     library = ctypes.CDLL(str(path))
@@ -158,7 +158,7 @@ def _open(kind: str) -> ctypes.CDLL:
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes the arguments of the verbs of ``library``."""
+    """Declare the argument types of the functions of ``library`` to ctypes."""
     for name, arguments in _VERBS.items():
         verb = getattr(library, name)
         verb.argtypes = [ctypes.POINTER(a) if issubclass(a, ctypes.Structure) else a for a in arguments]
@@ -174,7 +174,7 @@ def _facts(library: ctypes.CDLL) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def cpu() -> ctypes.CDLL:
-    """Return the CPU library, its instruction set chosen by ``FUSIONLAYER_ISA`` (default: the best one)."""
+    """Return the CPU library; ``FUSIONLAYER_ISA`` chooses its instruction set (default: the best one)."""
     library = _open("cpu")
     library.fl_crc32c.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
     library.fl_crc32c.restype = ctypes.c_uint32
@@ -189,7 +189,8 @@ def cpu() -> ctypes.CDLL:
     return library
 
 
-# Guards the loading of the CUDA library: ``lru_cache`` alone would let two threads load it at once.
+# Guards the loading of the CUDA library. Lanes and workers encode on threads of their own, and ``lru_cache`` alone
+# would let two of them load it at once.
 _cuda_lock = threading.Lock()
 
 
@@ -208,7 +209,7 @@ def _select_isa(library: ctypes.CDLL, name: str, given_as: str = "") -> None:
 
 
 def select_isa(name: str) -> None:
-    """Make the CPU core use ``name``: "avx512", "avx2", "baseline" or "auto". Bytes do not depend on it."""
+    """Make the CPU core use ``name``: "avx512", "avx2", "baseline" or "auto". All give the same bytes."""
     _select_isa(cpu(), name)
 
 
@@ -249,14 +250,14 @@ class CodecParams:
 
 
 def _messages(bodies: Tensor, offsets: Sequence[int]) -> Messages:
-    """Return where the planes of ``bodies`` (count, nbytes), or of one body (nbytes,), lie."""
+    """Return the ``fl_messages`` of ``bodies`` (count, nbytes), or of one body (nbytes,), planes at ``offsets``."""
     base = bodies.data_ptr()
     rows = (bodies.stride(0), bodies.size(0)) if bodies.dim() == 2 else (bodies.numel(), 1)
     return Messages.from_buffer_copy(_MESSAGES[len(offsets)].pack(*[base + offset for offset in offsets], *rows))
 
 
 def _call(verb: str, x: Tensor, *arguments: object) -> None:
-    """Call ``verb`` on the device of ``x``."""
+    """Call the core's function ``verb`` on the device of ``x``, on CUDA on its current stream."""
     if x.is_cuda:
         with torch.cuda.device(x.device):
             library = _cuda()
@@ -275,24 +276,24 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def encode(spec: Spec, offsets: Sequence[int], x: Tensor, residual: Tensor | None, bodies: Tensor) -> None:
-    """``fl_encode``: ``bodies`` (count, nbytes) uint8 take consecutive pieces of ``x``; ``offsets`` are the planes'."""
+    """``fl_encode``: encode consecutive pieces of ``x`` into ``bodies`` (count, nbytes), planes at ``offsets``."""
     _call("fl_encode", x, spec, x.data_ptr(), _pointer(residual), _messages(bodies, offsets))
 
 
 def decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor) -> None:
-    """``fl_decode``: consecutive pieces of ``out`` come from ``bodies`` (count, nbytes) uint8."""
+    """``fl_decode``: decode ``bodies`` (count, nbytes) uint8 into consecutive pieces of ``out``."""
     _call("fl_decode", out, spec, _messages(bodies, offsets), out.data_ptr())
 
 
 def decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor, *, add: bool) -> None:
-    """``fl_decode_sum``: ``out`` becomes, or with ``add`` gains, the sum of all ``bodies`` (count, nbytes) uint8."""
+    """``fl_decode_sum``: sum all ``bodies`` (count, nbytes) uint8 into ``out``; with ``add``, on top of ``out``."""
     _call("fl_decode_sum", out, spec, _messages(bodies, offsets), out.data_ptr(), int(add))
 
 
 def recode(
     spec: Spec, offsets: Sequence[int], bodies: Tensor, x: Tensor | None, residual: Tensor | None, body: Tensor
 ) -> None:
-    """``fl_recode``: ``body`` (nbytes,) uint8 encodes the sum of ``x`` and all ``bodies`` (count, nbytes) uint8."""
+    """``fl_recode``: encode the sum of ``x`` and all ``bodies`` (count, nbytes) uint8 into ``body`` (nbytes,) uint8."""
     out = _messages(body, offsets)
     _call("fl_recode", body, spec, _messages(bodies, offsets), _pointer(x), _pointer(residual), out)
 
@@ -306,24 +307,24 @@ def recode_from(
     residual: Tensor | None,
     body: Tensor,
 ) -> None:
-    """``fl_recode_from``: ``body`` (nbytes,) uint8 encodes the sum of all ``bodies`` (count, nbytes) of ``source``."""
+    """``fl_recode_from``: encode the sum of all ``bodies`` (count, nbytes) of ``source`` into ``body`` (nbytes,)."""
     given = source, _messages(bodies, source_offsets), spec, _pointer(residual)
     _call("fl_recode_from", body, *given, _messages(body, offsets))
 
 
 def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor, body: Tensor) -> None:
-    """``fl_encode_difference``: ``body`` (nbytes,) uint8 takes ``x`` (n,) f32 less ``base`` (n,) of any type."""
+    """``fl_encode_difference``: encode ``x`` (n,) f32 minus ``base`` (n,), of any type, into ``body`` (nbytes,)."""
     given = x.data_ptr(), base.data_ptr()
     _call("fl_encode_difference", x, spec, *given, _messages(body, offsets))
 
 
 def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor) -> None:
-    """``fl_add_codes``: ``total`` uint8 becomes the sum of the integers that the codes of all ``bodies`` stand for."""
+    """``fl_add_codes``: sum the integers that the codes of all ``bodies`` stand for into ``total`` uint8."""
     _call("fl_add_codes", total, spec, _messages(bodies, offsets), total.data_ptr())
 
 
 def decode_codes_sum(spec: Spec, rms: Tensor, total: Tensor, out: Tensor) -> None:
-    """``fl_decode`` of a ``total`` that ``add_codes`` made, with the root mean square () f32 that ranks agreed on."""
+    """``fl_decode``: decode a ``total`` of ``add_codes`` by ``rms`` () f32, on which the ranks have agreed."""
     planes = (ctypes.c_void_p * MAX_PLANES)(rms.data_ptr(), total.data_ptr())
     _call("fl_decode", out, spec, Messages(planes, 0, 1), out.data_ptr())
 
@@ -343,7 +344,7 @@ def accumulate(x: Tensor, scale: float, acc: Tensor) -> None:
 def accumulate_momentum(
     x: Tensor, scale: float, momentum: float, nesterov: bool, velocity: Tensor, acc: Tensor
 ) -> None:
-    """Momentum correction (Lin et al., ICLR 2018, section 3.1) of ``velocity`` and ``acc``, both (n,) f32.
+    """Update ``velocity`` and ``acc``, both (n,) f32, by momentum correction (Lin et al., ICLR 2018, section 3.1).
 
     With s = ``scale`` * ``x``: velocity = momentum * velocity + s and acc += velocity; with ``nesterov`` velocity =
     (velocity + s) * momentum and acc += velocity + s.
@@ -355,12 +356,12 @@ def accumulate_momentum(
 
 @dataclass(frozen=True)
 class MagnitudeStats:
-    """What ``magnitude_stats`` saw.
+    """The result of ``magnitude_stats``.
 
     Attributes:
         count: elements whose magnitude bits were large enough, infinite and NaN included.
-        total: sum of their magnitudes, those that are not finite left out.
-        squares: sum of the squares, likewise.
+        total: sum of their magnitudes, without those that are not finite.
+        squares: sum of their squares, without those that are not finite.
         largest: the largest magnitude's bits, 0 if there is none; at least 0x7f800000 if any is not finite.
     """
 
@@ -386,9 +387,9 @@ def magnitude_stats(acc: Tensor, above: int = 0) -> MagnitudeStats:
 
 
 def root_mean_square(x: Tensor) -> Tensor:
-    """Return () f32: the root of the mean square of ``x`` (n,) f32, 0 of no elements; NaN if one is not finite.
+    """Return () f32: the root mean square of ``x`` (n,) f32; 0 for no elements, NaN if one is not finite.
 
-    The sum is that of ``magnitude_stats``. On CUDA the host waits for nothing.
+    The sum is that of ``magnitude_stats``. On CUDA the host does not wait.
     """
     out = torch.empty(4, dtype=torch.int64, device=x.device)
     workspace = _workspace(_WORKSPACE_STATS, x)
@@ -430,19 +431,20 @@ def sparse_encode(
 ) -> None:
     """``fl_sparse_encode``: send the largest elements of ``acc`` (n,) f32 as ``body`` (nbytes,) uint8.
 
-    Elements whose magnitude bits are above ``threshold`` go, and the first ``ties`` (-1: all) that equal it, as far as
-    the message has room; with ``SPARSE_RANDOM`` those whose number of the seed's sequence is below ``threshold``, up to
-    2**32, and those that are not finite. ``acc`` keeps the rest, 0 where it is not finite.
+    It sends the elements whose magnitude bits are above ``threshold`` and the first ``ties`` (-1: all) that equal it,
+    as far as the message has room. With ``SPARSE_RANDOM`` it sends the elements whose number in the seed's sequence is
+    below ``threshold``, which is at most 2**32, and those that are not finite. ``acc`` keeps the elements that are not
+    sent, as 0 if they are not finite.
 
     Args:
         spec: of codec ``SPARSE``, for n elements; its dtype is that of ``x``.
-        offsets: of the four planes in ``body``.
+        offsets: where the four planes begin in ``body``.
         acc: (n,) f32, becomes the residual.
-        threshold: magnitude bits, or a number.
-        ties: how many that equal ``threshold`` may go.
+        threshold: magnitude bits, or with ``SPARSE_RANDOM`` a bound on random numbers.
+        ties: how many elements that equal ``threshold`` may be sent.
         body: (nbytes,) uint8, the message without header.
-        x: (n,) to be added first, in the same pass, times ``scale``.
-        scale: of ``x``.
+        x: (n,), added to ``acc`` times ``scale`` first, in the same pass.
+        scale: factor on ``x``.
         clear: (n,) f32 that becomes 0 where an element was sent or was not finite.
     """
     workspace = _workspace(_WORKSPACE_ENCODE, acc)
@@ -451,17 +453,17 @@ def sparse_encode(
 
 
 def sparse_decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor, *, add: bool) -> None:
-    """``fl_decode_sum`` of sparse messages: ``out`` (n,) becomes, or with ``add`` gains, the sum of ``bodies``.
+    """``fl_decode_sum`` of sparse messages: sum all ``bodies`` into ``out`` (n,); with ``add``, on top of ``out``.
 
     Raises:
-        WireError: a message contradicts itself; nothing was written. On CUDA, where nobody waits for the result, such
-            pairs are left out instead.
+        WireError: a message contradicts itself; nothing was written. On CUDA the host does not wait for the result, so
+            such pairs are left out instead.
     """
     decode_sum(spec, offsets, bodies, out, add=add)
 
 
 def dynamiq_stats(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return means and sums of squares, (ceil(n / 256),) f32 each, of all 256 elements of ``x`` (n,) + ``residual``."""
+    """Return mean and sum of squares, (ceil(n / 256),) f32 each, of every 256 elements of ``x`` (n,) + ``residual``."""
     means, squares = torch.empty(2, -(-x.numel() // 256), device=x.device)
     given = DTYPES[x.dtype], x.data_ptr(), _pointer(residual), x.numel(), means.data_ptr(), squares.data_ptr()
     _call("fl_dynamiq_stats", x, *given)
@@ -482,13 +484,14 @@ def _workspace(verb: int, acc: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """How this installation was built; ``str`` of it is one line per fact.
+    """How this installation was built; its ``str`` has one line for the package and one for each library.
 
     Attributes:
-        version: of the package.
-        isa: instruction set in use, then the ones built.
-        compiler: of the CPU library.
-        cuda: facts of the CUDA library, or why there is none.
+        version: version of the package.
+        isa: instruction set in use.
+        isas: instruction sets that were built.
+        compiler: compiler of the CPU library.
+        cuda: facts of the CUDA library; empty if it was not built.
     """
 
     version: str
@@ -507,7 +510,7 @@ class BuildInfo:
 
 
 def build_info(version: str) -> BuildInfo:
-    """Return how the libraries were built; opens the CUDA one if it is there (it needs no driver for that)."""
+    """Return how the libraries were built. This opens the CUDA one if it is installed, which needs no driver."""
     facts = _facts(cpu())
     cuda = _facts(_cuda()) if library_path("cuda").exists() else {}
     shown = {key: value for key, value in cuda.items() if key in ("archs", "compiler")}

@@ -1,4 +1,4 @@
-"""Fusion plans: which tensors travel together, in what order and how. Frozen data; knows nothing of torch."""
+"""Fusion plans: which tensors travel together, in what order and how. Plans are frozen data without torch types."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TensorInfo:
     """What a planner knows of a gradient.
 
     Attributes:
-        name: the parameter's.
-        numel: elements.
-        dtype: element type, as "float32".
+        name: name of the parameter.
+        numel: number of elements.
+        dtype: name of the element type, such as "float32".
         itemsize: bytes of an element.
         group: tensors with the same number travel in one bucket; None leaves it to the planner.
-        shape: of the gradient; None where it is not known, which counts as flat.
+        shape: shape of the gradient; None if it is not known, and the gradient then counts as flat.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel in one message.
+    """Gradients that travel together, in one collective.
 
     Attributes:
         slots: places of the gradients, in order, without overlap.
         numel: elements of the flat buffer, gaps for alignment included.
-        dtype: element type of all of them.
+        dtype: element type of all gradients.
         codec: registered name of the codec.
-        options: its options.
+        options: options of the codec.
         algorithm: registered name of the collective.
-        ahead: each gradient is encoded by itself as it arrives, ahead of fusion; otherwise the flat buffer is.
+        ahead: True encodes each gradient by itself as it arrives, ahead of fusion; False encodes the flat buffer.
     """
 
     slots: tuple[Slot, ...]
@@ -102,7 +102,7 @@ class FusionPlan:
     ) -> FusionPlan:
         """Return the plan that sends each run of tensors in one bucket.
 
-        Slots begin at multiples of ``align`` elements: where that is the codec's block, tensors share no metadata.
+        Slots begin at multiples of ``align`` elements. If ``align`` is the codec's block, tensors share no metadata.
         """
         buckets = []
         for run in runs:
@@ -148,7 +148,7 @@ class FusionPlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> FusionPlan:
-        """Return the plan that ``to_bytes`` made ``data`` of."""
+        """Return the plan that ``to_bytes`` wrote as ``data``."""
         return records.build(_PlanFile, json.loads(data), "plan").plan
 
     def to_yaml(self, path: str | Path) -> None:
@@ -157,7 +157,7 @@ class FusionPlan:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> FusionPlan:
-        """Read a plan from a file; ``ConfigError`` if it is not one."""
+        """Return the plan in a file; raise ``ConfigError`` if the file does not hold one."""
         return records.load(_PlanFile, path, "plan file", PLAN_VERSION).plan
 
     def _as_dict(self) -> dict[str, Any]:

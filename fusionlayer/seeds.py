@@ -1,4 +1,4 @@
-"""Seeds that depend on nothing but the numbers they are made from: step, bucket, rank, phase."""
+"""Seeds made from numbers alone, such as step, bucket, rank and phase: the same in every process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return a 64-bit seed mixed from ``numbers`` (any integers) in their order, by the SplitMix64 finaliser."""
+    """Return a 64-bit seed, mixed from ``numbers`` (any integers) in their order by the SplitMix64 finaliser."""
     state = 0
     for number in numbers:
         state = (state + 0x9E3779B97F4A7C15 + (number & _MASK)) & _MASK

@@ -26,15 +26,15 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 def aligned(nbytes: int, align: int = ALIGN) -> int:
-    """Return ``nbytes`` rounded up to a multiple of ``align``, by default that of most messages, 128 bytes."""
+    """Return ``nbytes`` rounded up to a multiple of ``align``; most messages have the default, 128 bytes."""
     return -(-nbytes // align) * align
 
 
 def digest(*facts: object) -> bytes:
     """Return 32 bytes that are equal on two ranks only if the wire version and ``facts`` are.
 
-    Facts are numbers, texts, bytes, dtypes, and what prints all that matters of it: dataclasses, codecs, planners. In
-    lists and tuples order counts, in mappings and sets it does not.
+    Facts are numbers, strings, bytes, dtypes, and objects whose text shows all that matters of them: dataclasses,
+    codecs, planners. Order counts in lists and tuples, but not in mappings and sets.
     """
     return hashlib.sha256(_rendered((WIRE_VERSION, *facts)).encode()).digest()
 
@@ -49,9 +49,10 @@ def _rendered(fact: object) -> str:
         return f"[{', '.join(map(_rendered, fact))}]"
     if is_dataclass(fact) and not isinstance(fact, type):
         return f"{type(fact).__name__}{_rendered({f.name: getattr(fact, f.name) for f in fields(fact) if f.compare})}"
-    # A text is quoted, so that no two lists of texts look alike; what has no words of its own would show its address.
+    # An object that defines neither str nor repr would show its address, which differs from rank to rank.
     if type(fact).__str__ is object.__str__ and type(fact).__repr__ is object.__repr__:
         raise TypeError(f"{fact!r} cannot be compared over ranks; expected a value that prints what it is")
+    # Strings are quoted, so that two different lists of strings never look alike.
     return repr(fact) if isinstance(fact, (str, bytes)) else str(fact)
 
 
@@ -71,7 +72,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Section:
-    """A plane and where it starts, in bytes from the start of the message."""
+    """A plane and its offset, in bytes from the start of the message."""
 
     plane: Plane
     offset: int
@@ -79,15 +80,15 @@ class Section:
 
 @dataclass(frozen=True)
 class WireFormat:
-    """Where everything lies in one message; a pure function of codec, numel and dtype.
+    """The layout of one message: a pure function of codec, numel and dtype.
 
     Attributes:
         numel: elements of the message.
         dtype: type of the elements that are encoded.
         sections: planes in their order, each at a multiple of the codec's alignment, 128 bytes for most.
-        body: offset of the first plane: 0, or 128 behind a header.
+        body: offset of the first plane: 0 without a header, 128 with one.
         capacity: bytes of the message, a multiple of that alignment; an upper bound for codecs of variable size.
-        offsets: of the planes in a body, which is the message without its header.
+        offsets: offset of each plane in the body, the message without its header.
     """
 
     numel: int
@@ -102,7 +103,7 @@ class WireFormat:
         return self.planes(payload[self.body :])
 
     def planes(self, body: Tensor) -> tuple[Tensor, ...]:
-        """Return the planes of ``body`` (capacity - self.body,) uint8, likewise."""
+        """Return the planes of ``body`` (capacity - self.body,) uint8 as typed tensors that share its memory."""
         return tuple(
             body[offset : offset + section.plane.nbytes].view(section.plane.dtype)
             for offset, section in zip(self.offsets, self.sections, strict=True)
@@ -110,9 +111,10 @@ class WireFormat:
 
 
 def lay_out(planes: Sequence[Plane], numel: int, dtype: torch.dtype, *, header: bool, align: int = ALIGN) -> WireFormat:
-    """Return the layout of a message of ``numel`` elements of ``dtype``, after a header if asked.
+    """Return the layout of a message of ``numel`` elements of ``dtype``.
 
-    Its ``planes`` lie one behind the other, each filled up to ``align``.
+    The message begins with a header if ``header`` is set. Its ``planes`` lie one behind the other, each padded to a
+    multiple of ``align`` bytes.
     """
     body = ALIGN if header else 0
     offsets = [0]
@@ -132,7 +134,7 @@ class Header:
         dtype: type of the elements that were encoded.
         numel: number of elements.
         used: bytes of the body that carry data, from the end of the header's 128 bytes.
-        sequence: number of the message for its sender; 0 where nobody counts.
+        sequence: the sender's number for this message; 0 if the sender does not count.
         body_crc: crc32c of the used bytes of the body.
     """
 
@@ -170,7 +172,7 @@ class Header:
         """Return the header that ``data`` starts with.
 
         Raises:
-            WireError: too short, not a header, damaged, or of another wire version.
+            WireError: ``data`` is too short, is no header, was damaged, or has another wire version.
         """
         size = cls._STRUCT.size
         if len(data) < ALIGN:
@@ -191,5 +193,5 @@ class Header:
 
     @classmethod
     def _seal(cls, fields: bytes) -> bytes:
-        """Return what follows ``fields``: their checksum, then zeros."""
+        """Return the bytes that follow ``fields``: their checksum, then zeros."""
         return cls._CRC.pack(native.crc32c(fields)).ljust(ALIGN - len(fields), b"\0")

@@ -1,4 +1,4 @@
-"""Codecs: what the bytes of a message mean. ``get`` and ``names`` are the way to them."""
+"""Codecs: what the bytes of a message mean. ``names`` lists them and ``get`` makes one."""
 
 from ._base import Codec, registry
 from ._capabilities import (

@@ -1,6 +1,6 @@
-"""What codecs in torch compute with: the core's random numbers, Hadamard transforms, codes of a few bits in bytes.
+"""Arithmetic for codecs in torch: the core's random numbers, Hadamard transforms, and packing of codes into bytes.
 
-Elementwise operations in a fixed order, so that the same input makes the same bytes on every device.
+All of it is elementwise operations in a fixed order, so the same input makes the same bytes on every device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["RUN", "hadamard", "pack_runs", "random_bits", "rounding_noise", "unpack_runs"]
 
 RUN = 32
-"""Codes that lie together: 4 bytes for each bit of a code."""
+"""Number of codes that are packed together: they take 4 bytes for each bit of a code."""
 
 _WORD = (1 << 32) - 1
 
@@ -19,7 +19,7 @@ _WORD = (1 << 32) - 1
 def random_bits(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
     """Return (count,) int32: the 32 bits of elements ``offset``, ``offset + 1``, ... in the sequence of ``seed``.
 
-    They are those of the codec core (``wire_format.md``, random numbers).
+    The codec core draws the same bits (``wire_format.md``, random numbers).
     """
     a, b, c = _key(seed & (1 << 64) - 1)
     number = torch.arange(offset, offset + count, device=device)
@@ -31,7 +31,7 @@ def random_bits(seed: int, offset: int, count: int, device: torch.device) -> Ten
 
 
 def rounding_noise(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
-    """Return (count,) f32 in [-1/2, 1/2), made of ``random_bits``."""
+    """Return (count,) f32 in [-1/2, 1/2), made from ``random_bits``."""
     bits = random_bits(seed, offset, count, device)
     return ((bits >> 9 & 0x7FFFFF) | 0x3F800000).view(torch.float32) - 1.5
 
@@ -52,9 +52,9 @@ def _key(seed: int) -> tuple[int, int, int]:
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
-    """Return ``x`` (k * block,) f32, each block v of it replaced by H v, H not normalised and in natural order.
+    """Return ``x`` (k * block,) f32 with each block v replaced by H v; H is not normalised and in natural order.
 
-    Butterflies with strides 1, 2, 4, .., as in the codec core.
+    Butterflies have strides 1, 2, 4, .., as in the codec core.
     """
     rows = x.numel() // block
     v = x.view(rows, block).t().contiguous()  # blocks side by side: every stage is one operation on long vectors
@@ -69,9 +69,9 @@ def hadamard(x: Tensor, block: int) -> Tensor:
 def pack_runs(codes: Tensor, bits: int) -> Tensor:
     """Return (n * bits / 8,) uint8 of ``codes`` (n,) integers below 2**bits; n is a multiple of 32.
 
-    The bits of a code, from the lowest, are cut into parts of 8, then 4, then 2, then 1. In each run of 32 codes one
-    part comes after the other: with k codes in a byte, byte j holds those of codes j, j + 32 / k, j + 64 / k, .., the
-    first lowest.
+    Each code is cut, from its lowest bit, into parts of 8, then 4, then 2, then 1 bits. In each run of 32 codes one
+    part follows the other. If a byte has room for the part of k codes, byte j holds that of codes j, j + 32 / k,
+    j + 64 / k, .., the first in the lowest bits.
     """
     runs, parts, shift = codes.view(-1, RUN).to(torch.int32), [], 0
     for width in _parts(bits):
@@ -83,7 +83,7 @@ def pack_runs(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_runs(data: Tensor, bits: int) -> Tensor:
-    """Return (n,) int32: the codes that ``pack_runs`` made ``data`` (n * bits / 8,) of."""
+    """Return (n,) int32: the codes that ``pack_runs`` packed into ``data`` (n * bits / 8,)."""
     runs = data.view(-1, RUN * bits // 8)
     codes = torch.zeros(runs.shape[0], RUN, dtype=torch.int32, device=data.device)
     start = shift = 0
@@ -98,5 +98,5 @@ def unpack_runs(data: Tensor, bits: int) -> Tensor:
 
 
 def _parts(bits: int) -> list[int]:
-    """Return the widths of the parts of a code: as many of 8 bits as there are, then 4, 2 and 1."""
+    """Return the widths of the parts of a code: as many of 8 bits as fit, then 4, 2 and 1."""
     return [8] * (bits // 8) + [width for width in (4, 2, 1) if bits & width]

@@ -1,4 +1,4 @@
-"""Blocks that change places before they travel, relative to their means."""
+"""The order in which blocks of a tensor travel, and the means that are subtracted from them first."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Arrangement"]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The order in which blocks of a tensor travel, and what is subtracted from each; the same on all ranks.
+    """The order in which blocks of a tensor travel, and the mean subtracted from each; the same on all ranks.
 
     Attributes:
         numel: elements of the tensor.
         block: elements of a block; the last one is filled up with zeros.
-        order: (m,) int64, for each place the block that travels there; None: its own.
-        means: (m,) f32, what is subtracted from each block on every rank; None: nothing.
-        ranks: how many do so.
+        order: (m,) int64, for each place the block that travels there; None keeps blocks in place.
+        means: (m,) f32, subtracted from each block on every rank; None subtracts nothing.
+        ranks: number of ranks that subtract the means.
     """
 
     numel: int
@@ -29,7 +29,7 @@ class Arrangement:
     ranks: int
 
     def arrange(self, x: Tensor, *, centred: bool = True) -> Tensor:
-        """Return ``x`` (numel,) in the order of travel, relative to means if ``centred``: (m * block,) f32, a copy."""
+        """Return a copy of ``x`` (numel,) in the order of travel, less the means if ``centred``: (m * block,) f32."""
         missing = -self.numel % self.block
         rows = torch.nn.functional.pad(x.float(), (0, missing)).view(-1, self.block)
         rows = rows.clone() if self.order is None else rows.index_select(0, self.order)
@@ -41,7 +41,10 @@ class Arrangement:
         return rows.view(-1)
 
     def restore(self, total: Tensor, out: Tensor, *, centred: bool = True) -> None:
-        """Fill ``out`` (numel,) from a sum over ranks ``total`` (m * block,) f32 in the order of travel."""
+        """Fill ``out`` (numel,) from ``total`` (m * block,) f32, a sum over ranks in the order of travel.
+
+        If ``centred``, the means that the ranks subtracted are added back.
+        """
         rows = total.view(-1, self.block)
         if self.order is not None:
             rows = torch.empty_like(rows).index_copy_(0, self.order, rows)

@@ -1,4 +1,4 @@
-"""Scales that ranks agree on before they sum, adapted to what their sums overflowed (FP8-LM; DynamiQ, appendix C)."""
+"""Scales that ranks agree on before they sum, adapted to how often sums overflow (FP8-LM; DynamiQ, appendix C)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoScaled", "Headroom"]
 
-# FP8-LM's: more than 0.001 % of the sums at the format's largest value double the headroom, otherwise it shrinks to
-# half within a thousand sums.
+# As in FP8-LM: the headroom doubles if more than 0.001 % of the sums have the format's largest value. Otherwise it
+# shrinks, to half within a thousand sums.
 _OVERFLOW = 1e-5
 _SHRINK = 2 ** (-1 / 1000)
 
@@ -32,8 +32,8 @@ _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m3": 7.5, "e3m2": 28.0, "e2m1": 6
 class Headroom:
     """How many times the largest summand fits into a block's scale: mu of FP8-LM, kept from one sum to the next.
 
-    It begins with the number of ranks, where no sum can overflow. All ranks hear the same of what overflowed, so they
-    have the same. A codec has its own; copies of a codec share it.
+    It begins with the number of ranks, with which no sum can overflow. Ranks adapt it to the same verdict, so all have
+    the same headroom. Each codec has its own; copies of a codec share it.
 
     Attributes:
         factor: mu, from 1 to the number of ranks; None before the first sum.
@@ -45,29 +45,29 @@ class Headroom:
         self._saturated = 0
 
     def count(self, saturated: int, sums: int) -> None:
-        """Note that so many of this rank's ``sums`` came to the format's largest value."""
+        """Count ``sums`` of this rank, of which ``saturated`` have the format's largest value."""
         self._saturated += saturated
         self._sums += sums
 
     def overflowed(self) -> bool:
-        """Return whether too many of the sums since the last call did, on this rank."""
+        """Return whether too many of this rank's sums were saturated since the last call, and start a new count."""
         ratio = self._saturated / max(1, self._sums)
         self._saturated = self._sums = 0
         return ratio > _OVERFLOW
 
     def numbers(self) -> dict[str, float]:
-        """Return all of it by name; nothing before the first sum."""
+        """Return the numbers to keep, by name; none before the first sum."""
         if self.factor is None:
             return {}
         return {"headroom": self.factor, "saturated": self._saturated, "sums": self._sums}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Become what ``numbers`` said, or new if it said nothing."""
+        """Take over ``numbers``, or begin anew if there are none."""
         self.factor = numbers.get("headroom")
         self._saturated, self._sums = (int(numbers.get(name, 0)) for name in ("saturated", "sums"))
 
     def adapt(self, overflowed: bool, ranks: int) -> float:
-        """Return the factor of the next sum over ``ranks``; ``overflowed`` is whether any rank had too many."""
+        """Return the factor of the next sum over ``ranks``; ``overflowed`` says whether any rank's sums overflowed."""
         if self.factor is None:
             self.factor = float(ranks)
         elif overflowed:
@@ -79,11 +79,11 @@ class Headroom:
 
 @dataclass(frozen=True)
 class AutoScaled(AgreeingCodec, StatefulCodec, BlockCodec):
-    """A codec of blocks with bf16 scales that may agree on those of a sum: then all summands and sums have the same.
+    """A codec of blocks whose bf16 scales ranks may agree on, so that a sum has the scales of its summands.
 
     Attributes:
         scales: (blocks,) bf16 that ranks agreed on; None gives each block its own.
-        headroom: what the scales of the next sum will be made with.
+        headroom: factor in the scales of the next sum.
     """
 
     scales: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
@@ -129,14 +129,14 @@ class AutoScaled(AgreeingCodec, StatefulCodec, BlockCodec):
             self.headroom.count(self._saturated(body, form), form.numel)
 
     def _place_scales(self, bodies: Tensor, n: int, offset: int) -> None:
-        """Write what was agreed on into the scale planes of ``bodies`` (k, nbytes), which begin at place ``offset``."""
+        """Write the agreed scales into the scale planes of ``bodies`` (k, nbytes), from element ``offset`` on."""
         assert self.scales is not None
         blocks, first = -(-n // self.block), offset // self.block
         given = self.scales[first : first + blocks * len(bodies)].view(torch.uint8)
         bodies[:, : 2 * blocks].copy_(given.view(len(bodies), 2 * blocks))
 
     def _saturated(self, body: Tensor, form: WireFormat) -> int:
-        """Return how many elements of a message have the format's largest value."""
+        """Return how many elements of a message have the format's largest value, in either sign."""
         n = form.numel
         value = torch.empty(n, device=body.device)
         self._decode_rows(body.unsqueeze(0), value, form)

@@ -1,4 +1,4 @@
-"""What a codec is, and the verbs that every collective is written in."""
+"""The base class of all codecs: the operations from which every collective is written."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ registry: Registry[Codec] = Registry("codec", __package__)
 class Codec(ABC):
     """Turns a flat tensor into the bytes of one message and back; stateless, deterministic in (x, seed).
 
-    A codec is a frozen dataclass whose fields are its options; it names itself in the class statement. Most subclass
-    ``TorchCodec`` (three methods in torch operations) or ``NativeCodec`` (kernels in ``csrc``), not this class. What
-    only some codecs can do is in ``_capabilities.py``.
+    A codec is a frozen dataclass whose fields are its options; it names itself in the class statement. Most codecs
+    subclass ``TorchCodec`` (three methods in torch operations) or ``NativeCodec`` (kernels in ``csrc``), not this
+    class. Capabilities that only some codecs have are in ``_capabilities.py``.
 
     Tensors are flat and contiguous: elements are f32, bf16 or f16, payloads uint8 of exactly ``wire(...).capacity``.
 
     Attributes:
-        name: what ``fusionlayer.codecs.get`` calls it.
+        name: the name by which ``fusionlayer.codecs.get`` finds it.
         lossless: decoding gives back the same bits.
         zips: it is a ``ZippedCodec``: its messages lose no bit and take as many bytes as the data need.
-        local: what an element becomes depends on its block alone, not on the cut of a tensor into messages.
-        align: bytes to multiples of which planes and messages are filled up.
-        ahead: by default each tensor is encoded by itself, ahead of fusion; the numbers of its seed are then the same
-            on all ranks, since they decide what is sent.
-        needs_feedback: what it loses of a tensor is too much, or too one-sided, to train without error feedback.
-        collective: the one that was made for codecs of this kind; None where the number of ranks decides.
-        header: each payload begins with a header that carries its checksum and is verified before decoding.
-            Inside buckets whose plan all ranks have compared it is left out.
+        local: an element's code depends on its block alone, not on how a tensor is cut into messages.
+        align: planes and messages are padded to multiples of so many bytes.
+        ahead: by default each tensor is encoded by itself, ahead of fusion. All ranks then use the same seed, since
+            random numbers decide which elements are sent.
+        needs_feedback: it loses too much of a tensor, or loses it too one-sidedly, to train without error feedback.
+        collective: the collective made for codecs of this kind; None if the number of ranks decides.
+        header: each payload begins with a header, which carries a checksum and is verified before decoding. Buckets
+            leave it out, since all ranks have compared their plan.
     """
 
     name: ClassVar[str]
@@ -81,11 +81,11 @@ class Codec(ABC):
 
     @property
     def feedback_pays(self) -> bool:
-        """Whether error feedback is worth its memory by default: the codec is lossy, biased and coarse."""
+        """Whether error feedback is worth its memory by default: whether the codec is lossy, biased and coarse."""
         return not (self.lossless or self.unbiased)
 
     def at_step(self, step: int) -> Codec:
-        """Return the codec of a step, a pure function of its options and the step; for most codecs themselves."""
+        """Return the codec to use in ``step``: a pure function of options and step. Most codecs return themselves."""
         return self
 
     def wire(self, numel: int, dtype: torch.dtype = torch.float32) -> WireFormat:
@@ -94,7 +94,7 @@ class Codec(ABC):
         return form or remember(self._forms, (numel, dtype), _wire(self, numel, dtype))
 
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes of a ``payload`` (capacity,) must travel: all unless the codec is of variable size."""
+        """Return how many bytes of ``payload`` (capacity,) must travel: all, unless the codec has variable size."""
         return payload.numel()
 
     @cached_property
@@ -125,10 +125,10 @@ class Codec(ABC):
         return payload
 
     def decompress(self, payload: Tensor, shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the tensor of ``shape`` and ``dtype`` that ``compress`` of such a tensor made ``payload`` from.
+        """Return the tensor of ``shape`` and ``dtype`` that ``compress`` wrote into ``payload``.
 
         Raises:
-            WireError: the payload is not one of this codec, shape and dtype, or was damaged.
+            WireError: the payload does not belong to this codec, shape and dtype, or was damaged.
         """
         out = torch.empty(shape, dtype=dtype, device=payload.device)
         self.decode(payload.contiguous().view(-1), out.view(-1))
@@ -139,8 +139,8 @@ class Codec(ABC):
     ) -> None:
         """Write ``x`` (n,) into ``payload`` (capacity,).
 
-        With a ``residual`` (n,) f32 the sum ``x + residual`` is encoded, and the residual becomes what encoding lost
-        (error feedback); where that is not finite it stays, so an overflow does not live on.
+        With a ``residual`` (n,) f32 this encodes ``x + residual``, and the residual becomes what encoding lost (error
+        feedback). Where the loss is not finite the residual stays as it was, so an overflow does not live on.
         """
         self.encode_chunks(x, payload.unsqueeze(0), x.numel(), seed=seed, offset=offset, residual=residual)
 
@@ -150,21 +150,21 @@ class Codec(ABC):
         """Write ``scale * x`` for a whole gradient ``x`` (n,) into ``payload`` (capacity,).
 
         Args:
-            x: left as it is.
+            x: the gradient; it is not changed.
             payload: the message, header included.
             state: what is kept of this tensor; its residual is sent along and replaced as in ``encode``.
             scale: factor on ``x``.
-            ranks: how many ranks' gradients are summed.
+            ranks: number of ranks whose gradients are summed.
             seed: as in ``encode``.
         """
         self.encode(x if scale == 1 else x * scale, payload, seed=seed, residual=state.residual)
 
     def decode(self, payload: Tensor, out: Tensor, *, dtype: torch.dtype | None = None) -> None:
-        """Fill ``out`` (n,) from ``payload`` (capacity,), which was encoded from ``dtype`` (default: out's)."""
+        """Fill ``out`` (n,) from ``payload`` (capacity,), which was encoded from ``dtype`` (default: that of out)."""
         self.decode_chunks(payload.unsqueeze(0), out, out.numel(), dtype=dtype)
 
     def decode_add(self, payload: Tensor, out: Tensor, *, dtype: torch.dtype | None = None) -> None:
-        """Add what ``payload`` (capacity,) decodes to onto ``out`` (n,)."""
+        """Add the decoded values of ``payload`` (capacity,) to ``out`` (n,)."""
         self.decode_sum(payload.unsqueeze(0), out, dtype=dtype, add=True)
 
     # ---- many messages ----------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Codec(ABC):
     ) -> None:
         """Write ``x[i * chunk : (i + 1) * chunk]`` into row i of ``payloads`` (k, capacity of ``chunk`` elements).
 
-        A last, shorter piece is a message of its own length; a row without elements is left alone.
+        A shorter last piece becomes a message of its own length. A row without elements is not changed.
         """
         self._check_tensors(x, payloads)
         how = Encoding(seed, offset, residual)
@@ -201,7 +201,7 @@ class Codec(ABC):
     def decode_sum(self, payloads: Tensor, out: Tensor, *, dtype: torch.dtype | None = None, add: bool = False) -> None:
         """Fill ``out`` (n,) with the sum of all rows of ``payloads`` (k, capacity), added in their order in f32.
 
-        With ``add`` what stands in ``out`` is the first summand. The sum is rounded to out's dtype once.
+        With ``add`` the values in ``out`` are the first summand. The sum is rounded once, to the dtype of ``out``.
         """
         self._check_tensors(out, payloads)
         if out.numel():
@@ -223,9 +223,9 @@ class Codec(ABC):
     ) -> None:
         """Write into ``payload`` (capacity,) the sum of all rows of ``payloads`` (k, capacity), and of ``x`` if given.
 
-        ``numel`` elements, summed in f32 in the order x, row 0, row 1, ...; messages are those of tensors of ``dtype``.
-        ``residual`` as in ``encode``. ``source`` is the codec of ``payloads`` where that is another one; there is no
-        ``x`` then.
+        All messages have ``numel`` elements of ``dtype``. They are summed in f32 in the order x, row 0, row 1, ...
+        ``residual`` is as in ``encode``. ``source`` is the codec of ``payloads`` if it is another one; ``x`` must then
+        be None.
         """
         if not numel:
             return
@@ -239,7 +239,7 @@ class Codec(ABC):
             self._seal(payload, form)
 
     def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
-        """Write ``x - base`` into ``payload`` (capacity,), a message of f32: what who has ``base`` lacks of ``x``.
+        """Write ``x - base`` into ``payload`` (capacity,), a message of f32, for ranks that have ``base``.
 
         ``x`` is (n,) f32, ``base`` (n,) f32, bf16 or f16; the difference is f32 (SDP4Bit, section 3.1).
         """
@@ -261,10 +261,10 @@ class Codec(ABC):
 
     @abstractmethod
     def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
-        """Sum all rows of ``bodies`` (k, nbytes), after ``out`` (n,) itself if ``add``, into ``out``."""
+        """Sum all rows of ``bodies`` (k, nbytes) into ``out`` (n,); with ``add``, ``out`` is the first summand."""
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
-        """Encode the sum of ``x`` (n,) or nothing and all rows of ``bodies`` (k, nbytes) into ``body`` (nbytes,)."""
+        """Encode the sum of ``x`` (n,), if given, and all rows of ``bodies`` (k, nbytes) into ``body`` (nbytes,)."""
         total = torch.zeros(form.numel, device=body.device) if x is None else x.to(torch.float32, copy=True)
         self._sum_rows(bodies, total, form, add=True)
         self._encode_rows(total, body.unsqueeze(0), form, how)
@@ -276,11 +276,11 @@ class Codec(ABC):
         self._recode_rows(body.new_empty(0, body.numel()), body, form, total, how)
 
     def _numbers(self, numel: int) -> int:
-        """Return how many numbers of a seed's sequence a message takes: its elements, the last block filled up."""
+        """Return how many numbers of a seed's sequence a message takes: one for each element of its whole blocks."""
         return -(-numel // self.block) * self.block
 
     def _seal(self, payload: Tensor, form: WireFormat) -> None:
-        """Write the header of ``payload`` (capacity,), whose body is there."""
+        """Write the header of ``payload`` (capacity,), whose body is complete."""
         seal(self, payload, form)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Codec(ABC):
     def _runs(
         self, numel: int, payloads: Tensor, chunk: int, dtype: torch.dtype
     ) -> list[tuple[Tensor, int, int, WireFormat]]:
-        """Return rows, their elements from where to where, and their layout: of all full chunks, of the short last."""
+        """Return (rows, start, stop, layout) of all full chunks together, and of a shorter last chunk."""
         if not numel:
             return [] if chunk else [(payloads[:1], 0, 0, self.wire(0, dtype))]
         if chunk < 1:
@@ -307,7 +307,7 @@ class Codec(ABC):
         return runs
 
     def _verified(self, payloads: Tensor, form: WireFormat) -> Tensor:
-        """Return the rows without their headers, which are verified first."""
+        """Verify the headers of all rows, and return the rows without them."""
         if payloads.size(1) < form.capacity:
             raise WireError(
                 f"{self}: a message of {form.numel} {form.dtype} elements has {form.capacity} bytes, this one "
@@ -333,7 +333,7 @@ class Codec(ABC):
 
     @cached_property
     def _forms(self) -> dict[tuple[int, torch.dtype], WireFormat]:
-        """Layouts by what ``wire`` is asked; looking one up by the codec itself takes ten times as long."""
+        """Layouts by (numel, dtype). A cache by the codec itself would take ten times as long, as it hashes options."""
         return {}
 
     @cached_property
@@ -345,7 +345,11 @@ _MOST = 4096
 
 
 def remember(known: dict[_K, _V], key: _K, value: _V) -> _V:
-    """Return ``value``, kept in ``known``, which never grows large. Threads may do so at once: they have equal ones."""
+    """Return ``value`` and keep it in ``known``, which is emptied before it grows large.
+
+    Lanes and workers call this at once and without a lock: for one key all of them have equal values, so it does not
+    matter whose is kept.
+    """
     if len(known) >= _MOST:
         known.clear()
     known[key] = value

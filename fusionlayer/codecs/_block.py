@@ -1,4 +1,4 @@
-"""What the codecs of small numbers with a scale per block share."""
+"""The base class of codecs that send small numbers with a scale for each block."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SCALE_PLANES = {
 
 
 class BlockCodec(NativeCodec):
-    """A codec of the core's ``FL_BLOCK``; it gives its number format, its kind of scale and its block.
+    """A codec of the core's ``FL_BLOCK``. A subclass gives its number format, its kind of scale and its block.
 
-    A block with a value that is not finite decodes to NaN; one whose values are all below 2^-100 decodes to zeros.
-    ``wire_format.md`` has the planes.
+    A block with a value that is not finite decodes to NaN. A block whose values are all below 2^-100 decodes to zeros.
+    ``wire_format.md`` describes the planes.
     """
 
     @property

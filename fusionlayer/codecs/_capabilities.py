@@ -1,7 +1,4 @@
-"""What some codecs can do and others cannot: a codec inherits from each of these that it is one of.
-
-Collectives ask ``isinstance``.
-"""
+"""Capabilities that only some codecs have. A codec inherits each one that it has; collectives ask ``isinstance``."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class VariableSizeCodec(Codec):
     """A codec whose messages may use fewer bytes than their capacity."""
 
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes of a ``payload`` (capacity,) must travel; on CUDA this waits for it.
+        """Return how many bytes of ``payload`` (capacity,) must travel; on CUDA the host waits for the encoder.
 
         Raises:
             WireError: the message contradicts itself.
@@ -43,21 +40,22 @@ class VariableSizeCodec(Codec):
 
     @abstractmethod
     def compact(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the bytes that must travel of a ``payload`` (capacity,) of ``numel`` elements."""
+        """Return the bytes of ``payload`` (capacity,), a message of ``numel`` elements, that must travel."""
 
     @abstractmethod
     def expand(self, data: Tensor, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> None:
-        """Fill ``payload`` (capacity,) from what ``compact`` made of it.
+        """Fill ``payload`` (capacity,) from ``data``, the bytes that ``compact`` returned for it.
 
         Raises:
-            WireError: ``data`` is nothing that ``compact`` makes for this codec and size.
+            WireError: ``compact`` of this codec never returns ``data`` for this size.
         """
 
 
 class ZippedCodec(VariableSizeCodec):
     """A lossless codec of variable size, which the collectives of ``zipped`` carry.
 
-    What a message uses lies at its start: a static extent, as long for all data, then what the data need.
+    The used bytes of a message lie at its start: first a static extent, whose length does not depend on the data, then
+    as many bytes as the data need.
     """
 
     lossless: ClassVar[bool] = True
@@ -66,13 +64,13 @@ class ZippedCodec(VariableSizeCodec):
 
     @abstractmethod
     def static_extent(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes of a payload, from its start, must travel whatever the data."""
+        """Return how many bytes of a payload, from its start, must travel for any data."""
 
     @abstractmethod
     def extents(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """Return how many bytes of each payload, from its start, hold all of its data; on CUDA this waits for them.
+        """Return how many bytes of each payload, from its start, hold all its data; on CUDA the host waits for them.
 
-        Only the first ``static_extent`` bytes of a payload are looked at.
+        This reads only the first ``static_extent`` bytes of a payload.
 
         Raises:
             WireError: a message contradicts itself.
@@ -84,7 +82,7 @@ class AgreeingCodec(Codec):
 
     @property
     def arrangement(self) -> Arrangement | None:
-        """In which order and relative to which means the elements of this one sum travel; None: as they are."""
+        """The order in which the elements of this sum travel, and their means; None if they travel as they are."""
         return None
 
     @abstractmethod
@@ -98,29 +96,29 @@ class AgreeingCodec(Codec):
         chunks: Sequence[int] | None = None,
         movable: bool = True,
     ) -> Codec:
-        """Return the codec for the sum of ``x`` over ranks, after what statistics they have to exchange for it.
+        """Exchange statistics with the other ranks, and return the codec for the sum of ``x`` over ranks.
 
-        Every collective that sums calls it first, on all ranks together. What was agreed on lives in fields with
-        ``compare=False``: they are no options, change no layout, and belong to this one call. Such a codec may look its
-        facts up by ``offset``, which in these calls is the place in ``x``.
+        Every collective that sums calls this first, on all ranks together. The returned codec holds what the ranks
+        agreed on in fields with ``compare=False``: these are no options, change no layout, and belong to this one sum.
+        In this sum ``offset`` is the place in ``x``, so the codec may look up its agreed values by it.
 
         Args:
-            x: (n,), this rank's summand; left as it is.
+            x: (n,), this rank's summand; it is not changed.
             transport: the ranks; only the calling thread uses it.
             seed: the same on all ranks.
-            residual: (n,) f32 that is going to be sent along.
-            chunks: where the collective heeds ``arrangement`` and every rank encodes every element once at most: how
-                many elements each message has. All but the last are whole blocks.
+            residual: (n,) f32 that will be sent along.
+            chunks: elements of each message; all but the last are whole blocks. A collective gives them only if it
+                heeds ``arrangement`` and every rank encodes every element at most once.
             movable: whether blocks may change places between chunks.
         """
 
     def agree_rows(self, rows: Tensor, numel: int, transport: Transport, *, seed: int = 0) -> Codec:
-        """Return what ``agree`` does, for rows that become messages of their own.
+        """Return the codec for the sum of ``rows``, each of which becomes a message of its own; otherwise as ``agree``.
 
         Args:
-            rows: (k, m), of which the first ``numel`` elements each are values, others 0; m is a multiple of the block.
-                The place of an element is that in the rows one behind the other.
-            numel: elements of a row.
+            rows: (k, m); m is a multiple of the block. The first ``numel`` elements of a row are values, the others 0.
+                The place of an element is its place in all rows, one behind the other.
+            numel: values of a row.
             transport: as for ``agree``.
             seed: as for ``agree``.
         """
@@ -139,41 +137,41 @@ class TwoLevelCodec(Codec):
 
 
 class TransformCodec(Codec):
-    """A codec that transforms values before it quantises them, linearly: sums can be made of transformed values."""
+    """A codec that applies a linear transform before it quantises, so that transformed values can be summed."""
 
     @property
     @abstractmethod
     def untransformed(self) -> Codec:
-        """A codec of the same layout that leaves the transform out; this one if it has none.
+        """The codec of the same layout without the transform; this codec itself if it has none.
 
-        It decodes this one's messages to transformed values, and it encodes transformed values.
+        It decodes this codec's messages to transformed values, and it encodes transformed values.
         """
 
     @property
     @abstractmethod
     def transform_run(self) -> int:
-        """Elements that are transformed together; it divides ``block``. Sums are made of whole runs."""
+        """Number of elements that are transformed together; a divisor of ``block``. Sums cover whole runs."""
 
 
 class StatefulCodec(Codec):
-    """A codec that carries numbers from one sum to the next, which belong into checkpoints."""
+    """A codec that carries numbers from one sum to the next; checkpoints must keep them."""
 
     @abstractmethod
     def kept(self) -> dict[str, float]:
-        """Return these numbers by name."""
+        """Return the numbers by name."""
 
     @abstractmethod
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Take over what ``kept`` returned; without it begin anew. Other keys are ignored."""
+        """Take over the numbers that ``kept`` returned, or begin anew without them. Other keys are ignored."""
 
 
 class PartsCodec(Codec):
-    """A codec that treats each tensor of a flat one by its shape, and may keep something of each."""
+    """A codec that treats each part of a flat tensor by its shape, and may keep a state of each."""
 
     @abstractmethod
     def for_parts(self, parts: Sequence[Part]) -> Codec:
-        """Return the codec for sums of flat tensors that are made of ``parts``.
+        """Return the codec for sums of flat tensors that consist of ``parts``.
 
-        Whoever fuses tensors tells it. The parts are no options: codecs with different ones are equal, and their
+        The code that fuses tensors calls this. Parts are no options: codecs with different parts are equal, and their
         messages have the same layout.
         """

@@ -1,4 +1,4 @@
-"""What changes from one call that encodes to the next."""
+"""The arguments of an encode call that differ from call to call: random numbers and error feedback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Encoding(NamedTuple):
 
     Attributes:
         seed: names a sequence of random numbers.
-        offset: number of the first element in it.
+        offset: place of the first element in that sequence.
         residual: (n,) f32, added to the values first; it becomes what encoding lost. None: no error feedback.
     """
 
@@ -23,12 +23,12 @@ class Encoding(NamedTuple):
     residual: Tensor | None = None
 
     def part(self, start: int, stop: int, offset: int) -> Encoding:
-        """Return that of the elements from ``start`` to ``stop``, which begin ``offset`` numbers later."""
+        """Return the ``Encoding`` of elements ``start`` to ``stop``, which begin ``offset`` numbers later."""
         return Encoding(
             self.seed, self.offset + offset, None if self.residual is None else piece(self.residual, start, stop)
         )
 
 
 def piece(x: Tensor, start: int, stop: int) -> Tensor:
-    """Return ``x[start:stop]``; slicing takes longer than to see that it is all of ``x``."""
+    """Return ``x[start:stop]``, or ``x`` itself if that is all of it, which is faster than slicing."""
     return x if stop - start == x.size(0) else x[start:stop]

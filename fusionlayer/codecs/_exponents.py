@@ -1,4 +1,4 @@
-"""What the codecs share that save exponents: lossless messages of a head, a static part and what the data need."""
+"""The base class of lossless codecs that shorten exponents, ``zip`` and ``rans``."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ _RAW, _CODED = 0, 1
 
 
 class ExponentCodec(ZippedCodec, NativeCodec):
-    """A codec whose message is a head, a part as long for all data, and the rest; or the elements as they are.
+    """A codec whose message is a head and data: a static part and a rest, or the elements as they are.
 
-    It gives ``_static_bytes`` and ``_params``. The head has the form and the number of bytes of the rest.
+    The length of the static part does not depend on the data. The head tells the form of the data and the number of
+    bytes of the rest. A subclass gives ``_static_bytes`` and ``_params``.
     """
 
     @abstractmethod
     def _static_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return how many bytes of data there are for all data of ``numel`` elements."""
+        """Return the bytes of the static part of a message of ``numel`` elements."""
 
     # ---- sizes ------------------------------------------------------------------------------------------------------
 
     def static_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many of the bytes that ``compact`` gives are there for all data of ``numel`` elements."""
+        """Return how many bytes ``compact`` returns at least for ``numel`` elements, whatever their values."""
         form = self.wire(numel, dtype)
         return form.body + form.sections[0].plane.nbytes + self._always(numel, dtype)
 
@@ -70,7 +71,7 @@ class ExponentCodec(ZippedCodec, NativeCodec):
         payload[body].copy_(data[end:])
 
     def _spans(self, payload: Tensor, numel: int, dtype: torch.dtype) -> list[slice]:
-        """Return what a message uses: its header, its head, and of its data the first bytes."""
+        """Return the used parts of a message: its header, its head, and the first bytes of its data."""
         form = self.wire(numel, dtype)
         head, data = form.sections
         (used,) = self._used([payload], [numel], dtype)
@@ -78,7 +79,7 @@ class ExponentCodec(ZippedCodec, NativeCodec):
         return [slice(start, start + nbytes) for start, nbytes in parts]
 
     def _used(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """Return how many bytes of each message's data are used, by its head."""
+        """Return how many bytes of each message's data are used, as its head tells."""
         used = [0] * len(numels)
         filled = [i for i, numel in enumerate(numels) if numel]
         if not filled:
@@ -94,7 +95,7 @@ class ExponentCodec(ZippedCodec, NativeCodec):
         return used
 
     def _always(self, numel: int, dtype: torch.dtype) -> int:
-        """Return how many bytes of data every message of this length has."""
+        """Return how many bytes of data every message of ``numel`` elements has at least."""
         return min(self._static_bytes(numel, dtype), numel * dtype.itemsize)
 
     def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:
@@ -111,17 +112,19 @@ class ExponentCodec(ZippedCodec, NativeCodec):
         super()._encode_rows(x, bodies, form, how._replace(residual=None))
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
-        Codec._recode_rows(self, bodies, body, form, x, how)  # the core's does not round to what is encoded
+        # The core does not round a sum to the encoded type, so the sum is made and encoded here.
+        Codec._recode_rows(self, bodies, body, form, x, how)
 
     def _seal(self, payload: Tensor, form: WireFormat) -> None:
         _, head, data = self._spans(payload, form.numel, form.dtype)
-        payload[head.stop : data.start].zero_()  # as ``expand`` leaves it, since the checksum is of all
+        # ``expand`` leaves zeros in these gaps, and the checksum covers the whole body.
+        payload[head.stop : data.start].zero_()
         payload[data.stop : form.capacity].zero_()
         super()._seal(payload, form)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-    """Return ``x``, plus ``residual`` (which keeps what is lost), in ``dtype``, rounded as on the wire."""
+    """Return ``x + residual`` in ``dtype``, rounded as on the wire; the residual becomes what rounding lost."""
     out = torch.empty(x.numel(), dtype=dtype, device=x.device)
     cast = native.CodecParams(native.CAST, (native.DTYPES[dtype],))
     native.encode(cast.spec(x.numel(), x.dtype), [0], x, residual, out.view(torch.uint8).unsqueeze(0))

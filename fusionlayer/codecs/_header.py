@@ -1,4 +1,4 @@
-"""The header of a checked message: written when the body is there, verified before the body is decoded."""
+"""The header of a checked message: ``seal`` writes it when the body is complete, ``verify`` compares it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["seal", "verify"]
 
 
 def seal(codec: Codec, payload: Tensor, form: WireFormat) -> None:
-    """Write the header of ``payload`` (capacity,), whose body is there."""
+    """Write the header of ``payload`` (capacity,), whose body is complete."""
     body = payload[form.body : form.capacity]
     header = Header(codec.name, codec._options_crc, form.dtype, form.numel, body.numel(), 0, native.crc32c(body.cpu()))
     payload[: form.body].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Codecs whose codes can be added without being decoded."""
+"""The base class of codecs whose codes can be added without decoding them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["HomomorphicCodec"]
 
 
 class HomomorphicCodec(AgreeingCodec):
-    """A codec whose codes stand for integers, and the sum of all ranks' integers for the sum of their values.
+    """A codec whose codes stand for integers; the sum of all ranks' integers stands for the sum of their values.
 
-    Integers of several messages may be added only if one ``agree`` made the codec that encoded them. Sums travel in 8,
-    12 or 16 bits, wide enough for the number of ranks, without header.
+    Integers of several messages may be added only if their codec comes from one ``agree``. Sums travel in 8, 12 or 16
+    bits, wide enough for the number of ranks, without header.
     """
 
     @property
@@ -27,10 +27,10 @@ class HomomorphicCodec(AgreeingCodec):
         """The largest integer that a code stands for; the smallest is 0."""
 
     def sum_bits(self, ranks: int) -> int:
-        """Return the bits of each integer in the sum of so many ranks' messages.
+        """Return the bits of each integer in the sum of the messages of so many ranks.
 
         Raises:
-            ConfigError: it would need more than 16.
+            ConfigError: the sum would need more than 16 bits.
         """
         for bits in (8, 12, 16):
             if ranks * self.largest < 1 << bits:
@@ -46,14 +46,14 @@ class HomomorphicCodec(AgreeingCodec):
 
     @abstractmethod
     def add_codes(self, payloads: Tensor, total: Tensor, numel: int, dtype: torch.dtype) -> None:
-        """Write into ``total`` (sum_bytes,) uint8 the sum of the integers of ``payloads`` (ranks, capacity).
+        """Write the sum of the integers of ``payloads`` (ranks, capacity) into ``total`` (sum_bytes,) uint8.
 
-        ``numel`` and ``dtype`` are those of the messages' elements.
+        Each message has ``numel`` elements of ``dtype``.
         """
 
     @abstractmethod
     def decode_sums(self, totals: Tensor, out: Tensor, chunk: int, ranks: int) -> None:
-        """Fill ``out[i * chunk : (i + 1) * chunk]`` from row i of ``totals``, each ``add_codes`` of ``ranks`` made."""
+        """Fill ``out[i * chunk : (i + 1) * chunk]`` from row i of ``totals``, a sum of ``ranks`` messages."""
 
     @abstractmethod
     def _count(self, numel: int) -> int:

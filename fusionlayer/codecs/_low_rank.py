@@ -1,8 +1,8 @@
 """Factors of matrices, computed so that every machine gets the same bits from the same factors.
 
-What ranks compute of sums that they all have must be equal, whatever library multiplies their matrices and in whatever
-order it adds. So factors are made orthonormal and multiplied here by operations on single elements, which IEEE 754
-fixes, and by sums of integers that f64 holds exactly, whose order does not matter.
+All ranks hold the same sums and must compute the same result from them, but matrix libraries add in different orders.
+So this module uses two kinds of operations only. Operations on single elements are fixed by IEEE 754. Sums of integers
+that f64 holds exactly do not depend on the order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["orthonormal", "product", "random_factor", "square_shape"]
 
 _F64_BITS = 53
 _ROUNDER = 1.5 * 2.0**52
-_VANISHED = 2.0**-30  # of a row's square: what is left of it would be known to few bits
+_VANISHED = 2.0**-30  # a row counts as dependent if no more of its square is left: few bits of the rest are known
 _TILE = 1 << 16  # elements that stay in the second-level cache while their terms are added
 
 
@@ -35,16 +35,16 @@ def random_factor(rank: int, length: int, *seed: int) -> Tensor:
 
 
 def orthonormal(factors: Tensor) -> Tensor:
-    """Return f32 whose rows span what those of each of ``factors`` (k, rank, length) f32 do, each orthogonal to others.
+    """Return (k, rank, length) f32: for each of the ``factors``, orthogonal rows that span the same space.
 
-    Rows have length 1, or 0 where one depends on those before it. A factor with a value that is not finite is NaN.
-    By the Cholesky factors of the Gram matrices, which are known so well that one elimination is enough.
+    Rows have length 1, or 0 where one depends on those before it. A factor with a value that is not finite becomes NaN.
+    The method is Cholesky factorisation of the Gram matrices, which are so exact that one elimination is enough.
     """
     return _eliminated(_scaled(factors.double())).float()
 
 
 def _scaled(rows: Tensor) -> Tensor:
-    """Return the rows times powers of two that bring their largest magnitudes between 1/2 and 1."""
+    """Return the rows, each times the power of two that brings its largest magnitude between 1/2 and 1."""
     largest = rows.abs().amax(2, keepdim=True)
     unit = largest / torch.frexp(largest).mantissa
     return rows / torch.where(largest == 0, 1.0, unit)
@@ -55,7 +55,7 @@ def _eliminated(rows: Tensor) -> Tensor:
     squares = gram.diagonal(dim1=1, dim2=2) * _VANISHED
     for i in range(rows.shape[1]):
         left = gram[:, i, i]
-        # A NaN is not below anything and stays.
+        # A NaN fails the comparison, so it stays a NaN.
         inverse = torch.where(left <= squares[:, i], 0.0, 1 / left.sqrt())[:, None]
         row, shares = rows[:, i], gram[:, i, i + 1 :]
         row *= inverse
@@ -68,7 +68,7 @@ def _eliminated(rows: Tensor) -> Tensor:
 def _gram(rows: Tensor) -> Tensor:
     """Return the (k, rank, rank) products of the rows of (k, rank, length) f64, at most 1 in magnitude.
 
-    Each value becomes two integers so short that no sum of their products has more than the 53 bits of an f64.
+    Each value becomes two integers, so short that sums of their products never need more than the 53 bits of an f64.
     """
     k, rank, length = rows.shape
     bits = (_F64_BITS - max(1, length - 1).bit_length()) // 2

@@ -1,4 +1,4 @@
-"""Codecs whose verbs are one call each into the codec core, on CPU and CUDA alike."""
+"""The base class of codecs whose operations are single calls into the codec core, on CPU and CUDA alike."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["NativeCodec"]
 
 
 class NativeCodec(Codec):
-    """A codec of ``csrc``; it gives ``_planes``, and ``_params`` or all of ``_spec``."""
+    """A codec of ``csrc``. A subclass gives ``_planes``, and either ``_params`` or all of ``_spec``."""
 
     def _params(self, dtype: torch.dtype) -> native.CodecParams:
         """Return the core's codec number and parameters for messages encoded from ``dtype``."""
         raise NotImplementedError
 
     def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
-        """Return what the core needs for messages encoded from type ``encoded`` and elements of ``dtype``."""
+        """Return the core's spec for elements of ``dtype`` and messages that were encoded from type ``encoded``."""
         return self._params(encoded).spec(numel, dtype)
 
     def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
@@ -40,11 +40,11 @@ class NativeCodec(Codec):
         native.recode(spec, form.offsets, bodies, x, how.residual, body)
 
     def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> native.Spec:
-        """Return what the core needs to encode elements of ``dtype``."""
+        """Return the core's spec to encode elements of ``dtype``, with the random numbers of ``how``."""
         return self._known(form, dtype).seeded(how.seed, how.offset)
 
     def _known(self, form: WireFormat, dtype: torch.dtype) -> native.Spec:
-        """Return ``_spec``, which is made once: nobody may write into it, as threads share it."""
+        """Return ``_spec``, made once. Lanes and workers share it, so no caller may write into it."""
         key = form.numel, form.dtype, dtype
         spec = self._specs.get(key)
         return spec or remember(self._specs, key, self._spec(*key))

@@ -1,4 +1,4 @@
-"""Sparse messages: some elements of a tensor and where they lie. What all sparsifiers share."""
+"""The base classes of sparsifiers, whose messages hold some elements of a tensor and their positions."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ._state import TensorState
 __all__ = ["ALL", "INFINITE", "SMALLEST", "Sparsifier", "ThresholdSparsifier", "bits_of", "value_of"]
 
 ALL = -1  # every element that equals the threshold is sent
-INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite are these and above
+INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite have these bits or larger ones
 SMALLEST = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
 
 _LARGEST = struct.unpack("<f", struct.pack("<I", INFINITE - 1))[0]
 _SUPERBLOCK, _BLOCK = 1 << 16, 1 << 8
 _BITMAP, _BYTE, _SHORT = range(3)
-_STEPS = (1, 2, 3, 5, 8, 13, 21)  # of the ladder, in 1/128 of an octave
+_STEPS = (1, 2, 3, 5, 8, 13, 21)  # steps of the ladder, in 1/128 of an octave
 _VALUES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def bits_of(magnitude: float) -> int:
-    """Return the bits of a magnitude as f32, at least those of the smallest one above 0, at most the largest finite."""
+    """Return the bits of a magnitude as f32, clamped to the range from the smallest above 0 to the largest finite."""
     if not magnitude < _LARGEST:
         return INFINITE - 1
     bits: int = struct.unpack("<I", struct.pack("<f", max(magnitude, 0.0)))[0]
@@ -43,7 +43,7 @@ def bits_of(magnitude: float) -> int:
 
 
 def value_of(bits: int) -> float:
-    """Return the f32 that ``bits`` are."""
+    """Return the f32 with these ``bits``."""
     value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return value
 
@@ -52,10 +52,10 @@ def value_of(bits: int) -> float:
 class Sparsifier(VariableSizeCodec):
     """Sends some elements of a tensor as they are, with their positions; the others wait in the residual.
 
-    Of n elements about k = max(1, floor(density * n)) are sent, and never more than the message has room for:
-    ``capacity(n)``, a pure function, so that no sizes are exchanged. With error feedback, sent plus residual is what
-    was given plus the residual before, to the last bit. NaN and Inf are always sent and never kept.
-    ``wire_format.md`` has the planes.
+    Of n elements it sends about k = max(1, floor(density * n)), and never more than ``capacity(n)``, for which the
+    message has room. This is a pure function, so ranks need not exchange sizes. With error feedback, the sent elements
+    plus the new residual equal the input plus the old residual, to the last bit. NaN and Inf are always sent and never
+    kept. ``wire_format.md`` describes the planes.
 
     Attributes:
         density: share of the elements that are sent.
@@ -78,7 +78,7 @@ class Sparsifier(VariableSizeCodec):
             raise ConfigError(f"{self.name} codec: values={self.values!r}; expected 'f32' or 'bf16'")
 
     def target(self, numel: int) -> int:
-        """Return how many of ``numel`` elements are meant to be sent."""
+        """Return k, how many of ``numel`` elements should be sent."""
         return min(numel, max(1, math.floor(self.density * numel)))
 
     def capacity(self, numel: int) -> int:
@@ -105,7 +105,7 @@ class Sparsifier(VariableSizeCodec):
     def _encode_sum(
         self, x: Tensor, scale: float, wanted: Tensor, body: Tensor, state: TensorState, seed: int, offset: int
     ) -> None:
-        """Add ``scale * x`` (n,) to ``wanted`` (n,) f32, send some of the sum in ``body`` and leave the rest there."""
+        """Add ``scale * x`` (n,) to ``wanted`` (n,) f32, send some of it in ``body``, and leave the rest."""
 
     def _send(
         self,
@@ -120,7 +120,7 @@ class Sparsifier(VariableSizeCodec):
         scale: float = 1.0,
         clear: Tensor | None = None,
     ) -> None:
-        """Write into ``body`` what of ``wanted`` (plus ``scale * x``) the threshold selects; leave the rest."""
+        """Write what the threshold selects of ``wanted`` (plus ``scale * x``) into ``body``; leave the rest there."""
         n = wanted.numel()
         spec = self._params(n).spec(n, torch.float32 if x is None else x.dtype, seed, offset)
         native.sparse_encode(spec, self.wire(n).offsets, wanted, threshold, ties, body, x=x, scale=scale, clear=clear)
@@ -150,10 +150,10 @@ class Sparsifier(VariableSizeCodec):
         return sum(span.stop - span.start for span in spans)
 
     def pairs(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many elements a ``payload`` (capacity,) of ``numel`` elements carries.
+        """Return how many elements ``payload`` (capacity,), a message of ``numel`` elements, carries.
 
         Raises:
-            WireError: more than there is room for.
+            WireError: the message claims more pairs than it has room for.
         """
         ends = self.wire(numel, dtype).views(payload)[0]
         pairs = int(ends[-1]) if numel else 0
@@ -179,7 +179,7 @@ class Sparsifier(VariableSizeCodec):
             payload[span].copy_(part)
 
     def _spans(self, pairs: int, numel: int, dtype: torch.dtype) -> list[slice]:
-        """Return what ``pairs`` pairs use of a message: its header, then of each plane the first bytes."""
+        """Return the parts of a message that ``pairs`` pairs use: its header, then the first bytes of each plane."""
         form = self.wire(numel, dtype)
         spans = [slice(0, form.body)]
         for section in form.sections:
@@ -198,7 +198,7 @@ class Sparsifier(VariableSizeCodec):
 
 @lru_cache(maxsize=4096)
 def _layout(codec: Sparsifier, numel: int) -> tuple[int, tuple[Plane, ...]]:
-    """Return the form of a message of ``numel`` elements, the one of the fewest bytes, and its planes."""
+    """Return the form that takes the fewest bytes for a message of ``numel`` elements, and its planes."""
     capacity, value = codec.capacity(numel), _VALUES[codec.values]
     ends = Plane("ends", -(-numel // _SUPERBLOCK), torch.uint32)
     values = Plane("values", capacity, value)
@@ -220,19 +220,21 @@ def _layout(codec: Sparsifier, numel: int) -> tuple[int, tuple[Plane, ...]]:
 class ThresholdSparsifier(Sparsifier):
     """Sends the elements whose magnitude reaches a threshold; a subclass estimates it.
 
-    Before anything is sent, the elements at or above the estimate are counted, together with those of a ladder of
-    thresholds around the last step's. (Error feedback makes counts steep there: whatever was above it is gone.) If the
-    count is between 0.8 k and the capacity, the estimate is used, else the lowest threshold of the ladder with such a
-    count, else the k-th magnitude itself: a message that ran full would cut off the end of the tensor in every step.
+    Before anything is sent, the codec counts the elements at or above the estimate, and at or above each of a ladder
+    of thresholds around that of the last step. (Error feedback makes counts steep there: everything above that
+    threshold is gone.) It uses the estimate if its count is between 0.8 k and the capacity, else the lowest threshold
+    of the ladder with such a count, else the k-th magnitude itself. A message that ran full would cut off the end of
+    the tensor in every step.
 
     Attributes:
-        slack: capacity is k * slack, rounded up. All of it travels, so it costs bytes, and buys room for what a
-            threshold finds. Training a small network at density 0.01, estimate or ladder had such a count in 70 to
-            99 of 100 cases with a slack of 1.1, depending on the codec; in 57 to 85 with 1.0, in 78 to 100 with 1.25.
-        reuse: steps for which a threshold is used once it was found; 1 is a new one in every step. A reused one needs a
-            single pass over the gradient, but one that sends less than k / 4 or fills the message is found anew at
-            once, which costs more than it would have. In that training nine of ten thresholds sent 0.4 to 2.2 k one
-            step later, so reuse wants slack.
+        slack: capacity is k * slack, rounded up. All of it travels: slack costs bytes and makes room for what a
+            threshold finds. In training of a small network at density 0.01, estimate or ladder had such a count in 70
+            to 99 of 100 cases with a slack of 1.1, depending on the codec; in 57 to 85 with 1.0, in 78 to 100 with
+            1.25.
+        reuse: number of steps that use one threshold; 1 finds a new one in every step. A reused threshold needs a
+            single pass over the gradient. If it sends less than k / 4 or fills the message, it is found anew at once,
+            which costs more than not to reuse it. In that training nine of ten thresholds sent 0.4 to 2.2 k one step
+            later, so reuse needs slack.
     """
 
     slack: float = 1.1
@@ -254,11 +256,11 @@ class ThresholdSparsifier(Sparsifier):
     def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
         """Return at most 14 thresholds that might send ``k`` elements of ``wanted`` (n,), the likeliest first.
 
-        None at all if only the k-th magnitude will do.
+        An empty list makes the codec use the k-th magnitude itself.
         """
 
     def _choose(self, counts: Sequence[int], k: int, state: TensorState) -> int:
-        """Return which of the estimates to use; ``counts`` are the elements that each would send."""
+        """Return the index of the estimate to use; ``counts[i]`` is how many elements estimate i would send."""
         return 0
 
     def _encode_sum(
@@ -278,7 +280,7 @@ class ThresholdSparsifier(Sparsifier):
         self._send(wanted, body, threshold, ties, seed, offset)
 
     def _select(self, wanted: Tensor, state: TensorState, seed: int) -> tuple[int, int]:
-        """Return the threshold of ``wanted`` (n,), and how many elements that equal it go: ``ALL`` or a number."""
+        """Return the threshold for ``wanted`` (n,), and how many elements that equal it go: ``ALL`` or a number."""
         n = wanted.numel()
         k, capacity = self.target(n), self.capacity(n)
         if k == n:
@@ -288,7 +290,9 @@ class ThresholdSparsifier(Sparsifier):
         last = int(state.numbers.get("threshold", own[0] if own else 0))
         ladder = [*own, *_neighbours(last, 15 - len(own))] if own else []
         *counts, broken = native.count_above(wanted, [*ladder, INFINITE])
-        if broken:  # only these go: whoever sees them skips the step, and nothing else is lost with it
+        # A value that is not finite makes the optimizer skip the step. Only such values are sent, so that the residual
+        # keeps all others.
+        if broken:
             return INFINITE, ALL
         usable = [i for i, count in enumerate(counts) if 0.8 * k <= count <= capacity]
         chosen = self._choose(counts[: len(own)], k, state) if own and kept is None else 0
@@ -296,31 +300,32 @@ class ThresholdSparsifier(Sparsifier):
             threshold, ties = ladder[chosen if chosen in usable else max(usable, key=counts.__getitem__)], ALL
         else:
             threshold, above = native.kth_magnitude(wanted, k)
-            ties = k - above if threshold else int(not above)  # zeros need not travel, but something must
+            ties = k - above if threshold else int(not above)  # zeros need not travel, but a message has one pair
         age = state.numbers["age"] if kept == threshold else 0
         state.numbers.update(threshold=max(threshold, 1), age=age + 1)
         return threshold, ties
 
     def _kept(self, state: TensorState) -> int | None:
-        """Return the threshold of an earlier step if it is to be used once more."""
+        """Return the threshold of an earlier step if this step should reuse it, else None."""
         return int(state.numbers["threshold"]) if state.numbers.get("age", self.reuse) < self.reuse else None
 
     def _is_sound(self, body: Tensor, n: int) -> bool:
-        """Return whether a reused threshold sent about enough, left no element over and found nothing broken."""
+        """Return whether a reused threshold sent about enough, did not fill the message and sent finite values only."""
         ends, *_, values = self.wire(n).planes(body)
         pairs, capacity = int(ends[-1]), self.capacity(n)
         return 4 * pairs >= self.target(n) and (pairs < capacity or capacity == n) and bool(values.isfinite().all())
 
     def _take_back(self, x: Tensor, wanted: Tensor, body: Tensor) -> None:
-        """Make ``wanted`` what it was before ``body`` was sent, with ``x`` added."""
+        """Restore ``wanted`` to what it was before ``body`` was written, with ``x`` added."""
         self._sum_rows(body.unsqueeze(0), wanted, self.wire(wanted.numel()), add=True)
         broken = ~x.isfinite()
-        if broken.any():  # those that found no room in the message are not in the residual either
+        # The core drops a value that is not finite and for which the message has no room: it is in neither of the two.
+        if broken.any():
             wanted[broken] = x[broken].float()
 
 
 def _neighbours(bits: int, count: int) -> list[int]:
-    """Return ``count`` magnitudes on both sides of one, nearest first, as bits."""
+    """Return the bits of ``count`` magnitudes on both sides of that of ``bits``, nearest first."""
     steps = [sign * step << 16 for step in _STEPS for sign in (1, -1)]
     return [min(max(bits + step, 1), INFINITE - 1) for step in steps[:count]]
 

@@ -1,4 +1,4 @@
-"""What is kept of one tensor between steps."""
+"""The state that is kept of one tensor between steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Part", "TensorState"]
 
 @dataclass
 class TensorState:
-    """What sending a tensor of n elements leaves for its next step.
+    """What a codec keeps of a tensor of n elements for its next step.
 
     Attributes:
-        residual: (n,) f32, what has not been sent yet; None where nothing is kept.
-        tensors: what else a codec keeps, flat f32 each, by name: DGC's "velocity", (n,).
-        numbers: what a codec remembers of its last steps, by name: thresholds, ages, stages.
+        residual: (n,) f32, what has not been sent yet; None if nothing is kept.
+        tensors: other tensors that a codec keeps, flat f32, by name, such as DGC's "velocity", (n,).
+        numbers: numbers that a codec keeps, by name, such as thresholds, ages and stages.
     """
 
     residual: Tensor | None = None
@@ -27,13 +27,13 @@ class TensorState:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor inside a flat one that is summed as a whole.
+    """The place, shape and state of one tensor inside a flat tensor.
 
     Attributes:
-        name: of the tensor.
-        shape: of the tensor.
-        start: its first element in the flat one; the others follow in row-major order.
-        state: what is kept of it; the residual is the collective's, not this one.
+        name: name of the tensor.
+        shape: shape of the tensor.
+        start: place of its first element in the flat tensor; the others follow in row-major order.
+        state: what the codec keeps of it. Error feedback uses the residual of the collective, not that of this state.
     """
 
     name: str
@@ -43,5 +43,5 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """Behind its last element."""
+        """The place behind its last element."""
         return self.start + math.prod(self.shape)

@@ -1,4 +1,4 @@
-"""Codecs written in torch operations: three methods make one."""
+"""The base class of codecs written in torch operations: three methods make a codec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TorchCodec"]
 
 
 class TorchCodec(Codec):
-    """A codec that gives ``_planes``, ``_encode`` and ``_decode``; sums, recoding and error feedback follow."""
+    """A codec in torch operations. A subclass gives ``_planes``, ``_encode`` and ``_decode``; all else follows."""
 
     @abstractmethod
     def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""How many bits each super-group of a sum gets: the thresholds of DynamiQ, sections 3.2 and A."""
+"""The number of bits that each super-group of a sum gets (DynamiQ, sections 3.2 and A)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import Tensor
 
 __all__ = ["allocate", "deal", "pack_widths"]
 
-# A super-group gets 8 bits where its energy is at least this many times that of one that just gets 4: both gain as much
-# by bit (section 3.2).
+# A super-group gets 8 bits if its energy is at least 512 / 17 times that of one that just gets 4: each bit then gains
+# as much in both (section 3.2).
 _RATIO = (512, 17)
 
 
 def allocate(energies: Tensor, chunks: Sequence[int], rooms: Sequence[int]) -> Tensor:
-    """Return (m,) uint8, 2, 4 or 8: bits of each super-group, as many as there is room for.
+    """Return (m,) uint8: the bits of each super-group, 2, 4 or 8, as many as there is room for.
 
-    Raising the scalar u of section A gives one super-group after the other 4 bits, or 8: super-group j 4 bits in the
-    order of F_j, 8 in that of F_j * 17 / 512. Here that order is made at once, and followed up to where the next step
-    would not fit: the largest u that there is room for, to one super-group. So nothing has to be kept from step to
-    step. Only comparisons of exact products decide: ranks with the same energies get the same bits.
+    As the scalar u of section A rises, one super-group after the other gets 4 bits, or 8: 4 bits in the order of F_j, 8
+    bits in the order of F_j * 17 / 512. This function sorts these steps and takes them until the next one does not fit,
+    which finds the largest u that fits, to one super-group. So nothing is kept from step to step. Only comparisons of
+    exact products decide, so ranks with the same energies get the same bits.
 
     Args:
-        energies: (m,) F_j, the sum of all squares; what is not finite is larger than all else, 0 stays at 2 bits.
-        chunks: super-groups of each message, m in all; they are shared out by ``deal``.
-        rooms: for each message, units of 64 bytes (a super-group with 2 bits takes one).
+        energies: (m,) F_j, the sum of all squares. Energies that are not finite count as larger than all others; 0
+            stays at 2 bits.
+        chunks: super-groups of each message, m in all; ``deal`` shares them out.
+        rooms: room of each message, in units of 64 bytes (a super-group with 2 bits takes one).
     """
     m, device = energies.numel(), energies.device
     energy = energies.double().nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -46,13 +47,13 @@ def allocate(energies: Tensor, chunks: Sequence[int], rooms: Sequence[int]) -> T
 
 
 def deal(bits: Tensor, chunks: Sequence[int]) -> Tensor:
-    """Return (m,) int64: the super-group that goes to each place, so that messages take about equally many bytes.
+    """Return (m,) int64: the super-group for each place, so that messages take about equally many bytes.
 
-    Those with the most bits are dealt out first, in their order, to the messages in turn; in a message they lie in the
-    order in which they came: 8 bits, then 4, then 2 (section 3.2).
+    Super-groups are dealt to the messages in turn, those with the most bits first, otherwise in their order. A message
+    keeps the order in which it got them: 8 bits, then 4, then 2 (section 3.2).
 
     Args:
-        bits: (m,) of each super-group.
+        bits: (m,), the bits of each super-group.
         chunks: super-groups of each message, m in all.
     """
     order = torch.empty(bits.numel(), dtype=torch.int64, device=bits.device)
@@ -62,14 +63,14 @@ def deal(bits: Tensor, chunks: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _slots(chunks: tuple[int, ...]) -> Tensor:
-    """Return (m,) int64: places in the order in which they are dealt to. Each message gets its share of any prefix."""
+    """Return (m,) int64: places in the order of dealing. Each message gets its share of every prefix of that order."""
     parts = [(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in chunks if n]
     return torch.argsort(torch.cat(parts), stable=True) if parts else torch.empty(0, dtype=torch.int64)
 
 
 @lru_cache(maxsize=256)
 def _places(chunks: tuple[int, ...], rooms: tuple[int, ...], length: int, room: int) -> Tensor:
-    """Return (length,) int64, ascending: which of all dealt super-groups come to the first message of this kind."""
+    """Return (length,) int64, ascending: the turns in which the first message of this length and room is dealt to."""
     first = list(zip(chunks, rooms, strict=True)).index((length, room))
     start = sum(chunks[:first])
     dealt = torch.empty(sum(chunks), dtype=torch.int64)
@@ -78,7 +79,7 @@ def _places(chunks: tuple[int, ...], rooms: tuple[int, ...], length: int, room: 
 
 
 def pack_widths(bits: Tensor) -> Tensor:
-    """Return the plane of widths (24 * ceil(m / 64),) uint8 of ``bits`` (m,), on any device."""
+    """Return the plane of widths (24 * ceil(m / 64),) uint8 for ``bits`` (m,), on any device."""
     m = bits.numel()
     runs = -(-m // 64)
     padded = torch.nn.functional.pad(bits, (0, runs * 64 - m)).view(runs, 64)

@@ -1,4 +1,4 @@
-"""``dgc``: deep gradient compression: a threshold from a sample, momentum correction, clipping, warm-up."""
+"""``dgc``: deep gradient compression, with a threshold from a sample, momentum correction, clipping and warm-up."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ._state import TensorState
 __all__ = ["DGC", "clipping", "warm_up_density"]
 
 _LOWERED = tuple(0.8**i for i in range(6))
-_RANK = 16  # the threshold is at least the 16th of the sample: its count is off by a quarter at most, mostly
+_RANK = 16  # the threshold is the 16th largest of the sample or a later one: its count is mostly off by 1/4 at most
 
 
 def warm_up_density(density: float, stage: int, stages: int) -> float:
-    """Return the density of warm-up stage 0, 1, ..., ``stages`` - 1: an exponential from near 1 to ``density``."""
+    """Return the density of warm-up stage 0, 1, ..., ``stages`` - 1; it falls exponentially towards ``density``."""
     return float(density ** ((stage + 1) / (stages + 1)))
 
 
 def clipping(norm: float, limit: float, ranks: int) -> float:
-    """Return the factor that brings a rank's gradient of norm ``norm`` down to limit / sqrt(ranks); at most 1."""
+    """Return the factor, at most 1, that clips a rank's gradient of norm ``norm`` to limit / sqrt(ranks)."""
     limit /= math.sqrt(ranks)
     return limit / norm if norm > limit else 1.0
 
@@ -40,23 +40,24 @@ class DGC(ThresholdSparsifier, name="dgc"):
     """Top-k by a threshold from a strided sample of the tensor (Lin et al., "Deep Gradient Compression", ICLR 2018,
     sections 3.1 to 3.3).
 
-    A sample of a share ``sampling`` begins at a random element (of the seed) and takes every so manyth. If its
-    threshold sends less than 0.8 k it is lowered by a fifth, up to five times; if it sends too many, the k largest are
-    selected.
+    The sample is a share ``sampling`` of the elements: it begins at an element that the seed chooses and takes elements
+    with a fixed stride. If the sample's threshold would send less than 0.8 k elements, it is lowered by a fifth, up to
+    five times. If it would send too many, the k largest are selected.
 
-    Momentum correction and factor masking, clipping and warm-up are off by default. With ``momentum`` the optimizer
-    must apply none itself. It and ``clip_norm`` work on whole tensors with a memory of their own, so ahead of fusion
-    only.
+    Momentum correction with factor masking, clipping and warm-up are off by default. With ``momentum`` the optimizer
+    must not apply momentum itself. ``momentum`` and ``clip_norm`` need whole tensors and keep a state of each, so they
+    work ahead of fusion only.
 
     Attributes:
-        sampling: share of a tensor that the sample takes; more of a small tensor.
+        sampling: share of a tensor that the sample takes; it takes more of a small tensor.
         momentum: u = momentum * u + gradient is accumulated instead of the gradient, and u becomes 0 where an element
             is sent.
         nesterov: momentum in the form of Nesterov.
-        clip_norm: largest norm of one tensor's summed gradient; each rank clips its own to clip_norm / sqrt(ranks)
-            before it is accumulated. None: no clipping. (The paper clips by the norm of all tensors together.)
-        warmup_steps: steps in which the density falls from near 1 to ``density``; 0: none.
-        warmup_stages: densities of the warm-up, each used equally long.
+        clip_norm: largest norm of one tensor's summed gradient. Each rank clips its own gradient to clip_norm /
+            sqrt(ranks) before it accumulates it. None: no clipping. (The paper clips by the norm of all tensors
+            together.)
+        warmup_steps: steps in which the density falls from near 1 to ``density``; 0: no warm-up.
+        warmup_stages: number of densities in the warm-up, each used equally long.
     """
 
     sampling: float = 0.01
@@ -117,7 +118,8 @@ class DGC(ThresholdSparsifier, name="dgc"):
         super()._encode_rows(x, bodies, form, how)
 
     def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
-        stride = max(1, min(round(1 / self.sampling), k // _RANK)) | 1  # odd: rows are as long as a power of two
+        # Rows of a matrix often have a power of two elements: an odd stride does not sample the same columns always.
+        stride = max(1, min(round(1 / self.sampling), k // _RANK)) | 1
         sample = wanted[seed % stride :: stride].contiguous()
         bits, _ = native.kth_magnitude(sample, math.ceil(k / wanted.numel() * sample.numel()))
         return [value_of(bits) * factor for factor in _LOWERED]

@@ -1,4 +1,4 @@
-"""``dynamiq``: a few bits per value where sums are encoded anew at every hop, more of them where the energy is."""
+"""``dynamiq``: a few bits per value for sums that every hop encodes anew, with more bits where the energy is."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ __all__ = ["DynamiQ"]
 
 SUPER_GROUP, GROUP = 256, 16
 _LINE = 64  # bytes of codes of a super-group with 2 bits
-_UNIT = 1e-4  # of epsilon
+_UNIT = 1e-4  # the core takes epsilons in steps of this size
 _MOST_RANKS = 1 << 14
 
 
 @dataclass(frozen=True)
 class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
-    """2, 4 or 8 bits for each value of a super-group, ``bits`` on average, all included (DynamiQ, 2026).
+    """2, 4 or 8 bits for each value of a super-group; ``bits`` on average, metadata included (DynamiQ, 2026).
 
-    Super-groups of 256 values have a scale in bf16, groups of 16 in them one of 8 bits. Levels lie closer together near
-    zero. Rounding is stochastic, and the values' expectation is the value. Larger super-groups get more bits.
+    A super-group of 256 values has a bf16 scale; each group of 16 values in it has a scale of 8 bits. Levels lie closer
+    together near zero. Rounding is stochastic and unbiased. Super-groups with more energy get more bits.
 
-    ``ring`` and ``butterfly`` let it agree: ranks add up the mean and the energy of each super-group, 4 bytes for 256
-    values. From these follow on every rank the bits that each gets, of all the tensor has, and which chunk it travels
-    in, so that all chunks take equally much. Values travel relative to the mean over ranks, and ranks round with
-    numbers that are anticorrelated: where one rounds up, another rounds down. Elsewhere each message is made by itself,
-    with bits by its own energy.
+    In ``ring`` and ``butterfly`` the ranks agree first: they sum the mean and the energy of each super-group, 4 bytes
+    for 256 values. From these every rank computes the bits of each super-group and the chunk in which it travels, so
+    that all chunks take equally many bytes. Values travel relative to the mean over ranks. Ranks round with
+    anticorrelated random numbers: where one rounds up, another rounds down. In other collectives each message gets its
+    bits from its own energy.
 
-    A message has ``bits`` for each value, and 24 bytes for 64 super-groups are part of that; codes are rounded up to
-    128 bytes. What ranks exchange to agree is not. A NaN or Inf makes its super-group NaN.
+    A message has ``bits`` for each value, which include 24 bytes for 64 super-groups; codes are rounded up to 128
+    bytes. The bytes that ranks exchange to agree come on top. A NaN or Inf makes its super-group NaN.
 
     Attributes:
         bits: budget for each value, 3 to 8.
-        variable: super-groups get different bits; without, as many as the largest power of two in ``bits``, whatever
-            that and the scales come to.
-        nonuniform: levels are those of the epsilons; without, they are evenly spaced.
-        hierarchical: groups' scales are relative to their super-group's; without, bf16 each.
-        correlated: ranks' rounding is anticorrelated.
+        variable: super-groups get different bits. False gives each the largest power of two in ``bits``, whatever that
+            and the scales add up to.
+        nonuniform: the epsilons set the levels. False spaces levels evenly.
+        hierarchical: scales of groups are relative to that of their super-group. False gives each group a bf16 scale.
+        correlated: the rounding of ranks is anticorrelated.
         centred: values travel relative to the mean of their super-group.
         epsilon4: levels of 4 bits are f(r) = ((1 + 2 e^2)^r - 1) / ((1 + 2 e^2)^7 - 1), in steps of 1e-4; 0.05 to 0.33.
-        epsilon8: of 8 bits, likewise with 127 for 7; 0.02 to 0.07.
+        epsilon8: levels of 8 bits, by the same formula with 127 for 7; 0.02 to 0.07.
         given: (m,) uint8, the bits that ranks agreed on, in the order of travel.
-        agreed: the order, and the means.
-        shared: seed that all ranks have.
-        place: number of this rank's interval for rounding, and of how many.
+        agreed: the order and the means that ranks agreed on.
+        shared: the seed that all ranks have.
+        place: number of this rank's rounding interval, and the number of intervals.
     """
 
     local: ClassVar[bool] = False  # super-groups compete for bits
@@ -92,7 +92,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
 
     @property
     def unbiased(self) -> bool:
-        """True."""
+        """Always: rounding is stochastic."""
         return True
 
     @property
@@ -102,7 +102,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
 
     @property
     def arrangement(self) -> Arrangement | None:
-        """What ranks agreed on."""
+        """The order and the means that ranks agreed on."""
         return self.agreed
 
     def agree(
@@ -115,7 +115,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         chunks: Sequence[int] | None = None,
         movable: bool = True,
     ) -> Codec:
-        """Return the codec of a sum in these ``chunks``; without them, where none is kept in order, this one."""
+        """Return the codec of a sum in these ``chunks``; without chunks, return this codec itself."""
         if chunks is None or not x.numel():
             return self
         means, energies = native.dynamiq_stats(x, residual)
@@ -139,7 +139,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         )
 
     def _allocated(self, energies: Tensor, lengths: Sequence[int], movable: bool = True) -> Tensor:
-        """Return (m,) uint8, the bits of each super-group of messages of so many."""
+        """Return (m,) uint8, the bits of each super-group; message i has ``lengths[i]`` super-groups."""
         if not self.variable:
             return torch.full_like(energies, self._width, dtype=torch.uint8)
         rooms = [self._lines(n) for n in lengths]
@@ -153,7 +153,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         return 1 << (self.bits.bit_length() - 1)
 
     def _lines(self, groups: int) -> int:
-        """Return the units of 64 bytes that a message of so many super-groups has for codes."""
+        """Return the units of 64 bytes that a message of ``groups`` super-groups has for codes."""
         if not self.variable:
             return groups * self._width // 2
         scales = 2 + GROUP if self.hierarchical else 2 * GROUP
@@ -183,7 +183,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         return super()._seeded(form, dtype, how)
 
     def _place_widths(self, x: Tensor, bodies: Tensor, n: int, how: Encoding) -> None:
-        """Write the widths of ``bodies`` (k, nbytes): as agreed on, or by the energy of each piece of ``x``."""
+        """Write the widths of ``bodies`` (k, nbytes): the agreed ones, or those by the energy of ``x``."""
         groups = -(-n // SUPER_GROUP)
         for i, body in enumerate(bodies):
             plane = body[: 24 * -(-groups // 64)]
@@ -195,7 +195,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
                 plane.copy_(self._given_widths(how.offset // SUPER_GROUP + i * groups, groups))
 
     def _given_widths(self, first: int, groups: int) -> Tensor:
-        """Return the plane of widths of these super-groups, which every hop of their chunk has."""
+        """Return the plane of widths of these super-groups, made once: every hop of their chunk has the same."""
         key = first, groups
         if key not in self._packed:
             assert self.given is not None
@@ -211,7 +211,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
             super()._encode_rows(x, bodies, form, how)
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
-        if self.given is None:  # the bits follow from the sum
+        if self.given is None:  # the energy of the sum decides the bits, so the sum is made first
             return Codec._recode_rows(self, bodies, body, form, x, how)
         self._place_widths(body, body.unsqueeze(0), form.numel, how)
         super()._recode_rows(bodies, body, form, x, how)
@@ -225,10 +225,10 @@ def _pack(bits: Tensor, plane: Tensor) -> None:
 
 
 def _interval(rank: int, ranks: int) -> int:
-    """Return the number of the interval that a rank rounds in, before the shift that differs by element.
+    """Return the number of the interval in which a rank rounds, before the shift that differs by element.
 
-    Neighbours in a ring, whose sums are about equally large, are far apart: steps are the golden section of all, or the
-    number next to it that leads through all intervals.
+    Neighbours in a ring have sums of about equal size, so their intervals are far apart. The step from one rank to the
+    next is the golden section of ``ranks``, or the nearest number that visits all intervals.
     """
     golden = ranks * (5**0.5 - 1) / 2
     coprime = [step for step in range(1, ranks + 1) if math.gcd(step, ranks) == 1]

@@ -1,4 +1,4 @@
-"""``fp8_block`` and ``fp8``: 8-bit floats with a scale per block, or one for all."""
+"""``fp8_block`` and ``fp8``: 8-bit floats with one scale per block, or one per message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FP8(BlockCodec, name="fp8"):
 
     @property
     def block(self) -> int:
-        """32: what codes are filled up to."""
+        """32: codes are padded to a multiple of it."""
         return 32
 
     @property

@@ -16,7 +16,7 @@ __all__ = ["GaussianK", "gaussian_threshold"]
 
 _REFINEMENTS = 2
 _LOWER, _RAISE = 0.5, 1.5
-# What two refinements can make of an estimate, the estimate itself first.
+# All factors that two refinements of an estimate can reach; 1, the estimate itself, comes first.
 _FACTORS = [_LOWER**down * _RAISE**up for down in range(_REFINEMENTS + 1) for up in range(_REFINEMENTS + 1 - down)]
 
 
@@ -30,9 +30,9 @@ class GaussianK(ThresholdSparsifier, name="gaussiank"):
     """The elements beyond the quantile of a normal distribution (Shi et al., 2019, "Understanding Top-k
     Sparsification in Distributed Deep Learning").
 
-    The mean is taken to be 0, and elements that are exactly 0 do not count. As published, a threshold that sends less
-    than 2/3 of k is halved, one that sends more than 4/3 is raised by half; here twice at most, not three times, then
-    the ladder decides.
+    The mean is assumed to be 0, and elements that are exactly 0 do not count. As published, a threshold that sends less
+    than 2/3 of k is halved, and one that sends more than 4/3 is raised by half. Here this happens at most twice, not
+    three times; then the ladder decides.
     """
 
     def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:

@@ -63,7 +63,7 @@ class Int(TransformCodec, NativeCodec, name="int"):
 
     @cached_property
     def untransformed(self) -> Codec:
-        """Without the rotation: of such messages it decodes rotated values, and values that are it need not rotate."""
+        """This codec without the rotation: it decodes messages to rotated values, and it encodes rotated values."""
         return dataclasses.replace(self, hadamard=False) if self.hadamard else self
 
     @property
@@ -79,7 +79,7 @@ class Int(TransformCodec, NativeCodec, name="int"):
         ]
 
     def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
-        """As in ``Codec``, in one pass: no difference is kept in memory."""
+        """As in ``Codec``, but in one pass that keeps no difference in memory."""
         for tensor in (x, base):
             self._check_tensors(tensor, payload.unsqueeze(0))
         if x.dtype is not torch.float32 or x.shape != base.shape:

@@ -51,7 +51,7 @@ class _MX(AutoScaled):
         chunks: Sequence[int] | None = None,
         movable: bool = True,
     ) -> Codec:
-        """Return the codec itself, or with "auto" the one with the scales of this sum."""
+        """Return the codec itself, or with scale "auto" the codec with the scales of this sum."""
         return self if self.scale != "auto" else self._agree_on_scales(x, transport, residual)
 
 
@@ -61,10 +61,10 @@ class MXFP8(_MX, name="mxfp8"):
 
     Attributes:
         format: "e4m3", or "e5m2" with more range and less precision.
-        scale: "e8m0", a power of two as the standard has it: values above the format's largest times it saturate;
-            "bf16" (DynamiQ, appendix C), rounded up, so that none does; "auto", bf16 scales that ranks agree on before
-            each sum, with a headroom that adapts to what overflowed (FP8-LM): sums are rounded on the grid of their
-            summands. Outside of a sum it is "bf16".
+        scale: "e8m0" is a power of two as in the standard; values above scale times the format's largest value
+            saturate. "bf16" (DynamiQ, appendix C) is rounded up, so that no value saturates. "auto" has bf16 scales
+            that ranks agree on before each sum, with a headroom that adapts to overflows (FP8-LM), so sums are rounded
+            on the grid of their summands; outside of a sum it is "bf16".
     """
 
     _formats: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")

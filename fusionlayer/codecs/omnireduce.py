@@ -1,4 +1,4 @@
-"""``omnireduce``: the blocks with the most energy, as they are; the others not at all."""
+"""``omnireduce``: sends only the blocks with the most energy, in bf16."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _MOMENTUM = 0.8
 
 
 class Share:
-    """How many blocks a rank selects, as a share of those that may travel; kept from one sum to the next.
+    """The share of the blocks that may travel which one rank selects; kept from one sum to the next.
 
-    What ranks select overlaps, and only the union is known afterwards: the share follows what it came to, with momentum
-    (DynamiQ, appendix C, equation 1). It begins with one part for each rank, where the union cannot be too large.
+    Selections of ranks overlap, and ranks know only their union, afterwards. So the share follows the size of the
+    union, with momentum (DynamiQ, appendix C, equation 1). It begins with 1 / ranks, with which the union cannot be too
+    large.
 
     Attributes:
         value: k / K; None before the first sum.
@@ -32,17 +33,17 @@ class Share:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        # Guards value: sums on several threads may share a codec.
+        # Guards value: sums of several lanes may share a codec, and each reads the value and writes a new one.
         self._lock = threading.Lock()
 
     def select(self, wanted: int, ranks: int) -> int:
-        """Return how many of ``wanted`` blocks this rank selects, one at least."""
+        """Return how many of ``wanted`` blocks this rank selects, at least one."""
         with self._lock:
             self.value = 1 / ranks if self.value is None else self.value
             return max(1, min(wanted, round(self.value * wanted)))
 
     def adapt(self, wanted: int, union: int) -> None:
-        """Note that all ranks together selected ``union`` blocks, of ``wanted`` that may travel."""
+        """Adapt the share after a sum: ranks selected ``union`` blocks together, and ``wanted`` may travel."""
         with self._lock:
             assert self.value is not None
             self.value *= _MOMENTUM + (1 - _MOMENTUM) * wanted / max(1, union)
@@ -50,19 +51,19 @@ class Share:
 
 @dataclass(frozen=True)
 class OmniReduce(TorchCodec, name="omnireduce"):
-    """Blocks of a tensor in bf16, those with the most energy, as many as fit into ``bits`` a value (SIGCOMM 2021).
+    """The blocks with the most energy in bf16, as many as fit into ``bits`` per value (SIGCOMM 2021).
 
-    The collective ``omnireduce`` sums what any rank has selected, as DynamiQ's appendix C adapts it to many hops. By
-    itself, and for other collectives, a message has a bit for each block, and the blocks. A block with a NaN or Inf
-    goes before all others.
+    The collective ``omnireduce`` sums every block that any rank has selected, as DynamiQ's appendix C adapts it to many
+    hops. In other collectives a message has a bit for each block of the tensor, then the selected blocks. Blocks with a
+    NaN or Inf are selected first.
 
     Attributes:
         bits: budget for each value, 1 to 16; the share of blocks that travel is ``bits`` / 16.
         block_size: elements that travel together or not at all; a power of two from 32 to 4096.
-        share: what is kept of the sums before.
+        share: the share of blocks that a rank selects, adapted in each sum.
     """
 
-    local: ClassVar[bool] = False  # blocks compete
+    local: ClassVar[bool] = False  # blocks of a message compete
 
     bits: int = 8
     block_size: int = 256
@@ -86,7 +87,7 @@ class OmniReduce(TorchCodec, name="omnireduce"):
         return -(-numel // self.block_size)
 
     def travelling(self, numel: int) -> int:
-        """Return how many of them may travel: one at least."""
+        """Return how many blocks of a tensor of ``numel`` elements may travel, at least one."""
         return min(self.blocks(numel), max(1, self.blocks(numel) * self.bits // _VALUE_BITS))
 
     def rows(self, x: Tensor) -> Tensor:

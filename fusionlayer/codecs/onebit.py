@@ -1,4 +1,4 @@
-"""``onebit``: the signs of values, and the mean of their magnitudes for each group."""
+"""``onebit``: the signs of values, and for each group the mean of their magnitudes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["OneBit"]
 class OneBit(TorchCodec, name="onebit"):
     """A bit for each value, its sign, and an f32 scale for each ``group_size`` values: the mean of their magnitudes.
 
-    What 1-bit SGD (Seide et al., 2014) and the compression stage of 1-bit Adam (Tang et al., ICML 2021) send. Of all
-    multiples of the signs that one is closest to the values. It needs error feedback, which in ``two_shot`` covers
+    1-bit SGD (Seide et al., 2014) and the compression stage of 1-bit Adam (Tang et al., ICML 2021) send the same. No
+    other multiple of the signs is closer to the values. The codec needs error feedback, which in ``two_shot`` covers
     workers and the owner of each sum alike. A group with a value that is not finite decodes to NaN.
 
     Attributes:
-        group_size: values that share a scale; a power of two from 32 to 4096. With more than 128, at whose multiples
-            fused tensors begin, they may be of several tensors.
+        group_size: values that share a scale; a power of two from 32 to 4096. Fused tensors begin at multiples of 128,
+            so a larger group may hold values of several tensors.
         warmup_steps: steps at the start of training in which values travel as they are, until an optimizer such as Adam
             knows the variance of gradients.
     """
@@ -60,13 +60,14 @@ class OneBit(TorchCodec, name="onebit"):
 
     def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
         scales, signs = planes
-        # In f64 the sum of a group differs with the order by far less than what rounding to f32 leaves.
+        # The order of a sum changes its f64 value by far less than an f32 resolves, so every device gets the same bits.
         full = x.numel() - x.numel() % self.group_size
         scales[: full // self.group_size] = x[:full].view(-1, self.group_size).abs().mean(1, dtype=torch.float64)
         if full < x.numel():
             scales[-1] = x[full:].abs().mean(dtype=torch.float64)
         scales[~scales.isfinite()] = torch.nan
-        signs.copy_(_pack(x.signbit()))  # of the bits: whether subnormal values count as zeros is the caller's affair
+        # signbit reads the bits themselves: the result does not depend on whether the CPU flushes subnormals to zero.
+        signs.copy_(_pack(x.signbit()))
 
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
         scales, signs = planes
@@ -84,7 +85,7 @@ def _pack(bits: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, count: int) -> Tensor:
-    """Return (count,) uint8: the bits of ``packed``, 0 behind them."""
+    """Return (count,) uint8: the bits of ``packed``, then zeros."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=count, bitorder="little"))
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)

@@ -1,4 +1,4 @@
-"""``powersgd``: matrices as products of two thin factors, which are summed over ranks in place of them."""
+"""``powersgd``: sends matrices as two thin factors, which are summed over ranks instead of the matrices."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class PowerSGD(PartsCodec, TorchCodec, name="powersgd"):
     """The part of a matrix that one step of subspace iteration finds (Vogels et al., "PowerSGD", NeurIPS 2019).
 
     A gradient of shape (n, ...) is a matrix of n rows and as many columns as a row has elements. The collective
-    ``low_rank`` adds up its factors over ranks; they are linear in the gradient, so nothing is requantised. Vectors,
-    and matrices that would not become ``min_compression_rate`` times smaller, travel as they are. By itself, and for
-    other collectives, a message has the factors of its elements laid out as a square, from a random start.
+    ``low_rank`` sums its factors over ranks; they are linear in the gradient, so nothing is requantised. Vectors, and
+    matrices that would not become ``min_compression_rate`` times smaller, travel as they are. In other collectives a
+    message lays its elements out as a square matrix and has the factors of that, from a random start.
 
     Attributes:
-        rank: of the products, r; at most the shorter side of a matrix.
+        rank: rank r of the products; at most the shorter side of a matrix.
         min_compression_rate: a matrix of n rows and m columns is compressed if (n + m) r times this is below n m.
-        warm_start: a step begins with the last one's right factor, kept for each tensor; False draws a new one.
-        factors: type in which factors travel, and what is not compressed; what "bf16" loses stays in the residual.
+        warm_start: each step begins with the right factor of the last one, kept for each tensor; False draws a new one.
+        factors: type of factors and uncompressed values on the way; what "bf16" loses stays in the residual.
         warmup_steps: steps at the start of training in which all values travel as they are.
-        parts: the tensors of the flat one that is summed; None: it is a square.
+        parts: the parts of the flat tensor that is summed; None treats it as one square matrix.
     """
 
     local: ClassVar[bool] = False
@@ -72,7 +72,7 @@ class PowerSGD(PartsCodec, TorchCodec, name="powersgd"):
         return replace(self, parts=tuple(parts))
 
     def rank_of(self, rows: int, columns: int) -> int:
-        """Return the rank by which a matrix travels; 0 if it goes as it is."""
+        """Return the rank of a matrix's factors, or 0 if the matrix is not compressed."""
         rank = min(self.rank, rows, columns)
         return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
 
@@ -89,7 +89,7 @@ class PowerSGD(PartsCodec, TorchCodec, name="powersgd"):
             return
         rows, columns = square_shape(x.numel())
         rank = planes[0].numel() // rows
-        # In f64 sums differ between machines by far less than what rounding to f32 leaves.
+        # Machines that add in other orders get f64 sums that differ by far less than an f32 resolves.
         matrix = torch.nn.functional.pad(x.double(), (0, rows * columns - x.numel())).view(rows, columns)
         start = random_factor(rank, columns, seed, offset).to(x.device)
         left = orthonormal((start.double() @ matrix.T).float()[None])[0].to(planes[0].dtype)

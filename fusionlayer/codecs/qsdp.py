@@ -24,14 +24,14 @@ _ROUNDER = 1.5 * 2.0**23
 class QSDP(TorchCodec, name="qsdp"):
     """Rounding to the nearest point of a shifted grid (Markov et al., "Quantized distributed training", ICML 2023).
 
-    Values of a group become step * integer + shift, the shift drawn from [-step / 2, step / 2): the mean over shifts is
-    the value, and no value is off by more than half a step. It and the step are f32 and travel for each group: bits +
-    64 / group_size bits per element. A group with a value that is not finite decodes to NaN; one whose values are
-    all below 2^-100 to zeros.
+    Values of a group become step * integer + shift, where the shift is drawn from [-step / 2, step / 2). The mean over
+    shifts is the value, and no value is off by more than half a step. Step and shift are f32 and travel with each
+    group: bits + 64 / group_size bits per element. A group with a value that is not finite decodes to NaN. A group
+    whose values are all below 2^-100 decodes to zeros.
 
     Attributes:
         bits: 8 or 4.
-        group_size: elements that share step and shift; a power of two from 32 to 1024, so that shifts are many.
+        group_size: elements that share step and shift; a power of two from 32 to 1024, so that there are many shifts.
     """
 
     bits: int = 8
@@ -45,7 +45,7 @@ class QSDP(TorchCodec, name="qsdp"):
 
     @property
     def unbiased(self) -> bool:
-        """Always: over shifts."""
+        """Always: the mean over shifts is the value."""
         return True
 
     @property
@@ -65,13 +65,13 @@ class QSDP(TorchCodec, name="qsdp"):
         steps, shifts, codes = planes
         values = torch.nn.functional.pad(x.float(), (0, -x.numel() % self.group_size)).view(-1, self.group_size)
         largest = values.abs().amax(1)
-        # Half a step less than the codes reach: no shift makes a value leave them.
+        # The largest value lies half a step inside the range of codes, so no shift moves a value out of it.
         step = largest / (2 ** (self.bits - 1) - 1.5)
         step = torch.where(largest < _TINY, 0.0, step).where(largest.isfinite(), torch.nan)
         draws = _draws(seed, offset, len(values), self.group_size).to(x.device)
         steps.copy_(step)
         shifts.copy_(torch.where(step == 0, 0.0, draws * step))
-        # To the nearest integer, as its own sum has no bits below 1; torch's round is far slower.
+        # Adding _ROUNDER rounds to the nearest integer, as the sum has no bits below 1; torch's round is far slower.
         whole = ((values - shifts[:, None]) / step[:, None]).add_(_ROUNDER).sub_(_ROUNDER)
         whole = torch.where((step > 0)[:, None], whole, 0.0).to(torch.int8).view(torch.uint8)
         if self.bits == 8:
@@ -91,7 +91,7 @@ class QSDP(TorchCodec, name="qsdp"):
 
 
 def _draws(seed: int, offset: int, groups: int, size: int) -> Tensor:
-    """Return (groups,) f32, evenly distributed in [-1/2, 1/2): numbers of the groups' first elements, by SplitMix64."""
+    """Return (groups,) f32, uniform in [-1/2, 1/2): SplitMix64 at the place of each group's first element."""
     with np.errstate(over="ignore"):
         first = np.arange(groups, dtype=np.uint64) * np.uint64(size) + np.uint64(offset)
         state = (first + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(derive_seed(seed))

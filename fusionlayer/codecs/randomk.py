@@ -14,16 +14,16 @@ from ._state import TensorState
 
 __all__ = ["RandomK"]
 
-_NUMBERS = 1 << 32  # what an element can draw
+_NUMBERS = 1 << 32  # an element draws a number below this
 
 
 @dataclass(frozen=True)
 class RandomK(Sparsifier, name="randomk"):
-    """Each element with probability k / n, whatever its value (Stich, Cordonnier, Jaggi, NeurIPS 2018).
+    """Sends each element with probability k / n, whatever its value (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
-    Who is drawn depends on the seed and the element's number alone: ranks that share the seed send the same elements.
-    The number of those is binomial, so the message has room for six standard deviations more than k. If nobody is
-    drawn, the probability is raised until somebody is.
+    The seed and the place of an element alone decide whether it is drawn: ranks that share the seed send the same
+    elements. Their number is binomial, so the message has room for six standard deviations more than k. If no element
+    is drawn, the probability is raised until one is.
     """
 
     _flags: ClassVar[int] = native.SPARSE_RANDOM

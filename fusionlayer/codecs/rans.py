@@ -1,4 +1,4 @@
-"""``rans``: lossless, exponents by an entropy coder."""
+"""``rans``: lossless messages whose exponents an entropy coder shortens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BLOCK, _LANES, _SYMBOLS, _FILLED = 32768, 32, 256, 64
 
 @dataclass(frozen=True)
 class Rans(ExponentCodec, name="rans"):
-    """The same bits in as few bytes as exponents allow: interleaved rANS with one table of frequencies for a message.
+    """The same bits in as few bytes as exponents allow, by interleaved rANS with one table of frequencies per message.
 
-    A Gaussian takes 10.6 bits of bf16's 16, 13.5 of f16's 16, and 26.6 of f32's 32, whatever its sigma, and other
-    distributions of exponents what their entropy is: the ratio that ``zip``, which is ten times as fast, is measured
-    by, and worth its time on slow networks. A message has 16 bytes more than its elements at most. The kernels run on
-    the CPU; tensors on CUDA are copied there and back.
+    A Gaussian takes 10.6 bits of bf16's 16, 13.5 of f16's 16, and 26.6 of f32's 32, whatever its sigma. Other
+    distributions of exponents take their entropy. ``zip`` is ten times as fast and is measured by this ratio; on slow
+    networks ``rans`` is worth its time. A message has at most 16 bytes more than its elements. The kernels run on the
+    CPU; tensors on CUDA are copied there and back.
     """
 
     def _params(self, dtype: torch.dtype) -> native.CodecParams:

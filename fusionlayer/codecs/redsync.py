@@ -14,7 +14,7 @@ from ._state import TensorState
 
 __all__ = ["RedSync", "RedSyncTrim", "between", "bisect", "trim"]
 
-_BISECTIONS = (0.5, *(i / 8 for i in (1, 2, 3, 5, 6, 7)))  # what three bisections of [0, 1] can arrive at
+_BISECTIONS = (0.5, *(i / 8 for i in (1, 2, 3, 5, 6, 7)))  # all points that three bisections of [0, 1] can reach
 _TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
 
 
@@ -24,9 +24,10 @@ def between(mean: float, largest: float, share: float) -> float:
 
 
 def bisect(counts: Sequence[int], k: int) -> int:
-    """Return where bisection for a count between k and 2 k ends; ``counts`` belong to the shares 4/8, 1/8, ..., 7/8.
+    """Return the index in ``counts`` where bisection for a count between k and 2 k ends.
 
-    Three refinements at most: the interval is below 1/5 then.
+    ``counts`` belong to the shares 4/8, 1/8, ..., 7/8. There are at most three refinements, after which the interval is
+    below 1/5.
     """
     low, high = 0.0, 1.0
     index = 0
@@ -40,7 +41,7 @@ def bisect(counts: Sequence[int], k: int) -> int:
 
 
 def trim(counts: Sequence[int], k: int) -> int:
-    """Return the first threshold, from the highest down, that at least ``k`` elements reach; else the lowest."""
+    """Return the index of the first threshold, from the highest down, that ``k`` elements reach; else of the lowest."""
     return next((i for i, count in enumerate(counts) if count >= k), len(counts) - 1)
 
 
@@ -71,7 +72,7 @@ class RedSyncTrim(RedSync, name="redsync_trim"):
     """Trimmed top-k: lowers the threshold from 4/5 of the way between mean and largest magnitude in steps of 1/5 until
     k elements are above, and of those takes the k largest (Fang et al., "RedSync", JPDC 2019).
 
-    If those above fit into the message all of them go.
+    If all elements above the threshold fit into the message, all are sent.
     """
 
     _shares: ClassVar[Sequence[float]] = _TRIMS

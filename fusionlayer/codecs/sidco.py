@@ -18,19 +18,19 @@ from ._state import TensorState
 __all__ = ["SIDCo", "exponential_tail", "gamma_tail", "pareto_tail", "stage_ratios"]
 
 _FIRST_RATIO = 0.25
-_WINDOW = 5  # estimates after which the number of stages is looked at
+_WINDOW = 5  # the number of stages adapts after so many estimates
 _SAMPLE = 1 << 16
 
 
 def exponential_tail(mean: float, ratio: float) -> float:
-    """Return what a share ``ratio`` of exponential values exceeds."""
+    """Return the value that a share ``ratio`` of exponential values exceeds."""
     return -mean * math.log(ratio)
 
 
 def pareto_tail(mean: float, variance: float, ratio: float) -> float:
-    """Return what a share ``ratio`` of generalized Pareto values exceeds, fitted by their moments.
+    """Return the value that a share ``ratio`` of generalized Pareto values exceeds, with a fit by moments.
 
-    With shape 0, which is variance = mean^2, this is the exponential distribution.
+    If variance = mean^2, the shape is 0 and the distribution is exponential.
     """
     relative = mean * mean / variance if variance > 0 else math.inf
     shape = 0.5 * (relative - 1)
@@ -40,10 +40,10 @@ def pareto_tail(mean: float, variance: float, ratio: float) -> float:
 
 
 def gamma_tail(mean: float, log_gap: float, ratio: float) -> float:
-    """Return what a share ``ratio`` of gamma values exceeds, by Minka's approximation of the likeliest shape.
+    """Return the value that a share ``ratio`` of gamma values exceeds, by Minka's approximation of the likeliest shape.
 
     Args:
-        mean: of the values.
+        mean: mean of the values.
         log_gap: logarithm of the mean minus the mean of the logarithms; positive.
         ratio: the share.
     """
@@ -65,9 +65,10 @@ def stage_ratios(ratio: float, stages: int) -> list[float]:
 class SIDCo(ThresholdSparsifier, name="sidco"):
     """The elements beyond the quantile of a sparsity-inducing distribution (Abdelmoniem et al., "SIDCo", MLSys 2021).
 
-    Stage 1 fits the distribution to all magnitudes, each further stage to those above the threshold so far. Each costs
-    a pass over the tensor. The number of stages adapts: every five estimates it falls by one if they sent 1.2 times as
-    much as they should on average, rises by one if less than 0.8. Elements that are exactly 0 do not count.
+    Stage 1 fits the distribution to all magnitudes; each further stage fits it to those above the last threshold. Each
+    stage costs a pass over the tensor. The number of stages adapts every five estimates. If they sent more than 1.2
+    times k on average it falls by one; if they sent less than 0.8 times k it rises by one. Elements that are exactly 0
+    do not count.
 
     Attributes:
         distribution: "exponential"; "generalized_pareto"; "gamma", with generalized Pareto from the second stage on.

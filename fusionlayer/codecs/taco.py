@@ -1,4 +1,4 @@
-"""``taco``: rotated blocks of 8-bit numbers, for what tensor parallelism exchanges."""
+"""``taco``: rotated blocks of 8-bit numbers, for the activations of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["Taco"]
 
 @dataclass(frozen=True)
 class Taco(BlockCodec, name="taco"):
-    """Blocks that are rotated by a Hadamard matrix of their size, then FP8 or INT8 with a scale (TACO, section 4).
+    """Blocks rotated by a Hadamard matrix of their size, then sent as FP8 or INT8 with a scale (TACO, section 4).
 
     8 + 32 / block_size bits per element travel, with dual scales 8 + 64 / block_size.
 
-    TACO scales a block to a target energy before it is rotated, and to the range of the format afterwards. The first
-    scale cancels: the second is a maximum, and rotation is linear. So one scale says as much ("folded"); "dual" sends
-    both as the paper has them, the first limited to 1e-3 .. 1e3. Codes are the same, values up to the rounding of the
-    scale.
+    TACO scales a block to a target energy before the rotation, and to the range of the format afterwards. The first
+    scale cancels, since the second is a maximum and rotation is linear. So one scale is enough ("folded"). "dual" sends
+    both as in the paper, the first limited to 1e-3 .. 1e3. Both give the same codes, and the same values up to the
+    rounding of the scale.
 
     Attributes:
-        format: "e4m3", "e5m2" (a bit less precision, a range that rotated blocks do not need), or "int8", the most
-            exact on rotated blocks.
+        format: "e4m3"; "e5m2", with a bit less precision and a range that rotated blocks do not need; or "int8", the
+            most exact on rotated blocks.
         block_size: elements that share a scale and are rotated together; a power of two from 32 to 512.
-        hadamard: rotate. It bounds the error of each block by its energy, outliers or not.
+        hadamard: rotate blocks, which bounds the error of each block by its energy, outliers or not.
         scales: "folded" or "dual".
     """
 

@@ -25,17 +25,17 @@ __all__ = ["TAHQuant"]
 class TAHQuant(NativeCodec, name="tahquant"):
     """Tiles of a token's channels with their own offset and step; fewer bits where a token's energy is concentrated.
 
-    TAH-Quant (2025): of the tokens of a message the share ``coarse`` whose magnitudes have the lowest entropy gets one
-    bit less. A tile whose largest magnitude is at least twice the next one is rotated: that value, the pivot, changes
-    places with the first, then a Hadamard transform spreads it evenly, all with one sign. Codes run from the smallest
-    to the largest value of the tile.
+    As in TAH-Quant (2025), the share ``coarse`` of a message's tokens gets one bit less: those whose magnitudes have
+    the lowest entropy. A tile whose largest magnitude is at least twice the next one is rotated: that value, the pivot,
+    changes places with the first value, then a Hadamard transform spreads it evenly, all with one sign. Codes run from
+    the smallest to the largest value of the tile.
 
-    Elements are taken as tokens of ``channels`` each, the last one filled up with zeros. A tile with a NaN or Inf, or
-    with a range beyond f32's, decodes to NaN; one whose values are all below 2^-100 to zeros. Offset and step are bf16,
-    where the paper has f16: gradients are often below f16's smallest number.
+    Each ``channels`` elements are a token; the last token is filled up with zeros. A tile with a NaN or Inf, or with a
+    range beyond that of f32, decodes to NaN. A tile whose values are all below 2^-100 decodes to zeros. Offset and step
+    are bf16, not f16 as in the paper, since gradients are often below f16's smallest number.
 
     Attributes:
-        bits: of each code: 4 (with coarse tokens 3), or 6.
+        bits: bits of each code: 4 (coarse tokens have 3), or 6.
         tile: elements that share an offset and a step: 32, 64 or 128.
         channels: elements of a token, at most 16384; a multiple of the tile.
         coarse: share of the tokens with one bit less; 0 with 6 bits.
@@ -104,7 +104,7 @@ class TAHQuant(NativeCodec, name="tahquant"):
         super()._encode_rows(x, bodies, form, how)
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
-        if self._tokens(form.numel)[1]:  # which tokens of a sum are coarse is known when the sum is
+        if self._tokens(form.numel)[1]:  # the entropy of the sum decides which tokens are coarse: the sum comes first
             return Codec._recode_rows(self, bodies, body, form, x, how)
         super()._recode_rows(bodies, body, form, x, how)
 

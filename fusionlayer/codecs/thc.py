@@ -1,4 +1,4 @@
-"""``thc``: rotated values on a few levels that add up as integers: all ranks' codes are summed, then decoded once."""
+"""``thc``: rotated values on a few levels that stand for integers, so that sums of codes are decoded only once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["THC"]
 
 _BITS = 4
-# The largest of the integers that codes stand for. "normal" is where THC's table puts its 16 levels on a grid of 31 so
-# that normal values, cut off at 2.15 deviations, lose least.
+# The largest integer that a code stands for. "normal" is the table of THC: its 16 levels lie on a grid of 31 so that
+# normal values, cut off at 2.15 deviations, lose least.
 _LARGEST = {"normal": 30, "uniform": 15}
 _TINY = 2.0**-100
 
@@ -37,15 +37,15 @@ _TINY = 2.0**-100
 class THC(HomomorphicCodec, NativeCodec, name="thc"):
     """Four bits on levels that are multiples of one step, after a randomised rotation (THC, NSDI 2024).
 
-    Values get random signs, are rotated in blocks by a Hadamard matrix and divided by their root mean square; what lies
-    beyond ``clip`` of it is cut off, the rest is rounded to one of 16 levels. Rotated values are nearly normal, so
-    levels need not be fitted to the data. ``agree`` takes the largest root mean square of all ranks and signs from the
-    seed: then a code stands for the same integer on all ranks, and the collective ``integer_sum`` adds integers without
-    decoding them. Other collectives treat it as any codec, and encode sums anew.
+    Values get random signs, are rotated in blocks by a Hadamard matrix and are divided by their root mean square.
+    Values beyond ``clip`` root mean squares are cut off; the others are rounded to one of 16 levels. Rotated values are
+    nearly normal, so levels need not be fitted to the data. ``agree`` takes the largest root mean square of all ranks,
+    and signs from the seed. A code then stands for the same integer on all ranks, and the collective ``integer_sum``
+    adds integers without decoding them. Other collectives treat it as any codec and encode sums anew.
 
-    A last block of fewer elements is filled up with zeros, where it is the only one to a power of two. A NaN or Inf
-    makes all of a message NaN. The root mean square is one number for all: blocks much larger than the others are cut
-    off, which error feedback makes good with time.
+    A shorter last block is filled up with zeros; a block that is the only one is filled up to a power of two. A NaN or
+    Inf makes the whole message NaN. A message has one root mean square, so blocks much larger than the others are cut
+    off; error feedback makes up for that over time.
 
     Attributes:
         levels: "normal", the table of THC for 4 bits and a grid of 31, or "uniform".
@@ -53,11 +53,11 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         block_size: elements that are rotated together; a power of two from 32 to 1024.
         clip: where values are cut off, in root mean squares, 2 to 4. THC's table is made for the default, outside of
             which 1/32 of normal values lie.
-        rms: () f32, what ranks agreed on; None takes that of each message.
+        rms: () f32, the root mean square that ranks agreed on; None takes that of each message.
         signs: seed of the random signs that ranks agreed on, 32 bits.
     """
 
-    local: ClassVar[bool] = False  # all of a message share the root mean square
+    local: ClassVar[bool] = False  # all elements of a message share the root mean square
 
     levels: Literal["normal", "uniform"] = "normal"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
@@ -96,11 +96,11 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         chunks: Sequence[int] | None = None,
         movable: bool = True,
     ) -> Codec:
-        """Return the codec with the largest root mean square of all ranks' ``x``, and signs of this ``seed``."""
+        """Return the codec with the largest root mean square of all ranks' ``x``, and the signs of ``seed``."""
         return self._agree_on(_root_mean_square(x, residual), transport, seed)
 
     def agree_rows(self, rows: Tensor, numel: int, transport: Transport, *, seed: int = 0) -> Codec:
-        """Return the codec with the largest root mean square of all ranks' rows: none is cut off more than alone."""
+        """Return the codec with the largest root mean square of all ranks' rows: no row is cut off more than alone."""
         every = torch.stack([_root_mean_square(row[:numel], None) for row in rows])
         return self._agree_on(every.amax(), transport, seed)
 
@@ -110,13 +110,13 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         return replace(self, rms=_usual(largest[0]), signs=derive_seed(seed, 1) & 0xFFFFFFFF)
 
     def add_codes(self, payloads: Tensor, total: Tensor, numel: int, dtype: torch.dtype) -> None:
-        """Write into ``total`` (sum_bytes,) uint8 the sum of the integers of ``payloads`` (ranks, capacity)."""
+        """Write the sum of the integers of ``payloads`` (ranks, capacity) into ``total`` (sum_bytes,) uint8."""
         form = self.wire(numel, dtype)
         bodies = self._verified(payloads, form)
         native.add_codes(self._known(form, dtype), form.offsets, bodies, total)
 
     def decode_sums(self, totals: Tensor, out: Tensor, chunk: int, ranks: int) -> None:
-        """Fill ``out[i * chunk : (i + 1) * chunk]`` from row i of ``totals``, by what ranks agreed on."""
+        """Fill ``out[i * chunk : (i + 1) * chunk]`` from row i of ``totals``, by the agreed root mean square."""
         assert self.rms is not None, "integers of several ranks are decoded by what the ranks agreed on"
         for total, piece in zip(totals, out.split(chunk), strict=False):
             if piece.numel():
@@ -142,7 +142,7 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
 
     def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
         spec = super()._spec(numel, encoded, dtype)
-        # Half steps of the levels in one root mean square, after a rotation that is not normalised.
+        # Half steps of the levels in one root mean square. The rotation is not normalised, hence the square root.
         steps = self.largest / (self.clip * math.sqrt(self._rotated(numel)))
         (spec.param[2],) = struct.unpack("I", struct.pack("f", steps))
         return spec
@@ -159,15 +159,15 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         super()._encode_rows(x, bodies, form, how)
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
-        # A sum is larger than what ranks agreed on for their summands: it gets a root mean square of its own.
+        # The agreed root mean square is that of summands. A sum is larger, so it gets a root mean square of its own.
         Codec._recode_rows(replace(self, rms=None), bodies, body, form, x, how)
 
 
 def _root_mean_square(x: Tensor, residual: Tensor | None) -> Tensor:
-    """Return () f32: that of ``x + residual`` (n,)."""
+    """Return () f32: the root mean square of ``x + residual`` (n,)."""
     return native.root_mean_square(x.float() if residual is None else x + residual)
 
 
 def _usual(rms: Tensor) -> Tensor:
-    """Return ``rms`` () f32; NaN where it is not finite, 0 where values are too small to be divided by it."""
+    """Return ``rms`` () f32, but NaN if it is not finite and 0 if it is too small to divide by."""
     return torch.where(rms.isfinite(), torch.where(rms >= _TINY, rms, 0.0), math.nan)

@@ -14,9 +14,9 @@ __all__ = ["TopK"]
 
 @dataclass(frozen=True)
 class TopK(ThresholdSparsifier, name="topk"):
-    """The k elements of the largest magnitude; of equal ones those that come first (Aji, Heafield, EMNLP 2017).
+    """Sends the k elements of the largest magnitude; among equals the first ones (Aji, Heafield, EMNLP 2017).
 
-    Exactly k elements go, so the message needs no slack; fewer only where fewer are not zero.
+    It sends exactly k elements, so the message needs no slack. It sends fewer only if fewer are not zero.
     """
 
     slack: float = 1.0

@@ -1,4 +1,4 @@
-"""``tlq``: integers of one width between nodes and of another inside them; presets ``tlq_hs`` and ``ulq``."""
+"""``tlq``: integers of one width between nodes and another width inside them; presets ``tlq_hs`` and ``ulq``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["TwoLevelInt"]
 class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
     """``int`` between nodes, and ``int`` of ``inner_bits`` inside them (SDP4Bit, section 3.2).
 
-    Made for ``two_level``; collectives that know no nodes take it as the codec between them.
+    It is made for ``two_level``. Collectives that do not know nodes use it as the codec between nodes.
 
     Attributes:
         bits: between nodes, 8 or 4.
-        rounding: stochastic by default, as both levels are unbiased then.
+        rounding: as in ``int``; stochastic by default, so that both levels are unbiased.
         hadamard: as in ``int``, on both levels: preset ``tlq_hs``.
         inner_bits: inside nodes, 8 or 4; preset ``ulq`` has 4 on both levels, as ZeRO++ does.
         inner_group_size: elements that share a scale inside nodes; a power of two from 32 to 4096.
@@ -47,7 +47,7 @@ class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
 
     @property
     def block(self) -> int:
-        """The larger one of the group sizes."""
+        """The larger of the two group sizes."""
         return max(self.group_size, self.inner_group_size)
 
 

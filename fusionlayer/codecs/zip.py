@@ -1,4 +1,4 @@
-"""``zip``: lossless, exponents in three bits."""
+"""``zip``: lossless messages that send most exponents in three bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _CODES = 7
 def window_base(sigma: float, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the lowest, biased exponent of the seven that cover most of a Gaussian of standard deviation ``sigma``.
 
-    The better one of floor and ceil of log2(sigma) - 5.3607 (ZipCCL, equations 4 and 5), inside the exponents that
-    ``dtype`` has.
+    This is the better of floor and ceil of log2(sigma) - 5.3607 (ZipCCL, equations 4 and 5), clamped to the exponents
+    of ``dtype``.
 
     Raises:
         ConfigError: ``sigma`` is not a positive number.
@@ -38,7 +38,7 @@ def window_base(sigma: float, dtype: torch.dtype = torch.bfloat16) -> int:
 
 
 def _covered(lowest: int, sigma: float) -> float:
-    """Return the part of a Gaussian whose magnitudes have seven exponents, of which ``lowest`` is the lowest."""
+    """Return the share of a Gaussian whose magnitudes have one of the seven exponents from ``lowest`` on."""
     begin = 2.0**lowest / (sigma * math.sqrt(2))
     return math.erf(2.0**_CODES * begin) - math.erf(begin)
 
@@ -47,17 +47,18 @@ def _covered(lowest: int, sigma: float) -> float:
 class Zip(ExponentCodec, name="zip"):
     """The same bits in fewer bytes: seven exponents take three bits, others escape (ZipCCL, section 4).
 
-    A Gaussian takes 11.2 bits of bf16's 16, 14.2 of f16's 16, and 27.2 of f32's 32. What does not get shorter travels
-    as it is, so a message has 16 bytes more than its elements at most. Its static part, ``static_bytes``, is as long
-    for all data; escapes follow it. ``compact`` has both in a row. Sums are rounded to the type that was encoded.
+    A Gaussian takes 11.2 bits of bf16's 16, 14.2 of f16's 16, and 27.2 of f32's 32. Elements that do not get shorter
+    travel as they are, so a message has at most 16 bytes more than its elements. Its static part, ``static_bytes``, has
+    the same length for all data; escapes follow it. ``compact`` returns both in a row. Sums are rounded to the type
+    that was encoded.
 
-    Which exponents get a code is decided for each 65,536 elements, from a sample of 512.
+    A sample of 512 elements decides which exponents get a code, anew for each 65,536 elements.
 
     Attributes:
-        exponents: "window", seven in a row for a Gaussian of the sample's sigma; "table", the seven most frequent of
-            the sample, exact zeros among them; "auto", the table where it has more.
-        sigma: standard deviation of what is encoded, where it is known, as from the last step; it replaces the sample,
-            and "auto" is a window then.
+        exponents: "window" gives codes to seven exponents in a row, for a Gaussian of the sample's sigma; "table" to
+            the seven most frequent of the sample, exact zeros among them; "auto" takes the table if it covers more.
+        sigma: standard deviation of the values if it is known, for example from the last step. It replaces the sample,
+            and "auto" then takes a window.
     """
 
     exponents: Literal["auto", "window", "table"] = "auto"

@@ -1,4 +1,4 @@
-"""Collectives: how messages travel. ``get`` and ``names`` find them; all fronts call ``reduce_flat``."""
+"""Collectives: how messages travel. ``names`` lists them and ``get`` returns one; all fronts call ``reduce_flat``."""
 
 from ._base import AllReduce, Gather, MessageSpan, collective, gather_collective, gathers, get, get_gather, registry
 from .reduction import UNSCALED, Scaling, choose, reduce_flat, reduce_scatter_flat, scale_, usual

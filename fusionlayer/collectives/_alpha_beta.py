@@ -12,7 +12,7 @@ __all__ = ["AlphaBeta"]
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """``alpha + beta * size`` seconds; nothing costs nothing.
+    """Seconds of a call by its size: ``alpha + beta * size``, and 0 for size 0.
 
     Attributes:
         alpha: seconds of a call, whatever its size.
@@ -27,12 +27,15 @@ class AlphaBeta:
             raise ConfigError(f"alpha={self.alpha!r}, beta={self.beta!r}; expected seconds of at least 0 for both")
 
     def __call__(self, size: float) -> float:
-        """Return seconds."""
+        """Return the seconds of a call of ``size``."""
         return self.alpha + self.beta * size if size > 0 else 0.0
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]]) -> AlphaBeta:
-        """Return the line with the least squares of relative errors to (size, seconds); neither part is negative."""
+        """Return the line through (size, seconds) with the least sum of squared relative errors.
+
+        Neither alpha nor beta is negative.
+        """
         weights = [1 / y**2 for _, y in points]
         total = sum(weights)
         mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total

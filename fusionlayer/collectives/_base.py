@@ -1,4 +1,4 @@
-"""What collectives are: all-reduces of a flat tensor, and gathers of messages that were encoded before."""
+"""The signatures and registries of collectives: all-reduces of a flat tensor, and gathers of encoded messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class AllReduce(Protocol):
-    """The signature of a collective of a flat tensor."""
+    """The signature of a collective that sums a flat tensor."""
 
     def __call__(
         self, x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None
@@ -47,7 +47,7 @@ class AllReduce(Protocol):
 
 @dataclass(frozen=True)
 class MessageSpan:
-    """Where a tensor's message lies in a payload: bytes ``start`` to ``stop``, of ``numel`` elements of ``dtype``."""
+    """The place of one message in a payload: bytes ``start`` to ``stop``, for ``numel`` elements of ``dtype``."""
 
     numel: int
     dtype: torch.dtype
@@ -56,20 +56,20 @@ class MessageSpan:
 
 
 class Gather(Protocol):
-    """The signature of a collective of messages."""
+    """The signature of a collective that gathers messages."""
 
     def __call__(
         self, payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], codec: Codec, transport: Transport
     ) -> None:
         """Fill row r of ``every`` (size, nbytes) with the messages of rank r's ``payload`` (nbytes,), both uint8.
 
-        What lies between messages is not part of them and need not travel.
+        Bytes between messages need not travel.
 
         Args:
             payload: this rank's messages.
-            every: where those of all ranks go, in rank order.
+            every: takes the messages of all ranks, in rank order.
             messages: the places of the messages, the same on all ranks.
-            codec: that made them.
+            codec: the codec that encoded them.
             transport: the ranks; only the calling thread uses it.
         """
 
@@ -81,7 +81,7 @@ gathers: Registry[Gather] = Registry("gathering collective", __package__)
 
 
 def collective(name: str) -> Callable[[Reduce], Reduce]:
-    """Register a function as the collective ``name`` of a flat tensor."""
+    """Register a function as the collective ``name`` of flat tensors."""
 
     def register(function: Reduce) -> Reduce:
         registry.add(name, lambda: function)
@@ -101,7 +101,7 @@ def gather_collective(name: str) -> Callable[[Gather], Gather]:
 
 
 def get(name: str) -> AllReduce:
-    """Return the collective of flat tensors called ``name``; ``ConfigError`` if it is none."""
+    """Return the collective of flat tensors called ``name``; raise ``ConfigError`` if there is none."""
     if name in gathers.names():
         raise ConfigError(
             f"algorithm {name!r} carries tensors that were encoded one by one, ahead of fusion, and cannot sum a flat "
@@ -111,7 +111,7 @@ def get(name: str) -> AllReduce:
 
 
 def get_gather(name: str) -> Gather:
-    """Return the collective of messages called ``name``; ``ConfigError`` if it is none."""
+    """Return the collective of messages called ``name``; raise ``ConfigError`` if there is none."""
     if name in registry.names():
         raise ConfigError(
             f"algorithm {name!r} sums a flat tensor and cannot carry tensors that were encoded ahead of fusion; use "
@@ -121,5 +121,5 @@ def get_gather(name: str) -> Gather:
 
 
 def split_evenly(numel: int, parts: int, block: int) -> int:
-    """Return the length of the pieces that cut ``numel`` elements into ``parts``: a positive multiple of ``block``."""
+    """Return the length that cuts ``numel`` elements into ``parts`` pieces: a positive multiple of ``block``."""
     return max(1, -(-numel // (parts * block))) * block

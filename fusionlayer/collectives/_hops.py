@@ -1,4 +1,4 @@
-"""Collectives of many hops: one rank's schedule of messages to and from single ranks, and what carries it out."""
+"""Collectives of many hops: a rank's schedule of messages to and from single ranks, and the code that runs it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["NOTHING", "Hop", "HopSchedule", "balanced", "multi_hop", "segments",
 
 NOTHING = range(0)
 
-# A tensor goes in two segments where the messages of both have so many elements. Below that, recoding a message takes
-# less time than the latency of one more.
+# A tensor is cut into two segments if the messages of both have at least so many elements. Recoding a shorter message
+# takes less time than the latency of one more message.
 _SEGMENT_MESSAGE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What a rank sends and receives in one exchange.
+    """The chunks that a rank sends and receives in one exchange.
 
     Attributes:
         to: rank that gets ``sends``.
-        sends: chunks, none of them included.
+        sends: chunks to send; may be empty.
         source: rank that ``recvs`` come from.
-        recvs: likewise.
+        recvs: chunks to receive; may be empty.
     """
 
     to: int
@@ -46,9 +46,9 @@ class HopSchedule:
     """One rank's part in an all-reduce; all ranks have equally many hops.
 
     Attributes:
-        chunks: that the tensor is cut into.
-        reduce: hops of partial sums. No rank sends a chunk twice, or receives of it after it has sent it.
-        gather: hops of sums, which travel as the bytes that their owners made of them.
+        chunks: number of chunks that the tensor is cut into.
+        reduce: hops of partial sums. A rank sends a chunk at most once, and does not receive it afterwards.
+        gather: hops of sums. The bytes that an owner encoded travel unchanged.
     """
 
     chunks: int
@@ -57,13 +57,13 @@ class HopSchedule:
 
     @cached_property
     def own(self) -> list[int]:
-        """The chunks whose sums end at this rank: those whose partial sums it sends to nobody."""
+        """The chunks that this rank owns: their sums end here, so it sends no partial sum of them."""
         sent = {chunk for hop in self.reduce for chunk in hop.sends}
         return [chunk for chunk in range(self.chunks) if chunk not in sent]
 
     @cached_property
     def depth(self) -> int:
-        """The largest number of messages that this rank receives of one chunk and sums."""
+        """The largest number of messages that this rank receives for one chunk in ``reduce``."""
         received = [chunk for hop in self.reduce for chunk in hop.recvs]
         return max(map(received.count, range(self.chunks)))
 
@@ -71,7 +71,7 @@ class HopSchedule:
 def balanced(part: slice, chunks: int, block: int) -> list[slice]:
     """Return ``chunks`` pieces of ``part`` that begin at multiples of ``block`` from its start.
 
-    No two differ by more than one block; some are empty where there are fewer blocks than chunks.
+    Their lengths differ by one block at most. Some are empty if there are fewer blocks than chunks.
     """
     blocks = -(-(part.stop - part.start) // block)
     ends = [min(part.start + blocks * i // chunks * block, part.stop) for i in range(chunks + 1)]
@@ -79,7 +79,7 @@ def balanced(part: slice, chunks: int, block: int) -> list[slice]:
 
 
 def segments(numel: float, chunks: int) -> int:
-    """Return into how many segments ``numel`` elements are cut where nobody has said how long they are."""
+    """Return the number of segments that ``numel`` elements are cut into if the caller gives no ``piece``."""
     return IN_FLIGHT if numel >= IN_FLIGHT * chunks * _SEGMENT_MESSAGE else 1
 
 
@@ -95,11 +95,11 @@ def multi_hop(
     out: Tensor | None,
     piece: int | None,
 ) -> None:
-    """Carry out ``schedule``: the body of the collective ``name``, whose arguments the others are.
+    """Run ``schedule``: this is the body of the collective ``name``; the other arguments are those of the collective.
 
-    A chunk's messages wait until it is encoded: decoding all of them, adding this rank's values and encoding is one
-    call then, and no partial sum is ever in memory. Each rank encodes each element once at most, so one residual
-    covers all its quantisations, and numbers of one seed are drawn once.
+    Received messages of a chunk wait until the chunk is encoded. One call then decodes all of them, adds this rank's
+    values and encodes the sum, so no partial sum is ever in memory. Each rank encodes each element at most once: one
+    residual covers all its quantisations, and it draws each random number of its seed once.
     """
     if codec.ahead:
         raise ConfigError(
@@ -117,7 +117,7 @@ def multi_hop(
         return _carry_out(x, out, residual, parts, codec, transport, schedule, seed)
     arranged = way.arrange(x)
     kept = None if residual is None else way.arrange(residual, centred=False)
-    parts[-1] = slice(parts[-1].start, arranged.numel())  # the last block is a whole one now
+    parts[-1] = slice(parts[-1].start, arranged.numel())  # ``arrange`` has filled up the last block
     _carry_out(arranged, arranged, kept, parts, codec, transport, schedule, seed)
     way.restore(arranged, out)
     if residual is not None and kept is not None:
@@ -134,7 +134,7 @@ def _carry_out(
     schedule: HopSchedule,
     seed: int,
 ) -> None:
-    """Sum ``x`` into ``out``, both in the order of travel, with this rank's ``seed``."""
+    """Sum ``x`` into ``out``, both in the order of travel, with this rank's ``seed``; pieces are pipelined."""
 
     def run(index: int, part: slice) -> Piece:
         chunks = balanced(part, schedule.chunks, codec.block)
@@ -179,7 +179,7 @@ def _carry_out(
             for i in hop.recvs:
                 received[i] += 1
         encode(schedule.own)
-        # All that was in `mine` has been sent, so the sums of others may take its place.
+        # Every partial sum in ``mine`` has been sent by now, so sums of other ranks may overwrite it.
         for hop in schedule.gather:
             yield partial(send_and_receive, transport, hop, mine[room(hop.sends)], mine[room(hop.recvs)])
             decode(hop.recvs)

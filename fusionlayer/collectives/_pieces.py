@@ -13,18 +13,18 @@ from ..transport import Transport
 
 __all__ = ["IN_FLIGHT", "Piece", "cut", "pipeline"]
 
-# A piece's way through a collective: it computes until something has to travel, yields the call that makes it travel,
-# and is resumed when that is done.
+# One piece of a tensor on its way through a collective. The calling thread resumes it; it computes until messages must
+# travel, and yields the call that exchanges them. It is resumed only after that call has returned.
 Piece = Iterator[Callable[[], None]]
 
-# While the oldest piece is computed, the other one has the network. More would only take more memory.
+# Pieces under way. While the oldest one computes, the other one has the network. More would only take more memory.
 IN_FLIGHT = 2
 
 
 def cut(numel: int, piece: int | None, unit: int) -> list[slice]:
-    """Return the elements of each piece of ``numel``: ``piece`` of them, rounded up to a multiple of ``unit``.
+    """Return the slices that cut ``numel`` elements into pieces of ``piece`` elements, rounded up to whole ``unit``.
 
-    At least one piece; None makes it the only one.
+    There is at least one slice; with ``piece`` None there is exactly one.
     """
     if piece is None:
         return [slice(0, numel)]
@@ -36,64 +36,78 @@ def cut(numel: int, piece: int | None, unit: int) -> list[slice]:
 def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device) -> None:
     """Run all ``pieces``; at most ``IN_FLIGHT`` of them are under way.
 
-    What they make travel does so one after the other, in an order that depends on nothing but their number, so ranks
-    make the same calls. The calling thread computes. The calls are made by a thread of their own on the CPU, on a
-    stream of their own on CUDA.
+    The calling thread computes. The yielded calls run one after the other, on the CPU in a thread of their own, on
+    CUDA on a stream of their own. Their order depends on the number of pieces alone, never on timing: all ranks must
+    make the same calls on the transport in the same order, or messages of different pieces would meet.
 
     Raises:
-        Exception: what a piece, or a call, raised; the transport is closed then, as the peers wait for more.
+        Exception: the error of a piece or of a call. If other pieces are under way, the transport is closed
+            first, since peers wait for the calls that this rank will no longer make.
     """
-    if len(pieces) == 1:
+    if len(pieces) == 1:  # nothing to overlap: no second thread or stream
         for travel in pieces[0]:
             travel()
         return
+    # Pieces whose calls the worker has, oldest first, each with a function that waits for its call. Only the calling
+    # thread touches this queue, so it needs no lock.
     waiting: deque[tuple[Piece, Callable[[], object]]] = deque()
 
-    def advance(piece: Piece, courier: CommWorker) -> bool:
+    def advance(piece: Piece, worker: CommWorker) -> bool:
         """Compute a piece up to its next call and hand that over; return whether there was one."""
         travel = next(piece, None)
         if travel is not None:
-            waiting.append((piece, courier.send(travel)))
+            waiting.append((piece, worker.send(travel)))
         return travel is not None
 
-    def start(courier: CommWorker) -> None:
-        """Begin with further pieces until there is one that has to travel."""
-        any(advance(piece, courier) for piece in rest)
+    def start(worker: CommWorker) -> None:
+        """Start further pieces until one of them has a call to make."""
+        any(advance(piece, worker) for piece in rest)
 
     rest = iter(pieces)
-    with _StreamWorker(device) if device.type == "cuda" else _ThreadWorker() as courier:
+    with _StreamWorker(device) if device.type == "cuda" else _ThreadWorker() as worker:
         try:
             for _ in range(IN_FLIGHT):
-                start(courier)
+                start(worker)
             while waiting:
+                # Always the oldest piece, even if another call has returned already: the order must not depend on time.
                 piece, arrived = waiting.popleft()
                 arrived()
-                if not advance(piece, courier):
-                    start(courier)
+                if not advance(piece, worker):
+                    start(worker)
         except BaseException:
+            # Leaving the ``with`` waits for calls under way. Closing the transport makes them raise instead of waiting
+            # for peers until the timeout.
             if waiting:
                 transport.close()
             raise
 
 
 class CommWorker(ABC):
-    """Makes calls one after the other, beside what the calling thread does."""
+    """Runs calls on the transport one after the other, while the calling thread computes.
+
+    One worker, not two, since only one thread at a time may use a transport.
+    """
 
     @abstractmethod
     def send(self, travel: Callable[[], None]) -> Callable[[], object]:
-        """Have ``travel`` called; return what waits for it and raises what it raised."""
+        """Queue the call ``travel``; return a function that waits for it and raises its error.
+
+        Everything that the calling thread computed before is visible to ``travel``.
+        """
 
     def __enter__(self) -> CommWorker:
         return self
 
     @abstractmethod
     def __exit__(self, *error: object) -> None:
-        """Wait for the calls under way: what they use may be freed after."""
+        """Wait for the calls under way: the caller may free their buffers afterwards."""
 
 
 class _ThreadWorker(CommWorker):
+    """The worker on the CPU: a thread of its own, which runs calls in the order of ``send``."""
+
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "fusionlayer courier")
+        self._pool = ThreadPoolExecutor(1, "fusionlayer comm worker")
 
     def send(self, travel: Callable[[], None]) -> Callable[[], object]:
         return self._pool.submit(travel).result
@@ -103,14 +117,18 @@ class _ThreadWorker(CommWorker):
 
 
 class _StreamWorker(CommWorker):
+    """The worker on CUDA: a stream of its own, on which the calling thread enqueues the calls."""
+
     def __init__(self, device: torch.device) -> None:
         self._computing = torch.cuda.current_stream(device)
         self._travelling = torch.cuda.Stream(device)
 
     def send(self, travel: Callable[[], None]) -> Callable[[], object]:
+        # What is sent must have been encoded before it travels.
         self._travelling.wait_stream(self._computing)
         with torch.cuda.stream(self._travelling):
             travel()
+        # The computing stream waits for this call alone, not for calls that are enqueued later.
         event = self._travelling.record_event()
         return lambda: self._computing.wait_event(event)
 

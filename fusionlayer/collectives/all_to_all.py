@@ -1,4 +1,4 @@
-"""Uneven messages from every rank to every other: what experts are sent, and what they send back."""
+"""``all_to_all``: uneven messages from every rank to every other, as expert parallelism needs them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def all_to_all(
 ) -> None:
     """Send ``sends[r]`` elements of ``x`` to rank r, and receive ``recvs[r]`` from it, both in rank order.
 
-    One quantisation of what travels; what stays on this rank is copied as it is.
+    Elements that travel are quantised once. Elements that stay on this rank are copied unchanged.
 
     Args:
         x: flat and contiguous; f32, bf16 or f16, with a lossless codec of any type.
         out: flat and contiguous, of the type of ``x``.
         sends: elements for each rank, zeros allowed; they add up to the length of ``x``.
-        recvs: elements from each rank, which that one sends; they add up to the length of ``out``.
+        recvs: elements from each rank, as many as it sends; they add up to the length of ``out``.
         codec: what travels; made the same on all ranks.
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
@@ -60,7 +60,7 @@ def all_to_all(
 
 
 def _messages(name: str, parts: Sequence[Tensor], codec: Codec, transport: Transport) -> list[Tensor]:
-    """Return room for the message of each part; none for that of this rank itself."""
+    """Return room for the message of each part; this rank's own part gets none."""
     sizes = [codec.wire(part.numel(), part.dtype).capacity for part in parts]
     sizes[transport.rank] = 0
     return list(transport.scratch(name, sum(sizes), parts[0].device).split(sizes))

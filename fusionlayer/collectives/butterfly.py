@@ -1,4 +1,4 @@
-"""``butterfly``: reduce-scatter by recursive halving and all-gather by recursive doubling, of codes."""
+"""``butterfly``: reduce-scatter of codes by recursive halving, then all-gather by recursive doubling."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def butterfly(
     out: Tensor | None = None,
     piece: int | None = None,
 ) -> None:
-    """Sum in pairs, each hop over half as much: log2(size) + 1 quantisations at most of any value (DynamiQ, section 2).
+    """Sum in pairs; each hop has half the data of the last. At most log2(size) + 1 quantisations (DynamiQ, section 2).
 
-    1. Reduce: in hop h rank r and rank r xor 2^h halve what both hold sums of, and each gets the other's sum of its
-       half. What a rank has received of an element waits until it encodes that element: decoding, adding and encoding
-       are one call.
-    2. Gather: the same hops backwards. The bytes that a chunk's owner made travel unchanged; all ranks, the owner
+    1. Reduce: in hop h, ranks r and r xor 2^h split the range that both hold partial sums of, and each gets the other's
+       sums of its half. Received messages of an element wait until the rank encodes that element: one call decodes,
+       adds and encodes.
+    2. Gather: the same hops backwards. The bytes that a chunk's owner encoded travel unchanged; all ranks, the owner
        included, decode them.
 
-    Between 2^k ranks each sends 2 (1 - 2^-k) of a message of the whole tensor in 2k hops, the longest ones to ranks
-    nearby. Of other numbers of ranks those beyond the largest power of two first send all they have to a rank below,
-    which sends them the whole sum at last: a message of the whole tensor more, in two more hops.
+    With 2^k ranks each rank sends 2 (1 - 2^-k) of a message of the whole tensor in 2k hops, the longest messages to
+    nearby ranks. With other numbers of ranks, each rank beyond the largest power of two first sends all its values to a
+    rank below, which sends it the whole sum at the end. This costs two more hops and, for such ranks, a message of the
+    whole tensor more.
 
-    Sums of f32 are added in another order than rank order. Each rank encodes each element once, so ``residual`` covers
-    all quantisations. ``out`` and ``piece`` are as in ``ring``.
+    Sums of f32 are not added in rank order. Each rank encodes each element once, so ``residual`` covers all
+    quantisations. ``out`` and ``piece`` are as in ``ring``.
     """
     way = schedule(transport.rank, transport.size)
     multi_hop(x, codec, transport, "butterfly", way, seed=seed, residual=residual, out=out, piece=piece)
@@ -46,7 +47,7 @@ def butterfly(
 
 @lru_cache(maxsize=1024)
 def schedule(rank: int, size: int) -> HopSchedule:
-    """Return what ``rank`` sends and receives; there is a chunk for each rank below the largest power of two."""
+    """Return the schedule of ``rank``; there is a chunk for each rank below the largest power of two."""
     steps = size.bit_length() - 1
     inner = 1 << steps
     everything, idle = range(inner), Hop(rank, NOTHING, rank, NOTHING)

@@ -1,4 +1,4 @@
-"""``dense``: the transport's own all-reduce on the values as they are."""
+"""``dense``: the transport's own all-reduce, on values that are not encoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dense"]
 
 @collective("dense")
 def dense(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
-    """Sum ``x`` uncompressed; the codec must be lossless, as it is not used."""
+    """Sum ``x`` uncompressed. The codec is not used, so it must be lossless."""
     if not codec.lossless:
         raise ConfigError(
             f"algorithm 'dense' sends values as they are and cannot use {codec}; choose another algorithm"

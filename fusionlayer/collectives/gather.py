@@ -17,7 +17,7 @@ __all__ = ["gather", "gather_v"]
 
 @gather_collective("gather")
 def gather(payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], codec: Codec, transport: Transport) -> None:
-    """All-gather payloads of one fixed size: one round trip, no sizes, (size - 1) payloads sent by each rank."""
+    """All-gather payloads of one fixed size in one round trip; each rank sends size - 1 payloads and no sizes."""
     transport.all_gather(payload, every)
 
 
@@ -25,10 +25,10 @@ def gather(payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], code
 def gather_v(
     payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], codec: Codec, transport: Transport
 ) -> None:
-    """Exchange the sizes of the messages, then only the bytes that they use: fewer bytes, one more round trip.
+    """All-gather only the used bytes of messages, after their sizes: fewer bytes than ``gather``, one more round trip.
 
-    This is how sparse gradients are gathered where their number is not bounded (SAFusion, section 3.1); here it is for
-    comparison with ``gather``.
+    Sparse gradients are gathered like this where their number of elements is not bounded (SAFusion, section 3.1). Here
+    it serves to compare with ``gather``.
     """
     compact = [_compact(codec, payload[m.start : m.stop], m) for m in messages]
     mine = torch.tensor([part.numel() for part in compact])

@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce alone, pipelined: what sequence parallelism does before and after its layers."""
+"""All-gather and reduce-scatter, the halves of an all-reduce, in pipelined pieces, for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def all_gather(
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
         piece: elements that travel at a time, while others are encoded or decoded; None: all.
-        differences: send how much more ``x``, in f32, is than this rank's row of ``out``, and add what comes to the
-            rows, rounded once; with a lossy codec. What was lost is in the next difference (SDP4Bit, Algorithm 2).
+        differences: with a lossy codec, send ``x``, in f32, minus this rank's row of ``out``, and add the received
+            differences to the rows, rounded once. The next difference contains what this one lost (SDP4Bit,
+            Algorithm 2).
     """
     if codec.zips and x.dtype in DTYPE_CODES:
         zipped.all_gather(x, out.view(-1), codec, transport, piece=piece)
@@ -108,7 +109,7 @@ def reduce_scatter(
         transport.all_to_all(x.view(torch.uint8), every.view(torch.uint8))
         sum_in_rank_order(every.unbind(0), out)
         return
-    # What is agreed on is found by place, in blocks: each row begins with a block of its own.
+    # A codec looks its agreed values up by block, from the place of an element. So rows are padded to whole blocks.
     here = two_level.grid(transport) if codec.collective == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
@@ -134,11 +135,11 @@ def reduce_scatter(
 
 
 def ring_reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0) -> None:
-    """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n): ``ring``'s first phase alone.
+    """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n): the first phase of ``ring``.
 
-    Row r starts at rank r + 1 and is decoded, added to and encoded at every rank until rank r decodes it, and does not
-    encode its sum (DynamiQ, section 7): ``size`` - 1 quantisations. The arguments are those of ``reduce_scatter``,
-    without pieces; a codec that agrees on something heeds each row's budget by itself.
+    Row r starts at rank r + 1. Each rank on its way decodes it, adds its own values and encodes the sum. Rank r decodes
+    it and does not encode its sum (DynamiQ, section 7), so there are ``size`` - 1 quantisations. The arguments are
+    those of ``reduce_scatter``, without pieces. A codec that agrees over ranks gives each row its own budget.
     """
     if codec.lossless:
         return reduce_scatter(x, out, codec, transport, seed=seed)

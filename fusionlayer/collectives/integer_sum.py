@@ -1,4 +1,4 @@
-"""``integer_sum``: codes travel to the owner of a piece, which adds them as integers; all ranks decode the sums."""
+"""``integer_sum``: the owner of each piece adds all ranks' codes as integers; all ranks decode the sums."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def integer_sum(
 ) -> None:
     """Sum in two exchanges with one quantisation of each value, whatever the number of ranks (THC, NSDI 2024).
 
-    1. Agree: the codec takes what makes codes of all ranks stand for the same integers.
+    1. Agree: the codec agrees over ranks, so that a code stands for the same integer on all of them.
     2. Encode: piece j of ``x`` becomes the message for rank j.
     3. All-to-all: rank j gets every rank's message for piece j.
-    4. Add: rank j adds their integers, exactly, in widths that the number of ranks cannot overflow.
-    5. All-gather: every rank gets every sum, and decodes it once.
+    4. Add: rank j adds their integers exactly, in a width that the number of ranks cannot overflow.
+    5. All-gather: every rank gets every sum and decodes it once.
 
-    Owners decode nothing and round nothing, so what a rank's residual keeps is all that it lost. Each rank sends
+    Owners decode nothing and round nothing, so a rank's residual keeps all that was lost of its values. Each rank sends
     (size - 1) / size of a message, and as many integers of 8, 12 or 16 bits.
     """
     if not isinstance(codec, HomomorphicCodec):

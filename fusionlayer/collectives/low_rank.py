@@ -1,4 +1,4 @@
-"""``low_rank``: all-reduces of the thin factors of matrices, in place of the matrices."""
+"""``low_rank``: all-reduces the thin factors of matrices instead of the matrices."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _KEPT = "right"
 def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum matrices by one step of subspace iteration of all ranks together (PowerSGD, algorithms 1 and 2).
 
-    1. Left factors: P = M Q of each matrix M, all of them in one all-reduce; then each is made orthonormal.
-    2. Right factors: Q = M^T P, and the tensors that are not compressed, in another all-reduce.
-    3. The sum of each matrix is P Q^T, and Q is where the next step begins.
+    1. Left factors: P = M Q for each matrix M. One all-reduce sums all of them; then each is made orthonormal.
+    2. Right factors: Q = M^T P. Another all-reduce sums them and the tensors that are not compressed.
+    3. The sum of each matrix is P Q^T. The next step begins with this Q.
 
-    A rank sends r (n + m) numbers for a matrix of n rows and m columns, as all-reduces do. ``residual`` keeps M - P Q^T
-    of its own M and Q: what ranks keep and the result add up to what they were given. With ``raw``, which PowerSGD is
-    in its warm-up, values are summed as they are.
+    A matrix of n rows and m columns takes r (n + m) numbers in the all-reduces. ``residual`` keeps M - P Q^T for this
+    rank's own M and Q: all residuals and the result add up to all inputs. PowerSGD is ``raw`` in its warm-up; values of
+    that codec are summed as they are.
     """
     if codec.name == "raw":
         transport.all_reduce(x)
@@ -72,7 +72,7 @@ def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
 
 
 def _as_square(x: Tensor, codec: PowerSGD, transport: Transport, seed: int, residual: Tensor | None) -> None:
-    """Sum ``x`` (n,), of whose tensors nothing is known, as one matrix; with a start of its own in every call."""
+    """Sum ``x`` (n,), whose parts are not known, as one square matrix, from a new random start in every call."""
     shape, numel = square_shape(x.numel()), x.numel()
     if not codec.rank_of(*shape):
         return low_rank(x, codec.for_parts([Part("", (numel,))]), transport, seed=seed, residual=residual)
@@ -91,10 +91,10 @@ class _Matrix:
 
     Attributes:
         part: the tensor.
-        matrix: (n, m) f32, what this rank has to send.
-        start: (r, m) f32, of all ranks.
-        left: (r, n) f32, its place in the first message.
-        right: (r, m) f32, its place in the second one.
+        matrix: (n, m) f32, the values that this rank has to send.
+        start: (r, m) f32, the right factor that the step begins with, the same on all ranks.
+        left: (r, n) f32, the left factor, a view of the first message.
+        right: (r, m) f32, the right factor, a view of the second message.
     """
 
     part: Part
@@ -114,10 +114,10 @@ class _FactorMessages:
     """The messages of one sum.
 
     Attributes:
-        matrices: that travel as factors.
-        others: the spans of tensors that do not, and their places in the second message.
-        lefts: the first message, flat f32.
-        rights: the second one.
+        matrices: the tensors that travel as factors.
+        others: for each tensor that is not compressed, its span in the flat tensor and its view of the second message.
+        lefts: the first message, flat f32: all left factors.
+        rights: the second message, flat f32: all right factors, then the tensors that are not compressed.
     """
 
     matrices: list[_Matrix]
@@ -148,7 +148,7 @@ class _FactorMessages:
         return cls(matrices, list(zip(spans, right_of[len(thin) :], strict=True)), lefts, rights)
 
     def alike(self) -> Iterable[list[_Matrix]]:
-        """Return the matrices whose left factors have one shape, together."""
+        """Return the matrices in groups whose left factors have one shape."""
         groups: dict[torch.Size, list[_Matrix]] = {}
         for each in self.matrices:
             groups.setdefault(each.left.shape, []).append(each)
@@ -161,11 +161,11 @@ def _matrix_shape(part: Part) -> tuple[int, int]:
 
 
 def _start(part: Part, codec: PowerSGD, rank: int, columns: int, seed: int) -> Tensor:
-    """Return the factor (rank, columns) that a step begins with: the last one's, if there is one of this size."""
+    """Return the factor (rank, columns) that a step begins with: that of the last step, if one of this size is kept."""
     kept = part.state.tensors.get(_KEPT) if codec.warm_start else None
     if kept is not None and kept.numel() == rank * columns:
         return kept.view(rank, columns)
-    own = () if codec.warm_start else (seed,)  # of the name alone: it must not depend on how tensors are fused
+    own = () if codec.warm_start else (seed,)  # the name alone, so that fusion does not change the start
     return random_factor(rank, columns, *own, *part.name.encode())
 
 
@@ -180,14 +180,14 @@ def _sum(flat: Tensor, codec: PowerSGD, transport: Transport, seed: int, residua
 
 
 def _keep(residual: Tensor, wanted: Tensor, work: _FactorMessages, sent: Tensor) -> None:
-    """Make ``residual`` what of ``wanted`` this rank has not sent: its part of the second message was ``sent``."""
+    """Set ``residual`` to ``wanted`` less what this rank has sent; ``sent`` was its part of the second message."""
     places = zip(work.matrices, _like(sent, [each.right for each in work.matrices]), strict=True)
     for each, right in places:
         each.matrix.addmm_(each.left.T, right, alpha=-1)
     behind = sent[sum(each.right.numel() for each in work.matrices) :]
     for (span, values), part in zip(work.others, _like(behind, [values for _, values in work.others]), strict=True):
         wanted[span] -= part.view_as(values)
-    # A sum that is finite has no summand that is not; only otherwise is a closer look worth its time.
+    # A finite sum has only finite summands. Only if it is not finite, each element is looked at.
     sound = bool(wanted.sum().isfinite())
     residual.copy_(wanted if sound else torch.where(wanted.isfinite(), wanted, residual))
 
@@ -200,9 +200,10 @@ def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _remember(work: _FactorMessages, seed: int) -> None:
-    """Keep the right factors for the next step, unless an overflow has spoilt them.
+    """Keep the right factors for the next step, unless one is not finite.
 
-    A row of zeros would stay one for ever: the matrix had a smaller rank, and the next one may not.
+    A row of zeros, which a matrix of smaller rank leaves, would stay zero for ever. Random numbers replace it, since
+    the next matrix may have full rank.
     """
     if not work.matrices:
         return

@@ -21,18 +21,19 @@ Pairs = tuple[Tensor, Tensor]
 
 @collective("oktopk")
 def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
-    """Sum what all ranks select, each rank one region of the tensor, and keep the largest sums (Ok-Topk, PPoPP 2022).
+    """Sum the elements that ranks select, each rank one region of the tensor, and keep the largest sums (PPoPP 2022).
 
-    1. Select: the codec says which elements of this rank are sent, about k of them.
-    2. Balance: regions end where the mean over ranks of the quantiles of the selected positions lies.
-    3. Split and reduce: what was selected in region j goes to rank j, which sums it in rank order in f32.
-    4. Threshold: the k-th largest magnitude of all sums, k the mean number of selected elements, exactly, from four
-       histograms that are summed over ranks. Sums that equal it go too, and all that are not finite.
+    1. Select: the codec selects elements of this rank, about k of them.
+    2. Balance: ranks agree on the ends of regions, the means over ranks of the quantiles of selected positions.
+    3. Split and reduce: elements selected in region j go to rank j, which sums them in rank order in f32.
+    4. Threshold: the k-th largest magnitude of all sums, where k is the mean number of selected elements. It is exact:
+       four histograms are summed over ranks. Sums that equal it pass too, and all sums that are not finite.
     5. All-gather: every rank gets every sum that passed.
 
-    A pair is a 32-bit position and an f32 value. Where the sums that pass are spread over the regions as the selected
-    elements are, a rank sends 2 (size - 1) / size * 8k bytes, some KiB of histograms and its sizes. The regions decide
-    only who adds what: no result depends on them. What was selected but did not pass goes back into ``residual``.
+    A pair is a 32-bit position and an f32 value. If the sums that pass are spread over the regions as the selected
+    elements are, a rank sends 2 (size - 1) / size * 8k bytes, some KiB of histograms, and its sizes. Regions only
+    decide which rank adds an element; no result depends on them. Selected elements whose sums did not pass go back into
+    ``residual``.
     """
     if not codec.ahead:
         raise ConfigError(f"algorithm 'oktopk' sums sparse selections and cannot use {codec}; choose another algorithm")
@@ -65,7 +66,7 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
 
 
 def _select(x: Tensor, codec: Codec, transport: Transport, seed: int, residual: Tensor | None) -> Pairs:
-    """Return positions (m,) int64, ascending, and values (m,) f32 of what the codec sends of ``x``."""
+    """Return positions (m,) int64, ascending, and values (m,) f32 of the elements of ``x`` that the codec sends."""
     message = transport.scratch("outgoing", codec.wire(x.numel(), x.dtype).capacity, x.device)
     sent = torch.zeros(x.numel(), device=x.device)
     if x.numel():
@@ -134,6 +135,6 @@ def _pack(positions: Tensor, values: Tensor) -> Tensor:
 
 
 def _unpack(data: Tensor) -> Pairs:
-    """Return positions (m,) int64 and values (m,) f32 of what ``_pack`` made."""
+    """Return positions (m,) int64 and values (m,) f32 from the bytes of ``_pack``."""
     words, count = data.view(torch.int32), data.numel() // 8
     return words[:count].to(torch.int64) & 0xFFFFFFFF, words[count:].view(torch.float32)

@@ -20,13 +20,13 @@ __all__ = ["omnireduce"]
 def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum the blocks that any rank has selected, in bf16 around a ring (DynamiQ, appendix C, after OmniReduce).
 
-    1. Select: each rank its blocks with the most energy, as many as ``codec.share`` says.
-    2. Union: ranks agree on the blocks that any has selected, a byte each.
-    3. Reduce: these, one behind the other, go around a ring in bf16. All other sums are 0.
-    4. Adapt: the share, so that the union comes to what the budget allows.
+    1. Select: each rank selects its blocks with the most energy, as many as ``codec.share`` says.
+    2. Union: ranks agree on the blocks that any rank has selected, with a byte for each block.
+    3. Reduce: these blocks, one behind the other, are summed around a ring in bf16. All other sums are 0.
+    4. Adapt: the share changes, so that later unions approach the budget.
 
-    A rank sends 2 (size - 1) / size of the union, 2 bytes a value; how large that is depends on the values, and follows
-    the budget only over several sums. ``residual`` keeps what did not travel, and what bf16 lost.
+    A rank sends 2 (size - 1) / size of the union, 2 bytes a value. The size of the union depends on the values, and
+    follows the budget only over several sums. ``residual`` keeps what did not travel, and what bf16 lost.
     """
     if not isinstance(codec, OmniReduce):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""``one_shot``: every rank sends its whole message to every other and sums what it has."""
+"""``one_shot``: every rank sends its whole message to every other rank and sums all messages itself."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def one_shot(
     out: Tensor | None = None,
     piece: int | None = None,
 ) -> None:
-    """All-gather of codes, local sum in rank order: one quantisation and one round trip.
+    """Sum by an all-gather of codes and a local sum in rank order: one quantisation and one round trip.
 
-    Each rank sends (size - 1) times the whole message: with two ranks the same bytes as ``two_shot``, with more of them
-    many more, so this is for two ranks and for small tensors.
+    Each rank sends size - 1 times the whole message. With two ranks these are as many bytes as in ``two_shot``, with
+    more ranks far more. So this is for two ranks and for small tensors.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays; with ``piece`` so many elements travel at a time, and while
-    they do the next ones are encoded.
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements travel at a time, and the next
+    ones are encoded meanwhile.
     """
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)

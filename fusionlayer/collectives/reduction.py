@@ -1,4 +1,4 @@
-"""The sum or average over ranks below every front: which collective makes it, and where it is scaled."""
+"""The sum or average over ranks that every front calls: it chooses the collective and scales values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["UNSCALED", "Scaling", "choose", "reduce_flat", "reduce_scatter_flat"
 
 
 class Encoding(Protocol):
-    """What ``choose`` asks of a codec, or of its costs."""
+    """The facts that ``choose`` needs of a codec; the measured costs of a codec have them too."""
 
     @property
     def lossless(self) -> bool:
@@ -30,21 +30,21 @@ class Encoding(Protocol):
 
     @property
     def collective(self) -> str | None:
-        """The collective that is made for it, if one is."""
+        """The collective that was made for the codec, if there is one."""
 
 
 def choose(codec: Encoding, size: int, algorithm: str | None = None, *, ahead: bool | None = False) -> str:
-    """Return the name of the collective for tensors of ``size`` ranks that a codec encodes.
+    """Return the name of the collective for tensors that ``codec`` encodes, over ``size`` ranks.
 
     Args:
-        codec: of the tensors.
+        codec: the codec of the tensors.
         size: number of ranks.
-        algorithm: what the caller wants; None: the codec's own collective, or the usual one.
-        ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors.
-            None: as ``algorithm`` needs it, or without one as the codec prefers.
+        algorithm: the caller's choice; None takes the codec's own collective, or the usual one.
+        ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors. None
+            takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec prefers.
 
     Raises:
-        ConfigError: there is no such collective, or none such for ``ahead``.
+        ConfigError: there is no such collective, or it is not of the kind that ``ahead`` asks for.
     """
     if ahead is None:
         ahead = codec.ahead if algorithm is None else algorithm in gathers.names()
@@ -58,17 +58,17 @@ def choose(codec: Encoding, size: int, algorithm: str | None = None, *, ahead: b
 
 
 def usual(codec: Encoding, size: int) -> str:
-    """Return the name of the collective for flat tensors of codecs that have none of their own."""
+    """Return the name of the collective for flat tensors if the codec has no collective of its own."""
     return "dense" if codec.lossless else "one_shot" if size <= 2 else "two_shot"
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a reduction multiplies by, and when. This is the rule of every front:
+    """The factors of a reduction, before and after the sum. Every front follows these rules:
 
-    - Floats are multiplied once before the sum: by ``prescale``, and for an average by 1 / size. So a sum of float16
-      stays in range wherever its average is, and error feedback has the unit of what is sent.
-    - Integers have no fractions to send: their average divides the sum, cut off towards zero.
+    - Floats are multiplied once before the sum: by ``prescale``, and for an average also by 1 / size. So a sum of
+      float16 does not overflow if its average does not, and error feedback has the unit of what is sent.
+    - An average of integers divides the sum and truncates towards zero, since integers have no fractions to send.
     - The result is multiplied by ``postscale``.
 
     Attributes:
@@ -91,7 +91,7 @@ class Scaling:
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> Scaling:
-        """Return what a sum or an average over ``size`` ranks of ``dtype`` multiplies by."""
+        """Return the scaling of a sum or an average of ``dtype`` over ``size`` ranks."""
         if not average:
             return cls(prescale, postscale)
         if dtype.is_floating_point:
@@ -99,7 +99,7 @@ class Scaling:
         return cls(prescale, postscale, size)
 
     def fill(self, out: Tensor, x: Tensor) -> Scaling:
-        """Set ``out``, which may be ``x``, to ``x`` times ``before`` in one pass; return what is left to do."""
+        """Set ``out``, which may be ``x``, to ``x`` times ``before`` in one pass; return the scaling still to do."""
         if x.dtype.is_floating_point and self.before != 1:
             torch.mul(x, self.before, out=out)
         else:
@@ -109,15 +109,15 @@ class Scaling:
         return replace(self, before=1.0)
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Return ``x`` times ``before``, a new tensor unless that is 1."""
+        """Return ``x`` times ``before``: a new tensor, or ``x`` itself if the factor is 1."""
         return x if self.before == 1 else scale_(x.clone(), self.before)
 
     def scale_before_(self, x: Tensor) -> None:
-        """Multiply what is about to be summed, in place."""
+        """Multiply ``x`` in place by the factor before the sum."""
         scale_(x, self.before)
 
     def scale_after_(self, total: Tensor) -> None:
-        """Divide and multiply the sum, in place."""
+        """Divide and multiply the sum ``total`` in place."""
         if self.divisor != 1 and total.dtype is not torch.bool:
             torch.div(total, self.divisor, rounding_mode="trunc", out=total)
         if self.after != 1:
@@ -125,11 +125,11 @@ class Scaling:
 
 
 UNSCALED = Scaling()
-"""A sum as it is."""
+"""The scaling of a plain sum: all factors are 1."""
 
 
 def scale_(x: Tensor, factor: float) -> Tensor:
-    """Multiply in place and return ``x``; integers are cut off towards zero."""
+    """Multiply ``x`` in place and return it; integers are truncated towards zero."""
     if factor == 1:
         return x
     if x.dtype.is_floating_point:
@@ -150,15 +150,15 @@ def reduce_flat(
     """Replace ``x`` (n,) by its sum over ranks, scaled: the same bits on every rank, and from every front.
 
     Args:
-        x: flat and contiguous, equally long on all ranks. f32, bf16 and f16 travel by the codec, other types as they
-            are.
+        x: flat and contiguous, equally long on all ranks. The codec encodes f32, bf16 and f16; other types travel as
+            they are.
         codec: what travels; made the same on all ranks.
         transport: the ranks; only the calling thread uses it.
         scaling: factors before and after the sum.
         algorithm: a collective or its name; None chooses.
         seed: of stochastic rounding; the same on all ranks.
-        residual: (n,) f32, this rank's error feedback, of values that are scaled: added to what it sends, replaced by
-            what sending lost.
+        residual: (n,) f32, this rank's error feedback, in the unit of scaled values: added to what it sends, replaced
+            by what sending lost.
 
     Raises:
         ConfigError: there is no such collective, or it cannot use the codec.
@@ -184,7 +184,7 @@ def reduce_scatter_flat(
     algorithm: str | None = None,
     seed: int = 0,
 ) -> None:
-    """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``rows`` (size, n), which stay, scaled.
+    """Fill ``out`` (n,) with the scaled sum over ranks of row ``rank`` of their ``rows`` (size, n), which stay.
 
     Args:
         rows, out: contiguous, of one type: f32, bf16 or f16.

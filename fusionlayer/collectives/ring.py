@@ -1,4 +1,4 @@
-"""``ring``: reduce-scatter and all-gather of codes from neighbour to neighbour."""
+"""``ring``: reduce-scatter and all-gather of codes, each message from a rank to its neighbour."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def ring(
     out: Tensor | None = None,
     piece: int | None = None,
 ) -> None:
-    """Sum around a ring, each partial sum decoded, added to and encoded in one call (DynamiQ, sections 2 and 3).
+    """Sum around a ring; one call decodes each partial sum, adds to it and encodes it (DynamiQ, sections 2 and 3).
 
-    1. Reduce: chunk j starts at rank j + 1, and each rank adds its own values before it passes the sum on. Rank j,
-       where it ends, encodes it too: ``size`` quantisations of each value, one by each rank.
-    2. Gather: the bytes that rank j made go around unchanged; all ranks, rank j included, decode them.
+    1. Reduce: chunk j starts at rank j + 1, and each rank adds its own values before it passes the sum on. It ends at
+       rank j, which encodes it too: ``size`` quantisations of each value, one by each rank.
+    2. Gather: the bytes that rank j encoded go around unchanged; all ranks, rank j included, decode them.
 
-    Each rank sends 2 (size - 1) / size of a message of the whole tensor in 2 (size - 1) hops, to one neighbour only: a
-    host's link carries one rank's messages however many ranks the host has. Errors grow with ``size``, and sums of f32
-    are added in another order than rank order. Each rank encodes each element once, so ``residual`` covers it all.
+    Each rank sends 2 (size - 1) / size of a message of the whole tensor in 2 (size - 1) hops, to one neighbour only. So
+    the link of a host carries the messages of one rank, however many ranks the host has. Errors grow with ``size``.
+    Sums of f32 are not added in rank order. Each rank encodes each element once, so ``residual`` covers all
+    quantisations.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go around at a time, and while
-    they travel others are encoded or decoded; by default a tensor goes in halves where that saves time.
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go around at a time, and
+    others are encoded or decoded meanwhile. By default a tensor goes in halves if that saves time.
     """
     way = schedule(transport.rank, transport.size)
     multi_hop(x, codec, transport, "ring", way, seed=seed, residual=residual, out=out, piece=piece)
@@ -44,7 +45,7 @@ def ring(
 
 @lru_cache(maxsize=1024)
 def schedule(rank: int, size: int) -> HopSchedule:
-    """Return what ``rank`` sends and receives; chunk j is summed at rank j."""
+    """Return the schedule of ``rank``; the sum of chunk j ends at rank j."""
 
     def hop(sent: int) -> Hop:
         sent, received = sent % size, (sent - 1) % size

@@ -1,4 +1,4 @@
-"""Native or zipped: which of the two takes less time, found out while training runs (ZipCCL, section 5.2)."""
+"""``switched``: sums native or zipped, whichever takes less time as measured during training (ZipCCL, section 5.2)."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ __all__ = ["KINDS", "Costs", "Decision", "Switcher", "switched", "switcher_of"]
 
 KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 SAMPLES = 5
-"""Calls of each form that are timed before the first choice, and of which the median counts."""
+"""Calls of each form that are timed before the first choice; their median counts."""
 RECENT = 3
-"""Last timed calls of each form that count later, and the first ones where a prediction has chosen."""
+"""Last timed calls of each form whose median counts later. After a prediction, so many calls of each form are timed."""
 GAIN = 0.02
-"""Share of the time that the other form must save to be switched to: less is noise, and would flap."""
+"""Share of the time that the other form must save before a switch: less is noise, and choices would flap."""
 LOOKING = 0.01
-"""Share of the time that looking at the other form may take, so long as it is the slower one."""
+"""Share of the time that timing the slower form may cost."""
 LOOK_AFTER = (32, 1024)
-"""Fewest and most calls from one look to the next."""
+"""Fewest and most calls between two timings."""
 TRUSTED = 8
-"""Calls that a choice lasts that was predicted, not measured."""
+"""Calls after which a predicted choice is measured."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a collective takes in both forms, by d bytes that a rank sends in its native form.
+    """The time of a collective in both forms, where d is the bytes that a rank sends in the native form.
 
-    Native: T(d) = alpha + beta d (equation 6). Zipped: T(d) = alpha + beta e s d + codec s d (equation 7, and what
-    encoding and decoding take); s is the precision factor, below 1 where the native form sends wider elements.
+    Native: T(d) = alpha + beta d (equation 6). Zipped: T(d) = alpha + beta e s d + codec s d (equation 7, plus encoding
+    and decoding). s is the precision factor, below 1 if the native form sends wider elements.
 
     Attributes:
         native: seconds by bytes that travel.
         zipped: seconds by bytes that travel.
-        factor: e, what is left of a byte.
-        codec: seconds of encoding and decoding for each byte before that.
+        factor: e, the share of bytes that is left after encoding.
+        codec: seconds of encoding and decoding for each byte before encoding.
     """
 
     native: AlphaBeta
@@ -62,12 +62,12 @@ class Costs:
     codec: float = 0.0
 
     def seconds(self, nbytes: float, precision: float = 1.0) -> tuple[float, float]:
-        """Return seconds of the native and of the zipped form."""
+        """Return the seconds of the native and of the zipped form for ``nbytes`` in the native form."""
         elements = precision * nbytes
         return self.native(nbytes), self.zipped(self.factor * elements) + self.codec * elements
 
     def zips_from(self, precision: float = 1.0) -> float:
-        """Return from how many bytes on the zipped form takes less time; infinite where it never does."""
+        """Return the size in bytes from which on the zipped form takes less time; infinite if it never does."""
         gained = self.native.beta - precision * (self.factor * self.zipped.beta + self.codec)
         paid = self.zipped.alpha - self.native.alpha
         return math.inf if gained <= 0 else max(0.0, paid / gained)
@@ -75,15 +75,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for calls of about one size; the same on all ranks.
+    """The choice for calls of about one size; the same on all ranks.
 
     Attributes:
-        kind: the collective, of ``KINDS``.
-        nbytes: that a rank sends in its native form.
-        calls: made so far.
-        native: seconds, None if they were not measured.
-        zipped: seconds, None if they were not measured.
-        factor: what is left of a byte, None if that was not measured.
+        kind: the collective, one of ``KINDS``.
+        nbytes: bytes that a rank sends in the native form.
+        calls: number of calls so far.
+        native: seconds of the native form; None if they were not measured.
+        zipped: seconds of the zipped form; None if they were not measured.
+        factor: share of bytes that is left after encoding; None if it was not measured.
         zips: whether the zipped form is used.
     """
 
@@ -97,37 +97,38 @@ class Decision:
 
 
 class _Cell:
-    """What is known of the calls of one collective whose sizes lie between two powers of two."""
+    """The measurements and the choice for calls of one collective with sizes between two powers of two."""
 
     def __init__(self) -> None:
         self.nbytes = self.calls = 0
         self.zips = False
         self.decided = False
-        self.look = 1  # number of the call from which on forms are timed
-        self.pending: list[bool] = []  # forms to time now; True is zipped
+        self.look = 1  # forms are timed from this call on
+        self.pending: list[bool] = []  # forms still to be timed, one in each call; True is zipped
         self.samples: dict[bool, deque[float]] = {form: deque(maxlen=SAMPLES) for form in (False, True)}
         self.factor: float | None = None
         self.agreed: tuple[float, float, float] | None = None  # seconds of both forms, factor
 
 
 class Switcher:
-    """Collectives that lose no bit, each in the form that takes less time: as it is, or zipped.
+    """Lossless collectives, each in the form that takes less time: native or zipped.
 
-    Calls of about one size are alike: of each collective, sizes between two powers of two share a choice. At first both
-    forms are timed, a few calls each, unless ``expected`` costs or lines through what other sizes have taken tell which
-    is faster. Ranks take the largest of their medians, so all choose alike. From then on the chosen form runs and
-    nothing else: native means that no codec is called. Once in a while, less often the more the other form would cost,
-    one call of each is timed again, so the choice follows network and data; it changes only for a form that saves 2 %.
+    For each collective, calls with sizes between two powers of two share a choice. At first a few calls of both forms
+    are timed. This is left out if a prediction tells which form is faster, from ``expected`` costs or from lines
+    through the times of other sizes. Ranks exchange their medians and take the largest, so all make the same choice.
+    From then on only the chosen form runs; the native form calls no codec. At intervals, which are longer the more the
+    other form costs, one call of each form is timed again, so the choice follows network and data. It changes only for
+    a form that saves 2 %.
 
-    All ranks hold one each and make the same calls, in the same order, with the same sizes.
+    Each rank has one, and all ranks make the same calls, in the same order, with the same sizes.
 
     Args:
         transport: the ranks; only the calling thread uses it.
         codec: lossless and of variable size; None is ``zip``.
-        expected: costs of collectives, by name, until measurements are better; the same on all ranks.
+        expected: costs of collectives, by name, used until there are measurements; the same on all ranks.
 
     Raises:
-        ConfigError: another codec.
+        ConfigError: the codec is not lossless and of variable size.
     """
 
     def __init__(
@@ -180,8 +181,8 @@ class Switcher:
     ) -> None:
         """Send parts of ``x`` to the ranks and fill ``out`` with theirs: see ``zipped.all_to_all``.
 
-        ``largest`` is the greatest number of elements that a rank sends to others, the same on all ranks; where it is
-        None they exchange that first.
+        ``largest`` is the greatest number of elements that any rank sends to others, the same on all ranks. If it is
+        None, the ranks exchange it first.
         """
         transport, size = self._transport, x.element_size()
         mine = sum(sends) - sends[transport.rank]
@@ -223,9 +224,9 @@ class Switcher:
         )
 
     def all_reduce(self, x: Tensor, *, residual: Tensor | None = None) -> None:
-        """Replace ``x`` (n,) by its sum over ranks; both forms have the same bits on all ranks.
+        """Replace ``x`` (n,) by its sum over ranks; either form gives the same bits on all ranks.
 
-        The native form, the transport's own, may add in another order than ``zipped`` does.
+        The native form is the transport's own all-reduce, which may add in another order than ``zipped``.
         """
         transport = self._transport
         self.run(
@@ -247,16 +248,16 @@ class Switcher:
         sent: int | None = None,
         precision: float = 1.0,
     ) -> bool:
-        """Call ``native`` or ``zipped``; return whether it was the latter.
+        """Call ``native`` or ``zipped``; return True if it called ``zipped``.
 
         Args:
-            kind: by what name costs are known.
-            nbytes: that a rank sends in the native form; the same on all ranks.
-            native: makes the call as it is.
-            zipped: makes it over this switcher's transport, by zipped collectives.
-            like: a tensor of the kind that travels; of other types than f32, bf16 and f16 only the native form is.
-            sent: bytes that this rank sends in the native form, where that is less than ``nbytes``.
-            precision: bytes of an element that is zipped by bytes of one that travels natively.
+            kind: name of the call, by which costs are kept.
+            nbytes: bytes that a rank sends in the native form; the same on all ranks.
+            native: makes the call in the native form.
+            zipped: makes the call over this switcher's transport, by zipped collectives.
+            like: a tensor of the kind that travels; types other than f32, bf16 and f16 have only the native form.
+            sent: bytes that this rank sends in the native form, if that is less than ``nbytes``.
+            precision: bytes of an element in the zipped form divided by those in the native form.
         """
         if self._transport.size == 1 or not nbytes or like.dtype not in DTYPE_CODES:
             native()
@@ -279,7 +280,7 @@ class Switcher:
 
     @property
     def decisions(self) -> list[Decision]:
-        """What has been chosen so far, by collective and size."""
+        """The choices so far, by collective and size."""
         found = []
         for (kind, _), cell in sorted(self._cells.items()):
             native, zipped, factor = cell.agreed or (None, None, None)
@@ -287,9 +288,9 @@ class Switcher:
         return found
 
     def costs(self, kind: str) -> Costs | None:
-        """Return equations 6 and 7 for a collective: lines through what its sizes took, else what was expected.
+        """Return the costs of a collective: lines through its measured sizes, or else the expected costs.
 
-        None where fewer than two sizes were measured and nothing was expected.
+        None if fewer than two sizes were measured and no costs were expected.
         """
         known = [(cell.nbytes, *cell.agreed) for (name, _), cell in self._cells.items() if name == kind and cell.agreed]
         if len({nbytes for nbytes, *_ in known}) < 2:
@@ -299,7 +300,7 @@ class Switcher:
         return Costs(native, zipped, known[-1][-1])
 
     def __str__(self) -> str:
-        """Return a line for each choice, and the lines that sizes not seen yet are predicted by."""
+        """Return text with each choice, and for each collective the costs that predict new sizes."""
         lines = []
         for choice in self.decisions:
             seen = "predicted"
@@ -324,7 +325,7 @@ class Switcher:
         cell.pending = [first, not first] * (1 if cell.agreed else RECENT if cell.decided else SAMPLES)
 
     def _time(self, cell: _Cell, form: bool, call: Callable[[], object], device: torch.device, elements: float) -> None:
-        # From a common start, or the time would be that of the rank that came last.
+        # All ranks start together. Otherwise the time would contain the wait for the last rank.
         self._transport.barrier()
         _wait_for(device)
         before, start = self._transport.bytes_sent, time.perf_counter()
@@ -339,6 +340,7 @@ class Switcher:
         mine = [statistics.median(list(cell.samples[form])[-counting:]) for form in (False, True)]
         known = torch.tensor([*mine, cell.factor or 0.0, self._sync], dtype=torch.float64)
         start = time.perf_counter()
+        # The largest values, the same on all ranks: ranks that chose differently would wait for each other for ever.
         self._transport.all_reduce_max(known)
         self._sync = time.perf_counter() - start
         native, zipped, factor, sync = known.tolist()
@@ -360,7 +362,7 @@ class Switcher:
 
 
 def describe(costs: Costs, precision: float = 1.0) -> str:
-    """Return equations 6 and 7 in figures, and from which size on the zipped form is the faster."""
+    """Return text with the figures of equations 6 and 7, and the size from which on the zipped form is faster."""
     threshold = costs.zips_from(precision)
     where = "never zipped" if threshold == math.inf else f"zipped from {threshold / 1e3:.1f} kB on"
     return (
@@ -379,7 +381,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def switcher_of(transport: Transport, codec: Codec | None = None) -> Switcher:
-    """Return the switcher of a transport for a codec (None: ``zip``), made at the first call and kept with it."""
+    """Return the transport's switcher for a codec (None: ``zip``); the first call makes it."""
     kept: dict[Codec, Switcher] = transport.__dict__.setdefault("_switchers", {})
     chosen = codec or codecs.get("zip").bare
     if chosen not in kept:
@@ -389,10 +391,10 @@ def switcher_of(transport: Transport, codec: Codec | None = None) -> Switcher:
 
 @collective("switched")
 def switched(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
-    """Sum as ``zipped`` does, or as ``dense``, whichever takes less time for tensors of this size.
+    """Sum by ``zipped`` or by ``dense``, whichever takes less time for tensors of this size.
 
-    All ranks get the same bits, but those of the two differ as their orders of summing do: results may differ in the
-    last bit from one run to the next.
+    All ranks get the same bits. But the two may sum in different orders, so results may differ in the last bit from one
+    run to the next.
     """
     if not codec.zips:
         raise ConfigError(

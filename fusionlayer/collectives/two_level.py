@@ -1,4 +1,4 @@
-"""``two_level``: sums inside nodes first, so that between nodes every value travels once."""
+"""``two_level``: sums inside nodes first and then between nodes, where every value travels only once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks as rows of nodes, all of one length.
+    """The ranks as a grid: one row for each node, all rows of one length.
 
     Attributes:
         ranks: ``ranks[a][b]`` is number b of node a.
@@ -58,14 +58,14 @@ class Grid:
 
     @property
     def cross_ranks(self) -> tuple[int, ...]:
-        """The ranks that stand where this one does, one in each node."""
+        """The ranks in the column of this rank, one in each node."""
         return tuple(row[self.local] for row in self.ranks)
 
 
 def grid(transport: Transport) -> Grid | None:
-    """Return where the ranks stand; None where there are no two levels: one node, or nodes of one or of unequal size.
+    """Return the grid of the ranks, or None if there are no two levels: one node, or nodes of one rank or unequal size.
 
-    The first call is one exchange; all ranks make it together.
+    The first call makes one exchange, so all ranks make it together.
     """
     nodes = transport.nodes
     if len(nodes) == 1 or len(nodes) == transport.size or len({len(node) for node in nodes}) > 1:
@@ -77,7 +77,7 @@ def grid(transport: Transport) -> Grid | None:
 
 
 def one_level(codec: Codec, transport: Transport) -> Codec:
-    """Return what travels where there are no two levels: ``codec.within`` on one node."""
+    """Return the codec to use if there are no two levels: ``codec.within`` on one node, else ``codec`` itself."""
     return codec.within if isinstance(codec, TwoLevelCodec) and len(transport.nodes) == 1 else codec
 
 
@@ -94,20 +94,20 @@ def two_level(
 ) -> None:
     """Sum inside nodes, then between them (SDP4Bit, section 3.2 and Algorithm 3; ZeRO++), three quantisations.
 
-    1. Encode, by ``codec.within``: every chunk of ``x``, one for each rank of the job.
-    2. All-to-all inside nodes: a rank gets its node's messages for its own chunk and for those of its ``cross_ranks``,
-       the ranks that stand where it does in other nodes.
-    3. Recode: their sum over the node becomes a message of ``codec``.
-    4. All-to-all between cross_ranks; each rank recodes the sum of its own chunk.
-    5. All-gather between cross_ranks, then inside nodes; all ranks decode the same bytes.
+    1. Encode: ``codec.within`` encodes every chunk of ``x``; there is one chunk for each rank of the job.
+    2. All-to-all inside nodes: a rank gets its node's messages for its own chunk and for the chunks of its
+       ``cross_ranks``, the ranks with the same place in other nodes.
+    3. Recode: for each of these chunks, the sum over the node becomes a message of ``codec``.
+    4. All-to-all between cross ranks; each rank recodes the sum of its own chunk.
+    5. All-gather between cross ranks, then inside nodes; all ranks decode the same bytes.
 
-    Of the tensor's message each node sends 2 (nodes - 1) / nodes, whatever the number of its ranks. Where there are no
-    two levels this is ``two_shot``, on one node with ``codec.within``.
+    Each node sends 2 (nodes - 1) / nodes of the tensor's message, whatever the number of its ranks. If there are no two
+    levels this is ``two_shot``, on one node with ``codec.within``.
 
-    Without ``residual`` sums are made of values as the codec has transformed them, and transformed back once, at the
-    end. With it each loss goes to the residual of the rank that made it, which takes the transform back and forth.
-    Other arguments are those of ``two_shot``. With ``piece`` the messages between nodes of one piece travel in the same
-    exchange as those inside nodes of the next.
+    Without ``residual`` the ranks sum transformed values and transform the result back once, at the end. With
+    ``residual`` each loss goes to the residual of the rank that made it, so each recoding transforms back and forth.
+    Other arguments are those of ``two_shot``. With ``piece``, messages between nodes of one piece travel in the same
+    exchange as messages inside nodes of the next piece.
     """
     if codec.ahead:
         raise ConfigError(
@@ -161,7 +161,7 @@ def reduce_scatter(
     Args:
         x: contiguous, of one shape on all ranks; f32, bf16 or f16.
         out: of the type of ``x``.
-        codec: what travels between nodes; ``codec.within`` inside them. One that agrees on something has done so.
+        codec: the codec between nodes; ``codec.within`` is that inside them. A codec that agrees has done so already.
         transport: the ranks.
         here: ``grid(transport)``.
         seed: of stochastic rounding; the same on all ranks.
@@ -182,18 +182,21 @@ def reduce_scatter(
 
 
 def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch.device) -> Tensor:
-    """Return scratch memory (ranks of a node, nodes, nbytes) for a message of each rank; [b, a] is that of (a, b)."""
+    """Return scratch memory (ranks of a node, nodes, nbytes) with room for a message of each rank.
+
+    Entry [b, a] belongs to number b of node a.
+    """
     ranks = len(here.node_ranks), len(here.ranks)
     return transport.scratch(name, ranks[0] * ranks[1] * nbytes, device).view(*ranks, nbytes)
 
 
 @dataclass(frozen=True)
 class TwoLevelHop:
-    """Messages under way to some ranks and from them, all in one exchange.
+    """One exchange of messages with some of the ranks.
 
     Attributes:
         transport: the ranks.
-        messages: what is sent to a rank, and what is received from it, by its number.
+        messages: for each peer, the message to it and the room for the message from it.
     """
 
     transport: Transport
@@ -203,7 +206,7 @@ class TwoLevelHop:
     def of(
         cls, transport: Transport, peers: Sequence[int], sends: Sequence[Tensor], recvs: Sequence[Tensor]
     ) -> TwoLevelHop:
-        """Return the hop that sends ``sends[i]`` to rank ``peers[i]``; what this rank has for itself is copied now."""
+        """Return the hop that sends ``sends[i]`` to rank ``peers[i]``; this rank's own message is copied at once."""
         messages = dict(zip(peers, zip(sends, recvs, strict=True), strict=True))
         mine = messages.pop(transport.rank, None)
         if mine is not None and mine[0].data_ptr() != mine[1].data_ptr():
@@ -211,14 +214,14 @@ class TwoLevelHop:
         return cls(transport, messages)
 
     def meets(self, other: TwoLevelHop) -> bool:
-        """Return whether both have messages to one rank."""
+        """Return whether both hops have messages for the same rank."""
         return not self.messages.keys().isdisjoint(other.messages)
 
     def __or__(self, other: TwoLevelHop) -> TwoLevelHop:
         return TwoLevelHop(self.transport, {**self.messages, **other.messages})
 
     def __call__(self) -> None:
-        """Make it; one rank alone has none to make."""
+        """Make the exchange; without messages there is none to make."""
         if not self.messages:
             return
         nothing = next(iter(self.messages.values()))[0][:0]
@@ -229,17 +232,18 @@ class TwoLevelHop:
 
 
 def overlap(pieces: Sequence[Iterator[TwoLevelHop]], transport: Transport, device: torch.device) -> None:
-    """Run all ``pieces`` of a collective, computing and travelling at a time, and on both levels at a time.
+    """Run all ``pieces`` of a collective; computation, hops inside nodes and hops between nodes overlap.
 
-    Every second piece is of one stream. Of two pieces of a stream the next hops travel together where one is inside
-    nodes and one between them; meanwhile the other stream's pieces are computed.
+    Pieces are dealt in turn to two streams, each of which has two pieces under way. Hops of these two pieces travel in
+    one exchange if one is inside nodes and the other between them. Meanwhile the calling thread computes pieces of the
+    other stream.
     """
     streams = [pieces[first::IN_FLIGHT] for first in range(min(IN_FLIGHT, len(pieces)))]
     pipeline([_stream(stream) for stream in streams], transport, device)
 
 
 def slot_of(index: int) -> int:
-    """Return a number that no other piece under way has, for scratch memory of piece ``index``."""
+    """Return the number of the scratch memory of piece ``index``; no other piece under way has the same."""
     return index % (_OF_STREAM * IN_FLIGHT)
 
 
@@ -248,7 +252,10 @@ _OF_STREAM = 2
 
 
 def _stream(pieces: Sequence[Iterator[TwoLevelHop]]) -> Piece:
-    """Yield the hops of all ``pieces``, those of two that do not meet as one."""
+    """Yield the hops of all ``pieces``, in order; hops that do not meet are yielded as one.
+
+    Which hops are joined depends on the pieces alone, so all ranks make the same exchanges.
+    """
     rest = iter(pieces)
     under_way: list[tuple[Iterator[TwoLevelHop], TwoLevelHop]] = []
     while True:
@@ -264,12 +271,15 @@ def _stream(pieces: Sequence[Iterator[TwoLevelHop]]) -> Piece:
 
 
 def _onward(pieces: Sequence[Iterator[TwoLevelHop]]) -> list[tuple[Iterator[TwoLevelHop], TwoLevelHop]]:
-    """Compute pieces up to their next hops; return those that have one, with it."""
+    """Compute each piece up to its next hop; return the pieces that have one, each with its hop."""
     return [(piece, hop) for piece in pieces if (hop := next(piece, None)) is not None]
 
 
 def gather(every: Tensor, transport: Transport, here: Grid) -> Iterator[TwoLevelHop]:
-    """Yield what brings every rank's message of ``room`` to all: between nodes first, then inside them."""
+    """Yield the hops of an all-gather of the messages in ``every``: first between nodes, then inside them.
+
+    ``every`` is memory of ``room``, in which this rank's message is in its place.
+    """
     own = every[here.local]
     yield TwoLevelHop.of(transport, here.cross_ranks, [own[here.node]] * len(here.cross_ranks), own.unbind(0))
     yield TwoLevelHop.of(transport, here.node_ranks, [own.view(-1)] * len(here.node_ranks), every.flatten(1).unbind(0))
@@ -277,13 +287,13 @@ def gather(every: Tensor, transport: Transport, here: Grid) -> Iterator[TwoLevel
 
 @dataclass(frozen=True)
 class _Coding:
-    """The codecs of one sum.
+    """The codecs of one sum, which is made of values or of transformed values.
 
     Attributes:
-        within: of messages inside nodes, as values.
-        sums: of the same messages, as what is summed.
-        between: of messages between nodes, as what is summed.
-        run: elements of which a sum has whole multiples.
+        within: encodes values into messages inside nodes.
+        sums: decodes these messages to the summands.
+        between: encodes and decodes sums in messages between nodes.
+        run: the length of a sum is a multiple of so many elements.
     """
 
     within: Codec
@@ -293,14 +303,14 @@ class _Coding:
 
     @classmethod
     def of(cls, codec: Codec, raw: bool) -> _Coding:
-        """Return the codecs; with ``raw`` values are summed as they were transformed (SDP4Bit, section 3.3)."""
+        """Return the codecs; with ``raw`` and if they can, transformed values are summed (SDP4Bit, section 3.3)."""
         within = codec.within if isinstance(codec, TwoLevelCodec) else codec
         if raw and not codec.header and isinstance(codec, TransformCodec) and isinstance(within, TransformCodec):
             return cls(within, within.untransformed, codec.untransformed, codec.transform_run)
         return cls(within, within, codec)
 
     def summed(self, numel: int) -> int:
-        """Return how many elements a sum of messages of ``numel`` has."""
+        """Return how many elements the sum of messages of ``numel`` elements has."""
         return -(-numel // self.run) * self.run
 
 
@@ -314,16 +324,16 @@ def _reduce(
     seed: int,
     slot: int,
 ) -> Generator[TwoLevelHop, None, Tensor]:
-    """Send all ``values``, one tensor for each rank; return the messages (nodes, nbytes) of the nodes' sums for this.
+    """Send ``values[r]`` on its way to rank r; return the messages (nodes, nbytes) of each node's sum for this rank.
 
     Args:
-        values: flat.
-        feedback: error feedback of each of them.
-        starts: where each begins in the sequence of the seed's numbers.
+        values: flat tensors, one for each rank.
+        feedback: residual of each of them.
+        starts: place of each in the sequence of the seed's numbers.
         coding: the codecs.
         transport: the ranks.
-        here: where they stand.
-        seed: of this rank.
+        here: the grid of the ranks.
+        seed: the seed of this rank.
         slot: number of the scratch memory to use.
     """
     dtype, device = values[0].dtype, values[0].device
@@ -350,16 +360,16 @@ def _reduce(
             )
     yield TwoLevelHop.of(transport, here.node_ranks, outgoing.flatten(1).unbind(0), incoming.flatten(1).unbind(0))
     sent, received = (memory(name, 1, coding.between)[0] for name in ("sums out", "sums in"))
-    for a, twin in enumerate(here.cross_ranks):
+    for a, peer in enumerate(here.cross_ranks):
         coding.between.recode(
             incoming[:, a],
             sent[a],
-            coding.summed(len(values[twin])),
+            coding.summed(len(values[peer])),
             dtype=dtype,
             source=coding.sums,
             seed=derive_seed(seed, 1),
-            offset=starts[twin],
-            residual=None if feedback is None else feedback[twin],
+            offset=starts[peer],
+            residual=None if feedback is None else feedback[peer],
         )
     yield TwoLevelHop.of(transport, here.cross_ranks, sent.unbind(0), received.unbind(0))
     return received

@@ -1,4 +1,4 @@
-"""``two_shot``: reduce-scatter and all-gather of codes, both in one exchange each."""
+"""``two_shot``: reduce-scatter and all-gather of codes, each in one exchange."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def two_shot(
 
     1. Encode: piece j of ``x`` becomes the message for rank j.
     2. All-to-all: rank j gets every rank's message for piece j.
-    3. Recode: rank j decodes them, sums in rank order in f32 and encodes the sum.
+    3. Recode: rank j decodes them, sums them in rank order in f32 and encodes the sum.
     4. All-gather: every rank gets every sum.
     5. Decode: all ranks, owners included, decode the same bytes.
 
-    Each rank sends 2 (size - 1) / size of a message of the whole tensor. What step 3 loses is kept by the piece's owner
-    in its ``residual``, so error feedback covers both quantisations.
+    Each rank sends 2 (size - 1) / size of a message of the whole tensor. The owner of a piece keeps in its ``residual``
+    what step 3 loses, so error feedback covers both quantisations.
 
     With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go through the steps at a
-    time, and while they travel others are encoded, recoded or decoded (TACO, section 4.4.2). Blocks stay the same, so
-    with codecs that quantise by blocks, to the nearest, the result does too.
+    time, and others are encoded, recoded or decoded meanwhile (TACO, section 4.4.2). Blocks stay the same, so the
+    result stays the same with codecs that quantise by blocks and round to nearest.
     """
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)

@@ -1,8 +1,8 @@
 """``zipped``: lossless messages that are as short as the data allow; results keep every bit (ZipCCL, section 3).
 
-A message of variable size begins with its static part, whose length all ranks know beforehand and in which the length
-of the rest stands. So it travels in two exchanges and nobody tells sizes; encoders write where is sent from, and what
-arrives lands where decoders read.
+A message of variable size begins with its static part. All ranks know the length of this part beforehand, and it tells
+the length of the rest. So a message travels in two exchanges, and ranks exchange no sizes. Messages are not copied:
+encoders write into the buffers that are sent, and decoders read the buffers that were received.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 __all__ = ["PIECE_BYTES", "all_gather", "all_to_all", "reduce_scatter", "zipped"]
 
 PIECE_BYTES = 4 << 20
-"""Bytes of elements that travel at a time by default: less would pay two round trips too often."""
+"""Bytes of elements that travel at a time by default. Shorter pieces would pay for two round trips too often."""
 
 
 def all_gather(
@@ -41,11 +41,11 @@ def all_gather(
         out: (sum of lengths,), of the type of ``x``.
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
-        lengths: elements of each rank, the same list on all ranks; None: all have as many.
+        lengths: elements of each rank, the same list on all ranks; None: all ranks have equally many.
         piece: elements of a rank that travel at a time, while others are encoded or decoded; None: 4 MiB of them.
 
     Raises:
-        ConfigError: another codec, or lengths that do not fit.
+        ConfigError: the codec is not lossless and of variable size, or the lengths do not fit.
         WireError: a message was damaged.
     """
     rank, size = transport.rank, transport.size
@@ -94,11 +94,11 @@ def all_to_all(
         recvs: elements from each rank.
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
-        design: 2 sends the static parts at once, so ranks that are early do not wait for one that is late before they
-            use the network (ZipCCL, section 5.1); 1 exchanges sizes first, and then whole messages.
+        design: 2 sends static parts at once, so early ranks use the network before a late rank has come (ZipCCL,
+            section 5.1); 1 exchanges sizes first, and then whole messages.
 
     Raises:
-        ConfigError: another codec, or counts that do not fit.
+        ConfigError: the codec is not lossless and of variable size, or the counts do not fit.
         WireError: a message was damaged.
     """
     rank, size = transport.rank, transport.size
@@ -141,9 +141,8 @@ def all_to_all(
 def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, piece: int | None = None) -> None:
     """Fill ``out`` (n,) with the sum over ranks of part ``rank`` of their ``x`` (size * n,), in rank order in f32.
 
-    What travels are the values themselves, so the sum is rounded once, to the type of ``out``: 16 bits on the way lose
-    nothing that was not lost before. The bits are those of an uncompressed sum in that order; a NaN is the canonical
-    one.
+    Values travel losslessly, so only the sum is rounded, once, to the type of ``out``. The bits are those of an
+    uncompressed sum in that order; a NaN is the canonical one.
 
     Args:
         x: f32, bf16 or f16, contiguous, equally long on all ranks.
@@ -153,7 +152,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *
         piece: elements of a part that travel at a time, while others are encoded or summed; None: 4 MiB of them.
 
     Raises:
-        ConfigError: another codec, or lengths that do not fit.
+        ConfigError: the codec is not lossless and of variable size, or the lengths do not fit.
         WireError: a message was damaged.
     """
     size, numel = transport.size, out.numel()
@@ -184,11 +183,11 @@ def zipped(
     out: Tensor | None = None,
     piece: int | None = None,
 ) -> None:
-    """Reduce-scatter and all-gather of lossless messages: the sum in rank order in f32, rounded to the type of ``x``.
+    """Sum in rank order in f32, rounded to the type of ``x``, by reduce-scatter and all-gather of lossless messages.
 
-    Each rank sends 2 (size - 1) / size of what a message of the whole tensor uses, in four exchanges. With ``out`` (n,)
-    the sum goes there and ``x`` stays. So many elements travel at a time as ``piece`` says, by default a share of 4 MiB
-    for each rank.
+    Each rank sends 2 (size - 1) / size of the used bytes of a message of the whole tensor, in four exchanges. With
+    ``out`` (n,) the sum goes there and ``x`` stays. ``piece`` elements travel at a time; by default each rank's share
+    of them has 4 MiB.
     """
     codec = _check(codec, x, "zipped")
     rank, size = transport.rank, transport.size
@@ -226,7 +225,11 @@ def _reduce(
     transport: Transport,
     residuals: Sequence[Tensor] | None = None,
 ) -> Piece:
-    """Send piece j to rank j and leave in ``out`` the sum of what all ranks have for this one."""
+    """Send piece j to rank j, and set ``out`` to the sum of all ranks' pieces for this rank.
+
+    The scratch memory belongs to the slot of piece ``index``. The piece before it, which may still travel, has the
+    other slot.
+    """
     rank, size, slot = transport.rank, transport.size, index % IN_FLIGHT
     dtype = pieces[rank].dtype
     capacity = codec.wire(out.numel(), dtype).capacity
@@ -240,7 +243,7 @@ def _reduce(
         codec.encode(piece, mine[peer].payload, residual=None if residuals is None else residuals[peer])
     yield from _travel(mine, theirs, codec, transport)
     if residuals is None:
-        out.fill_(-0.0)  # adding to it changes no bit, not even of other zeros
+        out.fill_(-0.0)  # -0.0 + v has the bits of v for every v, even for a zero; 0.0 + -0.0 would not
         codec.decode_sum(every, out, dtype=dtype, add=True)
     else:
         total = transport.scratch(f"sum {slot}", capacity, out.device)
@@ -252,7 +255,7 @@ def _reduce(
 
 
 class _Letter:
-    """A message of a tensor's elements, in room for the longest: ``first`` is the part of it that is always there."""
+    """A message in room for its full capacity; ``first`` is its static part, which every message has."""
 
     def __init__(self, codec: ZippedCodec, room: Tensor, numel: int, dtype: torch.dtype) -> None:
         self.payload = room[: codec.wire(numel, dtype).capacity]
@@ -262,11 +265,12 @@ class _Letter:
 
 
 def _travel(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport) -> Piece:
-    """Yield the exchanges in which ``mine[j]`` goes to rank j and ``theirs[j]`` comes from it: first parts, then rests.
+    """Yield the exchanges in which ``mine[j]`` goes to rank j and ``theirs[j]`` comes from it: static parts first.
 
-    Those of this rank itself stay where they are.
+    This rank's message to itself stays in place.
     """
     yield _exchange([letter.first for letter in mine], [letter.first for letter in theirs], transport)
+    # The static parts have arrived, so the lengths of the rests can be read from them.
     sends, recvs = _rests(mine, codec), _rests(theirs, codec)
     yield _exchange(sends, recvs, transport)
 
@@ -274,7 +278,7 @@ def _travel(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCod
 def _travel_after_sizes(
     mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport
 ) -> Piece:
-    """Do as ``_travel``: sizes first, then whole messages."""
+    """Yield the exchanges of ``_travel`` in another way: sizes first, then whole messages."""
     sizes = torch.tensor(_extents(mine, codec)).view(-1, 1)
     told = torch.empty_like(sizes)
     yield lambda: transport.all_to_all(sizes.view(torch.uint8), told.view(torch.uint8))
@@ -303,7 +307,7 @@ def _extents(letters: Sequence[_Letter], codec: ZippedCodec) -> list[int]:
 
 
 def _rests(letters: Sequence[_Letter], codec: ZippedCodec) -> list[Tensor]:
-    """Return what the first parts leave; what lies behind becomes what a checksum expects there."""
+    """Return the bytes of each message behind its static part. Unused bytes become 0, as the checksum covers them."""
     found = []
     for letter, extent in zip(letters, _extents(letters, codec), strict=True):
         if codec.header:
@@ -313,13 +317,13 @@ def _rests(letters: Sequence[_Letter], codec: ZippedCodec) -> list[Tensor]:
 
 
 def _room(transport: Transport, name: str, numels: Sequence[int], codec: ZippedCodec, like: Tensor) -> list[Tensor]:
-    """Return room for a message of each number of elements, one behind the other."""
+    """Return room for one message of each of ``numels`` elements, one behind the other."""
     capacities = [codec.wire(numel, like.dtype).capacity for numel in numels]
     return list(transport.scratch(name, sum(capacities), like.device).split(capacities))
 
 
 def _overlap(part: slice, length: int) -> int:
-    """Return how many of the elements of ``part`` a tensor of this length has."""
+    """Return how many elements of ``part`` a tensor of ``length`` elements has."""
     return len(range(*part.indices(length)))
 
 
@@ -328,7 +332,7 @@ def _default_piece(x: Tensor) -> int:
 
 
 def _check(codec: Codec, x: Tensor, name: str) -> ZippedCodec:
-    """Return ``codec``, which must be one that can travel in this way, as ``x`` must be a tensor that can."""
+    """Return ``codec`` if zipped collectives can use it and can carry ``x``; raise ``ConfigError`` otherwise."""
     if not isinstance(codec, ZippedCodec):
         raise ConfigError(
             f"algorithm 'zipped' carries lossless messages of variable size and cannot use {codec}; choose another "
