@@ -17,7 +17,7 @@ from ._base import AllReduce, gathers, get, get_gather
 __all__ = ["UNSCALED", "Scaling", "choose", "reduce_flat", "reduce_scatter_flat", "scale_", "usual"]
 
 
-class Encoding(Protocol):
+class EncodingTraits(Protocol):
     """The facts that ``choose`` needs of a codec; the measured costs of a codec have them too."""
 
     @property
@@ -33,7 +33,7 @@ class Encoding(Protocol):
         """The collective that was made for the codec, if there is one."""
 
 
-def choose(codec: Encoding, size: int, algorithm: str | None = None, *, ahead: bool | None = False) -> str:
+def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ahead: bool | None = False) -> str:
     """Return the name of the collective for tensors that ``codec`` encodes, over ``size`` ranks.
 
     Args:
@@ -57,7 +57,7 @@ def choose(codec: Encoding, size: int, algorithm: str | None = None, *, ahead: b
     return name
 
 
-def usual(codec: Encoding, size: int) -> str:
+def usual(codec: EncodingTraits, size: int) -> str:
     """Return the name of the collective for flat tensors if the codec has no collective of its own."""
     return "dense" if codec.lossless else "one_shot" if size <= 2 else "two_shot"
 

@@ -42,7 +42,7 @@ __all__ = ["Session"]
 _BEGIN = Signature("begin")
 
 
-class Phase(Enum):
+class SessionState(Enum):
     """The state of a session. A thread that changes it holds the session's lock."""
 
     RUNNING = auto()
@@ -85,11 +85,11 @@ class Session:
         self._transport = transport.duplicate()
         self._runner = Runner(self._transport, timeline or Timeline(None, self.rank))
         self.process_sets = self._runner.process_sets
-        # Guards _phase, _why, _unnamed, _begun and adding to the table. A request is noted with it held, so that
+        # Guards _state, _why, _unnamed, _begun and adding to the table. A request is noted with it held, so that
         # requests leave in the order of their handles. It is released before ``bring`` sends them: sending may wait.
         self._lock = threading.Lock()
         self._table = OperationTable()
-        self._phase = Phase.RUNNING
+        self._state = SessionState.RUNNING
         self._why: FusionLayerError | None = None
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._begun: Begun = {}
@@ -228,7 +228,7 @@ class Session:
         """Count a step that this rank begins. The coordinator is told only while some rank has joined."""
         with self._lock:
             self._begun[key] += 1
-            tells = self._phase is Phase.TELLING_STEPS
+            tells = self._state is SessionState.TELLING_STEPS
             if tells:
                 self._requester.note(Request(0, 0, _BEGIN, (*key, self._begun[key])))
         if tells:
@@ -276,7 +276,7 @@ class Session:
     @property
     def has_ended(self) -> bool:
         """Whether no operation can be requested any more: the session was closed, or has failed."""
-        return self._phase is Phase.ENDED
+        return self._state is SessionState.ENDED
 
     def close(self) -> None:
         """End this rank's part. Pending operations fail here, and on other ranks those that need this rank.
@@ -327,8 +327,8 @@ class Session:
         Under the lock, so that a step that begins meanwhile is in one of the two.
         """
         with self._lock:
-            if self._phase is Phase.RUNNING:
-                self._phase = Phase.TELLING_STEPS
+            if self._state is SessionState.RUNNING:
+                self._state = SessionState.TELLING_STEPS
             if not self._begun:
                 return
             self._requester.note(Request(0, 0, _BEGIN, flatten(self._begun)))
@@ -389,8 +389,8 @@ class Session:
     def _resume(self) -> None:
         """Stop telling steps: all ranks have joined, so no rank stands in for steps any more."""
         with self._lock:
-            if self._phase is Phase.TELLING_STEPS:
-                self._phase = Phase.RUNNING
+            if self._state is SessionState.TELLING_STEPS:
+                self._state = SessionState.RUNNING
 
     def _break(self, error: Exception, operations: Sequence[Operation]) -> None:
         """End the session after an error in the middle of a message, because the ranks are out of step from there."""
@@ -412,6 +412,6 @@ class Session:
     def _leave(self, error: FusionLayerError) -> FusionLayerError:
         """Set the phase to ENDED, so that no operation can be requested any more; return the first reason for it."""
         with self._lock:
-            self._phase = Phase.ENDED
+            self._state = SessionState.ENDED
             self._why = self._why or error
             return self._why
