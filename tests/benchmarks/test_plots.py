@@ -16,6 +16,7 @@ from matplotlib.transforms import Bbox
 from benchmarks import plots
 from benchmarks.plots import Setting
 from benchmarks.training.methods import all_methods
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.short
 
@@ -155,6 +156,7 @@ def test_loss_is_drawn_only_where_the_same_was_trained(
     assert saved == [f"{kind}_{setting.stem}" for kind in kinds]
 
 
+@exhaustive(guarded_by="tests/benchmarks/test_plots.py::test_speedup_has_every_method_with_its_interval")
 def test_command_writes_png_and_svg(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

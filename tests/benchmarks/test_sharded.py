@@ -66,7 +66,7 @@ def test_ratios_are_of_the_same_round() -> None:
 @pytest.mark.netns
 @needs_namespaces
 @pytest.mark.timeout(180)
-@exhaustive(guarded_by="tests/benchmarks/test_tensor_parallel.py::test_a_small_run")
+@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
 def test_a_small_run(tmp_path: Path) -> None:
     chosen = ("qwd + int4, flat", "sdp4bit", "optimizer: sdp4bit")
     command = [sys.executable, "-m", "benchmarks.sharded", "--rate", "1gbit", "--rounds", "1", "--busy-ok"]

@@ -32,7 +32,7 @@ def test_parts_of_the_suite(tmp_path: Path) -> None:
     )
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_training.py::test_without_namespaces_it_runs_on_loopback_and_says_so")
+@exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
 @pytest.mark.medium
 @pytest.mark.netns
 @pytest.mark.timeout(240)

@@ -15,6 +15,7 @@ from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.cast import Raw
 from fusionlayer.errors import FusionLayerError
 from tests.mpi import ROOT, mpirun
+from tests.tiers import exhaustive
 
 
 def run_json(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[tuple[str, str], tuple[str, str]]]:
@@ -27,6 +28,7 @@ def run_json(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[tuple[str, s
 
 @pytest.mark.medium
 @pytest.mark.timeout(300)
+@exhaustive(guarded_by="tests/cli/test_doctor.py::test_what_does_not_work_is_told_and_is_the_exit_status")
 def test_all_that_is_installed_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = run_json(capsys)
     assert status == 0, [(key, told) for key, told in found.items() if told[0] == "FAIL"]

@@ -17,6 +17,7 @@ from fusionlayer.cli.fusionrun import Agent, main
 from fusionlayer.cli.hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from fusionlayer.errors import ConfigError
 from tests.mpi import ROOT
+from tests.tiers import exhaustive
 
 # Takes nothing of this host's environment along, as the real one.
 SSH = """#!/bin/sh
@@ -59,6 +60,7 @@ def option(command: list[str], name: str) -> str:
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
+@exhaustive(guarded_by="tests/cli/test_fusionrun.py::test_agents_of_torchrun")
 def test_a_job_on_two_hosts(ssh: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

@@ -17,6 +17,7 @@ from fusionlayer.cli.breakdown import break_down
 from fusionlayer.errors import ConfigError
 from tests.integrations.training import make_model, train
 from tests.packaging.project_tree import ROOT
+from tests.tiers import exhaustive
 
 
 def span(name: str, ts: float, dur: float, tid: str = "MainThread", **details: int) -> dict[str, Any]:
@@ -159,6 +160,7 @@ def test_what_is_no_timeline_is_told(
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
+@exhaustive(guarded_by="tests/cli/test_trace.py::test_a_run_with_a_timeline_is_broken_down")
 def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
     text = (ROOT / "docs/timeline.md").read_text()
     found = re.search(r"^FUSIONLAYER_TIMELINE=(\S+) torchrun (.*)\nfusionlayer (.*)$", text, re.MULTILINE)

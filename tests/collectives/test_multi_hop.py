@@ -107,7 +107,7 @@ def test_chunks_are_whole_blocks_and_balanced() -> None:
 
 @pytest.mark.parametrize(
     "name, codec, world",
-    tiered(product(NAMES, QUANTIZERS, (6, 7, 9, 16)), lambda name, codec, world: codec.name in ("int", "raw")),
+    tiered(product(NAMES, QUANTIZERS, (6, 7, 9, 16)), lambda name, codec, world: codec.name == "int" and world < 8),
     ids=str,
 )
 def test_more_worlds(name: str, codec: Codec, world: int) -> None:

@@ -43,7 +43,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert found["bytes_per_step"] > found["parameters"] / 2, "gradients alone take more"
 
 
-@exhaustive(guarded_by="tests/examples/test_deepspeed.py::test_torchrun")
+@exhaustive(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
 def test_the_launcher_of_deepspeed(tmp_path: Path) -> None:
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     config["zero_optimization"]["stage"] = 3

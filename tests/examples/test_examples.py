@@ -69,6 +69,7 @@ def test_train_gpt_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
+@exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
 def test_train_ddp_learns() -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", run("train_ddp.py", "int4"), re.MULTILINE)]
     assert len(losses) == 6
@@ -259,6 +260,7 @@ def test_train_gpt_3d_learns(tmp_path: Path) -> None:
         lambda script, options, complaint: script == "train_pp.py",
     ),
 )
+@exhaustive(guarded_by="tests/examples/test_examples.py::test_train_tp_learns_and_its_ranks_agree")
 def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, ...], complaint: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=100)

@@ -48,6 +48,7 @@ def losses_in_one_process(module: Any, epochs: int) -> list[float]:
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
+@exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
 def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     import hvd_digits
@@ -61,7 +62,7 @@ def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -
     assert len(accuracy) == 2 and accuracy[1] > 70
 
 
-@exhaustive(guarded_by="tests/examples/test_hvd.py::test_digits_has_the_losses_of_one_process")
+@exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
 @pytest.mark.medium
 @pytest.mark.timeout(150)
 def test_synthetic_benchmark_with_adasum_and_f16() -> None:

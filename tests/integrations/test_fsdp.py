@@ -27,7 +27,7 @@ from fusionlayer.integrations.fsdp_collectives import AllGather, ReduceScatter, 
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.training import fill, weights
 from tests.synthetic import gradient
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 pytestmark = pytest.mark.medium
 
@@ -285,6 +285,7 @@ def hold_ways_to_shard(rank: int, world: int) -> None:
 
 
 @pytest.mark.timeout(150)
+@exhaustive(guarded_by="tests/integrations/test_fsdp.py::test_weights_are_the_same_bits_on_all_ranks")
 def test_every_way_to_shard_keeps_its_bits() -> None:
     run_ranks(hold_ways_to_shard, 4, timeout=130)
 
