@@ -5,7 +5,8 @@ RESULTS ?= benchmarks/results
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Three workers on two cores: tests of lost ranks and of launchers wait, and others use the time.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup
 INSTALLED := $(VENV)/.installed
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 

@@ -23,7 +23,7 @@ from fusionlayer.backend.group import CompressingGroup
 from fusionlayer.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.synthetic import gradient
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 pytestmark = pytest.mark.medium
 
@@ -297,6 +297,7 @@ def remake(rank: int, world: int, rounds: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rounds", tiered([40, 500], lambda rounds: rounds == 40))
+@exhaustive(guarded_by="tests/backend/test_groups.py::test_what_one_rank_raises_the_others_learn")
 def test_groups_of_two_threads_come_and_go_without_leaving_anything(rounds: int) -> None:
     for counts in run_ranks(remake, 2, rounds, timeout=290, backend="fusionlayer", store="tcp"):
         threads, files, memory = zip(*counts, strict=True)

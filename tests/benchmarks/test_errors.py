@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import errors
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.short
 
@@ -19,6 +20,7 @@ def test_data_is_what_it_says() -> None:
     assert energy.max() > 1e3 * energy.median() / 10
 
 
+@exhaustive(guarded_by="tests/benchmarks/test_errors.py::test_data_is_what_it_says")
 def test_the_command_prints_and_writes_a_row_for_each_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert errors.main(["--numel", "8192", "--steps", "1", "--out", str(tmp_path), "--hardware", "test"]) == 0
     (written,) = tmp_path.glob("errors_test_*.md")

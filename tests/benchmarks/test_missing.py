@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import missing
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.short
 
@@ -31,6 +32,7 @@ def test_what_is_not_sent_comes_back() -> None:
     assert forgetful.step(gradient) == 1 and gradient[0] == 9, "the same again; the gradient is left as it is"
 
 
+@exhaustive(guarded_by="tests/benchmarks/test_missing.py::test_what_is_not_sent_comes_back")
 def test_the_command_writes_rates_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

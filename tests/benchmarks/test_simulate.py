@@ -135,9 +135,7 @@ class TestValidate:
         assert "none.json is no result file" in capsys.readouterr().err
 
 
-@exhaustive(
-    guarded_by="tests/cli/test_plan.py::TestProfile::test_two_processes_measure_a_link_and_a_plan_can_be_made_of_it"
-)
+@exhaustive(guarded_by="tests/planning/test_profiler.py::test_codecs_have_costs")
 @pytest.mark.medium
 @pytest.mark.netns
 @pytest.mark.timeout(180)

@@ -159,6 +159,7 @@ class TestExplain:
         assert main(["explain", str(plan), "--profile", str(path), "--plot", str(tmp_path / "plan.txt")]) == 1
         assert "plan.txt cannot be written" in capsys.readouterr().err
 
+    @exhaustive(guarded_by="tests/test_import.py::test_import_brings_nothing_optional_and_starts_nothing")
     def test_matplotlib_is_imported_when_asked_for(self, path: Path, plan: Path) -> None:
         program = (
             "import sys; from fusionlayer.cli import main; "
@@ -177,9 +178,7 @@ SMALL = ["--model", "gpt", "--codec", "int4,raw", "--steps", "1", "--repeats", "
 
 @pytest.mark.medium
 class TestProfile:
-    @exhaustive(
-        guarded_by="tests/cli/test_plan.py::TestProfile::test_two_processes_measure_a_link_and_a_plan_can_be_made_of_it"
-    )
+    @exhaustive(guarded_by="tests/planning/test_profiler.py::test_codecs_have_costs")
     def test_one_process_measures_what_it_can(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -191,6 +190,7 @@ class TestProfile:
         assert profile.environment["hardware"] == "My Machine" and not profile.links
         assert set(profile.codecs) == {"int4", "raw"}
 
+    @exhaustive(guarded_by="tests/planning/test_profiler.py::test_codecs_have_costs")
     def test_two_processes_measure_a_link_and_a_plan_can_be_made_of_it(self, tmp_path: Path) -> None:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
         program = "import sys; from fusionlayer.cli import main; sys.exit(main())"

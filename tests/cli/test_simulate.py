@@ -16,6 +16,7 @@ from fusionlayer.cli.tables import plain_table, print_table
 from fusionlayer.planning.profile import Profile, Validation
 from tests.packaging.project_tree import ROOT
 from tests.planning.profiles import write_example
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.short
 
@@ -44,6 +45,7 @@ def test_the_script_of_the_package_is_this_command() -> None:
     assert EntryPoint("fusionlayer", "fusionlayer.cli:main", "console_scripts").load() is main
 
 
+@exhaustive(guarded_by="tests/cli/test_simulate.py::test_tables")
 def test_a_process_of_its_own(path: Path) -> None:
     program = "import sys; from fusionlayer.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "simulate", str(path), "--workers", "2", "--codec", "int4"]
@@ -136,6 +138,7 @@ def test_words_that_make_no_sense_are_refused(
 
 
 @pytest.mark.parametrize("workers", ["2", ",".join(map(str, range(2, 100)))], ids=["short", "long"])
+@exhaustive(guarded_by="tests/cli/test_simulate.py::test_tables")
 def test_a_reader_that_has_seen_enough_is_no_error(path: Path, workers: str) -> None:
     program = "import sys; from fusionlayer.cli import main; sys.exit(main())"
     process = subprocess.Popen(

@@ -182,6 +182,7 @@ def torchrun(workers: int, script: str, *options: str, timeout: float = 110) -> 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("sequence", tiered([False, True], lambda sequence: sequence))
+@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     cut = ("--sequence-parallel",) if sequence else ("--data-parallel", "2")
@@ -234,7 +235,7 @@ def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
     assert math.isfinite(result["validation_loss"])
 
 
-@exhaustive(guarded_by="tests/examples/test_examples.py::test_train_tp_learns_and_its_ranks_agree")
+@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 @pytest.mark.medium
 @pytest.mark.timeout(150)
 def test_train_gpt_3d_learns(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_train_gpt_3d_learns(tmp_path: Path) -> None:
         lambda script, options, complaint: script == "train_pp.py",
     ),
 )
-@exhaustive(guarded_by="tests/examples/test_examples.py::test_train_tp_learns_and_its_ranks_agree")
+@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, ...], complaint: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=100)
@@ -269,7 +270,7 @@ def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, 
 
 @pytest.mark.medium
 @pytest.mark.timeout(150)
-@exhaustive(guarded_by="tests/integrations/test_fsdp_differences.py::test_copies_are_equal_and_stay_near")
+@exhaustive(guarded_by="tests/integrations/test_replica.py::test_copies_are_equal_and_stay_near")
 def test_train_fsdp_learns_at_four_bits_as_without(tmp_path: Path) -> None:
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4", "--validate-every", "6")
     results = {}

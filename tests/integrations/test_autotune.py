@@ -22,7 +22,7 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_results import sgd
 from tests.integrations.training import CLASSES, FEATURES, fill, train, weights
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 STEPS = 100
 
@@ -85,6 +85,7 @@ def check_training(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
+@exhaustive(guarded_by="tests/planning/test_autotune.py::test_real_steps_with_a_slow_collective")
 def test_training(world: int, tmp_path: Path) -> None:
     run_ranks(check_training, world, str(tmp_path), timeout=120)
     for planner in ("wfbp", "single"):

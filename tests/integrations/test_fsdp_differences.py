@@ -23,6 +23,7 @@ from fusionlayer.integrations.weights import Weights
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_fsdp import BF16, FEATURES, WIDTH, Layer, batch, same_on_all_ranks, train
 from tests.integrations.training import fill
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
@@ -103,6 +104,7 @@ def hold_copies(rank: int, world: int) -> None:
 
 
 @pytest.mark.timeout(150)
+@exhaustive(guarded_by="tests/integrations/test_replica.py::test_copies_are_equal_and_stay_near")
 def test_copies_are_equal_and_stay_near() -> None:
     """Over two nodes of two ranks, and one of four."""
     run_ranks(hold_copies, 4, timeout=140)

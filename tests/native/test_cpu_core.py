@@ -47,6 +47,7 @@ from tests.native.abi import (
     results,
     values,
 )
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
 
@@ -133,7 +134,7 @@ def in_child(body: Callable[[], None]) -> int:
 # ---- the same bytes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", tiered(DTYPES.values(), lambda dtype: dtype != F16), ids=DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_int_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, bits: int, dtype: int) -> None:
     lengths = itertools.cycle(LENGTHS)

@@ -241,7 +241,7 @@ class TestCollectives:
             message_phases("star", 1200, HALF, Cluster(2, LINK), COPY)
         with pytest.raises(ConfigError, match="3 workers, 2 on each host"):
             Cluster(3, LINK, 2, FAST)
-        with pytest.raises(ConfigError, match="no cost of a link inside"):
+        with pytest.raises(ConfigError, match="no costs of a link inside one"):
             Cluster(4, LINK, 2)
         with pytest.raises(ConfigError, match="0 cores"):
             Cluster(2, LINK, cores=0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
+from tests.tiers import exhaustive
 
 OPERATIONS = 10_000
 AT_ONCE = 250
@@ -94,6 +95,7 @@ def body(rank: int) -> int:
 
 
 @pytest.mark.medium
+@exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
 def test_ten_thousand_operations_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "500")
     before = set(threading.enumerate())

@@ -27,6 +27,7 @@ def worker(name: str, *arguments: str) -> list[str]:
 @medium
 @needs_mpi
 @pytest.mark.parametrize("size", tiered([3, 5], lambda size: size == 3))
+@exhaustive(guarded_by="tests/transport/test_mpi.py::test_a_job_without_a_process_group")
 def test_conformance_of_every_size_up_to(size: int) -> None:
     printed = start(size, worker("conformance"))
     assert sorted(printed.splitlines()) == [f"rank {rank} conforms" for rank in range(size)]
@@ -41,7 +42,7 @@ def test_a_job_without_a_process_group() -> None:
 
 @medium
 @needs_mpi
-@exhaustive(guarded_by="tests/transport/test_mpi.py::test_conformance_of_every_size_up_to")
+@exhaustive(guarded_by="tests/transport/test_mpi.py::test_a_job_without_a_process_group")
 def test_ranks_that_differ_or_stop_are_named_and_waiting_is_no_work() -> None:
     printed = start(3, worker("failures"))
     found = sorted(re.findall(r"rank (\d) knows; waiting took (\d+)% of a core", printed))
