@@ -5,8 +5,7 @@ RESULTS ?= benchmarks/results
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Three workers on two cores: tests of lost ranks and of launchers wait, and others use the time.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --dist loadgroup
 INSTALLED := $(VENV)/.installed
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
@@ -29,13 +28,13 @@ demo: install ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: install ## the fast tier, some minutes: every property once; what to run before a push
-	$(PYTEST) -m "not gpu and not exhaustive" $(ARGS)
+	$(PYTEST) -n 3 -m "not gpu and not exhaustive" $(ARGS)
 
 test-exhaustive: install ## the cases that the fast tier leaves out
-	$(PYTEST) -m "exhaustive and not gpu" $(ARGS)
+	$(PYTEST) -n 2 -m "exhaustive and not gpu" $(ARGS)
 
 test-all: install ## every test that needs no GPU, of both tiers
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) -n 2 -m "not gpu" $(ARGS)
 
 test-short: install ## of the fast tier, the tests in one process
 	$(BIN)/python -m pytest -m "short and not exhaustive" $(ARGS)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.short
     ("target", "command"),
     [
         ("demo", "python examples/demo.py --steps 3"),
-        ("test", 'python -m pytest -n 3 --dist loadgroup -m "not gpu and not exhaustive" --steps 3'),
-        ("test-exhaustive", 'python -m pytest -n 3 --dist loadgroup -m "exhaustive and not gpu" --steps 3'),
-        ("test-all", 'python -m pytest -n 3 --dist loadgroup -m "not gpu" --steps 3'),
+        ("test", 'python -m pytest --dist loadgroup -n 3 -m "not gpu and not exhaustive" --steps 3'),
+        ("test-exhaustive", 'python -m pytest --dist loadgroup -n 2 -m "exhaustive and not gpu" --steps 3'),
+        ("test-all", 'python -m pytest --dist loadgroup -n 2 -m "not gpu" --steps 3'),
         ("test-short", 'python -m pytest -m "short and not exhaustive" --steps 3'),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
