@@ -81,16 +81,15 @@ def command_of(process: int) -> str:
         return ""
 
 
-def state_of_machine() -> dict[str, str]:
-    """Return what a lab could leave behind in the network of this machine itself."""
+def state_of_machine(lab: str = "") -> dict[str, str]:
+    """Return what a lab could leave behind in the network of this machine itself, and who answers by its name.
+
+    Other tests have labs of other names up at the same time.
+    """
     commands = {"links": ("ip", "-brief", "link"), "shapers": ("tc", "qdisc"), "namespaces": ("ip", "netns")}
     told = {
         name: subprocess.run(command, capture_output=True, text=True, check=True).stdout
         for name, command in commands.items()
     }
-    return {**told, "labs": "\n".join(_labs())}
-
-
-def _labs() -> list[str]:
-    rows = Path("/proc/net/unix").read_text().splitlines()
-    return sorted(row.split()[-1] for row in rows if "@fusionlayer-lab/" in row)
+    sockets = [row.split()[-1] for row in Path("/proc/net/unix").read_text().splitlines()]
+    return {**told, "lab": " ".join(s for s in sockets if "@fusionlayer-lab/" in s and s.endswith(f"/{lab}"))}

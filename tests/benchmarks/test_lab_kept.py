@@ -81,7 +81,7 @@ class TestCommandLine:
     pytestmark = netns
 
     def test_life_of_a_lab(self, user: User, name: str) -> None:
-        before = state_of_machine()
+        before = state_of_machine(name)
         assert user.lab("up", "--name", name, "--hosts", "2", "--rate", "100mbit") == (
             *(0, f"{name}: 2 hosts, 100mbit, reno\n", ""),
         )
@@ -106,7 +106,7 @@ class TestCommandLine:
 
         assert user.lab("down", "--name", name) == (0, "", "")
         assert not marked(user.word)  # not even for a moment
-        assert state_of_machine() == before
+        assert state_of_machine(name) == before
 
     @needs_mpi
     def test_open_mpi(self, user: User) -> None:
@@ -167,11 +167,11 @@ class TestLab:
         assert kept.find(lab.name) == lab
 
     def test_leaves_nothing_when_it_is_killed(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = state_of_machine()
+        before = state_of_machine(name)
         word = mark_children(monkeypatch)
         lab = kept.up(Network(3, "10mbit"), name)
         os.kill(lab.process, signal.SIGKILL)
-        wait_until(lambda: not marked(word) and state_of_machine() == before)
+        wait_until(lambda: not marked(word) and state_of_machine(name) == before)
         with pytest.raises(Obstacle, match=f"there is no lab '{name}'"):
             kept.find(name)
 

@@ -67,8 +67,9 @@ def main(folder: Path) -> None:
                 state.seen = state.seen + [i for each in hvd.allgather_object(indices, name="indices") for i in each]
                 sampler.record_batch(batch, len(indices))
                 state.step += 1
-                state.save()
+                # Noted first: a worker that is killed has then noted all that it saved.
                 note("step")
+                state.save()
                 state.commit()
                 time.sleep(0.05)
             note("epoch", covered=sorted(set(state.seen)) == list(range(SAMPLES)), twice=len(state.seen) - SAMPLES)
