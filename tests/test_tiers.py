@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_a_test_without_a_fast_case_is_refused(pytester: pytest.Pytester, monkey
     )
     one = pytester.runpytest_subprocess(*arguments, "test_it.py::test_marked_as_a_whole")
     assert one.ret == pytest.ExitCode.OK, "a test that was asked for by its name"
+
+
+@pytest.mark.medium
+def test_tests_of_one_file_that_start_processes_share_a_worker(request: pytest.FixtureRequest) -> None:
+    """Of some versions of pytest, pytest-xdist cannot set the group: each worker would then make all fixtures."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("there is one worker")
+    assert request.node.nodeid.endswith("@tests/test_tiers.py")
 
 
 def test_cases_are_marked_by_rule() -> None:

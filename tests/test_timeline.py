@@ -52,9 +52,11 @@ def test_what_began_on_another_thread_has_a_row_of_its_own(tmp_path: Path) -> No
         pass
     end = time.perf_counter_ns()
     timeline.record("QUEUE", start, end, row="bucket 7", step=1)
+    timeline.record("SET", 5_000, 12_500)
     timeline.close()
     timeline.record("LATE", start, end, row="bucket 7")
-    inner, queue, _ = json.loads((tmp_path / "trace.0").read_text())
+    inner, queue, exact, _ = json.loads((tmp_path / "trace.0").read_text())
+    assert (exact["ts"], exact["dur"]) == (5.0, 7.5), "microseconds"
     assert (queue["name"], queue["ph"], queue["tid"], queue["args"]) == ("QUEUE", "X", "bucket 7", {"step": 1})
     assert queue["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= queue["ts"] + queue["dur"] + 1e-3
 

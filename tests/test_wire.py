@@ -128,7 +128,11 @@ def test_garbage_is_no_header(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "position, value, message",
-    [(4, WIRE_VERSION + 1, f"wire version {WIRE_VERSION + 1}, this is"), (5, 9, "element type 9, known")],
+    [
+        (4, WIRE_VERSION + 1, f"wire version {WIRE_VERSION + 1}, this is"),
+        (4, WIRE_VERSION - 1, f"wire version {WIRE_VERSION - 1}, this is"),
+        (5, 9, "element type 9, known"),
+    ],
 )
 def test_a_whole_header_of_another_kind_is_refused(position: int, value: int, message: str) -> None:
     fields = bytearray(HEADER.pack()[:60])

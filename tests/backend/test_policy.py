@@ -58,6 +58,15 @@ def test_the_first_rule_that_fits_decides() -> None:
     assert chosen(of({"codec": "int8", "group": "0"}), "send", BIG) == "int None", "groups have names, too"
 
 
+def test_an_all_to_all_is_as_large_as_all_of_its_pairs() -> None:
+    choices = CallChoices(
+        of({"codec": "int8", "op": "all_to_all"}), ("0",), 4, checksum=False, devices=frozenset({"cpu"})
+    )
+    for numel, codecs in ((1023, []), (1024, ["int"])):
+        found = choices.of_pairs([BIG[:numel]] * 4, [BIG[:numel].clone()] * 4)
+        assert found is not None and [codec.name for codec in found[0].values()] == codecs
+
+
 def test_what_is_never_touched() -> None:
     policy = of({"codec": "int8", "op": list(OPS), "min_bytes": 0})
     for op in OPS:

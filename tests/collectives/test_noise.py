@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec, TwoLevelCodec
+from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
 from tests.ranks import over_threads
@@ -105,6 +106,26 @@ def test_chunks_draw_noise_of_their_own(codec: Codec) -> None:
             alike = torch.corrcoef(off.double()) - torch.eye(2 * WORLD)
             halves = torch.arange(2 * WORLD) % 2
             assert float(alike[halves[:, None] == halves].abs().max()) < 0.4, name
+
+
+def test_pieces_draw_noise_of_their_own() -> None:
+    """In two_shot with ``piece=`` the second rounding, too, is another for each piece.
+
+    Values of whole numbers, seven the largest, survive the first rounding. Only the second can lose something.
+    """
+    codec, pieces, size = codecs.get("int4", rounding="stochastic", group_size=32).bare, 4, 4096
+    numbers = torch.arange(size) % 15 - 7.0
+    x = torch.stack([numbers.roll(5 * rank) * 0.9**rank for rank in range(2)]).repeat(1, pieces)
+
+    def body(transport: Transport) -> Tensor:
+        out = x[transport.rank].clone()
+        two_shot(out, codec, transport, seed=5, piece=size)
+        return out
+
+    off = (over_threads(2, body)[0] - x.sum(0)).view(pieces, size).double()
+    assert all(row.count_nonzero() > size / 2 for row in off)
+    alike = torch.corrcoef(off) - torch.eye(pieces)
+    assert float(alike.abs().max()) < 0.3
 
 
 @pytest.mark.parametrize("codec", NOISY, ids=str)

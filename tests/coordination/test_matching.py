@@ -119,6 +119,9 @@ def test_small_tensors_are_reduced_by_the_coordinator() -> None:
     half = SUM._replace(op="Average", postscale=3.0)
     found = torch.frombuffer(bytearray(compute(half, [requests], [0, 1])), dtype=torch.float32)
     assert torch.equal(found, (given[0] + given[1]) / 2 * 3)
+    # A rank that has joined gives zeros, and is counted.
+    found = torch.frombuffer(bytearray(compute(half, [requests], [0, 1, 2, 3])), dtype=torch.float32)
+    assert torch.equal(found, (given[0] + given[1]) / 4 * 3)
 
 
 def test_ranks_that_have_joined_hear_which_steps_have_begun() -> None:

@@ -16,6 +16,7 @@ import fusionlayer as fl
 from tests.codecs.toy_sparse import toy_sparse
 from tests.harness import run_ranks
 from tests.integrations.training import CLASSES, fill, loss_of, make_batch, make_model, train, weights
+from tests.synthetic import gradient
 
 pytestmark = pytest.mark.medium
 
@@ -68,6 +69,38 @@ def check_training(rank: int, world: int) -> None:
         result = trained(**options)
         assert_same_on_all_ranks(result)
         assert (result - plain).norm() < bound * (plain - start).norm(), options
+
+
+def check_noise(rank: int, world: int) -> None:
+    """The same gradients are rounded anew in each bucket and each step."""
+    features = 64
+    model = nn.Sequential(*(nn.Linear(features, 1, bias=False) for _ in range(2)))
+    ddp = DistributedDataParallel(_SideBySide(model), bucket_cap_mb=1e-4)
+    options = {"bits": 4, "rounding": "stochastic", "error_feedback": False}
+    hook = fl.ddp.register(ddp, "int", **options)
+    x = gradient(features, 40 + rank).view(1, features)
+    drawn = []
+    for _ in range(3):
+        model.zero_grad()
+        ddp(x).backward()
+        drawn += [tuple(p.grad.view(-1).tolist()) for p in model.parameters() if p.grad is not None]
+    hook.close()
+    assert len(set(drawn)) == len(drawn) == 6
+
+
+class _SideBySide(nn.Module):
+    """Layers of the same input, whose gradients are equal."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
+
+
+def test_noise_is_new_in_every_bucket_and_step() -> None:
+    run_ranks(check_noise, 2, timeout=50)
 
 
 @pytest.mark.parametrize("world", [2, 3])

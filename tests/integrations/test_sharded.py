@@ -56,6 +56,19 @@ def train(
     return optimizer, model
 
 
+def test_padding_stays_zero() -> None:
+    """A rotation spreads gradients into the padding of the last part; as weights they would widen its blocks."""
+
+    def body(transport: Transport) -> None:
+        optimizer, _ = train(transport, 2, {"weights": "qwd", "gradients": "tlq_hs"})
+        (part,) = optimizer._fl_parts
+        filled = min(max(0, len(flat(make_model())) - transport.rank * len(part.main)), len(part.main))
+        assert (filled < len(part.main)) is (transport.rank == 2)
+        assert part.main[:filled].count_nonzero() == filled and not part.main[filled:].any()
+
+    over_threads(3, body)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     "make",

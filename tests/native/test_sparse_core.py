@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from tests.native import sparse_oracle as oracle
 from tests.native.abi import BAD_ARGUMENT, BF16, F16, F32, OK, UNSUPPORTED, Area, Bytes, itemsize, values
 from tests.native.sparse_oracle import BITMAP, BYTE, INF, SHORT, Encoded, Floats, Shape
 from tests.native.test_cpu_core import ISAS, in_child
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 pytestmark = pytest.mark.short
 
@@ -32,11 +32,16 @@ SEED, OFFSET = 0x1234_5678_9ABC_DEF0, 2**32 - 1000
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-@pytest.fixture(params=[*ISAS, "cuda on host"])
-def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+HOST_KERNELS = {"cuda on host": "plain", "cuda on host, sanitized": "sanitized"}
+
+
+@pytest.fixture(
+    params=[*ISAS, "cuda on host", pytest.param("cuda on host, sanitized", marks=exhaustive)],
+)
+def library(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes.CDLL]) -> Iterator[ctypes.CDLL]:
     """Return one library after the other, the CPU's once for each instruction set."""
-    if request.param == "cuda on host":
-        yield request.getfixturevalue("kernels")
+    if request.param in HOST_KERNELS:
+        yield host_kernels(HOST_KERNELS[request.param])
         return
     native.select_isa(request.param)
     yield native.cpu()

@@ -1,0 +1,54 @@
+"""Reductions of every kind and type: against torch's own, and with ranks that have nothing to add."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer.collectives import Scaling
+from fusionlayer.coordination.reductions import combine, neutral, reduce_as
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
+
+pytestmark = pytest.mark.short
+
+OPS = {
+    "Sum": lambda every: every.sum(0),
+    "Min": lambda every: every.amin(0),
+    "Max": lambda every: every.amax(0),
+    "Product": lambda every: every.prod(0),
+}
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def values(rank: int, dtype: torch.dtype) -> Tensor:
+    """Return small whole numbers, which no order of operations rounds; some are negative, where there are such."""
+    return ((torch.arange(11) * (rank + 2)) % 5 - (dtype.is_signed and rank) * 1).to(dtype)
+
+
+def oracle(op: str, parts: list[Tensor]) -> Tensor:
+    return OPS[op](torch.stack(parts).to(torch.float64)).to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_who_adds_nothing_changes_nothing(op: str, dtype: torch.dtype) -> None:
+    parts = [values(rank, dtype) for rank in range(3)]
+    total = combine(parts, op)
+    assert total.dtype is dtype and torch.equal(total, oracle(op, parts))
+    nothing = torch.full_like(total, neutral(op, dtype))
+    assert torch.equal(combine([nothing, *parts, nothing], op), total)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scales_before_and_after(op: str) -> None:
+    before, after = 0.5, 8.0
+
+    def body(transport: Transport) -> Tensor:
+        x = values(transport.rank, torch.float32)
+        reduce_as(op, x, transport, Scaling(before, after))
+        return x
+
+    expected = oracle(op, [values(rank, torch.float32) * before for rank in range(3)]) * after
+    assert all(torch.equal(found, expected) for found in over_threads(3, body))
