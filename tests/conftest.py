@@ -1,18 +1,24 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Generator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.tiers import unguarded
+from tests.cores import one_core
+from tests.tiers import spread, unguarded
 
 pytest_plugins = ["pytester"]
 
 # No test asserts a time, and a failure that is seen once can be seen again.
 settings.register_profile("fusionlayer", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("fusionlayer")
+
+# The tests that need more threads ask for them. Others would wait for threads on the same core, see below.
+torch.set_num_threads(1)
 
 # A job that a shell has put into the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,10 +39,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             f"every case is exhaustive: leave one to the fast tier, or name a guarded_by: {', '.join(alone)}"
         )
     if config.pluginmanager.hasplugin("xdist"):
+        groups: dict[str, list[pytest.Item]] = {}
+        rest = []
         for item in items:
             if item.get_closest_marker("medium"):
                 group = "netns" if item.get_closest_marker("netns") else item.nodeid.partition("::")[0]
                 item.add_marker(pytest.mark.xdist_group(group))
+                groups.setdefault(group, []).append(item)
+            else:
+                rest.append(item)
+        items[:] = spread(list(groups.values()), rest)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Keep a test of one process on one core."""
+    with nullcontext() if item.get_closest_marker("medium") else one_core():
+        return (yield)
 
 
 @pytest.fixture

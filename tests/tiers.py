@@ -40,3 +40,16 @@ def unguarded(items: Sequence[pytest.Item]) -> list[str]:
         return fast.get(guard, False) or bool(guard) and guard.partition("::")[0] not in files
 
     return [name for name, any_fast in fast.items() if not any_fast and not guarded(guards[name])]
+
+
+def spread(groups: Sequence[Sequence[pytest.Item]], rest: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return all tests in an order in which workers that share them out keep all cores busy.
+
+    Tests in ``groups`` start processes and wait for them, so others should run beside them. They are spread over the
+    first three quarters of the ``rest``: the last tests are short ones, and no worker has a long group left at the end.
+    """
+    step = max(1, len(rest) * 3 // (4 * max(1, len(groups))))
+    ordered: list[pytest.Item] = []
+    for number, group in enumerate(groups):
+        ordered += [*group, *rest[number * step : (number + 1) * step]]
+    return ordered + list(rest[len(groups) * step :])

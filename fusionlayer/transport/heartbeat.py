@@ -254,8 +254,11 @@ class Watch:
         """
         sequence, call = place.sequence, place.call
         behind = state["sequence"] < sequence
-        theirs = Call(**state["call"]) if state["call"] else None
-        if call and call.partner is None:
+        # Two calls are compared that have the same number. A rank may have completed one in which a peer still waits.
+        mine, theirs = call, Call(**state["call"]) if state["call"] else None
+        if behind and theirs and theirs.partner is None:
+            mine = next((own for number, own in place.recent if number == state["sequence"]), None)
+        elif call and call.partner is None:
             theirs = next((Call(**c) for number, c in state["recent"] if number == sequence), None)
         if "text" in state:
             return Sign(rank, "told", state["text"], tuple(state["ranks"]))
@@ -270,8 +273,8 @@ class Watch:
         if not (fresh or failed):
             name = f"rank {rank} ({self._identities[rank]})"
             return Sign(rank, "silent", f"{name} gives no sign of life, {waited:.1f} s after it was asked")
-        if call and theirs:
-            conflict = call.conflict(self.rank, theirs, rank)
+        if mine and theirs:
+            conflict = mine.conflict(self.rank, theirs, rank)
             if conflict:
                 ranks = tuple(sorted((self.rank, rank)))
                 return Sign(rank, "conflict", f"{conflict}; make the same calls on every rank", ranks)

@@ -16,9 +16,10 @@ from fusionlayer import native
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from tests.synthetic import awkward
+from tests.tiers import tiered
 
 from .conformance import DTYPES, as_bits, blank, encoded, rows
-from .variants import every
+from .variants import every, repeats
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def everything(codec: Codec, n: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("codec", every(), ids=str)
+@pytest.mark.parametrize("codec", tiered(every(), lambda codec: codec not in repeats()), ids=str)
 def test_every_instruction_set_makes_the_same_bytes(codec: Codec, restored: None) -> None:
     names = available()
     assert "baseline" in names and native.isa() in names
@@ -71,7 +72,7 @@ def test_every_instruction_set_makes_the_same_bytes(codec: Codec, restored: None
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("codec", every(), ids=str)
+@pytest.mark.parametrize("codec", tiered(every(), lambda codec: codec not in repeats()), ids=str)
 def test_every_number_of_threads_makes_the_same_bytes(codec: Codec, restored: None) -> None:
     made = []
     for threads in (1, 3):

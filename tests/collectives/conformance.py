@@ -25,6 +25,7 @@ from tests.synthetic import gradient
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 LENGTHS = (0, 1, 2, 7, 127, 128, 129, 1000, 4097)
+FEW_LENGTHS = (0, 1, 129, 4097)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEPS = 2
 

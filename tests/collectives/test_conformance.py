@@ -13,7 +13,7 @@ from tests.ranks import over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
 
-from .conformance import DTYPES, LENGTHS, WORLDS, conform, given, pairs, takes
+from .conformance import DTYPES, FEW_LENGTHS, LENGTHS, WORLDS, conform, given, pairs, takes
 
 pytestmark = pytest.mark.short
 
@@ -46,7 +46,9 @@ def name_of(parameter: object) -> str:
 def test_every_collective_with_every_codec(
     name: str, codec: Codec, world: int, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
-    over_threads(world, lambda transport: conform(transport, name, codec, device, LENGTHS, dtypes))
+    # Where collectives cut tensors does not depend on the codec but for its block, so one of each kind has all lengths.
+    lengths = LENGTHS if is_kind(codec) else FEW_LENGTHS if world == 3 else FEW_LENGTHS[2:]
+    over_threads(world, lambda transport: conform(transport, name, codec, device, lengths, dtypes))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_every_collective_with_every_option(name: str, codec: Codec, device: tor
     "name, codec",
     tiered(
         pairs([codecs.get("raw"), codecs.get("int4")]),
-        lambda name, codec: (name, codec.lossless) in (("two_shot", False), ("ring", True)),
+        lambda name, codec: name == "two_shot" and not codec.lossless,
     ),
     ids=str,
 )

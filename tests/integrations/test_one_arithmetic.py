@@ -20,7 +20,7 @@ from fusionlayer.integrations.tensor_parallel import Channel
 from fusionlayer.seeds import derive_seed
 from fusionlayer.torch.compression import CodecCompressor
 from fusionlayer.transport import Transport
-from tests.codecs.variants import defaults
+from tests.codecs.variants import defaults, is_kind
 from tests.harness import run_ranks
 from tests.ranks import over_threads
 from tests.synthetic import gradient
@@ -171,11 +171,15 @@ def ddp_hook(codec: Codec, x: Tensor) -> Tensor:
     return model.module.weight.grad
 
 
-def check_processes(rank: int, world: int) -> list[str]:
+def chosen(kinds_alone: bool) -> list[Codec]:
+    return [codec for codec in defaults() if is_kind(codec) or not kinds_alone]
+
+
+def check_processes(rank: int, world: int, kinds_alone: bool) -> list[str]:
     """Return the codecs that groups refuse: they need error feedback, which a group has only from its callers."""
     transport = context.transport(None).duplicate()
     refused = []
-    for codec in defaults():
+    for codec in chosen(kinds_alone):
         for dtype in DTYPES:
             x = mine(rank, dtype)
             if codec.name != "powersgd":  # its factors begin from the parameter's name, which others do not have
@@ -193,7 +197,11 @@ def check_processes(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("world", [3])
-def test_process_groups_and_ddp_give_the_same_bits(world: int) -> None:
-    selective = {codec.name for codec in defaults() if codec.ahead or codec.needs_feedback}
-    assert run_ranks(check_processes, world, timeout=110, backend="fusionlayer") == [sorted(selective)] * world
+@pytest.mark.parametrize(
+    "world, kinds_alone",
+    tiered([(3, True), *((world, False) for world in WORLDS)], lambda world, kinds_alone: kinds_alone),
+)
+def test_process_groups_and_ddp_give_the_same_bits(world: int, kinds_alone: bool) -> None:
+    selective = sorted({codec.name for codec in chosen(kinds_alone) if codec.ahead or codec.needs_feedback})
+    found = run_ranks(check_processes, world, kinds_alone, timeout=110, backend="fusionlayer")
+    assert found == [selective] * world

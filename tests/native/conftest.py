@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fusionlayer import native
+from tests.cores import all_cores
 from tests.tiers import exhaustive
 
 CSRC = Path(native.__file__).parent / "csrc"
@@ -44,7 +45,8 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ct
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # guards the folder while one worker compiles
             if not library.exists():
-                compile_kernels(folder, library, SANITIZE if build == "sanitized" else ())
+                with all_cores():
+                    compile_kernels(folder, library, SANITIZE if build == "sanitized" else ())
         loaded = ctypes.CDLL(str(library))
         native.declare(loaded)
         for name in ("fl_build_info", "fl_last_error"):

@@ -12,14 +12,16 @@ from .project_tree import ROOT
 
 pytestmark = pytest.mark.short
 
+PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder"
+
 
 @pytest.mark.parametrize(
     ("target", "command"),
     [
         ("demo", "python examples/demo.py --steps 3"),
-        ("test", 'python -m pytest --dist loadgroup -n 3 -m "not gpu and not exhaustive" --steps 3'),
-        ("test-exhaustive", 'python -m pytest --dist loadgroup -n 2 -m "exhaustive and not gpu" --steps 3'),
-        ("test-all", 'python -m pytest --dist loadgroup -n 2 -m "not gpu" --steps 3'),
+        ("test", f'{PYTEST} -n 3 -m "not gpu and not exhaustive" --steps 3'),
+        ("test-exhaustive", f'{PYTEST} -n 2 -m "exhaustive and not gpu" --steps 3'),
+        ("test-all", f'{PYTEST} -n 2 -m "not gpu" --steps 3'),
         ("test-short", 'python -m pytest -m "short and not exhaustive" --steps 3'),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),

@@ -70,7 +70,7 @@ def drive(
 def test_engines_get_one_plan_though_ranks_are_not_alike(name: str, codec: str) -> None:
     world, steps = 3, 6
 
-    def body(transport: Transport) -> tuple[Profile | None, bytes]:
+    def body(transport: Transport) -> tuple[Profile, bytes]:
         planner = make_planner(transport, name, codecs.get(codec))
         engine = make_engine(transport, codec=codecs.get(codec), planner=START, plan_controller=planner)
         with torch.no_grad():
@@ -84,14 +84,15 @@ def test_engines_get_one_plan_though_ranks_are_not_alike(name: str, codec: str) 
                     for tensor, exact in exact_sum(world, step).items():
                         torch.testing.assert_close(values[tensor], exact.float())
         engine.close()
-        assert engine.plan is not None
-        return planner.profile, engine.plan.digest()
+        assert engine.plan is not None and planner.profile is not None
+        # Each rank notes its machine's load itself, and that changes from one moment to the next.
+        return replace(planner.profile, environment={}), engine.plan.digest()
 
     with costs_measured(latency=0.0, per_byte=1e-6) as network:
         found = over_threads(world, body)
     assert sorted(network.ranks) == [0, 1, 2], "once on every rank"
     profile = found[0][0]
-    assert profile is not None and all(one == found[0] for one in found)
+    assert all(one == found[0] for one in found)
     assert profile.model.backward > 0.005, "the mean of ranks that take 0, 5 and 10 ms and more"
     assert profile.collectives["dense"]["3"](1e6) == pytest.approx(1.1), "the mean of 1.0, 1.1 and 1.2 s"
     assert [tensor.name for tensor in profile.model.tensors] == [tensor.name for tensor in MODEL]

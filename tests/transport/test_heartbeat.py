@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fusionlayer.transport._calls import Call
 from fusionlayer.transport._processes import Identity
 from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
+from fusionlayer.transport.heartbeat import Watch, _Progress
 
 pytestmark = pytest.mark.short
 
@@ -118,6 +119,21 @@ def test_calls_that_fit_and_calls_that_do_not() -> None:
         == "rank 0 is in exchange, rank 1 in all_reduce of 3 x float32"
     )
     assert Call.all_reduce(torch.zeros(3)).conflict(0, Call.all_reduce(torch.zeros(3)), 1) is None
+
+
+def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
+    """Who sent less than the others expect may be done, and come to wait for them in a later call."""
+    watch = Watch(dist.HashStore(), "", 1, 2, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None)
+    watch._identities = [Identity.own()] * 2
+    short, expected = exchange([0, 0], [9, 0], 1), exchange([0, 9], [0, 9], 0)
+    place = _Progress(3, short, 0.0, ((2, short), (3, short)))
+    state = {"state": "open", "sequence": 2, "call": asdict(expected), "recent": [[2, asdict(expected)]]}
+    sign = watch.interpret(place, 0, state, True, 1.0)
+    assert sign is not None and (sign.kind, sign.ranks) == ("conflict", (0, 1))
+    assert sign.text.startswith("rank 1 sends 0 bytes to rank 0, which expects 9 bytes")
+    state |= {"call": asdict(exchange([0, 9], [0, 0], 0))}
+    sign = watch.interpret(place, 0, state, True, 1.0)
+    assert sign is not None and sign.kind == "late", "the calls fit"
 
 
 def test_messages_that_pair_and_messages_that_do_not() -> None:
