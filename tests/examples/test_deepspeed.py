@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, needs
 
 from .places import EXAMPLES
 
-pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(200), needs("deepspeed")]
 
 SMALL = ("--width", "64", "--layers", "2")
 

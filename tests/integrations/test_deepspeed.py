@@ -19,11 +19,11 @@ import torch.distributed as dist
 import fusionlayer as fl
 from fusionlayer.backend import hint
 from tests.harness import run_ranks
+from tests.tiers import needs
 
 from . import deepspeed_training as training
 
-pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
 
 STEPS = 3
 INT8 = {"codec": "int8", "min_bytes": 0}

@@ -9,12 +9,12 @@ import pytest
 import fusionlayer as fl
 from fusionlayer.backend import hint
 from tests.harness import run_ranks
+from tests.tiers import needs
 
 from . import deepspeed_training as training
 from .test_deepspeed import INT4, free_port
 
-pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
 
 EXEMPT = "blocks.0.*.bias"
 

@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
 from tests.harness import run_ranks
+from tests.tiers import needs
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(200), needs("accelerate", "transformers")]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 RULES, *_ = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
