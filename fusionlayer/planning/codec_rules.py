@@ -115,9 +115,9 @@ class CodecRules:
         Raises:
             ConfigError: no rule fits, or the fidelity allows none of the candidates.
         """
-        number, rule = self.rule_for(tensor)
+        index, rule = self.rule_for(tensor)
         if rule.codec != AUTO:
-            return CodecChoice(codecs.get(rule.codec, **rule.options), f"rule {number}: {rule}")
+            return CodecChoice(codecs.get(rule.codec, **rule.options), f"rules[{index}]: {rule}")
         allowed = self.allowed(candidates)
         if not allowed:
             raise ConfigError(
@@ -126,14 +126,14 @@ class CodecRules:
         taken = {name: seconds(codec, tensor) for name, codec in allowed.items()}
         best, *others = sorted(taken, key=lambda name: (taken[name], name))
         beaten = f", {others[0]} {taken[others[0]] * 1e3:.2f} ms" if others else ""
-        reason = f"rule {number}: auto, {self.fidelity}: {best} takes {taken[best] * 1e3:.2f} ms alone{beaten}"
+        reason = f"rules[{index}]: auto, {self.fidelity}: {best} takes {taken[best] * 1e3:.2f} ms alone{beaten}"
         return CodecChoice(allowed[best], reason, auto=True)
 
     def rule_for(self, tensor: TensorInfo) -> tuple[int, CodecRule]:
-        """Return the first rule that fits a tensor, and its number, counted from 1; ``ConfigError`` if none fits."""
-        for number, rule in enumerate(self.rules, 1):
+        """Return the first rule that fits a tensor, and its index; ``ConfigError`` if none fits."""
+        for index, rule in enumerate(self.rules):
             if rule.fits(tensor):
-                return number, rule
+                return index, rule
         raise ConfigError(f"policy: no rule fits {tensor.name!r} ({tensor.numel} elements); end with a rule for all")
 
     def allowed(self, candidates: Mapping[str, Codec]) -> dict[str, Codec]:

@@ -113,7 +113,7 @@ def select(
         return Selection(alone, *mixed, verdict)
     reason = f"auto, {policy.fidelity}: {best} for all is predicted to be fastest"
     one = {
-        tensor: replace(choice, reason=f"rule {policy.rule_for(info)[0]}: {reason}") if choice.auto else choice
+        tensor: replace(choice, reason=f"rules[{policy.rule_for(info)[0]}]: {reason}") if choice.auto else choice
         for (tensor, choice), info in zip(
             ways[best].items(), (tensor.info for tensor in profile.model.tensors), strict=True
         )

@@ -231,10 +231,10 @@ class TestPolicy:
         arguments = ["plan", "--profile", str(path), "--workers", "4", "--rate", "1gbit", "-o", str(out)]
         assert main([*arguments, "--policy", str(policy)]) == 0
         rows = table_rows(capsys.readouterr().out)
-        assert [(row[0], row[2], row[4]) for row in rows] == [
-            ("head", "raw", "1:"),
-            ("body", "int4", "2:"),
-            ("tail", "int4", "2:"),
+        assert [(row[0], row[2], row[3]) for row in rows] == [
+            ("head", "raw", "rules[0]:"),
+            ("body", "int4", "rules[1]:"),
+            ("tail", "int4", "rules[1]:"),
         ]
         by_codec = {bucket.codec: bucket.names for bucket in FusionPlan.from_yaml(out).buckets}
         assert by_codec["raw"] == ("head",)

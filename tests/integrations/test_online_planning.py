@@ -127,7 +127,7 @@ def test_auto_chooses_and_says_why(fidelity: str, caplog: pytest.LogCaptureFixtu
     assert found[0][1] == found[1][1] <= expected
     tables = [text for text in (record.getMessage() for record in caplog.records) if text.startswith("codecs by")]
     assert len(tables) == 1, "rank 0 alone"
-    assert f"rule 1: auto, {fidelity}: " in tables[0]
+    assert f"rules[0]: auto, {fidelity}: " in tables[0]
 
 
 @pytest.mark.short

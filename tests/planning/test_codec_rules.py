@@ -42,11 +42,11 @@ def test_the_first_rule_that_fits_counts() -> None:
             CodecRule("raw"),
         )
     )
-    assert chosen(policy, tensor("a.norm.weight")) == ("raw", "rule 1: match '*.norm.*'")
-    assert chosen(policy, tensor("a.weight", dtype="bfloat16")) == ("bf16", "rule 2: bfloat16")
-    assert chosen(policy, tensor("a.weight")) == ("int", "rule 3: at least 1000 elements")
+    assert chosen(policy, tensor("a.norm.weight")) == ("raw", "rules[0]: match '*.norm.*'")
+    assert chosen(policy, tensor("a.weight", dtype="bfloat16")) == ("bf16", "rules[1]: bfloat16")
+    assert chosen(policy, tensor("a.weight")) == ("int", "rules[2]: at least 1000 elements")
     assert policy.choose(tensor("a.weight"), {}, seconds).codec == codecs.get("int4", group_size=32)
-    assert chosen(policy, tensor("a.bias", 999)) == ("raw", "rule 4: every tensor")
+    assert chosen(policy, tensor("a.bias", 999)) == ("raw", "rules[3]: every tensor")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_first_rule_that_fits_counts() -> None:
 def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second: str | None) -> None:
     choice = CodecRules((CodecRule("auto"),), fidelity).choose(tensor("t"), CANDIDATES, seconds)
     assert choice.codec == CANDIDATES[best]
-    assert choice.reason.startswith(f"rule 1: auto, {fidelity}: {best} takes")
+    assert choice.reason.startswith(f"rules[0]: auto, {fidelity}: {best} takes")
     beaten = "" if second is None else f", {second} {1e3 * SECONDS[CANDIDATES[second].name]:.2f} ms"
     assert choice.reason.endswith(f"ms alone{beaten}")
 

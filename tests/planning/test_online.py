@@ -287,8 +287,8 @@ def test_auto_begins_raw_and_says_why_it_chose_what(caplog: pytest.LogCaptureFix
     table = caplog.records[0].getMessage().splitlines()
     assert table[0].startswith("codecs by policy; predicted step: the fastest codec for each tensor alone ")
     assert [line.split()[0] for line in table[1:]] == [tensor.name for tensor in MODEL]
-    assert table[2].split()[1:] == ["5", "raw", "rule", "1:", "match", "'w1'"]
-    assert all("rule 2: auto, aggressive: " in line for line in (table[1], *table[3:]))
+    assert table[2].split()[1:] == ["5", "raw", "rules[0]:", "match", "'w1'"]
+    assert all("rules[1]: auto, aggressive: " in line for line in (table[1], *table[3:]))
     assert caplog.records[1].getMessage().startswith("planner single switches to ")
 
 
@@ -304,7 +304,7 @@ def test_tensors_that_are_alike_share_a_line(caplog: pytest.LogCaptureFixture) -
     with costs_measured(latency=1e-3, per_byte=0.0):
         over_threads(2, body)
     _, line = caplog.records[0].getMessage().splitlines()
-    assert line.startswith("w0 and 5 more  7  raw  rule 1: auto, near_lossless: raw ")
+    assert line.startswith("w0 and 5 more  7  raw  rules[0]: auto, near_lossless: raw ")
 
 
 def test_ranks_that_plan_otherwise_are_refused() -> None:

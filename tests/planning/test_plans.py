@@ -222,7 +222,7 @@ def test_auto_takes_what_is_fastest_on_the_network(profile: Profile) -> None:
         found = choose_codecs(profile, policy, Scenario(rate), 4)
         assert {short_name(choice.codec) for choice in found.values()} == {expected}
     reason = found["head"].reason
-    assert reason.startswith("rule 1: auto, aggressive: int4 takes ") and ", raw " in reason
+    assert reason.startswith("rules[0]: auto, aggressive: int4 takes ") and ", raw " in reason
     found = choose_codecs(profile, CodecRules((CodecRule("auto"),), "lossless"), SCENARIO, 4)
     assert {choice.codec for choice in found.values()} == {codecs.get("raw")}
     costly = replace(profile.codec("int4"), encode=AlphaBeta(1.0, 0.0))

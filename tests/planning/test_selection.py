@@ -56,7 +56,7 @@ def test_one_codec_for_all_where_many_would_be_slower() -> None:
     found = select(MIXED, AUTO, planners.get("single"), SCENARIO, 2)
     assert {bucket.codec for bucket in found.plan.buckets} == {"int"} and len(found.plan.buckets) == 1
     assert {short_name(choice.codec) for choice in found.choices.values()} == {"int4"}
-    assert found.choices["t0"].reason == "rule 1: auto, aggressive: int4 for all is predicted to be fastest"
+    assert found.choices["t0"].reason == "rules[0]: auto, aggressive: int4 for all is predicted to be fastest"
     assert "the fastest codec for each tensor alone" in found.verdict and "raw for all" in found.verdict
     mixed = {name: codecs.get(codec) for name, codec in alone.items()}
     assert found.prediction.seconds == step_of(MIXED, "single", codecs.get("int4")) < step_of(MIXED, "single", mixed)
@@ -82,7 +82,7 @@ def test_never_slower_than_one_codec(planner: str, startup: float, encode: Alpha
 def test_rules_stay_what_they_are() -> None:
     policy = replace(AUTO, rules=(CodecRule("raw", match="t1"), *AUTO.rules))
     found = select(MIXED, policy, planners.get("single"), SCENARIO, 2)
-    assert found.choices["t1"] == replace(found.choices["t1"], codec=codecs.get("raw"), reason="rule 1: match 't1'")
+    assert found.choices["t1"] == replace(found.choices["t1"], codec=codecs.get("raw"), reason="rules[0]: match 't1'")
     assert found.choices["t3"].auto and not found.choices["t1"].auto
     fixed = select(MIXED, CodecRules((CodecRule("raw"),)), planners.get("single"), SCENARIO, 2)
     assert fixed.verdict == "" and {bucket.codec for bucket in fixed.plan.buckets} == {"raw"}
