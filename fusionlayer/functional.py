@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from .codecs import Codec, Part, PartsCodec
 from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
 from .errors import ConfigError, PlanMismatch
+from .registry import nearest
 from .seeds import derive_seed
 from .transport import Transport
 from .wire import DTYPE_CODES, digest
@@ -70,6 +72,24 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
     if codec == "auto":
         raise ConfigError("codec 'auto' chooses for the gradients of a DistributedOptimizer; give a codec's name here")
     return codecs.get(codec, **options)
+
+
+def refuse_unknown(front: Callable[..., Any], codec: str | Codec | None, options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for a keyword that is neither an argument of the function ``front`` nor an option.
+
+    Functions that take the options of a codec as keywords would else take a misspelt argument for one.
+    """
+    if not options or codec == "auto" or isinstance(codec, Codec):
+        return
+    name = context.settings().codec if codec is None else codec
+    known = codecs.options(name)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        own = [p.name for p in inspect.signature(front).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        raise ConfigError(
+            f"{front.__name__}() has no argument {unknown[0]!r}, and codec {name!r} no such option; "
+            f"{nearest(unknown[0], [*own, *known])}"
+        )
 
 
 def check_op(op: ReduceOp) -> ReduceOp:
@@ -159,12 +179,16 @@ def all_reduce(
         TransportError: a peer was lost, stopped or late.
     """
     average = check_op(op) is Average
+    refuse_unknown(all_reduce, codec, codec_options)
     transport = context.transport(group)
     if average and not tensor.dtype.is_floating_point:
         raise ConfigError(f"op=Average of a {tensor.dtype} tensor; expected op=Sum for integers")
-    chosen, chooser = codecs.get("raw"), None
     if tensor.dtype in DTYPE_CODES:
         chosen, chooser = _travelling(tensor, codec, codec_options, transport)
+    else:
+        if codec != AUTO:
+            make_codec(codec, codec_options)  # a wrong name is an error, though this type travels as it is
+        chosen, chooser = codecs.get("raw"), None
     if chooser is not None:
         if algorithm not in (None, "switched"):
             raise ConfigError(f"codec 'auto' with algorithm={algorithm!r}; leave the algorithm out, or name a codec")
@@ -195,6 +219,7 @@ def all_gather(tensor: Tensor, codec: str | Codec | None = None, group: Group = 
     Raises:
         ConfigError, PlanMismatch, TransportError: as ``all_reduce``.
     """
+    refuse_unknown(all_gather, codec, codec_options)
     transport = context.transport(group)
     chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     part = tensor.detach().contiguous() if tensor.dim() else tensor.detach().view(1)
@@ -246,6 +271,7 @@ def reduce_scatter(
         PlanMismatch, TransportError: as ``all_reduce``.
     """
     average = check_op(op) is Average
+    refuse_unknown(reduce_scatter, codec, codec_options)
     transport = context.transport(group)
     chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     size = transport.size
@@ -291,6 +317,7 @@ def all_to_all(
         ConfigError: the splits do not add up to n; otherwise as ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
+    refuse_unknown(all_to_all, codec, codec_options)
     transport = context.transport(group)
     chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     rank, size = transport.rank, transport.size

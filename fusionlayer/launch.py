@@ -1,4 +1,4 @@
-"""Rank, size and store of this process, from the variables that torchrun, mpirun or horovodrun have set."""
+"""Rank, size and store of this process, from the variables that torchrun, mpirun, horovodrun or srun have set."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from . import slurm
 from .errors import ConfigError, TransportError
 
 __all__ = ["Place", "find_place", "make_store"]
@@ -32,7 +33,8 @@ class Place:
         size: number of processes of the job.
         local_rank: rank among the processes of this host.
         local_size: number of processes of this host.
-        launcher: where the numbers come from: "torchrun", "mpirun", "mpich", "horovodrun" or "single".
+        launcher: where the numbers come from: "torchrun", "mpirun", "mpich", "horovodrun", "srun" or
+            "single".
     """
 
     rank: int = 0
@@ -58,8 +60,12 @@ _VARIABLES = {
 def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
+    srun may have started another launcher, whose variables say more. So its own count only where there are no others.
+    Ray Train sets those of torchrun, and Ray's executors for Horovod those of horovodrun.
+
     Raises:
-        ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other.
+        ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other; or they say
+            that there are other processes, but not which of them this one is.
     """
     places, halves = [], []
     for launcher, names in _VARIABLES.items():
@@ -71,7 +77,13 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     if not places and halves:
         raise ConfigError(f"{halves[0]}: set both, as a launcher does, or none")
     if not places:
-        return Place()
+        task = slurm.find_task(environ)
+        if task is None and environ.get("PMIX_RANK", "0") != "0":
+            raise ConfigError(
+                f"PMIX_RANK={environ['PMIX_RANK']} and no number of processes: this launcher is not known; set RANK "
+                "and WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, as torchrun does"
+            )
+        return Place() if task is None else Place(*task, "srun")
     # The first launcher in the list wins, but it must not see fewer processes than another one. A launcher that starts
     # the processes of another can only multiply them.
     place, largest = places[0], max(places, key=lambda other: other.size)
@@ -146,8 +158,10 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
         board: _Board = _HorovodBoard(environ, timeout)
         host = environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     elif place.local_size == place.size:
-        board = _FileBoard(environ, timeout)
+        board = _FileBoard(environ, timeout, slurm.step_of(environ) if place.launcher == "srun" else None)
         host = "127.0.0.1"
+    elif place.launcher == "srun":
+        return _tcp_store(*slurm.meeting_point(environ), place, timeout, serve=place.rank == 0)
     else:
         raise ConfigError(
             f"{place.size} processes on several hosts ({place.local_size} here) and no MASTER_ADDR: start with "
@@ -238,10 +252,10 @@ class _Board(ABC):
 class _FileBoard(_Board):
     """A file whose name only the processes of one launcher compute."""
 
-    def __init__(self, environ: Mapping[str, str], timeout: float) -> None:
+    def __init__(self, environ: Mapping[str, str], timeout: float, step: str | None) -> None:
         super().__init__(timeout)
-        job = environ.get("PMIX_NAMESPACE")
-        if job is None:
+        job = environ.get("PMIX_NAMESPACE") or step
+        if not job:
             parent = os.getppid()
             started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
             job = f"{parent}-{started}"

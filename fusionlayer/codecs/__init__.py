@@ -1,4 +1,4 @@
-"""Codecs: what the bytes of a message mean. ``names`` lists them and ``get`` makes one."""
+"""Codecs: what the bytes of a message mean. ``names`` lists them, ``options`` what they take; ``get`` makes one."""
 
 from ._base import Codec, registry
 from ._capabilities import (
@@ -34,7 +34,9 @@ __all__ = [
     "ZippedCodec",
     "get",
     "names",
+    "options",
 ]
 
 get = registry.get
 names = registry.names
+options = registry.options

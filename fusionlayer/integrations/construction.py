@@ -60,6 +60,9 @@ def make_engine(
         ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
     """
     settings = context.settings()
+    for name in ("ahead", "error_feedback", "replan"):
+        if getattr(options, name) not in (None, True, False):
+            raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
     codec = _codec(options, settings)
     algorithm = options.algorithm if options.algorithm is not None else settings.algorithm
     ahead = options.ahead if options.ahead is not None else settings.ahead

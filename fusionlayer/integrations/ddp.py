@@ -16,7 +16,7 @@ from .. import collectives, context
 from ..codecs import Codec
 from ..config import Config
 from ..errors import ConfigError
-from ..functional import make_codec
+from ..functional import make_codec, refuse_unknown
 from ..plan import Bucket, FusionPlan, Slot
 from ..planning.autotune import Autotune
 from ..scheduler import Engine, Scaling
@@ -73,6 +73,7 @@ def register(
             f"ddp.register got {refused[0]}={codec_options[refused[0]]!r}; DDP makes its own buckets, which all travel "
             f"by one codec: wrap the optimizer in DistributedOptimizer for {refused[0]}"
         )
+    refuse_unknown(register, codec, codec_options)
     settings = context.settings()
     if codec is None and settings.policy is not None:
         raise ConfigError(

@@ -17,6 +17,7 @@ from ..codecs import Codec
 from ..collectives.all_to_all import all_to_all
 from ..collectives.switching import switcher_of
 from ..errors import ConfigError, PlanMismatch
+from ..functional import refuse_unknown
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES
@@ -84,6 +85,7 @@ class Dispatcher:
         gradient_codec: str | Codec | None = None,
         **codec_options: Any,
     ) -> None:
+        refuse_unknown(type(self), codec, codec_options)
         self._forward = CodecOrAuto.of(codec, codec_options)
         self._backward = self._forward if gradient_codec is None else CodecOrAuto.of(gradient_codec, {})
         self._transport = context.transport(resolve(group, "expert parallelism", "ep"))

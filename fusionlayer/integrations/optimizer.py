@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from .. import context
 from ..codecs import Codec
 from ..errors import ConfigError
-from ..functional import Average, Group, ReduceOp, check_op
+from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
 from ..plan import FusionPlan
 from ..planning.autotune import Autotune
 from ..planning.codec_rules import CodecRules
@@ -107,6 +107,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         PlanMismatch, TransportError: from ``step`` or ``synchronize``; see ``fusionlayer.errors``.
     """
     check_op(op)
+    refuse_unknown(DistributedOptimizer, codec, codec_options)
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ConfigError("gradient_predivide_factor needs op=Average; leave it at 1.0 with op=Sum")
     if not gradient_predivide_factor > 0:
@@ -139,13 +140,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
     def connect() -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
-        if transport.size == 1:
-            return None, Timeline(None, 0)
         scaling = Scaling(1 / transport.size if op is Average else 1.0)
         if op is Average and gradient_predivide_factor != 1.0:
             scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
         device = one_device(names)
-        timeline = Timeline(context.settings().timeline, transport.rank)
+        timeline = Timeline(context.settings().timeline if transport.size > 1 else None, transport.rank)
         engine = make_engine(
             options,
             describe(names, groups),
@@ -155,6 +154,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
         )
+        if transport.size == 1:
+            # It was made to have all options checked, so that a mistake shows before there are other ranks.
+            engine.close()
+            return None, timeline
         return engine, timeline
 
     engine, timeline = connect()

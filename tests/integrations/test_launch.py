@@ -24,6 +24,7 @@ import fusionlayer as fl
 from fusionlayer import launch
 from fusionlayer.errors import TransportError
 from fusionlayer.launch import Place, find_place, make_store
+from fusionlayer.slurm import meeting_point
 from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.mpi import mpirun, needs_mpirun
@@ -89,11 +90,53 @@ def test_inner_launcher_wins() -> None:
             {**environment("torchrun", 0, 1), **environment("mpirun", 1, 2)},
             "torchrun variables say 1 processes, mpirun variables 2.*unset RANK and WORLD_SIZE",
         ),
+        ({"SLURM_NTASKS": "4"}, "4 tasks, and this process is none of them: start it by srun or torchrun"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "4"}, "srun variables say rank 4 of 4"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "x"}, "SLURM_PROCID='x'; expected a whole number, as srun sets it"),
+        (
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2x"},
+            "PER_NODE='2x'; expected numbers",
+        ),
+        (
+            {"PMIX_RANK": "2", "PMIX_NAMESPACE": "job"},
+            "PMIX_RANK=2 and no number of processes.*set RANK and",
+        ),
     ],
 )
 def test_variables_that_make_no_sense(environ: dict[str, str], text: str) -> None:
     with pytest.raises(fl.ConfigError, match=text):
         find_place(environ)
+
+
+def srun(rank: int, size: int, **more: object) -> dict[str, str]:
+    """Return variables of Slurm for a task; numbers of job and step as they are in real ones."""
+    return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size), **{f"SLURM_{k}": str(v) for k, v in more.items()}}
+
+
+@pytest.mark.short
+def test_tasks_of_srun() -> None:
+    assert find_place(srun(1, 3)) == Place(1, 3, 1, 3, "srun")
+    uneven = {"STEP_NUM_TASKS": 7, "TASKS_PER_NODE": "9", "STEP_TASKS_PER_NODE": "2(x3),1"}
+    assert find_place(srun(5, 9, LOCALID=1, NODEID=2, **uneven)) == Place(5, 7, 1, 2, "srun")
+    assert find_place(srun(6, 9, LOCALID=0, NODEID=3, **uneven)) == Place(6, 7, 0, 1, "srun")
+    assert find_place(srun(0, 1)) == Place(), "an interactive shell, or a batch script of one task"
+    started = {**srun(1, 2, LOCALID=0), **environment("torchrun", 5, 8, 1, 4)}
+    assert find_place(started) == Place(5, 8, 1, 4, "torchrun"), "srun has started torchrun on each node"
+    batch = {**srun(0, 8), **environment("torchrun", 0, 2, 0, 2)}
+    assert find_place(batch) == Place(0, 2, 0, 2, "torchrun"), "on a part of what the batch script has"
+
+
+@pytest.mark.short
+def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
+    hosts = {"gpu[07-09,12],login": "gpu07", "a-3": "a-3", "n[1,3]": "n1", "r[1-2]c[03-08]": "r1c03", "x1,x2": "x1"}
+    ports = set()
+    for step, (nodes, first) in enumerate(hosts.items()):
+        host, port = meeting_point(srun(0, 4, JOB_ID=4711, STEP_ID=step, STEP_NODELIST=nodes))
+        assert host == first and 1024 < port < 32_768
+        ports.add(port)
+    assert len(ports) == len(hosts)
+    with pytest.raises(fl.ConfigError, match="no SLURM_STEP_NODELIST or SLURM_JOB_ID.*set MASTER_ADDR and MASTER_PORT"):
+        make_store(Place(0, 4, 0, 2, "srun"), 1.0, srun(0, 4, JOB_ID=7))
 
 
 @pytest.mark.short
@@ -179,7 +222,7 @@ assert not fl.is_initialized()
 
 def clean_environment(**variables: str) -> dict[str, str]:
     """Return the environment without a trace of launchers, with the project to import and these variables."""
-    traces = ("OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "FUSIONLAYER_", "MASTER_", "TORCHELASTIC_")
+    traces = ("OMPI_", "PMI_", "PMIX_", "MPI_", "HOROVOD_", "FUSIONLAYER_", "MASTER_", "TORCHELASTIC_", "SLURM_")
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -235,6 +278,31 @@ def test_mpirun_of_a_shell_that_starts_python(tmp_path: Path) -> None:
     printed = finish([mpirun() or "", "-n", "2", "--oversubscribe", *program], **root, TMPDIR=str(tmp_path))
     assert sorted(printed.splitlines()) == ["0 2 0 2 True", "1 2 1 2 True"]
     assert not list(tmp_path.glob("fusionlayer-*")), "the file by which they met was left behind"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_tasks_that_srun_starts_train_together(tmp_path: Path, nodes: int) -> None:
+    """On one node they meet by a file, on several by the name of the first: here both are this host."""
+    script = write(tmp_path, TRAIN + AGAIN)
+    job = {"JOB_ID": os.getpid(), "STEP_ID": nodes, "STEP_TASKS_PER_NODE": "2" if nodes == 1 else "1(x2)"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env=clean_environment(
+                **srun(
+                    rank, 2, **job, LOCALID=rank * (nodes == 1), NODEID=rank * (nodes == 2), STEP_NODELIST="localhost"
+                ),
+                TMPDIR=str(tmp_path),
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [task.communicate(timeout=50)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0]
+    assert printed == [f"{rank} 2 {rank if nodes == 1 else 0} {2 // nodes} True\n" for rank in range(2)]
 
 
 @contextmanager

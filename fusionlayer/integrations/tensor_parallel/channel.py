@@ -25,7 +25,7 @@ from ...collectives.two_level import two_level
 from ...collectives.two_shot import two_shot
 from ...collectives.zipped import zipped
 from ...errors import ConfigError, UsageError
-from ...functional import make_codec
+from ...functional import make_codec, refuse_unknown
 from ...seeds import derive_seed
 from ...transport import Transport
 from ...wire import DTYPE_CODES
@@ -88,6 +88,7 @@ class Channel:
         piece_bytes: int | None = None,
         **codec_options: Any,
     ) -> None:
+        refuse_unknown(Channel, codec, codec_options)
         self.codec = make_codec(codec, codec_options).bare
         self._transport = context.transport(resolve(group, "tensor parallelism", "tp"))
         self.rank, self.size = self._transport.rank, self._transport.size
