@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 
 from tests.cores import one_core
-from tests.tiers import collect_fast_alone, spread, unguarded
+from tests.tiers import spread, unguarded
 
 pytest_plugins = ["pytester"]
 
@@ -23,10 +23,6 @@ torch.set_num_threads(1)
 # A job that a shell has put into the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    collect_fast_alone(config.getoption("markexpr"))
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook

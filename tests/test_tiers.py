@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fusionlayer import codecs
-from tests import tiers
 from tests.codecs.variants import KINDS, every, is_kind, repeats
 from tests.tiers import tiered
 
@@ -53,14 +52,10 @@ def test_tests_of_one_file_that_start_processes_share_a_worker(request: pytest.F
     assert request.node.nodeid.endswith("@tests/test_tiers.py")
 
 
-def test_cases_are_marked_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "_fast_alone", False)
+def test_cases_are_marked_by_rule() -> None:
     cases = tiered([(1, 2), (3, 4)], lambda a, b: b == 4)
     assert [(case.values, bool(case.marks)) for case in cases] == [((1, 2), True), ((3, 4), False)]
     assert [bool(case.marks) for case in tiered("ab", lambda letter: letter == "a")] == [False, True]
-    tiers.collect_fast_alone("not gpu and not exhaustive")
-    assert [case.values for case in tiered("ab", lambda letter: letter == "a")] == [("a",)]
-    assert len(tiered("ab", lambda letter: False)) == 2, "which the collection then refuses"
 
 
 def test_kinds_are_never_repeats() -> None:

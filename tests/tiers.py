@@ -10,14 +10,6 @@ import pytest
 
 exhaustive = pytest.mark.exhaustive
 
-_fast_alone = False
-
-
-def collect_fast_alone(expression: str) -> None:
-    """Have ``tiered`` leave exhaustive cases out if the ``-m`` expression does: collection then takes half the time."""
-    global _fast_alone
-    _fast_alone = "not exhaustive" in expression
-
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Return a mark that skips tests where a package is not installed; it does not import them, which takes seconds."""
@@ -32,11 +24,8 @@ def tiered(cases: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
         cases: tuples of parameters, or single parameters.
         fast: tells whether a case shows something that no other case of the fast tier shows as well.
     """
-    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
-    chosen = [(case, fast(*case)) for case in tuples]
-    if _fast_alone and any(is_fast for _, is_fast in chosen):
-        return [pytest.param(*case) for case, is_fast in chosen if is_fast]
-    return [pytest.param(*case, marks=() if is_fast else exhaustive) for case, is_fast in chosen]
+    tuples = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=() if fast(*case) else exhaustive) for case in tuples]
 
 
 def unguarded(items: Sequence[pytest.Item]) -> list[str]:

@@ -28,6 +28,7 @@ from fusionlayer.slurm import meeting_point
 from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.mpi import mpirun, needs_mpirun
+from tests.tiers import tiered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -281,7 +282,7 @@ def test_mpirun_of_a_shell_that_starts_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", tiered([1, 2], lambda nodes: nodes == 2))
 def test_tasks_that_srun_starts_train_together(tmp_path: Path, nodes: int) -> None:
     """On one node they meet by a file, on several by the name of the first: here both are this host."""
     script = write(tmp_path, TRAIN + AGAIN)
