@@ -23,7 +23,7 @@ def hold_pairs(rank: int, world: int, kinds_alone: bool) -> int:
     assert (transport.rank, transport.size) == (rank, world)
     usable = pairs(codec for codec in defaults() if is_kind(codec) or not kinds_alone)
     for name, codec in usable:
-        conform(transport, name, codec, torch.device("cpu"), LENGTHS, DTYPES)
+        conform(transport, name, codec, torch.device("cpu"), LENGTHS, DTYPES[:1] if kinds_alone else DTYPES)
     transport.close()
     return len(usable)
 

@@ -136,7 +136,7 @@ def check_ddp(rank: int, world: int) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
 def test_ddp(world: int) -> None:
     run_ranks(check_ddp, world, timeout=60)
 

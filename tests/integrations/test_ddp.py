@@ -17,6 +17,7 @@ from tests.codecs.toy_sparse import toy_sparse
 from tests.harness import run_ranks
 from tests.integrations.training import CLASSES, fill, loss_of, make_batch, make_model, train, weights
 from tests.synthetic import gradient
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
 
@@ -221,7 +222,7 @@ def trained_plainly(rank: int) -> Tensor:
     return weights(model)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 3))
 def test_sparse_codecs(world: int) -> None:
     run_ranks(check_sparse, world, timeout=50)
 

@@ -25,6 +25,7 @@ from fusionlayer.transport import C10dTransport, Transport, _linked
 from fusionlayer.transport._monitor import STORE_PATIENCE
 from fusionlayer.transport.heartbeat import Watch
 from tests.harness import run_ranks
+from tests.tiers import tiered
 
 from .conformance import CHECKS
 
@@ -44,7 +45,10 @@ def conform(rank: int, world: int) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("world, store", [(1, "file"), (2, "file"), (3, "tcp"), (4, "file")])
+@pytest.mark.parametrize(
+    "world, store",
+    tiered([(1, "file"), (2, "file"), (3, "tcp"), (4, "file")], lambda world, store: world < 4),
+)
 def test_conformance(world: int, store: str) -> None:
     run_ranks(conform, world, timeout=50, store=store)
 
