@@ -52,7 +52,7 @@ def test_a_run_that_does_not_end_is_a_failure_with_its_last_lines() -> None:
     assert done.returncode == 1
     assert "The demo failed: DDP, f32 ended with status 124; its last lines:" in done.stdout
     assert "the workers were ended after 1 s" in done.stdout
-    assert 'train_gpt.py", line ' in done.stdout  # one line of the stack, not cut where a terminal would
+    assert '.py", line ' in done.stdout  # a line of the stack, wherever the workers were; a terminal would cut it
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
