@@ -113,7 +113,8 @@ def test_pieces_draw_noise_of_their_own() -> None:
 
     Values of whole numbers, seven the largest, survive the first rounding. Only the second can lose something.
     """
-    codec, pieces, size = codecs.get("int4", rounding="stochastic", group_size=32).bare, 4, 4096
+    codec = codecs.get("int", bits=4, rounding="stochastic", group_size=32, hadamard=False).bare
+    pieces, size = 4, 4096
     numbers = torch.arange(size) % 15 - 7.0
     x = torch.stack([numbers.roll(5 * rank) * 0.9**rank for rank in range(2)]).repeat(1, pieces)
 
