@@ -217,7 +217,7 @@ LIKELY = {
     "codecs/_sparse.py": "codecs/test_thresholds.py codecs/test_sparse.py",
     "codecs/_low_rank.py": "codecs/test_low_rank.py",
     "codecs/powersgd.py": "codecs/test_low_rank.py",
-    "csrc/core/residual.h": "codecs/test_conformance.py",
+    "csrc/core/residual.h": "codecs/test_isa.py native/test_cpu_core.py",
     "transport/_sum.py": "transport/test_local.py",
     "transport/_base.py": "transport/test_local.py",
     "transport/_shared_memory.py": "transport/test_c10d.py",
