@@ -75,11 +75,17 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
 
 
 def refuse_unknown(front: Callable[..., Any], codec: str | Codec | None, options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for a keyword that is neither an argument of the function ``front`` nor an option.
+    """Refuse a misspelt argument, which a function that takes a codec's options as keywords would take for an option.
 
-    Functions that take the options of a codec as keywords would else take a misspelt argument for one.
+    Args:
+        front: the function or class that a user has called.
+        codec: the codec that the user gave; None is the configured one.
+        options: the keywords that are no arguments of ``front``.
+
+    Raises:
+        ConfigError: the codec has no such option. It names the nearest argument or option.
     """
-    if not options or codec == "auto" or isinstance(codec, Codec):
+    if not options or codec == AUTO or isinstance(codec, Codec):
         return
     name = context.settings().codec if codec is None else codec
     known = codecs.options(name)

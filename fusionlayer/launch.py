@@ -78,12 +78,12 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
         raise ConfigError(f"{halves[0]}: set both, as a launcher does, or none")
     if not places:
         task = slurm.find_task(environ)
-        if task is None and environ.get("PMIX_RANK", "0") != "0":
+        if task is None and "PMIX_RANK" in environ:
             raise ConfigError(
                 f"PMIX_RANK={environ['PMIX_RANK']} and no number of processes: this launcher is not known; set RANK "
                 "and WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, as torchrun does"
             )
-        return Place() if task is None else Place(*task, "srun")
+        return Place() if task is None or task.size == 1 else Place(*task, "srun")
     # The first launcher in the list wins, but it must not see fewer processes than another one. A launcher that starts
     # the processes of another can only multiply them.
     place, largest = places[0], max(places, key=lambda other: other.size)
@@ -250,7 +250,7 @@ class _Board(ABC):
 
 
 class _FileBoard(_Board):
-    """A file whose name only the processes of one launcher compute."""
+    """A file whose name only the processes of one launcher compute. ``step``: the name of srun's step, or None."""
 
     def __init__(self, environ: Mapping[str, str], timeout: float, step: str | None) -> None:
         super().__init__(timeout)

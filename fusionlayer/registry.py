@@ -78,26 +78,22 @@ class Registry(Generic[T]):
             return self.get(base, **{**defaults, **options})
         if name not in self._factories:
             raise ConfigError(f"unknown {self.kind} {name!r}; {nearest(str(name), self.names())}")
-        known = self._known(name)
-        unknown = [] if known is None else [option for option in options if option not in known]
-        if unknown:
-            hint = nearest(unknown[0], known) if known else "it has none"
-            raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: no {unknown[0]!r}; {hint}")
         try:
             return self._factories[name](**options)
         except TypeError as error:
-            raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: {error}") from error
+            known = self.options(name)
+            unknown = [option for option in options if option not in known]
+            why = f"no {unknown[0]!r}; {nearest(unknown[0], known)}" if known and unknown else str(error)
+            raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: {why}") from error
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options that ``get(name)`` takes; none for an unknown name."""
         self._import_all()
         name = self._presets[name][0] if name in self._presets else name
-        return (self._known(name) or []) if name in self._factories else []
-
-    def _known(self, name: str) -> list[str] | None:
-        """Return the options of a factory; None if it takes any."""
+        if name not in self._factories:
+            return []
         parameters = inspect.signature(self._factories[name]).parameters.values()
-        return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
+        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
 
     def _import_all(self) -> None:
         # A thread that comes while another one imports waits here until all names are registered.

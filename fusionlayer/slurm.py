@@ -21,14 +21,16 @@ class Task(NamedTuple):
 
 
 def find_task(environ: Mapping[str, str]) -> Task | None:
-    """Return this process's place in its step of a Slurm job; None outside Slurm, and where there is one task.
+    """Return this process's place in its step of a Slurm job; None outside Slurm.
 
     Raises:
         ConfigError: the job has several tasks, and srun has not started this process; or a variable makes no sense.
     """
     size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    if size is None or size == 1:
+    if size is None:
         return None
+    if size == 1:
+        return Task(0, 1, 0, 1)  # an interactive shell, too, which no srun need have started
     rank = _number(environ, "SLURM_PROCID")
     if rank is None:
         raise ConfigError(
@@ -68,7 +70,7 @@ def meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
             "tasks of srun on several nodes, and no SLURM_STEP_NODELIST or SLURM_JOB_ID to meet by: set MASTER_ADDR "
             "and MASTER_PORT to an address of rank 0's node"
         )
-    # Below the ports that systems give out by themselves; other jobs and steps on the node get others.
+    # Below the ports that systems give out by themselves. Jobs and steps that share a node rarely share a port.
     return _first_host(nodes), 12_000 + (7 * job + (_number(environ, "SLURM_STEP_ID") or 0)) % 18_000
 
 

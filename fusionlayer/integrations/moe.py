@@ -85,7 +85,7 @@ class Dispatcher:
         gradient_codec: str | Codec | None = None,
         **codec_options: Any,
     ) -> None:
-        refuse_unknown(type(self), codec, codec_options)
+        refuse_unknown(Dispatcher, codec, codec_options)
         self._forward = CodecOrAuto.of(codec, codec_options)
         self._backward = self._forward if gradient_codec is None else CodecOrAuto.of(gradient_codec, {})
         self._transport = context.transport(resolve(group, "expert parallelism", "ep"))

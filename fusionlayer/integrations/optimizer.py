@@ -57,7 +57,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     """Return ``optimizer``, which now averages gradients over ranks during backward, fused and compressed.
 
     It is the same object and still an instance of its class, with its parameter groups, state and learning-rate
-    schedulers. In a job of one rank its behaviour does not change.
+    schedulers. In a job of one rank its behaviour does not change, but all options
+    are checked.
 
     When backward has accumulated a gradient, a background thread takes it; ``step`` waits for the results. The first
     step learns the order of the gradients and makes the fusion plan. A parameter without a gradient counts as zeros,

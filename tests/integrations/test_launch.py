@@ -98,6 +98,7 @@ def test_inner_launcher_wins() -> None:
             {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2x"},
             "PER_NODE='2x'; expected numbers",
         ),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"}, "PMIX_RANK=0 and no number of processes"),
         (
             {"PMIX_RANK": "2", "PMIX_NAMESPACE": "job"},
             "PMIX_RANK=2 and no number of processes.*set RANK and",
@@ -120,6 +121,7 @@ def test_tasks_of_srun() -> None:
     uneven = {"STEP_NUM_TASKS": 7, "TASKS_PER_NODE": "9", "STEP_TASKS_PER_NODE": "2(x3),1"}
     assert find_place(srun(5, 9, LOCALID=1, NODEID=2, **uneven)) == Place(5, 7, 1, 2, "srun")
     assert find_place(srun(6, 9, LOCALID=0, NODEID=3, **uneven)) == Place(6, 7, 0, 1, "srun")
+    assert find_place({**srun(0, 1), "PMIX_RANK": "0"}) == Place()
     assert find_place(srun(0, 1)) == Place(), "an interactive shell, or a batch script of one task"
     started = {**srun(1, 2, LOCALID=0), **environment("torchrun", 5, 8, 1, 4)}
     assert find_place(started) == Place(5, 8, 1, 4, "torchrun"), "srun has started torchrun on each node"
