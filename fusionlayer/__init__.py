@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from . import backend, codecs, collectives, native, transport
 from .context import init, is_initialized, local_rank, local_size, rank, shutdown, size
-from .errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
+from .errors import (
+    ConfigError,
+    FusionLayerError,
+    PlanMismatch,
+    ReplicaMismatch,
+    TransportError,
+    UsageError,
+    WireError,
+)
 from .functional import (
     Average,
     ReduceOp,
@@ -43,6 +51,7 @@ __all__ = [
     "FusionPlan",
     "PlanMismatch",
     "ReduceOp",
+    "ReplicaMismatch",
     "ShardedOptimizer",
     "Sum",
     "TransportError",

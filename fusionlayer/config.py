@@ -61,6 +61,9 @@ class Config:
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
+    check_replicas: int = _setting(
+        "compare parameters over ranks, so that a difference is found within this many steps; 0: never", 200
+    )
     checksum: bool = _setting("put a header with a checksum on every message and verify it before decoding", False)
     transport: str = _setting(
         "what moves bytes between processes: `c10d` (gloo and NCCL), `mpi` (mpi4py; start by mpirun) or `horovod`; "
@@ -97,6 +100,8 @@ class Config:
         for name in ("timeout", "stall_warning"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds above 0")
+        if self.check_replicas < 0:
+            raise ConfigError(f"check_replicas={self.check_replicas}; expected a number of steps, or 0 for never")
         for name in ("ranks_per_node", "lanes", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1, or null")

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "FusionLayerError", "PlanMismatch", "TransportError", "UsageError", "WireError"]
+__all__ = [
+    "ConfigError",
+    "FusionLayerError",
+    "PlanMismatch",
+    "ReplicaMismatch",
+    "TransportError",
+    "UsageError",
+    "WireError",
+]
 
 
 class FusionLayerError(Exception):
@@ -33,6 +41,20 @@ class PlanMismatch(FusionLayerError):
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class ReplicaMismatch(FusionLayerError):
+    """Parameters that all ranks should hold alike differ. All ranks raise it in the same step, before the update.
+
+    Attributes:
+        ranks: the ranks whose parameters differ from those of most ranks; all ranks, if no more than half are alike.
+        tensors: names of the parameters.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = (), tensors: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.tensors = tuple(tensors)
 
 
 class TransportError(FusionLayerError, RuntimeError):

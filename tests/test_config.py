@@ -53,6 +53,7 @@ WRONG = {
     "autotune": "1",
     "autotune_options": "[5]",
     "error_feedback": "1",
+    "check_replicas": "often",
     "checksum": "'yes'",
     "transport": "[mpi]",
     "timeout": "soon",

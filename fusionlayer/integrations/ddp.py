@@ -24,6 +24,7 @@ from ..seeds import derive_seed
 from ..timeline import Timeline
 from .construction import GradientOptions, autotuning, make_engine
 from .parameters import describe, one_device
+from .replicas import ReplicaCheck, Replicas, check_interval
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -38,6 +39,7 @@ def register(
     error_feedback: bool | None = None,
     ahead: bool | None = None,
     autotune: bool | Autotune | None = None,
+    check_replicas: bool | int | None = None,
     **codec_options: Any,
 ) -> CommHook:
     """Send the gradients of ``model`` compressed over the ranks of its process group; call it before training.
@@ -57,6 +59,9 @@ def register(
             while training runs. The configured planner makes the first plan. The hook gets gradients when one of DDP's
             buckets is full, so small buckets (``bucket_cap_mb=1``) leave plans most freedom. An ``Autotune`` holds
             options of the search; None takes the configured value.
+        check_replicas: compare all parameters in the first backward, and then a part of them in each, so that a
+            difference over ranks is found within this many. False: never; None takes the configured number. DDP itself
+            has made them equal when it was made.
         codec_options: options of a codec given by name.
 
     Returns:
@@ -64,6 +69,7 @@ def register(
 
     Raises:
         ConfigError: ``model`` is not wrapped by DDP, or names and options are unknown or do not fit each other.
+        PlanMismatch: ranks disagree on options.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"ddp.register got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
@@ -74,6 +80,7 @@ def register(
             f"by one codec: wrap the optimizer in DistributedOptimizer for {refused[0]}"
         )
     refuse_unknown(register, codec, codec_options)
+    every = check_interval(check_replicas)
     settings = context.settings()
     if codec is None and settings.policy is not None:
         raise ConfigError(
@@ -113,7 +120,11 @@ def register(
         timeline=Timeline(settings.timeline, transport.rank),
         overlap_forward=False,
     )
-    hook = CommHook(engine, names, template)
+    kept = {name: p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+    replicas = Replicas(kept, broadcast=True, every=every)
+    if transport.size > 1:
+        engine.put(partial(replicas.unite, rejoining=True))()
+    hook = CommHook(engine, names, template, replicas.check(engine.put) if transport.size > 1 else None)
     # DDP checks a hook's annotations and rejects postponed ones, so the hook is a function without annotations.
     model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
     return hook
@@ -131,12 +142,16 @@ class CommHook:
         names: names of the parameters.
         template: codec and collective of DDP's buckets. These buckets are the engine's plan, and change when DDP
             rebuilds them after the first step. None: the engine fuses gradients by plans of its own.
+        check: compares parameters over ranks; None: nothing does.
     """
 
-    def __init__(self, engine: Engine, names: Mapping[Tensor, str], template: Bucket | None) -> None:
+    def __init__(
+        self, engine: Engine, names: Mapping[Tensor, str], template: Bucket | None, check: ReplicaCheck | None
+    ) -> None:
         self._engine = engine
         self._names = names
         self._template = template
+        self._check = check
         self._layouts: dict[tuple[str, ...], Bucket] = {}
         self._waiting: list[Callable[[], None]] = []
         self._error: BaseException | None = None
@@ -207,6 +222,9 @@ class CommHook:
             raise error
         if self._template is not None:
             self._engine.synchronize()
+        if self._check is not None:
+            self._check.begin()
+            self._check.settle()
 
     def _layout(self, bucket: GradBucket, template: Bucket) -> Bucket:
         """Return the bucket's layout for the engine; known layouts are reused in every step."""

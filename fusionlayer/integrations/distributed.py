@@ -48,6 +48,7 @@ class Distributed(GradientReduction):
 
         Raises:
             PlanMismatch: ranks disagree on model, plan or options.
+            ReplicaMismatch: parameters differ over ranks.
             TransportError: a peer was lost, stopped or too late.
         """
         if self._fl_overlap is not None and self._fl_state is StepState.STEPPED:
@@ -115,7 +116,7 @@ class Distributed(GradientReduction):
                 "leave overlap_forward out"
             )
         self._fl_submit_rest(engine, sparse)
-        engine.end_step()
+        self._fl_end_step(engine)
         overlap.begin(self.__dict__["param_groups"])
         self._fl_state = StepState.STEPPED
 
@@ -195,14 +196,15 @@ class Distributed(GradientReduction):
         """Reduce gradients over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
 
         Reductions under way are given up. The step number stays. Error feedback stays if rank and size are the same.
-        The plan stays if the size is the same and no plan controller makes plans while training runs.
+        The plan stays if the size is the same and no plan controller makes plans while training runs. Parameters stay
+        as they are: how they become equal again is the job's business, and the next step compares them.
 
         Raises:
             TransportError: a peer was lost, stopped or late.
         """
         old = self._fl_engine
         self._fl_detach()
-        engine, timeline = self._fl_connect()
+        engine, timeline = self._fl_connect(True)
         self._attach(engine, timeline, self._fl_names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
         if engine is None or old is None:
             return

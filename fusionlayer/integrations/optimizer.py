@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,16 @@ from ..timeline import Timeline
 from . import overlap
 from .construction import GradientOptions, make_engine
 from .distributed import Distributed
-from .parameters import describe, name_parameters, one_device
+from .parameters import describe, name_all, one_device, replicated_by
 from .reduction import refuse_twice
+from .replicas import Replicas, check_interval
 
 __all__ = ["DistributedOptimizer"]
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer: Optimizer,
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
     codec: str | Codec | None = None,
     algorithm: str | None = None,
     planner: str | Planner | None = None,
@@ -52,6 +54,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     fidelity: str | None = None,
     replan: bool | None = None,
     autotune: bool | Autotune | None = None,
+    broadcast: bool = True,
+    check_replicas: bool | int | None = None,
     **codec_options: Any,
 ) -> Optimizer:
     """Return ``optimizer``, which now averages gradients over ranks during backward, fused and compressed.
@@ -60,13 +64,17 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     schedulers. In a job of one rank its behaviour does not change, but all options
     are checked.
 
+    Ranks begin with rank 0's parameters, whatever each of them was initialized with, and compare theirs while training
+    runs.
+
     When backward has accumulated a gradient, a background thread takes it; ``step`` waits for the results. The first
     step learns the order of the gradients and makes the fusion plan. A parameter without a gradient counts as zeros,
     so ranks may take different paths through the model.
 
     Args:
         optimizer: any optimizer over parameters of one device.
-        named_parameters: ``model.named_parameters()``; without it, the place in the optimizer names each parameter.
+        named_parameters: the model, or ``model.named_parameters()``; without it, the place in the optimizer names each
+            parameter. Buffers, and parameters that are neither trained nor the optimizer's, are known of a model only.
         codec: name or codec of the gradients; None takes the configured one (``raw`` by default). "auto" measures the
             first steps, in which gradients travel as they are. Then it chooses one codec for all gradients, or one for
             each, by the predicted time of the step; the log says why.
@@ -100,12 +108,19 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         autotune: while training runs, search for the number and sizes of buckets with the shortest measured steps. The
             search begins with the plan that would be used without it. An ``Autotune`` holds options of the search; None
             takes the configured value.
+        broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already does not
+            travel. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves
+            parameters as they are; if they differ in the first step or later, a warning names them once.
+        check_replicas: compare all parameters in the first step, and then a part of them in each step, so that a
+            difference over ranks is found within this many steps. False: never; None takes the configured number.
         codec_options: options of a codec given by name.
 
     Raises:
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
         UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order.
-        PlanMismatch, TransportError: from ``step`` or ``synchronize``; see ``fusionlayer.errors``.
+        PlanMismatch: ranks have other parameters or options; also from ``step`` and ``synchronize``.
+        ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
+        TransportError: a peer was lost, stopped or late; also from ``step`` and ``synchronize``.
     """
     check_op(op)
     refuse_unknown(DistributedOptimizer, codec, codec_options)
@@ -118,7 +133,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if num_groups:
         warnings.warn("num_groups is deprecated; give groups=<number>", DeprecationWarning, stacklevel=2)
         groups = groups if groups is not None else num_groups
-    names = name_parameters(optimizer, named_parameters, group)
+    if not isinstance(broadcast, bool):
+        raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
+    parameters = name_all(optimizer, named_parameters, group)
+    names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
     refuse_twice(names)
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
@@ -139,7 +157,13 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         autotune=autotune,
     )
 
-    def connect() -> tuple[Engine | None, Timeline]:
+    named = {name: parameter for parameter, name in parameters.items()}
+    replicas = Replicas(named, broadcast, check_interval(check_replicas))
+    if isinstance(named_parameters, nn.Module):
+        frozen, replicas.buffers = replicated_by(named_parameters, group)
+        replicas.named |= frozen
+
+    def connect(rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
         scaling = Scaling(1 / transport.size if op is Average else 1.0)
         if op is Average and gradient_predivide_factor != 1.0:
@@ -159,6 +183,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             # It was made to have all options checked, so that a mistake shows before there are other ranks.
             engine.close()
             return None, timeline
+        engine.put(partial(replicas.unite, rejoining=rejoining))()
         return engine, timeline
 
     engine, timeline = connect()
@@ -168,5 +193,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer.__class__ = type(base.__name__, (Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, Distributed)
     optimizer._fl_connect = connect
+    optimizer._fl_replicas = replicas
     optimizer._attach(engine, timeline, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer

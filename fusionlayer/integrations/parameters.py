@@ -7,20 +7,27 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from ..functional import Group
 from ..plan import TensorInfo
 
-__all__ = ["describe", "is_distributed", "local_part", "name_parameters", "one_device"]
+__all__ = ["describe", "is_distributed", "local_part", "name_all", "name_parameters", "one_device", "replicated_by"]
 
 
 def name_parameters(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, group: Group = None
+    optimizer: Optimizer, named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None, group: Group = None
 ) -> dict[Tensor, str]:
-    """Return the name of each parameter that gets a gradient, in the optimizer's order.
+    """Return the name of each parameter that gets a gradient, in the optimizer's order; raises as ``name_all``."""
+    return {p: name for p, name in name_all(optimizer, named_parameters, group).items() if p.requires_grad}
+
+
+def name_all(
+    optimizer: Optimizer, named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None, group: Group = None
+) -> dict[Tensor, str]:
+    """Return the name of each parameter of the optimizer, in its order, those without a gradient too.
 
     Raises:
         ConfigError: names are missing or not unique, or a parameter is sharded over ranks of ``group``.
@@ -29,9 +36,12 @@ def name_parameters(
     if named_parameters is None:
         named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
     else:
-        pairs = list(named_parameters)
+        of_model = isinstance(named_parameters, nn.Module)
+        pairs = list(named_parameters.named_parameters() if of_model else named_parameters)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise ConfigError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
+            raise ConfigError(
+                "named_parameters: expected the model, or (name, parameter) pairs, such as model.named_parameters()"
+            )
         counts: dict[str, int] = {}
         for name, _ in pairs:
             counts[name] = counts.get(name, 0) + 1
@@ -46,7 +56,18 @@ def name_parameters(
                 "parameters of the optimizer, or none"
             )
         _refuse_sharded(named[parameter], parameter, group)
-    return {p: named[p] for _, _, p in parameters if p.requires_grad}
+    return {p: named[p] for _, _, p in parameters}
+
+
+def replicated_by(module: nn.Module, group: Group = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters of ``module`` that get no gradient, and its buffers, without those that ranks share out."""
+
+    def whole(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: x for name, x in named if not (is_distributed(x) and _ranks_of_parts(x, group))}
+
+    return whole((name, p) for name, p in module.named_parameters() if not p.requires_grad), whole(
+        module.named_buffers()
+    )
 
 
 def is_distributed(parameter: Tensor) -> bool:

@@ -21,6 +21,7 @@ from ..timeline import Timeline
 from .overlap import ForwardOverlap
 from .parameters import local_part
 from .phases import StepPhases
+from .replicas import ReplicaCheck, Replicas
 from .sparse import ByName, SparseGradients
 
 __all__ = ["WITH_RESULTS", "GradientReduction", "StepState", "refuse_twice"]
@@ -59,7 +60,8 @@ class GradientReduction(Optimizer):
     """
 
     _fl_engine: Engine | None
-    _fl_connect: Callable[[], tuple[Engine | None, Timeline]]
+    _fl_connect: Callable[[bool], tuple[Engine | None, Timeline]]
+    _fl_replicas: Replicas
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
 
     def _attach(
@@ -84,8 +86,10 @@ class GradientReduction(Optimizer):
         self._fl_forward_of = overlap_forward
         self._fl_timeline = timeline
         self._fl_phases: StepPhases | None = None
+        self._fl_check: ReplicaCheck | None = None
         if engine is None:
             return
+        self._fl_check = self._fl_replicas.check(engine.put)
         self._fl_sparse = SparseGradients(engine, sparse_as_dense)
         if self._fl_enlist is not None:
             self._fl_sparse.by_name = self._fl_enlist(self)
@@ -188,10 +192,14 @@ class GradientReduction(Optimizer):
                 engine.submit(name, local_part(torch.zeros_like(parameter)))
         gathers = sparse.end()
         engine.end_step()
+        if self._fl_check is not None:
+            self._fl_check.begin(present=False)
         for index in sorted(engine.untaken):
             engine.take(index)
         for wait in gathers.values():
             wait()
+        if self._fl_check is not None:
+            self._fl_check.settle()
         self._fl_state = StepState.IDLE if before is StepState.REDUCING else before
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
 
@@ -202,14 +210,16 @@ class GradientReduction(Optimizer):
             return
         self._fl_submit_rest(engine, sparse)
         gathers = sparse.end()
+        self._fl_end_step(engine)
         if self._fl_overlap is not None:
-            engine.end_step()
             self._fl_overlap.deliver()
-        else:
-            engine.synchronize()
+        for index in sorted(engine.untaken):
+            engine.take(index)
         for parameter, wait in gathers.items():
             parameter.grad = wait()
         self._fl_state = StepState.REDUCED
+        if self._fl_check is not None:
+            self._fl_check.settle()
 
     def _fl_submit_rest(self, engine: Engine, sparse: SparseGradients) -> None:
         """Submit every gradient that backward did not make, as zeros: other ranks may have gradients there."""
@@ -226,6 +236,12 @@ class GradientReduction(Optimizer):
                 self._fl_hand_over(engine, parameter)
         self._fl_state = StepState.IDLE
         self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+
+    def _fl_end_step(self, engine: Engine) -> None:
+        """End the engine's step, and begin to compare parameters, which nothing changes now."""
+        engine.end_step()
+        if self._fl_check is not None:
+            self._fl_check.begin()
 
     def _fl_update(self, groups: list[dict[str, Any]]) -> None:
         """Take the wrapped optimizer's step with the parameter groups of one bucket; ``ForwardOverlap`` calls it.
@@ -246,12 +262,14 @@ class GradientReduction(Optimizer):
         with _live_lock:
             _live.discard(self)
         self._fl_release()
-        self._fl_engine = self._fl_sparse = self._fl_overlap = None
+        self._fl_engine = self._fl_sparse = self._fl_overlap = self._fl_check = None
 
     def _fl_flush(self) -> None:
         """Make the updates that wait for the next forward, unless a newer backward has already made gradients."""
         if self._fl_overlap is not None and self._fl_state is StepState.STEPPED:
             self._fl_overlap.flush()
+        if self._fl_check is not None:
+            self._fl_check.finish()
 
     def _fl_forget_results(self) -> None:
         """Note that the gradients no longer hold reduced values."""

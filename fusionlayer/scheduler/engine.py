@@ -180,15 +180,32 @@ class Engine:
             self._agree(self.step, None, transport)
             transport.all_reduce(named)
 
-        try:
-            self._lanes[0].put(agree).wait()
-        except BaseException as error:
-            self._fail(error)
+        self.put(agree)()
         out = frozenset(name for name, count in zip(known, named.tolist(), strict=True) if count)
         for name in out:
             del self._tensors[name]
             self._arrived.pop(name, None)
         return out
+
+    def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
+        """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
+
+        All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
+        """
+        if self.failure is not None:
+            raise self.failure
+        try:
+            job = self._lanes[0].put(work)
+        except BaseException as error:
+            self._fail(error)
+
+        def wait() -> None:
+            try:
+                job.wait()
+            except BaseException as error:
+                self._fail(error)
+
+        return wait
 
     def bucket_of(self, name: str) -> int:
         """Return the index of the bucket in which a tensor travelled in the last step."""

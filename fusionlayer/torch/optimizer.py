@@ -59,6 +59,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             combined with that. Gradients that become sparse later are made dense.
         process_set: ranks to reduce over. On other ranks the optimizer steps by itself.
         options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ...
+            ``broadcast`` is False by default: call ``broadcast_parameters`` before the first step, as with Horovod. A
+            warning names parameters that differ over ranks then or later.
 
     Raises:
         ConfigError: an argument has a value that cannot be used; the message says which values can.
@@ -92,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         groups=groups,
         sparse_as_dense=sparse_as_dense,
         group=transport,
-        **options,
+        **{"broadcast": False, **options},
     )
     distributed._fl_enlist_by(partial(_by_name, process_set, chosen))  # type: ignore[attr-defined]
     return distributed

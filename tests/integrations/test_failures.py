@@ -146,16 +146,19 @@ def check_disagreements(rank: int, world: int) -> None:
     model = make_model()
     assert_mismatch(wrap(model, plan=other if odd else plan), model, rank)
 
-    model = make_model()
-    if odd:
-        model[2] = nn.Linear(40, 5, bias=False)
-    assert_mismatch(wrap(model), model, rank)
-    model = make_model(torch.bfloat16 if odd else torch.float32)
-    assert_mismatch(wrap(model), model, rank)
-    model = nn.Sequential(*make_model()[:1], nn.Tanh(), make_model()[2])
-    if odd:
-        model = nn.Sequential(nn.Identity(), *model)  # the same tensors by other names
-    assert_mismatch(wrap(model), model, rank)
+    short, half, other = make_model(), make_model(torch.bfloat16), nn.Sequential(nn.Identity(), *make_model())
+    short[2] = nn.Linear(40, 5, bias=False)
+    for model, first in [
+        (short, "rank 0 has '2.bias' (5,) float32, rank 1 has no more"),
+        (half, "rank 0 has '0.weight' (40, 24) float32, rank 1 has '0.weight' (40, 24) bfloat16"),
+        (other, "rank 0 has '0.weight' (40, 24) float32, rank 1 has '1.weight' (40, 24) float32"),
+    ]:
+        with pytest.raises(fl.PlanMismatch, match="differ over ranks") as error:
+            wrap(model if odd else make_model())
+        assert error.value.ranks == (1,) and first in str(error.value)
+    for option, first in [({"check_replicas": 9}, "check_replicas=9"), ({"broadcast": False}, "broadcast=False")]:
+        with pytest.raises(fl.PlanMismatch, match=f"rank 1 has {first};"):
+            wrap(make_model(), **(option if odd else {}))
 
     model = make_model()
     train(model, wrap(model), rank, range(2))  # and those who agree train on

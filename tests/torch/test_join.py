@@ -253,7 +253,7 @@ def test_an_optimizer_of_sparse_gradients_alone_and_what_cannot_be() -> None:
             optimizer.zero_grad()
             (model.table(torch.tensor([rank, batch])).sum() * (rank + 1)).backward()
             optimizer.step()
-        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join())
         assert optimizer.state_dict()["fusionlayer"]["step"] == 3 and not optimizer.fusion_plan.buckets
         optimizer.close()
         late = distributed(model)

@@ -1,0 +1,374 @@
+"""Replicas: every rank's copy of the parameters. They are made equal at first, and compared while training runs."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from .. import context, native
+from ..config import Config
+from ..errors import ConfigError, PlanMismatch, ReplicaMismatch
+from ..transport import Transport
+from ..wire import digest
+from .parameters import local_part
+
+__all__ = ["ReplicaCheck", "Replicas", "broadcast_from_0", "check_interval", "differing"]
+
+_FUSED_BYTES = 1 << 25
+"""Bytes that a broadcast copies into one message: what it needs beside the parameters."""
+
+_SHARE_BYTES = 1 << 20
+"""Bytes that are digested in a step, at least: a step pays for a call, so small models are done in few steps."""
+
+_DESCRIPTION_BYTES = 1 << 26
+"""A longer description of a rank's parameters is not asked for: its size has come from another rank."""
+
+Put = Callable[[Callable[[Transport], None]], Callable[[], None]]
+"""Begins an exchange in the same place on all ranks, and returns a function that waits for its end."""
+
+
+def check_interval(asked: bool | int | None) -> int:
+    """Return within how many steps replicas are compared, 0 for never; None and True take the configured number.
+
+    Raises:
+        ConfigError: ``asked`` is neither a number from 0 on nor True, False or None.
+    """
+    if asked is not None and (not isinstance(asked, int) or asked < 0):
+        raise ConfigError(f"check_replicas={asked!r}; expected a number of steps, False for never, or None")
+    configured = context.settings().check_replicas
+    if asked is True:
+        return configured or Config.check_replicas
+    return configured if asked is None else int(asked)
+
+
+@dataclass
+class Replicas:
+    """The tensors that all ranks hold alike, and what is done to keep them so.
+
+    Attributes:
+        named: parameters by name, in the same order on all ranks.
+        broadcast: rank 0's values replace those of other ranks at first. Differences that are found later are errors.
+            False: replicas are the user's, and a difference is a warning.
+        every: a difference is found within this many steps; 0: never.
+        buffers: broadcast too, but not compared later: ranks may change them.
+    """
+
+    named: dict[str, Tensor]
+    broadcast: bool
+    every: int
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def unite(self, transport: Transport, *, rejoining: bool = False) -> None:
+        """Compare names, shapes and options with the other ranks, then give all of them rank 0's values.
+
+        Only what differs travels. Nothing does where ``rejoining`` is set on any rank.
+
+        Args:
+            transport: connects the ranks, all of which call this together.
+            rejoining: this rank had a part in an earlier job. How states become equal is that job's business.
+
+        Raises:
+            PlanMismatch: ranks have other parameters or options; it names the first that differs.
+            TransportError: a peer was lost, stopped or late.
+        """
+        tensors = {**self.named, **self.buffers}
+        lines = [f"broadcast={self.broadcast}", f"check_replicas={self.every}"]
+        lines += [_describe(name, x) for name, x in tensors.items()]
+        value = _digest_of(tensors.values()) if self.broadcast and not rejoining else 0
+        mine = struct.pack("<16s?7xQ", digest(*lines)[:16], rejoining, value)
+        records = [struct.unpack("<16s?7xQ", record) for record in _gathered(mine, transport)]
+        if any(facts != records[0][0] for facts, _, _ in records):
+            raise _mismatch(lines, [facts != records[0][0] for facts, _, _ in records], transport)
+        if not self.broadcast or any(rejoins for _, rejoins, _ in records):
+            return
+        if any(theirs != records[0][2] for _, _, theirs in records):
+            every = _gathered_digests(tensors, transport)
+            broadcast_from_0([x for x, row in zip(tensors.values(), every, strict=True) if len({*row}) > 1], transport)
+
+    def check(self, put: Put) -> ReplicaCheck | None:
+        """Return what compares the parameters while training runs, or None if that is switched off."""
+        return ReplicaCheck(self.named, self.every, put, strict=self.broadcast) if self.every else None
+
+
+class ReplicaCheck:
+    """Compares parameters over ranks, at no noticeable cost: a part of them in each step, by a digest of 8 bytes.
+
+    The first step compares everything. After it each step digests a share, and the digests of all shares are compared
+    once in ``every`` / 2 steps: so a difference is found within ``every`` steps. A digest shows any single bit.
+
+    The thread that trains calls ``begin`` at the end of each step of the engine, before the update, and ``settle``
+    later, if it can wait. All ranks do so in the same steps.
+
+    Args:
+        named: parameters by name, the same on all ranks; looked at anew when a round of comparing begins.
+        every: a difference is found within this many steps.
+        put: begins an exchange.
+        strict: a difference raises ``ReplicaMismatch``. False: it warns once, and nothing is compared any more.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], every: int, put: Put, *, strict: bool) -> None:
+        self._named = named
+        self._steps = max(1, (every - 1) // 2)
+        self._put = put
+        self._strict = strict
+        self._shares: Iterator[list[tuple[Tensor, slice]]] | None = iter([_cut(named.values(), 1)[0]])
+        self._left = 1
+        self._digest = _Digest()
+        self._present = True
+        self._on_gpu = any(x.is_cuda for x in named.values())
+        self._wait: Callable[[], None] | None = None
+        self._records: list[tuple[bool, int]] = []
+
+    def begin(self, *, present: bool = True) -> None:
+        """Digest this step's share of the parameters; in the last step of a round begin to compare.
+
+        Args:
+            present: False: this rank has no part in the step, so that its parameters may differ (``hvd.join``).
+
+        Raises:
+            ReplicaMismatch: as ``settle``, of an earlier comparison.
+        """
+        self._judge()
+        if self._shares is None:
+            return
+        self._present = self._present and present
+        for x, part in next(self._shares):
+            self._digest.add(local_part(x.detach()), part)
+        self._left -= 1
+        if self._left == 0:
+            self._digest.seal()
+            self._wait = self._put(partial(self._compare, self._digest, self._present))
+            self._digest, self._present, self._left = _Digest(), True, self._steps
+            self._shares = iter(_cut(self._named.values(), self._steps))
+
+    def settle(self) -> None:
+        """Wait for a comparison that ``begin`` has begun, if there is one, and judge it.
+
+        Of parameters on a GPU the next ``begin`` does so: the GPU has not come so far yet, and a wait for it would hold
+        up the step.
+
+        Raises:
+            ReplicaMismatch: parameters differ. All ranks raise it in the same step; it names tensors and ranks.
+            TransportError: a peer was lost, stopped or late.
+        """
+        if not self._on_gpu:
+            self._judge()
+
+    def _judge(self) -> None:
+        self._wait, wait = None, self._wait
+        if wait is None:
+            return
+        wait()
+        present = [rank for rank, (there, _) in enumerate(self._records) if there]
+        if len({value for there, value in self._records if there}) > 1:
+            self._report(present)
+
+    def finish(self) -> None:
+        """Wait for a comparison that ``begin`` has begun, whatever comes of it: nothing is under way then."""
+        if self._wait is not None:
+            with suppress(Exception):
+                self._wait()
+
+    def _compare(self, mine: _Digest, present: bool, transport: Transport) -> None:
+        records = _gathered(struct.pack("<?7xQ", present, mine.read()), transport)
+        self._records = [struct.unpack("<?7xQ", record) for record in records]
+
+    def _report(self, present: Sequence[int]) -> None:
+        """Find out which tensors differ on which of the ranks that are ``present``, and raise or warn."""
+        rows: list[list[int]] = []
+        self._put(lambda transport: rows.extend(_gathered_digests(self._named, transport)))()
+        found = {
+            name: differing({rank: row[rank] for rank in present}) for name, row in zip(self._named, rows, strict=True)
+        }
+        found = {name: ranks for name, ranks in found.items() if ranks}
+        if not found:
+            return  # what differed is equal again
+        shown = ", ".join(f"{name!r} on {_ranks(ranks)}" for name, ranks in list(found.items())[:3])
+        text = f"{len(found)} of {len(self._named)} parameters differ over ranks: {shown}"
+        if len(found) > 3:
+            text += ", ..."
+        if self._strict:
+            raise ReplicaMismatch(
+                f"{text}; weights were loaded or changed on some ranks only, a step was skipped, or memory or a "
+                "message is damaged: go on from a checkpoint, or call broadcast_parameters(model.state_dict(), 0)",
+                ranks=sorted({rank for ranks in found.values() for rank in ranks}),
+                tensors=found,
+            )
+        self._shares = None
+        warnings.warn(
+            f"{text}; each rank trains another model: call broadcast_parameters(model.state_dict(), root_rank=0) "
+            "before the first step, or give check_replicas=False if that is meant",
+            stacklevel=2,
+        )
+
+
+def broadcast_from_0(tensors: Iterable[Tensor], transport: Transport) -> None:
+    """Give every rank rank 0's values of ``tensors``, in place; small ones travel together.
+
+    All ranks call it together, with tensors of the same shapes and types, of any devices. Of a DTensor this rank's part
+    is meant.
+    """
+    fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    with torch.no_grad():
+        for x in map(local_part, (x.detach() for x in tensors)):
+            waiting = fused.setdefault((x.dtype, x.device), [])
+            waiting.append(x)
+            if sum(each.nbytes for each in waiting) >= _FUSED_BYTES:
+                _broadcast(waiting, transport)
+                waiting.clear()
+        for waiting in fused.values():
+            if waiting:
+                _broadcast(waiting, transport)
+
+
+def _broadcast(tensors: Sequence[Tensor], transport: Transport) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        transport.broadcast(tensors[0], 0)
+        return
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    transport.broadcast(flat, 0)
+    if transport.rank != 0:
+        for x, values in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+            x.copy_(values.view(x.shape))
+
+
+def differing(values: Mapping[int, int]) -> list[int]:
+    """Return the ranks whose value is not that of most ranks; all ranks, if no value is that of most."""
+    if len({*values.values()}) < 2:
+        return []
+    (value, count), *_ = Counter(values.values()).most_common()
+    return [rank for rank in values if 2 * count <= len(values) or values[rank] != value]
+
+
+class _Digest:
+    """Eight bytes that change with any bit of the tensors that were added."""
+
+    def __init__(self) -> None:
+        self._crc = 0
+        self._sums: dict[torch.device, Tensor] = {}
+        self._events: list[torch.cuda.Event] = []
+
+    def add(self, x: Tensor, part: slice) -> None:
+        """Go on with a part of the elements of ``x``; on a GPU without waiting for it."""
+        flat = x.contiguous().view(-1)[part]
+        if flat.device.type == "cpu":
+            self._crc = native.crc32c(flat, self._crc)
+        elif flat.numel():
+            before = self._sums.get(flat.device, 0)
+            self._sums[flat.device] = before * _PRIME + sum_of_bits(flat)
+
+    def seal(self) -> None:
+        """End adding: ``read`` may be called on another thread now."""
+        for device in self._sums:
+            if device.type == "cuda":
+                self._events.append(torch.cuda.current_stream(device).record_event())
+
+    def read(self) -> int:
+        """Return the digest; waits for the GPU."""
+        for event in self._events:
+            event.synchronize()
+        value = self._crc
+        for total in self._sums.values():
+            value = (value * _PRIME + int(total)) % (1 << 64)
+        return value
+
+
+_PRIME = 1_000_003
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED_AT_A_TIME = 1 << 22
+
+
+def sum_of_bits(flat: Tensor) -> Tensor:
+    """Return a sum () int64 of the elements of ``flat`` (n,) as integers, each by an odd factor of its own.
+
+    Sums wrap around at 64 bits. An odd factor keeps every bit: one flipped bit always changes the sum.
+    """
+    bits = flat.view(_INTEGERS[min(flat.element_size(), 8)])
+    factors = torch.arange(1, 2 * min(bits.numel(), _SUMMED_AT_A_TIME), 2, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for part in bits.split(_SUMMED_AT_A_TIME):
+        total = total * _PRIME + (part * factors[: part.numel()]).sum()
+    return total
+
+
+def _digest_of(tensors: Iterable[Tensor]) -> int:
+    whole = _Digest()
+    for x in tensors:
+        whole.add(local_part(x.detach()), slice(None))
+    whole.seal()
+    return whole.read()
+
+
+def _cut(tensors: Iterable[Tensor], steps: int) -> list[list[tuple[Tensor, slice]]]:
+    """Return ``steps`` lists that have every element of ``tensors`` once, in shares of about equally many bytes."""
+    parts = [(x, local_part(x.detach())) for x in tensors]
+    share = max(_SHARE_BYTES, -(-sum(part.nbytes for _, part in parts) // steps))
+    shares: list[list[tuple[Tensor, slice]]] = [[]]
+    room = share
+    for x, part in parts:
+        start, stop = 0, part.numel()
+        while start < stop:
+            if room < part.element_size():
+                shares.append([])
+                room = share
+            # Of a tensor that is not contiguous each share would copy all, so it goes whole.
+            end = min(stop, start + room // part.element_size()) if part.is_contiguous() and steps > 1 else stop
+            shares[-1].append((x, slice(start, end)))
+            room -= (end - start) * part.element_size()
+            start = end
+    while len(shares) > steps:
+        shares[-2] += shares.pop()
+    return shares + [[] for _ in range(steps - len(shares))]
+
+
+def _gathered(mine: bytes, transport: Transport) -> list[bytes]:
+    """Return the bytes of all ranks; they are equally many on each."""
+    every = torch.empty(transport.size, len(mine), dtype=torch.uint8)
+    transport.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), every)
+    return [row.numpy().tobytes() for row in every]
+
+
+def _gathered_digests(named: Mapping[str, Tensor], transport: Transport) -> list[list[int]]:
+    """Return the digests of each tensor, those of all ranks; ranks have equally many tensors."""
+    mine = struct.pack(f"<{len(named)}Q", *(_digest_of([x]) for x in named.values()))
+    every = [struct.unpack(f"<{len(named)}Q", record) for record in _gathered(mine, transport)]
+    return [list(row) for row in zip(*every, strict=True)]
+
+
+def _describe(name: str, x: Tensor) -> str:
+    part = local_part(x.detach())
+    return f"{name!r} {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
+
+
+def _mismatch(lines: Sequence[str], differs: Sequence[bool], transport: Transport) -> PlanMismatch:
+    """Return the error for ranks whose descriptions differ from rank 0's; it shows the first line that does."""
+    text = "\n".join(lines).encode()
+    sizes = [struct.unpack("<q", size)[0] for size in _gathered(struct.pack("<q", len(text)), transport)]
+    ranks = [rank for rank, differ in enumerate(differs) if differ]
+    shown = ""
+    if all(0 <= size <= _DESCRIPTION_BYTES for size in sizes):
+        texts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        transport.exchange([mine] * transport.size, texts)
+        first, other = (texts[rank].numpy().tobytes().decode(errors="replace").splitlines() for rank in (0, ranks[0]))
+        pairs = zip_longest(first, other, fillvalue="no more")
+        ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
+        shown = f": rank 0 has {ours}, rank {ranks[0]} has {theirs}"
+    return PlanMismatch(
+        f"names, shapes or types of parameters differ over ranks (this is rank {transport.rank}): {ranks} differ from "
+        f"rank 0{shown}; give every rank the same model, options and version of fusionlayer",
+        ranks=ranks,
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
