@@ -283,7 +283,7 @@ class _Digest:
 
 
 _PRIME = 1_000_003
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SUMMED_AT_A_TIME = 1 << 22
 
 
@@ -292,7 +292,7 @@ def sum_of_bits(flat: Tensor) -> Tensor:
 
     Sums wrap around at 64 bits. An odd factor keeps every bit: one flipped bit always changes the sum.
     """
-    bits = flat.view(_INTEGERS[min(flat.element_size(), 8)])
+    bits = flat.view(_INTEGERS[min(flat.element_size(), 4)])
     factors = torch.arange(1, 2 * min(bits.numel(), _SUMMED_AT_A_TIME), 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for part in bits.split(_SUMMED_AT_A_TIME):

@@ -18,6 +18,7 @@ from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES
+from .replicas import Replicas, check_interval
 from .weights import Weights, both_ways
 
 __all__ = ["ShardedOptimizer"]
@@ -49,11 +50,14 @@ class ShardedOptimizer(Optimizer):
             "zero++", which set ``gradients`` too.
         gradients: name or codec of the gradients; "tlq_hs" is a two-level codec.
         group: process group or transport; None means all ranks.
+        check_replicas: compare the model's weights over ranks in the first step, and then a part of them in each, so
+            that a difference is found within this many. False: never; None takes the configured number.
         defaults: options of ``optimizer_class``.
 
     Raises:
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
         PlanMismatch: ranks disagree on parameters or codecs.
+        ReplicaMismatch: from ``step``, weights differ over ranks; it names the first.
         TransportError: a peer was lost, stopped or late.
     """
 
@@ -65,6 +69,7 @@ class ShardedOptimizer(Optimizer):
         weights: str | Codec | None = None,
         gradients: str | Codec | None = None,
         group: Group = None,
+        check_replicas: bool | int | None = None,
         **defaults: Any,
     ) -> None:
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
@@ -84,7 +89,9 @@ class ShardedOptimizer(Optimizer):
         for each in self.param_groups:
             _check(each["params"])
         align = max(self._fl_weights.codec.block, self._fl_gradients.block)
-        self._fl_agree(align, name)
+        alone = self._fl_transport.size == 1 and check_replicas is None
+        every = 0 if alone else check_interval(check_replicas)
+        self._fl_agree(align, name, every)
         self._fl_parts = [_Part(each["params"], self._fl_transport, align) for each in self.param_groups]
         mains = [
             {**{key: value for key, value in each.items() if key != "params"}, "params": [part.main]}
@@ -94,6 +101,13 @@ class ShardedOptimizer(Optimizer):
         self.defaults = self._fl_inner.defaults
         for each, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             each.update({key: value for key, value in inner.items() if key != "params"})
+        named = {
+            f"group {i}, parameter {j}": p
+            for i, each in enumerate(self.param_groups)
+            for j, p in enumerate(each["params"])
+        }
+        replicas = Replicas(named, broadcast=True, every=every)
+        self._fl_check = replicas.check(self._fl_at_once) if self._fl_transport.size > 1 else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being made; raise ``UsageError`` later, when all parts have been cut."""
@@ -118,6 +132,9 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         transport = self._fl_transport
+        if self._fl_check is not None:
+            self._fl_check.begin()
+            self._fl_check.settle()
         for index, part in enumerate(self._fl_parts):
             seed = derive_seed(self._fl_step, index, 0)
             part.reduce(self._fl_gradients, transport, seed)
@@ -168,10 +185,14 @@ class ShardedOptimizer(Optimizer):
     def _fl_key(self) -> str:
         return f"rank {self._fl_transport.rank} of {self._fl_transport.size}"
 
-    def _fl_agree(self, align: int, name: str) -> None:
+    def _fl_at_once(self, work: Callable[[Transport], None]) -> Callable[[], None]:
+        work(self._fl_transport)
+        return lambda: None
+
+    def _fl_agree(self, align: int, name: str, every: int) -> None:
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in each["params"]] for each in self.param_groups]
         if self._fl_transport.size > 1:
-            facts = (shapes, align, name, self._fl_weights, self._fl_gradients)
+            facts = (shapes, align, name, self._fl_weights, self._fl_gradients, f"check_replicas={every}")
             self._fl_transport.agree("parameters or codecs of a ShardedOptimizer", *facts)
 
 
