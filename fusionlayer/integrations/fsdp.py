@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from .. import context
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..functional import AUTO
 from .codec_or_auto import CodecOrAuto
 from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
 from .fsdp_shards import Shards
+from .replicas import Replicas
 from .weights import NAMES, Weights, both_ways
 
 __all__ = ["FSDPCompression", "compress"]
@@ -128,6 +130,7 @@ def compress(
     nodes: int | None = None,
     all_gather: str | Codec | None | _Given = _Given.NOT,
     reduce_scatter: str | Codec | None | _Given = _Given.NOT,
+    broadcast: bool = True,
 ) -> FSDPCompression:
     """Compress the weights and gradients that ``model`` sends, after ``fully_shard`` has been applied to it.
 
@@ -157,6 +160,8 @@ def compress(
             configured, or found by host and network.
         all_gather: another name of ``weights``.
         reduce_scatter: another name of ``gradients``.
+        broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
+            replicas that differ. What is equal already does not travel. False leaves weights as they are.
 
     Raises:
         ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
@@ -165,6 +170,8 @@ def compress(
         TransportError: from forward and backward, a peer was lost, stopped or late.
     """
     _check_nodes(nodes)
+    if not isinstance(broadcast, bool):
+        raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
     modules = _sharded_modules(model)
     weights = _one_of("weights", weights, "all_gather", all_gather)
     gradients = _one_of("gradients", gradients, "reduce_scatter", reduce_scatter)
@@ -196,7 +203,19 @@ def compress(
             module.set_custom_all_gather(ours.gather)  # type: ignore[arg-type]
         if ours.scatter:
             module.set_custom_reduce_scatter(ours.scatter)  # type: ignore[arg-type]
+    if broadcast:
+        _unite(by_shards)
     return FSDPCompression(list(by_shards.values()), gathering, reducing)
+
+
+def _unite(modules: Iterable[Shards]) -> None:
+    """Give all ranks that hold copies of the same shards those of the first of them."""
+    replicated: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
+    for shards in modules:
+        for group, named in shards.replicated.items():
+            replicated.setdefault(group, {}).update(named)
+    for group, named in replicated.items():
+        Replicas(named, broadcast=True, every=0).unite(context.transport(group))
 
 
 def _check_nodes(nodes: int | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -66,6 +67,16 @@ class Shards:
         """The names of ``parameters``, in the same order."""
         infos = [each._module_info for each in self._group.fsdp_params]
         return [self._names[info.module, info.param_name] for info in infos]
+
+    @property
+    def replicated(self) -> dict[dist.ProcessGroup, dict[str, Tensor]]:
+        """For each group of ranks that hold copies of the same shards, as HSDP's replicas do: the shards, by name."""
+        found: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
+        for name, shard in zip(self.names, self.parameters, strict=True):
+            for dim, placement in enumerate(shard.placements):
+                if placement.is_replicate() and shard.device_mesh.size(dim) > 1 and not shard.is_meta:
+                    found.setdefault(shard.device_mesh.get_group(dim), {})[name] = shard
+        return found
 
     @property
     def regathering(self) -> bool:

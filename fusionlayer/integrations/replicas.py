@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +27,10 @@ _FUSED_BYTES = 1 << 25
 """Bytes that a broadcast copies into one message: what it needs beside the parameters."""
 
 _SHARE_BYTES = 1 << 20
-"""Bytes that are digested in a step, at least: a step pays for a call, so small models are done in few steps."""
+"""Bytes that are digested in a step, at least: a step pays for each call, so small models are done in few steps."""
+
+_GPU_SHARE_BYTES = 1 << 26
+"""The same on a GPU, where a call takes as long as hundreds of kilobytes. So much memory is needed for a moment."""
 
 _DESCRIPTION_BYTES = 1 << 26
 """A longer description of a rank's parameters is not asked for: its size has come from another rank."""
@@ -141,8 +144,7 @@ class ReplicaCheck:
         if self._shares is None:
             return
         self._present = self._present and present
-        for x, part in next(self._shares):
-            self._digest.add(local_part(x.detach()), part)
+        self._digest.add(_flat(x)[part] for x, part in next(self._shares))
         self._left -= 1
         if self._left == 0:
             self._digest.seal()
@@ -257,14 +259,27 @@ class _Digest:
         self._sums: dict[torch.device, Tensor] = {}
         self._events: list[torch.cuda.Event] = []
 
-    def add(self, x: Tensor, part: slice) -> None:
-        """Go on with a part of the elements of ``x``; on a GPU without waiting for it."""
-        flat = x.contiguous().view(-1)[part]
-        if flat.device.type == "cpu":
-            self._crc = native.crc32c(flat, self._crc)
-        elif flat.numel():
-            before = self._sums.get(flat.device, 0)
-            self._sums[flat.device] = before * _PRIME + sum_of_bits(flat)
+    def add(self, pieces: Iterable[Tensor]) -> None:
+        """Go on with flat tensors; on a GPU without waiting for it, and with few kernels for many small tensors."""
+        waiting: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for flat in pieces:
+            if flat.device.type == _BY_CRC:
+                self._crc = native.crc32c(flat, self._crc)
+            elif flat.numel():
+                bits = flat.view(_INTEGERS[min(flat.element_size(), 4)])
+                together = waiting[bits.device, bits.dtype]
+                together.append(bits)
+                if sum(each.nbytes for each in together) >= _GPU_SHARE_BYTES:
+                    self._add_bits(together)
+                    together.clear()
+        for together in waiting.values():
+            if together:
+                self._add_bits(together)
+
+    def _add_bits(self, bits: Sequence[Tensor]) -> None:
+        total = sum_of_bits(bits[0] if len(bits) == 1 else torch.cat(bits))
+        before = self._sums.get(total.device)
+        self._sums[total.device] = total if before is None else before * _PRIME + total
 
     def seal(self) -> None:
         """End adding: ``read`` may be called on another thread now."""
@@ -282,19 +297,19 @@ class _Digest:
         return value
 
 
+_BY_CRC = "cpu"
 _PRIME = 1_000_003
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SUMMED_AT_A_TIME = 1 << 22
 
 
-def sum_of_bits(flat: Tensor) -> Tensor:
-    """Return a sum () int64 of the elements of ``flat`` (n,) as integers, each by an odd factor of its own.
+def sum_of_bits(bits: Tensor) -> Tensor:
+    """Return a sum () int64 of integers (n,) of at most 32 bits, each by an odd factor of its own.
 
     Sums wrap around at 64 bits. An odd factor keeps every bit: one flipped bit always changes the sum.
     """
-    bits = flat.view(_INTEGERS[min(flat.element_size(), 4)])
-    factors = torch.arange(1, 2 * min(bits.numel(), _SUMMED_AT_A_TIME), 2, device=flat.device)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    factors = torch.arange(1, 2 * min(bits.numel(), _SUMMED_AT_A_TIME), 2, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.split(_SUMMED_AT_A_TIME):
         total = total * _PRIME + (part * factors[: part.numel()]).sum()
     return total
@@ -302,16 +317,21 @@ def sum_of_bits(flat: Tensor) -> Tensor:
 
 def _digest_of(tensors: Iterable[Tensor]) -> int:
     whole = _Digest()
-    for x in tensors:
-        whole.add(local_part(x.detach()), slice(None))
+    whole.add(_flat(x) for x in tensors)
     whole.seal()
     return whole.read()
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return the elements of ``x``, or of this rank's part of a DTensor; a copy if they are not contiguous."""
+    return local_part(x.detach()).contiguous().view(-1)
 
 
 def _cut(tensors: Iterable[Tensor], steps: int) -> list[list[tuple[Tensor, slice]]]:
     """Return ``steps`` lists that have every element of ``tensors`` once, in shares of about equally many bytes."""
     parts = [(x, local_part(x.detach())) for x in tensors]
-    share = max(_SHARE_BYTES, -(-sum(part.nbytes for _, part in parts) // steps))
+    least = _GPU_SHARE_BYTES if any(part.is_cuda for _, part in parts) else _SHARE_BYTES
+    share = max(least, -(-sum(part.nbytes for _, part in parts) // steps))
     shares: list[list[tuple[Tensor, slice]]] = [[]]
     room = share
     for x, part in parts:

@@ -415,9 +415,17 @@ def test_weights_are_the_same_bits_on_all_ranks(world: int) -> None:
 
 
 def hold_replicas_of_lossy_weights(rank: int, world: int) -> None:
-    """The two replicas of HSDP decode the same weights, rounding at random too."""
+    """The two replicas of HSDP begin with the weights of the first, and decode the same, rounding at random too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
+    own = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().mul_(1 + rank // 2)  # type: ignore[attr-defined]
+    fl.fsdp.compress(model, broadcast=False)
+    assert all(torch.equal(p.to_local(), q * (1 + rank // 2)) for p, q in zip(model.parameters(), own, strict=True))  # type: ignore[attr-defined]
+    fl.fsdp.compress(model)
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), own, strict=True))  # type: ignore[attr-defined]
     stochastic = fl.codecs.get("int", bits=4, rounding="stochastic")
     fl.fsdp.compress(model, weights=stochastic, gradients=stochastic)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

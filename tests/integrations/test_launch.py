@@ -171,11 +171,10 @@ import fusionlayer as fl
 
 fl.init()
 fl.init()
-torch.manual_seed(fl.rank())
+torch.manual_seed(fl.rank())  # as without a seed: a model of its own on each rank
 model = torch.nn.Linear(300, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters())
-fl.broadcast_parameters(model.state_dict())
 for step in range(2):
     optimizer.zero_grad()
     model(torch.randn(4, 300)).square().sum().backward()

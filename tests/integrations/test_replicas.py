@@ -121,10 +121,17 @@ def damaged(
     raise AssertionError("nothing was found")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_flipped_bit_is_found_in_time_and_named(small_shares: None, world: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world", "dtype", "as_on_gpu"),
+    [(2, torch.float32, False), (2, torch.bfloat16, True), (3, torch.float32, True), (3, torch.bfloat16, False)],
+)
+def test_a_flipped_bit_is_found_in_time_and_named(
+    small_shares: None, world: int, dtype: torch.dtype, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever it is, and whenever: shares have passed it by in this round, or not."""
+    if as_on_gpu:
+        monkeypatch.setattr(replicas, "_BY_CRC", "no device")
+        monkeypatch.setattr(replicas, "_GPU_SHARE_BYTES", 100)
     cases = [
         (1, 3, ("0.weight", 0, 0), {}),
         (5, 1, ("0.weight", 959, 3), {}),
@@ -244,14 +251,15 @@ def test_a_digest_on_a_gpu_changes_with_every_bit(dtype: torch.dtype, monkeypatc
     monkeypatch.setattr(replicas, "_SUMMED_AT_A_TIME", 3)
     flat = (torch.arange(7) % 5).to(dtype)
     raw = flat.view(torch.uint8)
-    found = [int(sum_of_bits(flat))]
+    bits = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+    found = [int(sum_of_bits(bits))]
     for byte in range(raw.numel()):
         for bit in range(8):
             raw[byte] ^= 1 << bit
-            found.append(int(sum_of_bits(flat)))
+            found.append(int(sum_of_bits(bits)))
             raw[byte] ^= 1 << bit
-    assert len(set(found)) == len(found) and found[0] == int(sum_of_bits(flat))
-    assert int(sum_of_bits(flat.flip(0))) != found[0]
+    assert len(set(found)) == len(found) and found[0] == int(sum_of_bits(bits))
+    assert int(sum_of_bits(bits.flip(0))) != found[0]
 
 
 def test_whom_most_ranks_contradict() -> None:
