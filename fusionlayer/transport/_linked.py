@@ -242,7 +242,13 @@ class LinkedTransport(Transport):
             raise self._fail(error, call.what) from error
         # Nobody knows how much of this call the peers have received, so there can be no next call.
         text = f"rank {self.rank} raised {type(error).__name__}: {error}"
-        self._shut(TransportError(text, [self.rank], sequence=self.sequence), Diagnosis((self.rank,), text, True))
+        finding = Diagnosis((self.rank,), text, True)
+        try:
+            # The peers must be able to read it before this rank leaves, as a program does that is interrupted twice.
+            if self._watch is not None:
+                self._watch.diagnose(finding, known=finding)
+        finally:
+            self._shut(TransportError(text, [self.rank], sequence=self.sequence), finding)
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -251,11 +257,10 @@ class LinkedTransport(Transport):
     def _fail(self, error: LinkError, what: str) -> TransportError:
         """Close the transport after a failure of its link, find the cause, and return the error that names it."""
         assert self._watch is not None
-        _close_all(self._links)
-        finding = self._watch.diagnose()
+        lost = f"the connection to rank {error.peer} was lost, though its process is alive"
+        finding = self._watch.diagnose(otherwise=Diagnosis((error.peer,), lost, True))
         if not finding.ranks:
-            lost = f"the connection to rank {error.peer} was lost, though its process is alive"
-            finding = Diagnosis((error.peer,), finding.text or lost, True)
+            finding = replace(finding, ranks=(error.peer,))
         failure = TransportError(
             f"rank {self.rank}: collective {self.sequence} ({what}): {finding.text}",
             finding.ranks,

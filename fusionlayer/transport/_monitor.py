@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -14,10 +15,16 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ._causes import Cause
+
 __all__ = ["STORE_PATIENCE", "monitor"]
 
 # Seconds that a store may take to answer. A store on another host takes a millisecond.
 STORE_PATIENCE = 2.0
+# Seconds that a process with a store stays for the others to read why it leaves. Each reads it once per interval of its
+# watch, 5 seconds at most.
+_LINGER = 12.0
+_LINGER_POLL = 0.02
 
 
 class Watched(Protocol):
@@ -38,17 +45,24 @@ class Watched(Protocol):
     def end(self) -> None:
         """End the watch at the exit of the process."""
 
+    def is_awaited(self) -> bool:
+        """Return whether this process keeps the store, and other ranks have yet to read there why it leaves."""
+
 
 class _Monitor:
     """Starts the thread with the first watch. The thread ends after the last one."""
 
     def __init__(self) -> None:
-        # Guards _watches, _leaving, _thread and _stores: any thread adds and removes watches while the monitor's thread
-        # reads them. Not held while watches tick, since a tick may wait for the store.
+        # Guards _watches, _leaving, _kept, _thread and _stores: any thread adds and removes watches while the monitor's
+        # thread reads them. Not held while watches tick, since a tick may wait for the store.
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._watches: list[Watched] = []
         self._leaving: list[Watched] = []
+        self._kept: list[Watched] = []
+        # Why a transport of this process has failed, until another one is made. The monitor's thread sets it, any
+        # thread reads it.
+        self.cause: Cause | None = None
         self._thread: threading.Thread | None = None
         self._stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
         atexit.register(self._stop)
@@ -68,6 +82,9 @@ class _Monitor:
     def add(self, watch: Watched) -> None:
         """Tick this watch from now on. Any thread may call it."""
         with self._lock:
+            # The job goes on, and what comes now has other causes.
+            self.cause = None
+            self._kept.clear()
             self._watches.append(watch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fusionlayer heartbeat", daemon=True)
@@ -80,7 +97,19 @@ class _Monitor:
             if watch in self._watches:
                 self._watches.remove(watch)
                 self._leaving.append(watch)
+                self._kept.append(watch)
         self.wake()
+
+    def note(self, cause: Cause) -> None:
+        """Have all transports say what one of them has found out, in case the process leaves. On the thread."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        with self._lock:
+            watches = list(self._watches)
+        for watch in watches:
+            with suppress(RuntimeError):
+                watch.write_state()
 
     def wake(self) -> None:
         """Let the thread tick all watches now. Any thread may call it."""
@@ -107,16 +136,23 @@ class _Monitor:
             self._woken.wait(min((watch.pause() for watch in watches), default=0))
 
     def _stop(self) -> None:
-        """Let the thread write all final states and end. At exit it must not be inside one of torch's calls."""
+        """Let the thread write all final states and end. At exit it must not be inside one of torch's calls.
+
+        If this process has failed and keeps the store, it then stays until the other ranks have read why.
+        """
         with self._lock:
             thread, leaving = self._thread, self._watches
             self._leaving += leaving
+            self._kept += leaving
             self._watches = []
         for watch in leaving:
             watch.end()
         self.wake()
         if thread is not None:
             thread.join(STORE_PATIENCE)
+        end = time.monotonic() + _LINGER
+        while any(watch.is_awaited() for watch in self._kept) and time.monotonic() < end:
+            time.sleep(_LINGER_POLL)
 
 
 monitor = _Monitor()

@@ -12,20 +12,20 @@ from ._calls import Call
 __all__ = ["EVIDENT", "Diagnosis", "Sign", "judge", "lost_store"]
 
 # What can be wrong with a rank, and whether that is final. Earlier kinds are blamed first, because a later kind may be
-# the consequence of an earlier one.
+# the consequence of an earlier one. What a rank tells comes first: it left after it had found that out.
 _KINDS = {
+    "told": True,  # the rank has failed, and says which ranks are to blame
     "gone": True,
     "conflict": True,
     "stopped": False,
     "left": True,
-    "told": True,  # the rank has failed, and says which ranks are to blame
     "silent": False,
     "late": False,
     "failed": True,  # the rank has failed, and does not know why
 }
 
 # With one of these the cause is certain, so there is no need to wait for the answers of other ranks.
-EVIDENT = ("gone", "conflict", "stopped")
+EVIDENT = ("told", "gone", "conflict", "stopped")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """A side channel over the store, by which ranks find out which of them are alive and which calls they are in.
 
-Ranks answer when asked. One daemon thread per process reads, for each transport, one key of the store per interval. It
+The first rank that knows why a transport has failed puts that into the store before it leaves. All others repeat it,
+so that no rank blames one that has only left for the same reason.
+
+Ranks answer when asked. One daemon thread per process reads, for each transport, two keys of the store per interval. It
 writes only after a waiting rank has asked for signs of life. So a job that runs well costs one small read per interval
 (40 us by TCP on one host), and a FileStore, which keeps every write, does not grow.
 """
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ._calls import Call
+from ._causes import Cause
 from ._monitor import STORE_PATIENCE, monitor
 from ._processes import Identity
 from ._signs import EVIDENT, Diagnosis, Sign, judge, lost_store
@@ -28,6 +32,8 @@ _logger = logging.getLogger("fusionlayer")
 
 _POLL = 0.1
 _MEETING_POLL = _LOOK_POLL = 0.01
+# Seconds that the process with the store gives the others to read the cause before it reports its own failure.
+_ANNOUNCE = 0.5
 
 
 class _Progress(NamedTuple):
@@ -84,6 +90,9 @@ class Watch:
         self.size = size
         self.interval = min(max(timeout / 8, 0.25), 5.0)
         self._name = name
+        self._store_rank = store_rank
+        # A store ends with its last reference, and the others must be able to read why this process leaves.
+        self._kept = store if store_rank == rank else None
         self._store = dist.PrefixStore(name, monitor.own_store(store))
         self._lost_store = lost_store(store, store_rank)
         self._is_overdue = is_overdue
@@ -100,6 +109,9 @@ class Watch:
         self._next_look = 0.0
         self._warned = False
         self._wanted = False
+        self._otherwise = Diagnosis((), "", True)
+        self._known: Diagnosis | None = None
+        self._cause: Diagnosis | None = None
         self._seen_first: list[Sign] = []
         self._found = threading.Event()
         self._finding: Diagnosis | None = None
@@ -115,6 +127,7 @@ class Watch:
         # The monitor's client gives up after STORE_PATIENCE. That is too short while processes start.
         later, self._store = self._store, dist.PrefixStore(self._name, store)
         self._store.set("ask", "")
+        self._store.compare_set("cause", "", "")
         self.write_state()
         self._store.set(f"who/{self.rank}", json.dumps(asdict(self._identity)))
         keys = [f"who/{rank}" for rank in range(self.size)]
@@ -122,9 +135,10 @@ class Watch:
             if time.monotonic() > deadline:
                 missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 text = f"ranks {list(missing)} did not come within {timeout:g} s; make it on every rank of the group"
-                self._farewell = {"state": "failed", "ranks": missing, "text": text}
+                finding = Diagnosis(missing, text, True)
+                self._farewell = _failed(finding)
                 self.write_state()
-                return Diagnosis(missing, text, True)
+                return finding
             time.sleep(_MEETING_POLL)
         for state in self.read_states(self.others()).values():
             if "text" in state:
@@ -148,15 +162,22 @@ class Watch:
         """Note that the call has succeeded."""
         self._place = self._place._replace(call=None, since=0.0)
 
-    def diagnose(self) -> Diagnosis:
-        """Return why the call in flight has failed.
+    def diagnose(self, otherwise: Diagnosis, known: Diagnosis | None = None) -> Diagnosis:
+        """Interrupt the call in flight, and return why it has failed. It is in the store then, if there is one.
 
         The calling thread calls it and waits for the monitor's thread, which asks the other ranks. That takes a tenth
         of a second if they answer, and at most three intervals and the patience with a store if they do not.
+
+        Args:
+            otherwise: the reason if nothing speaks against any rank.
+            known: why this rank fails, if that is no question. Another rank may have failed before.
         """
-        # Other ranks may ask before the cause is known, and must not wait for this one any longer.
-        self._farewell = {"state": "failed"}
+        # Other ranks may ask before the cause is known, and must not wait for this one any longer. So it comes before
+        # the links are closed.
+        self._farewell = {"state": "failed"} if known is None else _failed(known)
+        self._otherwise, self._known = otherwise, known
         self._wanted = True
+        self._interrupt()
         monitor.wake()
         started = time.monotonic()
         while True:
@@ -170,7 +191,27 @@ class Watch:
             if waited > (STORE_PATIENCE if finding is not self._lost_store else 3 * self.interval + STORE_PATIENCE):
                 return finding
         assert self._finding is not None
+        while self._cause and time.monotonic() - started < _ANNOUNCE and self.is_awaited():
+            time.sleep(_LOOK_POLL)
         return self._finding
+
+    def is_awaited(self) -> bool:
+        """Return whether this process keeps the store, and some rank has yet to read there why this rank has failed.
+
+        A rank that is to blame, is gone or has left by itself need not read it. The calling thread, or that of the
+        exit, calls it once this rank has failed.
+        """
+        if self._kept is None or self._cause is None:
+            return False
+        try:
+            states = self.read_states(self.others())
+        except (RuntimeError, ValueError):
+            return False
+        return any(
+            state["state"] == "open" and not state.get("heard") and not self._look_at(rank)
+            for rank, state in states.items()
+            if rank not in self._cause.ranks
+        )
 
     def end(self, finding: Diagnosis | None = None) -> None:
         """Tell the other ranks that this rank makes no more calls; ``finding``: why it failed, None if it closed.
@@ -180,7 +221,7 @@ class Watch:
         if finding is None:
             self._farewell = {"state": "closed"}
         else:
-            self._farewell = {"state": "failed", "ranks": finding.ranks, "text": finding.text}
+            self._farewell = _failed(finding)
         monitor.remove(self)
 
     # What follows runs on the monitor's thread.
@@ -190,10 +231,14 @@ class Watch:
         if self._is_overdue():
             # No call waits for this work, so close the links: the next call then reports the failure.
             self._interrupt()
-        ask = self._store.get("ask").decode()
+        ask, cause = (value.decode() for value in self._store.multi_get(["ask", "cause"]))
+        self._hear(cause)
         if ask != self._answered or self._farewell:
             self._answered = ask
             self.write_state()
+        if self._cause or (self._wanted and self._known):
+            self._conclude(self._cause or self._known)
+            return
         if self._inquiry is None and (self._wanted or self._is_time_to_look()):
             self._inquiries += 1
             self._inquiry = _Inquiry(self, self._place, f"{self.rank}.{self._inquiries}")
@@ -225,6 +270,8 @@ class Watch:
             "sequence": place.sequence,
             "call": asdict(place.call) if place.call else None,
             "recent": [[number, asdict(call)] for number, call in place.recent],
+            "heard": self._cause is not None,
+            "because": asdict(because) if (because := self._because()) else None,
             **(self._farewell or {}),
         }
         self._store.set(f"at/{self.rank}", json.dumps(state))
@@ -262,14 +309,17 @@ class Watch:
             theirs = next((Call(**c) for number, c in state["recent"] if number == sequence), None)
         if "text" in state:
             return Sign(rank, "told", state["text"], tuple(state["ranks"]))
+        because = state.get("because")
+        told = Sign(rank, "told", because["text"], tuple(because["ranks"])) if because else None
         if state["state"] == "closed":
             if behind or (call is not None and call.partner == rank):
-                return Sign(rank, "left", f"rank {rank} closed its transport after collective {state['sequence']}")
+                text = f"rank {rank} closed its transport after collective {state['sequence']}"
+                return told or Sign(rank, "left", text)
             return None
         failed = state["state"] == "failed"
         trouble = None if failed else self._look_at(rank)
         if trouble:
-            return trouble
+            return told or trouble
         if not (fresh or failed):
             name = f"rank {rank} ({self._identities[rank]})"
             return Sign(rank, "silent", f"{name} gives no sign of life, {waited:.1f} s after it was asked")
@@ -295,7 +345,36 @@ class Watch:
         return [sign for rank in self.others() if (sign := self._look_at(rank))]
 
     def _judge_without_store(self) -> Diagnosis:
-        return judge(self._seen_first or self._look_around(), self._place.call) or self._lost_store
+        told = self._cause or self._because() or self._known
+        if told:
+            return told
+        seen = self._seen_first or self._look_around()
+        # Its keeper stays until the others have read why it leaves. So a keeper that is lost without a word came first.
+        return judge([sign for sign in seen if sign.rank == self._store_rank] or seen, self._place.call) or (
+            self._lost_store
+        )
+
+    def _because(self) -> Diagnosis | None:
+        """Return why this rank leaves, or will, if another transport of the process has failed."""
+        return monitor.cause and monitor.cause.among(self._identities) or None
+
+    def _hear(self, cause: str) -> None:
+        """Take what the store has as the first cause; "" is none."""
+        if cause and self._cause is None:
+            told = json.loads(cause)
+            self._cause = Diagnosis(tuple(told["ranks"]), told["text"], True)
+            self.write_state()
+            monitor.note(Cause.of(self._cause, self._identities))
+
+    def _settle(self, finding: Diagnosis) -> Diagnosis:
+        """Put this rank's finding into the store, unless another rank came first; return the first one."""
+        if self._cause is None and finding.ranks:
+            mine = json.dumps({"ranks": finding.ranks, "text": finding.text})
+            try:
+                self._hear(self._store.compare_set("cause", "", mine).decode())
+            except RuntimeError:
+                monitor.note(Cause.of(finding, self._identities))
+        return self._cause or finding
 
     def _is_time_to_look(self) -> bool:
         now = time.monotonic()
@@ -315,7 +394,7 @@ class Watch:
         waited = time.monotonic() - since
         if self._wanted:
             self._wanted = False
-            self._finding = finding or Diagnosis((), "", True)
+            self._finding = self._settle(finding or self._otherwise)
             self._found.set()
         elif moved_on:
             return
@@ -325,6 +404,10 @@ class Watch:
             self._warned = True
             why = finding.text if finding else "every rank is in it, and waits"
             _logger.warning("rank %d: collective %d lasts %.0f s: %s", self.rank, sequence, waited, why)
+
+
+def _failed(finding: Diagnosis) -> dict[str, Any]:
+    return {"state": "failed", "ranks": finding.ranks, "text": finding.text}
 
 
 class _Inquiry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from fusionlayer.errors import TransportError
 from fusionlayer.transport import C10dTransport
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
 
@@ -238,3 +240,44 @@ def pause(rank: int, world: int) -> float:
 
 def test_a_rank_that_is_stopped_for_a_while_does_no_harm() -> None:
     assert run_ranks(pause, 2) == [2.0, 2.0]
+
+
+def fail_apart(rank: int, world: int, slow: int) -> None:
+    transport = C10dTransport(timeout=TIMEOUT)
+    other = transport.duplicate()
+    for each in (transport, other):
+        each.barrier()
+    checkpoint("barrier")
+    try:
+        if rank != slow:
+            transport.barrier()
+        assert other._watch is not None
+        while len(other._watch._look_around()) < world - 1:
+            time.sleep(0.01)
+        other.barrier()
+    except TransportError:
+        atexit._run_exitfuncs()  # what a program runs that this error ends
+        raise
+
+
+FAST = [(3, 1, 2, signal.SIGSTOP, "tcp"), (3, 0, 2, signal.SIGKILL, "tcp")]
+CASES = [
+    (world, lost, slow, how, store)
+    for world in (3, 4)
+    for lost in range(world)
+    for slow in range(world)
+    for how in (signal.SIGSTOP, signal.SIGKILL)
+    for store in ("tcp", "file")
+    if lost != slow
+]
+
+
+@pytest.mark.parametrize("world, lost, slow, how, store", tiered(CASES, lambda *case: case in FAST))
+def test_the_culprit_is_the_same_on_every_rank(
+    world: int, lost: int, slow: int, how: signal.Signals, store: str
+) -> None:
+    """One rank comes when all others have raised and are gone, to another transport, and blames none of those."""
+    outcomes = outcomes_of(fail_apart, world, slow, signals={(lost, "barrier"): how}, store=store)
+    for rank, outcome in enumerate(outcomes):
+        if rank != lost:
+            assert outcome.error[0] == "TransportError" and outcome.attributes["ranks"] == (lost,), outcomes

@@ -33,9 +33,9 @@ TOLD = Sign(6, "told", "rank 9 is gone", (9,))
 @pytest.mark.parametrize(
     "signs, ranks",
     [
-        ([FAILED, LATE, SILENT, TOLD, STOPPED, GONE], (1,)),
-        ([FAILED, LATE, SILENT, TOLD, STOPPED], (2,)),
-        ([FAILED, LATE, SILENT, TOLD], (9,)),
+        ([FAILED, LATE, SILENT, TOLD, STOPPED, GONE], (9,)),
+        ([FAILED, LATE, SILENT, STOPPED, GONE], (1,)),
+        ([FAILED, LATE, SILENT, STOPPED], (2,)),
         ([FAILED, LATE, SILENT], (3,)),
         ([FAILED, LATE], (4,)),
         ([FAILED, Sign(7, "failed", "rank 7 failed")], (5, 7)),
