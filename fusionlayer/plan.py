@@ -174,6 +174,10 @@ class _PlanFile:
     world_size: int
     buckets: tuple[Bucket, ...]
 
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"world_size={self.world_size}; expected at least 1")
+
     @property
     def plan(self) -> FusionPlan:
         return FusionPlan(self.buckets, self.world_size)

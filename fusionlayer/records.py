@@ -50,8 +50,20 @@ def read(path: str | Path, what: str) -> Any:
     """Return the data of a YAML file; ``ConfigError`` if it cannot be read. ``what`` says what the file holds."""
     try:
         return yaml.load(Path(path).read_text(), Loader=_Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{what} {path} cannot be read: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} cannot be read: it is no text; expected YAML") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {_why(error)}") from error
+
+
+def _why(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error).splitlines()[0]
+    problem = " ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def load(kind: type[T], path: str | Path, what: str, version: int | None = None) -> T:
@@ -187,7 +199,8 @@ def _lead(where: str) -> str:
 
 def _refusal(data: object, where: str, *hints: Any) -> ConfigError:
     words = [f"{_WORDS[_shape(hint)]}{f' of {_length(hint)}' if _length(hint) else ''}" for hint in hints]
-    return ConfigError(f"{where}{'=' if where else ''}{data!r:.60}; expected {' or '.join(dict.fromkeys(words))}")
+    given = "nothing" if data is None and not where else f"{data!r:.60}"
+    return ConfigError(f"{where}{'=' if where else ''}{given}; expected {' or '.join(dict.fromkeys(words))}")
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------

@@ -83,7 +83,10 @@ class Registry(Generic[T]):
         except TypeError as error:
             known = self.options(name)
             unknown = [option for option in options if option not in known]
-            why = f"no {unknown[0]!r}; {nearest(unknown[0], known)}" if known and unknown else str(error)
+            # Python's own words lead with the name of a function that the caller has never seen.
+            why = str(error).rpartition("() ")[2]
+            if unknown:
+                why = f"no {unknown[0]!r}; {nearest(unknown[0], known) if known else 'it takes none'}"
             raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: {why}") from error
 
     def options(self, name: str) -> list[str]:

@@ -137,7 +137,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         (lambda text: text.replace("algorithm", "method"), r"buckets\[0\]: unknown key 'method'"),
         (lambda text: text + "\t[", "cannot be read"),
         (lambda text: "just text", "'just text'; expected keys and values"),
-        (lambda text: "", "None; expected keys and values"),
+        (lambda text: "", "nothing; expected keys and values"),
         (lambda text: text.replace("numel: 100", "numel: many"), r"slots\[0\].numel='many'; expected a whole number"),
         (lambda text: text.replace("world_size: 4", "world_size: four"), "world_size='four'; expected a whole number"),
         (lambda text: text.replace("offset: 128", "offset: null"), r"slots\[1\].offset=None; expected a whole number"),

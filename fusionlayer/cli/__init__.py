@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from ..errors import FusionLayerError
 from . import bench, doctor, explain, plan, profile, simulate, trace
+from .arguments import Parser
 
 __all__ = ["main"]
 
@@ -17,7 +17,7 @@ _COMMANDS = (profile, plan, explain, simulate, trace, bench, doctor)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, that of the process by default; return the exit status."""
-    parser = argparse.ArgumentParser(prog="fusionlayer", description="What fusionlayer costs and saves, in numbers.")
+    parser = Parser(prog="fusionlayer", description="What fusionlayer costs and saves, in numbers.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
@@ -30,6 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        _drop_output()
         return 141
+    except OSError as error:  # such as a disk that is full
+        print(f"fusionlayer {options.command}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return status
+
+
+def _drop_output() -> None:
+    """Let what is still to be written go nowhere: Python flushes at its end, and would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import yaml
 
 from .. import codecs
 from ..codecs import Codec
+from ..errors import ConfigError
 from ..planning.cluster import Scenario
 from ..planning.profile import Profile
 
-__all__ = ["add_cluster", "as_options", "get_codec", "join", "key_value", "names", "numbers", "positive", "scenario_of"]
+__all__ = [
+    "Parser",
+    "above_zero",
+    "add_cluster",
+    "as_options",
+    "check_file",
+    "check_folder",
+    "count",
+    "get_codec",
+    "join",
+    "key_value",
+    "names",
+    "numbers",
+    "positive",
+    "scenario_of",
+    "seconds",
+]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def join(items: Sequence[object]) -> str:
@@ -28,14 +55,47 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Read a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 0")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Read a number above 0."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number above 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read a number of at least 0."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected seconds of at least 0")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def numbers(text: str) -> list[int]:
     """Read growing whole numbers from "2,8,64"."""
     return sorted({positive(part) for part in text.split(",")})
 
 
 def names(text: str) -> list[str]:
-    """Read names from "a,b"."""
-    return [part for part in text.split(",") if part]
+    """Read names from "a,b"; there is at least one."""
+    found = [part for part in text.split(",") if part]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected names, such as a,b")
+    return found
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -58,6 +118,29 @@ def get_codec(name: str, options: Sequence[tuple[str, Any]] | None, density: flo
     """Return the codec that a command line names; raise ``ConfigError`` for an unknown name or option."""
     more = {} if density is None else {"density": density}
     return codecs.get(name, **more, **as_options(options))
+
+
+def check_file(path: str | Path, flag: str) -> None:
+    """Raise ``ConfigError`` unless this file can be written, before work is done for it.
+
+    Its folder is made; the file stays as it is.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = path.exists()
+        with path.open("ab"):
+            pass
+        if not known:
+            path.unlink()
+    except OSError as error:
+        why = "its folder is a file" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror
+        raise ConfigError(f"{flag} {path} cannot be written: {why}; name another file") from error
+
+
+def check_folder(path: str | Path, flag: str) -> None:
+    """Raise ``ConfigError`` unless files can be written into this folder. It is made."""
+    check_file(Path(path) / "fusionlayer.tmp", flag)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

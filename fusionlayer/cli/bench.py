@@ -22,7 +22,7 @@ from .. import __version__, codecs, collectives, context, functional, launch
 from ..errors import ConfigError
 from ..planning.profiler import describe_machine
 from ..transport import Transport
-from .arguments import names, positive
+from .arguments import check_file, names, positive
 from .spawn import run_on_ranks
 from .tables import plain_table
 
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure on all ranks; rank 0 writes the rows."""
     launched = launch.find_place()
     if options.num_proc is not None and launched.size == 1:
-        _check(options, options.num_proc)
+        _check(options, options.num_proc, writes=True)
         arguments = _without_num_proc(options.arguments)
         run_on_ranks(["-m", "fusionlayer", *arguments], options.num_proc)
         return
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> None:
     context.init()
     try:
         transport = context.transport()
-        _check(options, transport.size)
+        _check(options, transport.size, writes=transport.rank == 0)
         found = list(_measure(options, transport))
         if transport.rank == 0:
             _write(options, found)
@@ -137,14 +137,21 @@ def run(options: argparse.Namespace) -> None:
         context.shutdown()
 
 
-def _check(options: argparse.Namespace, ranks: int) -> None:
-    """Raise ``ConfigError`` for options that cannot be measured, before any rank starts."""
+def _check(options: argparse.Namespace, ranks: int, writes: bool) -> None:
+    """Raise ``ConfigError`` for options that cannot be measured, before any rank starts.
+
+    ``writes``: whether this process can see the file that is to be written.
+    """
     if ranks < 2:
         raise ConfigError(
             "one rank has nobody to talk to: give -np 2 or more, or start this command by torchrun, mpirun or fusionrun"
         )
     if options.min > options.max:
         raise ConfigError(f"--min {options.min} is above --max {options.max} bytes; give a range")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, and torch sees no CUDA device; leave it out")
+    if options.out is not None and writes:
+        check_file(options.out, "--out")
     for collective in options.collectives:
         if collective not in _KINDS:
             raise ConfigError(f"unknown collective {collective!r}; known: {', '.join(_KINDS)}")

@@ -16,7 +16,7 @@ from ..planning.prediction import plan_costs, predict_plan
 from ..planning.profile import Profile
 from ..planning.simulation import Step
 from ..planning.zipped_costs import expected_costs
-from .arguments import add_cluster, scenario_of
+from .arguments import add_cluster, check_file, scenario_of
 from .tables import print_table
 
 __all__ = ["add_parser"]
@@ -49,6 +49,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what ``options`` ask for."""
+    if options.plot:
+        check_file(options.plot, "--plot")
     profile = Profile.from_yaml(options.profile)
     plan = FusionPlan.from_yaml(options.plan)
     scenario = scenario_of(options, profile)

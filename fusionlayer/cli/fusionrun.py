@@ -6,17 +6,19 @@ import argparse
 import os
 import secrets
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import ConfigError, FusionLayerError
 from ..transport._interfaces import ipv4_addresses, reachable_names
 from . import doctor
-from .arguments import positive
+from .arguments import Parser, check_file, check_folder, count, positive
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
 
@@ -60,11 +62,15 @@ _REFUSED: dict[str, tuple[bool, str]] = {
 
 @dataclass(frozen=True)
 class Agent:
-    """The torchrun of one host: the command that starts it, and the host's name for messages."""
+    """The torchrun of one host: the command that starts it, and the host's name for messages.
+
+    ``is_here``: whether that is this host.
+    """
 
     host: str
     command: list[str]
     environment: dict[str, str]
+    is_here: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         if options.check_build:
             return doctor.report(as_json=False)
+        _check_names(options)
         agents = plan(options)
+        here = [agent for agent in agents if agent.is_here]
+        status, why = _missing(options.command) if here else (0, "")
+        if status:
+            print(f"fusionrun: {why}", file=sys.stderr)
+            return status
         if options.verbose:
             for agent in agents:
                 print(f"fusionrun: on {agent.host}: {shlex.join(agent.command)}", file=sys.stderr)
@@ -81,6 +93,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FusionLayerError as error:
         print(f"fusionrun: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _missing(command: Sequence[str]) -> tuple[int, str]:
+    """Return the status with which a shell would refuse a command, and why; 0 if it can be started."""
+    program = command[0]
+    if shutil.which(program) is None:
+        if os.path.isdir(program):
+            return 126, f"{program}: is a directory; name a program"
+        if "/" in program and os.path.exists(program):
+            return 126, f"{program}: permission denied; start a script by its interpreter: python {program}"
+        script = f"; did you mean python {program}?" if os.path.exists(program) else ""
+        return 127, f"{program}: not found{script}"
+    if Path(program).name.startswith("python") and command[1:2] and command[1].endswith(".py"):
+        try:
+            with open(command[1], "rb"):
+                pass
+        except OSError as error:
+            return 2, f"{command[1]}: {error.strerror}"
+    return 0, ""
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for files and interfaces that the job could not use, before anything starts."""
+    names = [name for _, name in socket.if_nameindex()]
+    wanted = [part.lstrip("=") for part in (options.network_interface or "").split(",") if part[:1] not in ("", "^")]
+    if wanted and not any(name.startswith(part) for name in names for part in wanted):
+        raise ConfigError(f"--network-interface {options.network_interface}: this host has {', '.join(names)}")
+    if options.output_filename:
+        check_folder(options.output_filename, "--output-filename")
+    if options.timeline_filename:
+        check_file(f"{options.timeline_filename}.0", "--timeline-filename")
+    if options.autotune_log_file:
+        check_file(options.autotune_log_file, "--autotune-log-file")
+    if options.ssh_identity_file and not os.path.isfile(options.ssh_identity_file):
+        raise ConfigError(f"--ssh-identity-file {options.ssh_identity_file}: no such file")
+    if options.ssh_port is not None and options.ssh_port > 65535:
+        raise ConfigError(f"--ssh-port {options.ssh_port}; expected a port from 1 to 65535")
 
 
 def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> list[Agent]:
@@ -118,14 +169,14 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
             agents.append(Agent(host.name, command, {**without_launcher(environ), **settings}))
         else:
             ssh = remote_command(host, command, settings, options.ssh_port, options.ssh_identity_file, environ)
-            agents.append(Agent(host.name, ssh, dict(environ)))
+            agents.append(Agent(host.name, ssh, dict(environ), is_here=False))
     if several and options.verbose:
         print(f"fusionrun: {len(hosts)} hosts meet at {address}:{port}", file=sys.stderr)
     return agents
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fusionrun",
         usage="fusionrun -np N [-H host:slots,...] [FLAG ...] program [argument ...]",
         description="Start a training job on this host or several, by torchrun.",
@@ -152,7 +203,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     elastic = parser.add_argument_group("elastic jobs").add_argument
     elastic("--min-np", type=positive, metavar="N", help="go on with so many processes (torchrun's --nnodes min:max)")
     elastic("--max-np", type=positive, metavar="N", help="at most so many processes")
-    elastic("--reset-limit", type=int, metavar="N", help=f"restarts before the job fails (default {_DEFAULT_RESTARTS})")
+    elastic(
+        "--reset-limit", type=count, metavar="N", help=f"restarts before the job fails (default {_DEFAULT_RESTARTS})"
+    )
     tuning = parser.add_argument_group("settings, by environment variables that the job reads").add_argument
     tuning("--fusion-threshold-mb", type=float, metavar="MB", help="HOROVOD_FUSION_THRESHOLD")
     tuning("--cache-capacity", type=positive, metavar="N", help="HOROVOD_CACHE_CAPACITY")

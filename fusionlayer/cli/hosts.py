@@ -73,6 +73,8 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"hostfile {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"hostfile {path} is no text; expected lines 'name slots=4'") from error
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.split("#")[0].split()

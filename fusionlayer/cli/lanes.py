@@ -59,7 +59,8 @@ def draw(path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequ
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--plot {path} cannot be written: {why}") from error
 
 
 def _bars(

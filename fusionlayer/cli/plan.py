@@ -21,7 +21,7 @@ from ..planning.selection import Selection, select
 from ..planning.simulation import Step
 from ..scheduler import planners
 from ..scheduler.planners import Planner
-from .arguments import add_cluster, as_options, get_codec, key_value, names, positive, scenario_of
+from .arguments import add_cluster, as_options, check_file, get_codec, key_value, names, positive, scenario_of
 from .tables import print_table
 
 __all__ = ["add_parser"]
@@ -84,6 +84,8 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("--rates is for --compare; a plan is made for one --rate")
     if options.out is None and not options.compare:
         raise ConfigError("nothing to do; give -o PLAN.yaml for the plan, or --compare for a table of planners")
+    if options.out is not None:
+        check_file(options.out, "--out")
     profile = Profile.from_yaml(options.profile)
     codec = _codec(options)
     planner = planners.get(options.planner, **as_options(options.planner_option))
@@ -99,7 +101,6 @@ def run(options: argparse.Namespace) -> None:
             plan, found = chosen.plan, chosen.prediction
         else:
             plan, found = predicted(profile, planner, codec, scenario, options)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         plan.to_yaml(options.out)
         print(
             f"{options.out}: {len(plan.buckets)} buckets of {len(profile.model.tensors)} tensors; predicted "

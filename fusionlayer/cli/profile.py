@@ -15,7 +15,7 @@ from ..codecs import Codec
 from ..planning.cost_model import parse_rate
 from ..planning.profiler import Sizes, describe_machine, file_name, measure_profile
 from ..transport import Transport, local
-from .arguments import names, positive
+from .arguments import check_folder, names, positive
 
 __all__ = ["add_parser"]
 
@@ -83,6 +83,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Sizes) -> None:
     transport = context.transport()
+    if transport.rank == 0:
+        check_folder(options.out, "--out")
     environment = {**describe_machine(options.hardware), "fusionlayer": __version__}
     profile = measure_profile(
         options.model,
@@ -95,7 +97,6 @@ def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Si
         environment=environment,
     )
     if transport.rank == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"{file_name(profile.model.name, environment)}.yaml"
         profile.to_yaml(path, _COMMENT.format(command=environment["command"]))
         print(path)

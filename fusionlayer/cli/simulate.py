@@ -16,7 +16,7 @@ from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
 from ..scheduler import planners
-from .arguments import join, names, numbers, positive
+from .arguments import above_zero, join, names, numbers, positive, seconds
 from .tables import print_table
 
 __all__ = ["add_parser"]
@@ -51,8 +51,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--planner", choices=planners.names(), help="how gradients are fused (default: configured)")
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
     parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
-    parser.add_argument("--cores", type=float, metavar="X", help="cores of each worker (default: as measured)")
-    parser.add_argument("--latency", type=float, metavar="SECONDS", help="of a message (default: as measured)")
+    parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")
+    parser.add_argument("--latency", type=seconds, metavar="SECONDS", help="of a message (default: as measured)")
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .arguments import count
 from .breakdown import Breakdown, break_down
 from .tables import print_table
 
@@ -35,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "timelines", nargs="+", metavar="FILE", help="timelines, or what FUSIONLAYER_TIMELINE was, for all ranks"
     )
     parser.add_argument(
-        "--skip", type=int, default=3, metavar="N", help="first steps to leave out: they plan and warm up (default 3)"
+        "--skip", type=count, default=3, metavar="N", help="first steps to leave out: they plan and warm up (default 3)"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
@@ -43,9 +44,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the breakdown that ``options`` ask for."""
-    if options.skip < 0:
-        raise ConfigError(f"--skip {options.skip}; expected a number of steps, at least 0")
-    ranks = [break_down(_read(path), options.skip, str(path)) for path in _files(options.timelines)]
+    ranks = [_break_down(path, options.skip) for path in _files(options.timelines)]
     if options.json:
         print(json.dumps([rank.as_dict() for rank in ranks], indent=1))
         return
@@ -65,19 +64,26 @@ def _files(names: Sequence[str]) -> list[Path]:
     return files
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _break_down(path: Path, skip: int) -> Breakdown:
     try:
         events = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"timeline {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no timeline of fusionlayer: it is no text") from error
+    except ValueError as error:
+        raise ConfigError(f"timeline {path} is not complete: {error}; a run that ends orderly completes it") from error
+    try:
         spans = [event for event in events if event["ph"] == "X"]
         if not all({"name", "ts", "dur", "pid", "tid", "args"} <= event.keys() for event in spans):
-            raise KeyError("name, ts, dur, pid, tid or args")
-        return spans
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"timeline {path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"timeline {path} is not complete: {error}; a run that ends orderly completes it") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no timeline of fusionlayer: {error!r}") from error
+            raise LookupError
+        return break_down(spans, skip, str(path))
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path} is no timeline of fusionlayer; expected a list of events with ph, name, ts, dur, pid, tid and args"
+        ) from error
 
 
 def _print_phases(ranks: Sequence[Breakdown]) -> None:

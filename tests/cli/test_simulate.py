@@ -113,7 +113,6 @@ def test_where_a_method_is_ahead_is_told(path: Path, capsys: pytest.CaptureFixtu
         (["--per-host", "2"], "fusionlayer simulate: 2 workers on a host, and the profile has no costs"),
         (["--per-host", "3", "--workers", "2,8"], "fusionlayer simulate: --workers: none is a multiple"),
         (["--curves", "--latency", "0.1"], "fusionlayer simulate: a given latency cannot be put"),
-        (["--cores", "0"], "fusionlayer simulate: 0.0 cores, 1 threads of a rank; expected more than 0"),
     ],
 )
 def test_errors_are_one_line(
@@ -126,7 +125,8 @@ def test_errors_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--workers", "0"], ["--workers", "two"], ["--algorithm", "star"], ["--per-host", "0"], []]
+    "arguments",
+    [["--workers", "0"], ["--workers", "two"], ["--algorithm", "star"], ["--per-host", "0"], ["--cores", "0"], []],
 )
 def test_words_that_make_no_sense_are_refused(
     path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -134,7 +134,8 @@ def test_words_that_make_no_sense_are_refused(
     with pytest.raises(SystemExit) as ended:
         main(["simulate", str(path), *arguments] if arguments else [])
     assert ended.value.code == 2
-    assert "usage: fusionlayer" in capsys.readouterr().err
+    captured = capsys.readouterr().err
+    assert captured.endswith("--help\n") and captured.count("\n") == 1
 
 
 @pytest.mark.parametrize(

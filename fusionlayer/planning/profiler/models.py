@@ -102,8 +102,10 @@ def load_model(name: str) -> tuple[nn.Module, Batch]:
         sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"model {name!r} cannot be loaded: {error}") from error
+    if not callable(make):
+        raise ConfigError(f"model {name!r} is no function; expected one that returns a model and its arguments")
     made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ConfigError(f"{name} returned {type(made).__name__}; expected a model and the arguments of its forward")
