@@ -13,9 +13,24 @@ from . import records
 from .errors import ConfigError
 from .registry import nearest
 
-__all__ = ["TRANSPORTS", "Config", "describe", "load"]
+__all__ = ["TRANSPORTS", "VARIABLES", "Config", "describe", "load", "unknown_variables"]
 
 TRANSPORTS = ("c10d", "mpi", "horovod")
+
+VARIABLES: Mapping[str, str] = {
+    "FUSIONLAYER_CONFIG": "file with the settings above",
+    "FUSIONLAYER_TIMEOUT": "seconds that a collective waits for its peers",
+    "FUSIONLAYER_STALL_WARNING": "seconds until late ranks are named; `inf`: never",
+    "FUSIONLAYER_TIMELINE": "file for a timeline",
+    "FUSIONLAYER_TRANSPORT": "what moves bytes between processes: `c10d`, `mpi` or `horovod`",
+    "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
+    "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
+    "FUSIONLAYER_CUDA": "when building: auto (default), 1 (fail without nvcc), 0",
+    "FUSIONLAYER_NVCC": "when building: the nvcc to use",
+    "FUSIONLAYER_CUDA_ARCHS": 'when building: GPUs to compile for, as "80 90"',
+    "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
+}
+"""The environment variables of fusionlayer, and what each does."""
 
 
 def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
@@ -133,6 +148,15 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
     return records.build(Config, {**vars(settings), **values}, "config in the environment")
 
 
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that begin as fusionlayer's do and mean nothing, each with the known one that is nearest."""
+    return {
+        name: nearest(name, [*VARIABLES])
+        for name in sorted(environ)
+        if name.startswith("FUSIONLAYER_") and name not in VARIABLES
+    }
+
+
 def describe() -> str:
     """Return the text of docs/config.md. ``make docs`` writes it to the file."""
     defaults = vars(Config())
@@ -153,15 +177,7 @@ def describe() -> str:
             "",
             "| variable | meaning |",
             "|---|---|",
-            "| `FUSIONLAYER_CONFIG` | file with the settings above |",
-            "| `FUSIONLAYER_TIMEOUT` | seconds that a collective waits for its peers |",
-            "| `FUSIONLAYER_STALL_WARNING` | seconds until late ranks are named; `inf`: never |",
-            "| `FUSIONLAYER_TIMELINE` | file for a timeline |",
-            "| `FUSIONLAYER_TRANSPORT` | `c10d`, `mpi` or `horovod` |",
-            "| `FUSIONLAYER_ISA` | instruction set of the CPU core: avx512, avx2, baseline, auto (default) |",
-            "| `FUSIONLAYER_CUDA` | when building: auto (default), 1 (fail without nvcc), 0 |",
-            "| `FUSIONLAYER_NVCC` | when building: the nvcc to use |",
-            '| `FUSIONLAYER_CUDA_ARCHS` | when building: GPUs to compile for, as "80 90" |',
+            *(f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items()),
             "",
         ]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from .transport.c10d import C10dTransport
 __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "settings", "shutdown", "size", "transport"]
 
 
+_logger = logging.getLogger("fusionlayer")
+
+
 @dataclass
 class _Job:
     place: launch.Place
@@ -30,6 +34,7 @@ class _Job:
 
 _job: _Job | None = None
 _before_shutdown: list[Callable[[], None]] = []
+_named: set[str] = set()
 # Guards _job and its transports. If two threads made a transport for one group, the second would wait for ranks that
 # never make it. Reentrant, because a callback before a shutdown may ask for a transport.
 _lock = threading.RLock()
@@ -87,7 +92,17 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
                 raise TransportError(f"rank {place.rank} cannot connect to the other ranks: {error}") from error
             owns = True
         _job = _Job(place, settings, owns, shared)
+        _name_unknown_variables(place)
         atexit.register(shutdown)
+
+
+def _name_unknown_variables(place: launch.Place) -> None:
+    """Warn once of variables that mean nothing. No error: a newer version's may be in an environment that is shared."""
+    if place.local_rank == 0:
+        for name, hint in config.unknown_variables().items():
+            if name not in _named:
+                _named.add(name)
+                _logger.warning("environment variable %s is unknown and has no effect; %s", name, hint)
 
 
 def _open_by_library(settings: config.Config) -> Transport:

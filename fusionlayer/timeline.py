@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from .errors import ConfigError
+
 __all__ = ["Timeline"]
+
+_logger = logging.getLogger("fusionlayer")
 
 _NOTHING = nullcontext()
 
@@ -19,11 +24,15 @@ _NOTHING = nullcontext()
 class Timeline:
     """Writes one event for each span. Any thread may record.
 
-    All timelines of a process with the same path share one file.
+    All timelines of a process with the same path share one file. Where the file can no longer be written, as on a full
+    disk, a warning says so once, and nothing more is recorded: what is timed goes on.
 
     Args:
         path: file to write, with ``.rank`` appended, so that each rank has its own. None: calls have no effect.
         rank: this rank, the process id in the trace.
+
+    Raises:
+        ConfigError: the file cannot be opened.
 
     Attributes:
         enabled: whether anything is recorded.
@@ -94,16 +103,20 @@ class _File:
         self._users = 0
         self._text: TextIO | None = None
         self._end = 0
+        self._failed = False
 
     @classmethod
     def join(cls, path: str) -> _File:
         """Return the open file for a path, with one more user."""
         with cls._lock:
             file = cls._all.setdefault(path, cls(path))
-            if file._text is None:
+            if file._text is None and not file._failed:
                 # Cut off what leave() has appended, and go on from there; start anew if the file was removed.
                 file._end = file._end if Path(path).exists() else 0
-                file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
+                try:
+                    file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
+                except OSError as error:
+                    raise ConfigError(f"timeline {path} cannot be written: {error.strerror}; name a file") from error
                 file._text.seek(file._end)
                 file._text.truncate()
                 file._text.write("" if file._end else "[\n")
@@ -114,14 +127,27 @@ class _File:
         """Append ``text``. It does nothing once the file is closed."""
         with self._lock:
             if self._text is not None:
-                self._text.write(text)
+                try:
+                    self._text.write(text)
+                except OSError as error:
+                    self._give_up(self._text, error)
 
     def leave(self, text: str) -> None:
         """Give up one use. After the last one, append ``text`` and close the file."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._text is not None:
-                self._end = self._text.tell()
-                self._text.write(text)
-                self._text.close()
-                self._text = None
+                try:
+                    self._end = self._text.tell()
+                    self._text.write(text)
+                    self._text.close()
+                    self._text = None
+                except OSError as error:
+                    self._give_up(self._text, error)
+
+    def _give_up(self, text: TextIO, error: OSError) -> None:
+        """Record nothing more in this file. The caller holds the lock."""
+        self._text, self._failed = None, True
+        with suppress(OSError):  # it fails again on what it has not written, and closes the file all the same
+            text.close()
+        _logger.warning("timeline %s ends here: %s; training goes on without it", self._path, error.strerror)

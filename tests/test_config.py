@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import codecs
+from fusionlayer import codecs, config, context
 from fusionlayer.config import Config, load
 from fusionlayer.errors import ConfigError
 from fusionlayer.scheduler import planners
@@ -103,3 +103,17 @@ def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None
         load({"FUSIONLAYER_TIMEOUT": "soon"})
     with pytest.raises(ConfigError, match="environment: timeout=-3.0"):
         load({"FUSIONLAYER_TIMEOUT": "-3"})
+
+
+def test_a_variable_that_is_misspelt_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FUSIONLAYER_TIMEUOT", "3")
+    for _ in range(2):
+        context.init()
+        context.shutdown()
+    named = [record.getMessage() for record in caplog.records if "TIMEUOT" in record.getMessage()]
+    assert named == [
+        "environment variable FUSIONLAYER_TIMEUOT is unknown and has no effect; did you mean 'FUSIONLAYER_TIMEOUT'? "
+        f"known: {', '.join(config.VARIABLES)}"
+    ]

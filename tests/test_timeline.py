@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import fusionlayer
+from fusionlayer.errors import ConfigError
 from fusionlayer.timeline import Timeline
+from tests.disk import room_for
 
 pytestmark = pytest.mark.short
 
@@ -117,3 +119,24 @@ def test_a_process_that_forgets_to_close_leaves_a_whole_file(tmp_path: Path) -> 
     code = "import sys; from fusionlayer.timeline import Timeline\nwith Timeline(sys.argv[1], 0).span('A'): pass"
     subprocess.run([sys.executable, "-c", code, tmp_path / "trace"], check=True)
     assert [event["name"] for event in json.loads((tmp_path / "trace.0").read_text())] == ["A", "process_name"]
+
+
+@pytest.mark.parametrize("spans", [1, 1000])  # found when it is closed, and while it records
+def test_a_full_disk_ends_the_timeline_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spans: int
+) -> None:
+    timeline = Timeline(str(tmp_path / "trace"), rank=0)
+    with room_for(10):
+        for _ in range(spans):
+            timeline.record("SPAN", 0, 1)
+        timeline.close()
+        again = Timeline(str(tmp_path / "trace"), rank=0)
+        again.record("SPAN", 0, 1)
+        again.close()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == f"timeline {tmp_path / 'trace'}.0 ends here: File too large; training goes on without it"
+
+
+def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="timeline .*none/trace.0 cannot be written: No such file or directory"):
+        Timeline(str(tmp_path / "none" / "trace"), rank=0)

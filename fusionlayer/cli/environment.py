@@ -6,24 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .. import config
 from ..registry import nearest
 from ..torch.environment import VARIABLES
 
-__all__ = ["FUSIONLAYER", "HOROVOD", "HOROVOD_UNUSED", "Variable", "report"]
-
-FUSIONLAYER = {
-    "FUSIONLAYER_CONFIG": "file of settings",
-    "FUSIONLAYER_TIMEOUT": "seconds that a collective waits for its peers",
-    "FUSIONLAYER_STALL_WARNING": "seconds until late ranks are named",
-    "FUSIONLAYER_TIMELINE": "file for a timeline",
-    "FUSIONLAYER_TRANSPORT": "what moves bytes between processes",
-    "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs",
-    "FUSIONLAYER_ISA": "instruction set of the CPU core",
-    "FUSIONLAYER_CUDA": "read when building",
-    "FUSIONLAYER_NVCC": "read when building",
-    "FUSIONLAYER_CUDA_ARCHS": "read when building",
-    "FUSIONLAYER_WERROR": "read when building",
-}
+__all__ = ["HOROVOD", "HOROVOD_UNUSED", "Variable", "report"]
 
 HOROVOD = {
     "HOROVOD_RANK": "this process's rank, as horovodrun sets it",
@@ -81,15 +68,17 @@ class Variable(NamedTuple):
 def report(environ: Mapping[str, str] = os.environ) -> list[Variable]:
     """Return the variables that are set and concern fusionlayer, sorted by name."""
     found = []
+    unknown = config.unknown_variables(environ)
     for name, value in sorted(environ.items()):
-        known = FUSIONLAYER.get(name) or HOROVOD.get(name)
+        known = config.VARIABLES.get(name) or HOROVOD.get(name)
         if known:
             found.append(Variable(name, value, True, known))
         elif name in HOROVOD_UNUSED:
             found.append(Variable(name, value, False, f"means nothing here: {HOROVOD_UNUSED[name]}"))
-        elif name.startswith(("FUSIONLAYER_", "HOROVOD_")):
-            names = [*FUSIONLAYER] if name.startswith("FUSIONLAYER_") else [*HOROVOD, *HOROVOD_UNUSED]
-            found.append(Variable(name, value, False, f"unknown; {nearest(name, names)}"))
+        elif name in unknown:
+            found.append(Variable(name, value, False, f"unknown; {unknown[name]}"))
+        elif name.startswith("HOROVOD_"):
+            found.append(Variable(name, value, False, f"unknown; {nearest(name, [*HOROVOD, *HOROVOD_UNUSED])}"))
         elif name in _OTHERS:
             found.append(Variable(name, value, True, ""))
     return found

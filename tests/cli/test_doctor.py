@@ -14,7 +14,7 @@ from fusionlayer.cli import doctor, environment, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.cast import Raw
 from fusionlayer.errors import FusionLayerError
-from tests.mpi import ROOT, mpirun
+from tests.mpi import mpirun
 from tests.tiers import exhaustive
 
 
@@ -87,9 +87,7 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
 
 
 @pytest.mark.short
-def test_every_variable_of_the_settings_is_known() -> None:
-    described = {name for name in (ROOT / "docs/config.md").read_text().split("`") if name.startswith("FUSIONLAYER_")}
-    assert described <= {*environment.FUSIONLAYER}
+def test_a_variable_of_horovod_has_an_effect_or_none() -> None:
     assert not {*environment.HOROVOD} & {*environment.HOROVOD_UNUSED}
 
 

@@ -20,10 +20,12 @@ from torch.distributed import TCPStore
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
+from fusionlayer.errors import ConfigError
 from fusionlayer.torch import elastic
 from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.torch.elastic.torch_state import StateHandler, merge_feedback
 from fusionlayer.transport import local
+from tests.disk import room_for
 from tests.integrations.training import loss_of, make_model, weights
 from tests.tiers import exhaustive
 from tests.torch.elastic_worker import digest
@@ -451,3 +453,15 @@ def test_memory_of_agents_that_are_gone_is_freed() -> None:
 def on_ranks(world: int) -> Callable[[Callable[[int], Any]], None]:
     """Run the decorated function on every rank at once; what it raises, the test raises."""
     return lambda function: local.run(function, world) and None
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("room", [100, 5000, 1 << 20])
+def test_a_commit_that_finds_no_room_leaves_the_last_one(tmp_path: Path, room: int) -> None:
+    storage = Storage(tmp_path, 0)
+    storage.keep(1, "shared", "own")
+    before = sorted(os.listdir(tmp_path))
+    with room_for(room), pytest.raises(ConfigError, match="cannot keep a commit in .*: File too large; make room"):
+        storage.keep(2, torch.zeros(1 << 20), "own")
+    assert sorted(os.listdir(tmp_path)) == before
+    assert (storage.newest(), storage.shared(1), storage.own(1, 0)) == (1, "shared", "own")

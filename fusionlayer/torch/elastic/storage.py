@@ -63,16 +63,37 @@ class Storage:
         agent = _agent(job)
         folders = f"fusionlayer-elastic-{os.getuid()}-"
         for left in root.glob(f"{folders}*"):
-            pid, started = left.name.removeprefix(folders).split("-")
-            if _started(int(pid)) != started:
+            pid, _, started = left.name.removeprefix(folders).partition("-")
+            if pid.isdecimal() and started.isdecimal() and _started(int(pid)) != started:
                 shutil.rmtree(left, ignore_errors=True)
         return cls(root / f"{folders}{agent}-{_started(agent)}", rank)
 
     def keep(self, number: int, shared: Any, own: Any) -> None:
-        """Write commit ``number``. Keep the one before it, and remove older ones."""
-        if self.writes_shared:
-            self._write(f"{number}.shared", shared)
-        self._write(f"{number}.rank-{self._rank}", own)
+        """Write commit ``number``. Keep the one before it, and remove older ones.
+
+        Raises:
+            ConfigError: there is no room. Nothing of this commit stays, and the one before it is still the last.
+        """
+        parts = {f"rank-{self._rank}": own, **({"shared": shared} if self.writes_shared else {})}
+        drafts = [self._folder / f"{number}.{part}.draft" for part in parts]
+        try:
+            for draft, value in zip(drafts, parts.values(), strict=True):
+                with draft.open("wb") as file:
+                    torch.save(value, file)
+        except Exception as error:
+            for draft in drafts:
+                draft.unlink(missing_ok=True)
+            # torch's writer may raise an error of its own while it handles that of the file.
+            why = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(why, OSError):
+                raise
+            raise ConfigError(
+                f"cannot keep a commit in {self._folder}: {why.strerror}; make room, or name another folder in "
+                "FUSIONLAYER_ELASTIC_DIR"
+            ) from error
+        # The shared part comes last: a commit counts once that is there.
+        for draft in drafts:
+            draft.rename(draft.with_suffix(""))
         for path, of, part in self._files():
             mine = self.writes_shared or part == f"rank-{self._rank}"
             if mine and of <= number - _KEPT:
@@ -116,18 +137,6 @@ class Storage:
             os.link(draft, path)
         draft.unlink()
         return path.read_text()
-
-    def _write(self, name: str, value: Any) -> None:
-        draft = self._folder / f"{name}.draft"
-        try:
-            torch.save(value, draft)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise ConfigError(
-                f"cannot keep a commit in {self._folder}: {error}; make room, or name another folder in "
-                "FUSIONLAYER_ELASTIC_DIR"
-            ) from error
-        draft.rename(self._folder / name)
 
 
 def _read(path: Path) -> Any:
