@@ -159,6 +159,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "backend/",
         ("choices.py", "nbytes * self._size)", "nbytes)", "rules by size of an all-to-all"),
+        ("call_queue.py", "self._transport.purpose = what", "pass", "a sum here and an average there"),
         (
             "hints.py",
             "if residual is not None and residual.numel() != numel:",
@@ -249,6 +250,7 @@ LIKELY = {
     "scheduler/order.py": "scheduler/test_lanes.py",
     "coordination/matching.py": "coordination/test_scales.py",
     "backend/choices.py": "backend/test_policy.py",
+    "backend/call_queue.py": "backend/test_groups.py",
     "wire.py": "test_wire.py codecs/test_conformance.py",
     "timeline.py": "test_timeline.py cli/test_trace.py",
 }

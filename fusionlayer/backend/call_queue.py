@@ -54,7 +54,7 @@ class CallQueue:
         once: if it were queued, and the callback waited for it, the thread would wait for itself.
 
         Args:
-            what: description of the call, for errors.
+            what: description of the call, equal on all ranks. Where it differs, the call fails and names the ranks.
             call: reads and writes only tensors of one device.
             results: the tensors that it writes.
         """
@@ -107,6 +107,7 @@ class CallQueue:
             with torch.inference_mode():
                 if self._transport is None:
                     self._transport = self._connect()
+                self._transport.purpose = what
                 try:
                     call(self._transport)
                 except BaseException:

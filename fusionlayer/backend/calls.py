@@ -5,7 +5,9 @@ Each function checks nothing and sends nothing. It returns a ``Call``, which a `
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,15 +19,38 @@ from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zip
 from ..seeds import derive_seed
 from ..transport import Transport
 
-__all__ = ["Call", "all_gather", "all_reduce", "all_to_all", "is_sum", "reduce_scatter", "scaling_of"]
+__all__ = ["Call", "all_gather", "all_reduce", "all_to_all", "describe", "is_sum", "reduce_scatter", "scaling_of"]
 
 Call = Callable[[Transport], None]
-_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+_SUMS = {"SUM": dist.ReduceOp.SUM, "AVG": dist.ReduceOp.AVG, "PREMUL_SUM": dist.ReduceOp.PREMUL_SUM}
+_MOST_SHAPES = 4
 
 
 def is_sum(op: Any) -> bool:
     """Return whether a reduction is a sum, possibly times a factor."""
-    return any(op == kind for kind in _SUMS)
+    return any(op == kind for kind in _SUMS.values())
+
+
+def describe(name: str, dtype: torch.dtype, tensors: Sequence[Tensor] = (), op: Any = None) -> str:
+    """Return the text of a call, equal on all ranks that make the same one: "all_reduce SUM of (4096,) bfloat16".
+
+    Args:
+        name: of the call.
+        dtype: of all its tensors.
+        tensors: those whose shapes are equal on all ranks.
+        op: its reduction; None if it has none.
+    """
+    word = None if op is None else next(word for word, kind in _SUMS.items() if op == kind)
+    return _text(name, word, tuple([x.shape for x in tensors]), dtype)
+
+
+@lru_cache(maxsize=1024)  # every step makes the same calls
+def _text(name: str, op: str | None, shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> str:
+    each = [str(tuple(shape)) for shape in shapes]
+    if len(each) > _MOST_SHAPES:
+        digest = zlib.crc32(" ".join(each).encode())
+        each = [f"{len(each)} tensors with {sum(shape.numel() for shape in shapes)} elements, shapes {digest:08x},"]
+    return " ".join(filter(None, [name, op, "of", *each, str(dtype).removeprefix("torch.")]))
 
 
 def scaling_of(op: Any, dtype: torch.dtype, size: int) -> Scaling:

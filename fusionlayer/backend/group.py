@@ -326,7 +326,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             return None
         residual = hints.residual_of(xs)
         call = calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._seed, residual)
-        return self._make("all_reduce", call, xs)
+        return self._make("all_reduce", call, xs, calls.describe("all_reduce", xs[0].dtype, xs, op))
 
     def _scatter(self, out: Tensor, ins: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed reduce-scatter, None if it passes."""
@@ -335,21 +335,23 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             return None
         hints.clear_padding(ins)
         call = calls.reduce_scatter(out, ins, op, choice.codec, choice.algorithm, self._seed)
-        return self._make("reduce_scatter", call, [out])
+        return self._make("reduce_scatter", call, [out], calls.describe("reduce_scatter", out.dtype, [out], op))
 
     def _gather(self, outs: list[Tensor], x: Tensor) -> dist.Work | None:
         """Return a compressed all-gather, None if it passes."""
         choice = self._choices.of("all_gather", outs) if outs[0].dtype == x.dtype else None
         if choice is None:
             return None
-        return self._make("all_gather", calls.all_gather(outs, x, choice.codec, self._seed), outs)
+        call = calls.all_gather(outs, x, choice.codec, self._seed)
+        return self._make("all_gather", call, outs, calls.describe("all_gather", x.dtype, [x]))
 
     def _exchange(self, outs: list[Tensor], ins: list[Tensor]) -> dist.Work | None:
         """Return an all-to-all of which parts are compressed, None if all of it passes."""
         chosen = self._choices.of_pairs(ins, outs)
         if chosen is None:
             return None
-        return self._make("all_to_all", calls.all_to_all(outs, ins, *chosen, self._seed), outs)
+        call = calls.all_to_all(outs, ins, *chosen, self._seed)
+        return self._make("all_to_all", call, outs, calls.describe("all_to_all", outs[0].dtype))
 
     def _several(
         self,
@@ -370,11 +372,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             return JoinedWork([rest, *made], outputs) if made else rest
         return JoinedWork(made, outputs)
 
-    def _make(self, op: str, call: calls.Call, results: Sequence[Tensor]) -> dist.Work:
-        """Queue a compressed call and return its work."""
+    def _make(self, op: str, call: calls.Call, results: Sequence[Tensor], what: str) -> dist.Work:
+        """Queue a compressed call and return its work; ``what`` describes it, equally on all ranks."""
         self._calls[op] += 1
-        numel = sum(x.numel() for x in results)
-        what = f"{op} into {numel} x {str(results[0].dtype).removeprefix('torch.')}"
         work = self._open_queue().submit(what, call, results)
         self._messages.join_batch(work)
         return work

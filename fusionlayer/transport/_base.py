@@ -36,6 +36,9 @@ class Transport(ABC):
         bytes_sent: payload bytes that this rank has sent. A dense all-reduce counts as a ring, 2 (size - 1) / size of
             its bytes; a broadcast counts as (size - 1) times its bytes at the root.
         sequence: number of collective calls so far. ``send`` and ``recv`` involve two ranks only and do not count.
+        purpose: what the next collective calls are for. A user that makes different calls of equal sizes sets it before
+            them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
+            nothing to what is sent. Over NCCL, which cannot tell messages apart, only calls on CPU tensors differ.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class Transport(ABC):
     timeout: float
     bytes_sent: int = 0
     sequence: int = 0
+    purpose: str = ""
     _nodes: tuple[tuple[int, ...], ...] | None = None
 
     @abstractmethod

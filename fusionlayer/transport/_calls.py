@@ -24,15 +24,19 @@ class Call:
         sends: bytes for each rank; empty if ``what`` describes the call completely. With a partner, only its bytes.
         recvs: bytes expected from each rank, by the same rules.
         partner: the other rank of a send or a receive; None for a collective call.
+        purpose: what the transport's user does with a collective call, if it has said so (``Transport.purpose``).
     """
 
     what: str
     sends: tuple[int, ...] = ()
     recvs: tuple[int, ...] = ()
     partner: int | None = None
+    purpose: str = ""
 
     @classmethod
-    def exchange(cls, rank: int, size: int, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> Call:
+    def exchange(
+        cls, rank: int, size: int, sends: Sequence[Tensor], recvs: Sequence[Tensor], purpose: str = ""
+    ) -> Call:
         """Return the call ``exchange(sends, recvs)``.
 
         Raises:
@@ -46,7 +50,7 @@ class Call:
                     f"exchange got a tensor of {x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}; give "
                     "contiguous uint8, such as x.contiguous().view(torch.uint8)"
                 )
-        call = _exchange(tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)))
+        call = _exchange(tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)), purpose)
         if call.sends[rank] != call.recvs[rank]:
             raise ConfigError(
                 f"exchange on rank {rank} has {call.sends[rank]} bytes for itself and expects {call.recvs[rank]}; give "
@@ -55,15 +59,15 @@ class Call:
         return call
 
     @classmethod
-    def all_reduce(cls, x: Tensor) -> Call:
+    def all_reduce(cls, x: Tensor, purpose: str = "") -> Call:
         """Return the call ``all_reduce(x)``."""
-        return cls(f"all_reduce of {_describe(x, 'all_reduce')}")
+        return cls(f"all_reduce of {_describe(x, 'all_reduce')}", purpose=purpose)
 
     @classmethod
-    def broadcast(cls, x: Tensor, root: int, size: int) -> Call:
+    def broadcast(cls, x: Tensor, root: int, size: int, purpose: str = "") -> Call:
         """Return the call ``broadcast(x, root)``."""
         _check_rank(root, size, "broadcast from")
-        return cls(f"broadcast from rank {root} of {_describe(x, 'broadcast')}")
+        return cls(f"broadcast from rank {root} of {_describe(x, 'broadcast')}", purpose=purpose)
 
     @classmethod
     def send(cls, x: Tensor, rank: int, to: int, tag: int, size: int) -> Call:
@@ -81,11 +85,14 @@ class Call:
 
     def key(self, sequence: int = 0) -> int:
         """Return 32 bits that identify the call. Collectives pass their ``sequence`` number, which starts at 1."""
-        return zlib.crc32(f"{sequence} {self.what}".encode())
+        return zlib.crc32(f"{sequence} {self.what} {self.purpose}".encode())
 
     def conflict(self, rank: int, other: Call, other_rank: int) -> str | None:
         """Return why this rank's call and the ``other`` rank's call can never complete together, or None."""
         if self.partner is None and other.partner is None:
+            if self.purpose != other.purpose:
+                mine, theirs = self.purpose or self.what, other.purpose or other.what
+                return f"rank {rank} is in {mine}, rank {other_rank} in {theirs}"
             if self.what != other.what:
                 return f"rank {rank} is in {self.what}, rank {other_rank} in {other.what}"
             if self.sends:
@@ -103,9 +110,9 @@ class Call:
 
 
 @lru_cache(maxsize=1024)
-def _exchange(sends: tuple[int, ...], recvs: tuple[int, ...]) -> Call:
+def _exchange(sends: tuple[int, ...], recvs: tuple[int, ...], purpose: str) -> Call:
     """Return the call of an exchange. It is cached, because every step makes the same few exchanges."""
-    return Call("exchange", sends, recvs)
+    return Call("exchange", sends, recvs, purpose=purpose)
 
 
 @lru_cache(maxsize=1024)

@@ -103,7 +103,7 @@ class LinkedTransport(Transport):
         """
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        call = Call.exchange(self.rank, self.size, sends, recvs)
+        call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
         with _InCall(self, call, counted=True):
             if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
                 recvs[self.rank].copy_(sends[self.rank])
@@ -122,7 +122,7 @@ class LinkedTransport(Transport):
             self.bytes_sent += sum(call.sends) - call.sends[self.rank]
 
     def all_reduce(self, x: Tensor) -> None:
-        call = Call.all_reduce(x)
+        call = Call.all_reduce(x, self.purpose)
         with _InCall(self, call, counted=True):
             if self.size == 1:
                 return
@@ -134,7 +134,7 @@ class LinkedTransport(Transport):
             self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
     def broadcast(self, x: Tensor, root: int) -> None:
-        call = Call.broadcast(x, root, self.size)
+        call = Call.broadcast(x, root, self.size, self.purpose)
         with _InCall(self, call, counted=True):
             if self.size == 1:
                 return

@@ -102,7 +102,7 @@ class LocalTransport(Transport):
         self._meetings = 0
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        call = Call.exchange(self.rank, self.size, sends, recvs)
+        call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
         offered: list[Sequence[Tensor]] = self._begin(call, sends)
         for source, recv in enumerate(recvs):
             if recv.numel():
@@ -111,7 +111,7 @@ class LocalTransport(Transport):
         self._end(recvs)
 
     def all_reduce(self, x: Tensor) -> None:
-        call = Call.all_reduce(x)
+        call = Call.all_reduce(x, self.purpose)
         flat = x.view(-1)
         offered: list[Tensor] = self._begin(call, flat)
         bounds = [flat.numel() * r // self.size for r in range(self.size + 1)]
@@ -125,7 +125,7 @@ class LocalTransport(Transport):
         self._synchronize([flat])
 
     def broadcast(self, x: Tensor, root: int) -> None:
-        offered: list[Tensor] = self._begin(Call.broadcast(x, root, self.size), x)
+        offered: list[Tensor] = self._begin(Call.broadcast(x, root, self.size, self.purpose), x)
         if self.rank == root:
             self.bytes_sent += (self.size - 1) * x.nbytes
         else:

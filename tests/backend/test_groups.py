@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ def lose_a_rank(rank: int, world: int) -> None:
         checkpoint("dies")
     work = dist.all_reduce(x, group=group, async_op=True)
     with pytest.raises(
-        TransportError, match="all_reduce into 2000 x float32, process group 'doomed': .*rank 1"
+        TransportError, match=r"all_reduce SUM of \(2000,\) float32, process group 'doomed': .*rank 1"
     ) as caught:
         work.wait()
     assert caught.value.ranks == (1,)
@@ -225,6 +226,46 @@ def test_a_lost_rank_is_named() -> None:
     first, second = outcomes_of(lose_a_rank, 2, signals={(1, "dies"): signal.SIGKILL}, backend="fusionlayer")
     assert (first.kind, first.exit_code) == ("died", 0), first.trace
     assert second.kind == "died"
+
+
+CALLS: dict[str, Callable[..., dist.Work]] = {
+    "all_reduce SUM of (4096,) float32": lambda group: all_reduce(group, torch.ones(4096)),
+    "all_reduce AVG of (4096,) float32": lambda group: all_reduce(group, torch.ones(4096), dist.ReduceOp.AVG),
+    "all_reduce SUM of (64, 64) float32": lambda group: all_reduce(group, torch.ones(64, 64)),
+    "all_reduce SUM of (4096,) bfloat16": lambda group: all_reduce(group, torch.ones(4096).bfloat16()),
+    "all_reduce SUM of (4096,) float16": lambda group: all_reduce(group, torch.ones(4096).half()),
+    "all_reduce SUM of (4095,) (1,) float32": lambda group: group.allreduce_coalesced(
+        [torch.ones(4095), torch.ones(1)]
+    ),
+    "all_gather of (4096,) float32": lambda group: group.all_gather_single(torch.ones(12288), torch.ones(4096)),
+    "all_to_all of float32": lambda group: group.all_to_all_single(torch.ones(12288), torch.ones(12288), [], []),
+}
+SAME, *OTHERS = CALLS
+
+
+def all_reduce(group: dist.ProcessGroup, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+    return dist.all_reduce(x, op, group, async_op=True)
+
+
+def differ(rank: int, world: int) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Return, for each call that rank 1 makes in place of the others' one, the error that follows."""
+    rules = {"min_bytes": 0, "rules": [{"codec": "int8", "op": list(backend.OPS)}]}
+    groups = {other: dist.new_group(None, timedelta(seconds=8), pg_options=rules) for other in OTHERS}
+    works = {other: CALLS[other if rank == 1 else SAME](group) for other, group in groups.items()}
+    errors = {}
+    for other, work in works.items():
+        with pytest.raises(TransportError) as caught:
+            work.wait()
+        errors[other] = type(caught.value).__name__, caught.value.ranks, str(caught.value)
+    return errors
+
+
+def test_calls_that_differ_over_ranks_are_named_though_their_messages_have_equal_sizes() -> None:
+    """Without it, a sum here and an average there would end without an error, and with different values."""
+    for rank, errors in enumerate(run_ranks(differ, 3, backend="fusionlayer")):
+        assert list(errors) == OTHERS
+        for other, (_, ranks, told) in errors.items():
+            assert 1 in ranks and len(ranks) == 2 and other in told and SAME in told, (rank, other, told)
 
 
 def fail_within(rank: int, world: int) -> None:

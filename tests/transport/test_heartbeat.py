@@ -150,3 +150,8 @@ def test_messages_that_pair_and_messages_that_do_not() -> None:
 def test_keys_tell_calls_apart() -> None:
     a, b = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(3, dtype=torch.int32))
     assert len({a.key(1), a.key(2), b.key(1), b.key(2), Call.broadcast(torch.zeros(3), 0, 2).key(1)}) == 5
+    byte = [torch.zeros(1, dtype=torch.uint8)] * 2
+    whole, mean = (Call.exchange(0, 2, byte, byte, purpose) for purpose in ("a sum", "a mean"))
+    assert whole.key(1) != mean.key(1), "calls of equal sizes for different purposes"
+    assert whole.conflict(0, mean, 1) == "rank 0 is in a sum, rank 1 in a mean"
+    assert whole.conflict(0, a, 1) == "rank 0 is in a sum, rank 1 in all_reduce of 3 x float32"
