@@ -159,6 +159,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "backend/",
         ("choices.py", "nbytes * self._size)", "nbytes)", "rules by size of an all-to-all"),
+        ("group.py", "min(timeout, timedelta(seconds=self._settings.timeout))", "timeout", "the settings' timeout"),
         ("call_queue.py", "self._transport.purpose = what", "pass", "a sum here and an average there"),
         (
             "hints.py",
@@ -251,6 +252,7 @@ LIKELY = {
     "coordination/matching.py": "coordination/test_scales.py",
     "backend/choices.py": "backend/test_policy.py",
     "backend/call_queue.py": "backend/test_groups.py",
+    "backend/group.py": "backend/test_groups.py",
     "wire.py": "test_wire.py codecs/test_conformance.py",
     "timeline.py": "test_timeline.py cli/test_trace.py",
 }

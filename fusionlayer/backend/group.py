@@ -64,7 +64,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         store: of this group alone.
         rank: this process in the group.
         ranks: the members' ranks in the default group, in the order of this group.
-        timeout: the longest time that a call may wait.
+        timeout: the longest time that a call may wait, unless the settings' ``timeout`` is shorter.
         policy: the same on all ranks.
         nccl_options: options of NCCL; None: torch's own.
         devices: types of devices for which the program has named this backend; None: asks torch at the first call.
@@ -90,10 +90,10 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._size = rank, size
         self._ranks = tuple(ranks)
         self._store = store
-        self._timeout = timeout
-        self._devices = devices
         self._settings = config.load()
-        self._native = Native(store, rank, size, ranks, timeout, nccl_options)
+        self._timeout = min(timeout, timedelta(seconds=self._settings.timeout))
+        self._devices = devices
+        self._native = Native(store, rank, size, ranks, self._timeout, nccl_options)
         self._native.register_with(self)
         self._native.agree(policy.facts)
         self._chosen: CallChoices | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.futures import Future
 
 from ..errors import FusionLayerError, TransportError
@@ -112,7 +113,15 @@ class BackgroundWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the results."""
+        """Return a future of the results.
+
+        Within backward, it is mostly DDP that asks. DDP waits for the future at the end of backward, in C++, where an
+        error keeps its text but neither its type nor its ranks. Callbacks at the end of backward run in the order in
+        which they were queued, and DDP queues its own after its last call. So this one comes before and raises the
+        error itself; it waits no longer than DDP would.
+        """
+        if torch._C._current_graph_task_id() >= 0:
+            Variable._execution_engine.queue_callback(self.job.wait)
         return self._future
 
     def is_completed(self) -> bool:

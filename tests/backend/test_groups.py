@@ -114,6 +114,14 @@ def configured(rank: int, world: int, folder: str) -> None:
     x = numbers(rank)
     dist.all_reduce(x, group=group)
     assert near(x, total(world)) and backend.traffic(group).calls == {"all_reduce": 1}
+    os.environ["FUSIONLAYER_TIMEOUT"] = "0.5"
+    impatient = dist.new_group(None, FEW)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
+            dist.all_reduce(numbers(rank).double(), group=impatient)
+        with pytest.raises(TransportError, match=r"ranks \[1\] did not come within 0.5 s"):
+            dist.all_reduce(numbers(rank), group=impatient)
+    dist.barrier()
     dist.destroy_process_group()
     path.write_text("backend: {rules: [{codec: int8, opp: send}]}\n")
     with pytest.raises(ConfigError, match=r"unknown key 'opp'; did you mean 'op'"):
@@ -205,8 +213,17 @@ def lose_a_rank(rank: int, world: int) -> None:
     group = dist.new_group(None, timedelta(seconds=8), pg_options=INT8, group_desc="doomed")
     x = numbers(rank)
     dist.all_reduce(x, group=group)
+    data = dist.new_group(None, timedelta(seconds=8), pg_options=INT8)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(20, 20), process_group=data)
+    for _ in range(2):
+        loss = model(torch.ones(2, 20)).sum()
+        loss.backward()
+    loss = model(torch.ones(2, 20)).sum()
     if rank == 1:
         checkpoint("dies")
+    with pytest.raises(TransportError, match="rank 1") as caught:
+        loss.backward()  # DDP makes a plain RuntimeError of an error in a future
+    assert caught.value.ranks == (1,)
     work = dist.all_reduce(x, group=group, async_op=True)
     with pytest.raises(
         TransportError, match=r"all_reduce SUM of \(2000,\) float32, process group 'doomed': .*rank 1"
