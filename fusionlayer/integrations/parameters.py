@@ -36,8 +36,9 @@ def name_all(
     if named_parameters is None:
         named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
     else:
-        of_model = isinstance(named_parameters, nn.Module)
-        pairs = list(named_parameters.named_parameters() if of_model else named_parameters)
+        if isinstance(named_parameters, nn.Module):
+            named_parameters = named_parameters.named_parameters()
+        pairs = list(named_parameters)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise ConfigError(
                 "named_parameters: expected the model, or (name, parameter) pairs, such as model.named_parameters()"

@@ -276,7 +276,7 @@ class _Digest:
             if together:
                 self._add_bits(together)
 
-    def _add_bits(self, bits: Sequence[Tensor]) -> None:
+    def _add_bits(self, bits: list[Tensor]) -> None:
         total = sum_of_bits(bits[0] if len(bits) == 1 else torch.cat(bits))
         before = self._sums.get(total.device)
         self._sums[total.device] = total if before is None else before * _PRIME + total
