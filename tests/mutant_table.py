@@ -198,6 +198,15 @@ MUTANTS: list[Mutant] = [
         ),
         ("deepspeed/gradients.py", "filled = min(max(numel - rank * chunk, 0), chunk)", "filled = chunk", "padding"),
         ("ddp.py", "                self._sent += 1\n", "", "buckets of DDP share noise"),
+        (
+            "replicas.py",
+            "if any(theirs != records[0][2]",
+            "if all(theirs != records[0][2]",
+            "values of rank 0 never travel",
+        ),
+        ("replicas.py", "max(1, (every - 1) // 2)", "max(1, every - 1)", "a bit that flipped is found too late"),
+        ("replicas.py", "slice(start, end)", "slice(start, end - 1)", "the last element of a share is not compared"),
+        ("replicas.py", "2 * count <= len(values)", "2 * count < len(values)", "half of the ranks is taken for most"),
         ("tensor_parallel/channel.py", '("one_shot", "two_shot") or', '("one_shot",) or', "two_shot is refused"),
     ),
     *_of(
@@ -242,6 +251,7 @@ LIKELY = {
     "coordination/execution.py": "coordination/test_scales.py",
     "coordination/reductions.py": "coordination/test_reductions.py torch/test_join.py",
     "integrations/optimizer.py": "integrations/test_optimizer_contract.py",
+    "integrations/replicas.py": "integrations/test_replicas.py",
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
     "cli/breakdown.py": "cli/test_trace.py",

@@ -140,11 +140,14 @@ class ReplicaCheck:
         Raises:
             ReplicaMismatch: as ``settle``, of an earlier comparison.
         """
-        self._judge()
+        if self._wait is not None:
+            self._judge(self._wait)
         if self._shares is None:
             return
         self._present = self._present and present
-        self._digest.add(_flat(x)[part] for x, part in next(self._shares))
+        share = next(self._shares)
+        if share:
+            self._digest.add(_flat(x)[part] for x, part in share)
         self._left -= 1
         if self._left == 0:
             self._digest.seal()
@@ -162,13 +165,11 @@ class ReplicaCheck:
             ReplicaMismatch: parameters differ. All ranks raise it in the same step; it names tensors and ranks.
             TransportError: a peer was lost, stopped or late.
         """
-        if not self._on_gpu:
-            self._judge()
+        if self._wait is not None and not self._on_gpu:
+            self._judge(self._wait)
 
-    def _judge(self) -> None:
-        self._wait, wait = None, self._wait
-        if wait is None:
-            return
+    def _judge(self, wait: Callable[[], None]) -> None:
+        self._wait = None
         wait()
         present = [rank for rank, (there, _) in enumerate(self._records) if there]
         if len({value for there, value in self._records if there}) > 1:
@@ -219,9 +220,11 @@ def broadcast_from_0(tensors: Iterable[Tensor], transport: Transport) -> None:
     All ranks call it together, with tensors of the same shapes and types, of any devices. Of a DTensor this rank's part
     is meant.
     """
+    parts = [local_part(x.detach()) for x in tensors]
     fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    _await_gpus(parts)
     with torch.no_grad():
-        for x in map(local_part, (x.detach() for x in tensors)):
+        for x in parts:
             waiting = fused.setdefault((x.dtype, x.device), [])
             waiting.append(x)
             if sum(each.nbytes for each in waiting) >= _FUSED_BYTES:
@@ -230,6 +233,13 @@ def broadcast_from_0(tensors: Iterable[Tensor], transport: Transport) -> None:
         for waiting in fused.values():
             if waiting:
                 _broadcast(waiting, transport)
+    _await_gpus(parts)
+
+
+def _await_gpus(tensors: Iterable[Tensor]) -> None:
+    """Wait for all that is queued on GPUs: other threads, which have other streams, may use the tensors then."""
+    for device in {x.device for x in tensors if x.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _broadcast(tensors: Sequence[Tensor], transport: Transport) -> None:
@@ -316,6 +326,8 @@ def sum_of_bits(bits: Tensor) -> Tensor:
 
 
 def _digest_of(tensors: Iterable[Tensor]) -> int:
+    tensors = [*tensors]
+    _await_gpus(tensors)
     whole = _Digest()
     whole.add(_flat(x) for x in tensors)
     whole.seal()
