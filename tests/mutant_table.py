@@ -202,7 +202,7 @@ MUTANTS: list[Mutant] = [
             "replicas.py",
             "if any(theirs != records[0][2]",
             "if all(theirs != records[0][2]",
-            "values of rank 0 never travel",
+            "rank 0 sends nothing",
         ),
         ("replicas.py", "max(1, (every - 1) // 2)", "max(1, every - 1)", "a bit that flipped is found too late"),
         ("replicas.py", "slice(start, end)", "slice(start, end - 1)", "the last element of a share is not compared"),
