@@ -158,10 +158,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     )
 
     named = {name: parameter for parameter, name in parameters.items()}
-    replicas = Replicas(named, broadcast, check_interval(check_replicas))
-    if isinstance(named_parameters, nn.Module):
-        frozen, replicas.buffers = replicated_by(named_parameters, group)
-        replicas.named |= frozen
+    frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
+    replicas = Replicas({**named, **frozen}, broadcast, check_interval(check_replicas), buffers)
 
     def connect(rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)

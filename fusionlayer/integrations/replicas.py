@@ -19,7 +19,7 @@ from ..config import Config
 from ..errors import ConfigError, PlanMismatch, ReplicaMismatch
 from ..transport import Transport
 from ..wire import digest
-from .parameters import local_part
+from .parameters import is_distributed, local_part
 
 __all__ = ["ReplicaCheck", "Replicas", "broadcast_from_0", "check_interval", "differing"]
 
@@ -57,6 +57,8 @@ def check_interval(asked: bool | int | None) -> int:
 class Replicas:
     """The tensors that all ranks hold alike, and what is done to keep them so.
 
+    Tensors without plain memory, such as sparse or quantised ones and those on the meta device, are left out.
+
     Attributes:
         named: parameters by name, in the same order on all ranks.
         broadcast: rank 0's values replace those of other ranks at first. Differences that are found later are errors.
@@ -69,6 +71,10 @@ class Replicas:
     broadcast: bool
     every: int
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.named = {name: x for name, x in self.named.items() if _has_memory(x)}
+        self.buffers = {name: x for name, x in self.buffers.items() if _has_memory(x)}
 
     def unite(self, transport: Transport, *, rejoining: bool = False) -> None:
         """Compare names, shapes and options with the other ranks, then give all of them rank 0's values.
@@ -332,6 +338,12 @@ def _digest_of(tensors: Iterable[Tensor]) -> int:
     whole.add(_flat(x) for x in tensors)
     whole.seal()
     return whole.read()
+
+
+def _has_memory(x: Tensor) -> bool:
+    # A class with operations of its own may keep its values in several tensors.
+    plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ or is_distributed(x)
+    return plain and x.layout is torch.strided and not x.is_quantized and not x.is_meta
 
 
 def _flat(x: Tensor) -> Tensor:
