@@ -1,0 +1,154 @@
+"""What a rank does to itself at a point of its life."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fusionlayer.transport import _gloo
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+__all__ = ["DEEDS"]
+
+
+def fork(worker: Worker, how: str) -> None:
+    """Fork, as a data loader does; the child ends ``how``, and the parent waits for it."""
+    worker.did()
+    child = os.fork()
+    if child == 0:
+        worker.become_child()
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "_exit":
+            os._exit(0)
+        if how == "raise":
+            raise RuntimeError("a mistake in a child")
+        sys.exit(0)
+    end = time.monotonic() + worker.job.timeout / 2
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if found == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        worker.facts["child"] = "hung"
+    else:
+        worker.facts["child"] = os.waitstatus_to_exitcode(found[1])
+
+
+class _Group:
+    """A gloo group of a link, whose messages are counted as they arrive; one of them arrives with another bit."""
+
+    def __init__(self, group: Any, worker: Worker, at: int, seed: int) -> None:
+        self._group, self._worker, self._at, self._seed = group, worker, at, seed
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        number = self._worker.facts["messages"]
+        self._worker.facts["messages"] += 1
+        work = self._group.recv(tensors, peer, tag)
+        return _Work(work, self._worker, tensors[0], self._seed) if number == self._at else work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+class _Work:
+    """The arrival of the message that is damaged."""
+
+    def __init__(self, work: Any, worker: Worker, data: Tensor, seed: int) -> None:
+        self._work, self._worker, self._data, self._seed = work, worker, data, seed
+
+    def wait(self, timeout: timedelta) -> bool:
+        done: bool = self._work.wait(timeout)
+        bit = random.Random(self._seed).randrange(8 * self._data.numel())
+        self._data[bit // 8] ^= 1 << bit % 8
+        self._worker.facts["flipped"] = f"bit {bit} of {self._data.numel()} bytes"
+        self._worker.did()
+        return done
+
+
+def flip(worker: Worker, at: int, seed: int) -> None:
+    """Flip one bit of message number ``at`` that this rank's links receive from now on; -1: only count them."""
+    inner = _gloo.GlooLink.__init__
+    worker.facts["messages"] = 0
+
+    def opened(self: Any, *args: Any, **more: Any) -> None:
+        inner(self, *args, **more)
+        self._group = _Group(self._group, worker, at, seed)
+
+    _gloo.GlooLink.__init__ = opened  # type: ignore[method-assign]
+
+
+def flip_bucket(worker: Worker, number: int, seed: int) -> None:
+    """Flip one bit of what plain DDP's all-reduce ``number`` brings this rank."""
+    worker.flip_bucket = number, seed
+
+
+def raise_error(worker: Worker) -> None:
+    """Raise what a mistake in a user's hook raises."""
+    worker.did()
+    raise ValueError("a mistake of the user's")
+
+
+def leave(worker: Worker) -> None:
+    """End the program from within."""
+    worker.did()
+    sys.exit(3)
+
+
+def end(worker: Worker, number: int) -> None:
+    """Send this process a signal."""
+    worker.did()
+    os.kill(os.getpid(), number)
+    time.sleep(0.2)
+
+
+def link(worker: Worker, up: bool, after: float | None = None) -> None:
+    """Take this host's link down, or up; with ``after`` a process brings it back so many seconds later."""
+    worker.did()
+    _link("up" if up else "down")
+    if after is not None:
+        subprocess.Popen(["sh", "-c", f"sleep {after}; ip link set eth0 up"], start_new_session=True)
+
+
+def fill_timeline(worker: Worker) -> None:
+    """Let the timeline be a file on a device that is full."""
+    place = Path(os.environ["TMPDIR"]) / "trace"
+    place.with_name(f"trace.{worker.rank}").symlink_to("/dev/full")
+    os.environ["FUSIONLAYER_TIMELINE"] = str(place)
+    worker.did()
+
+
+def fill_disk(worker: Worker) -> None:
+    """Let no file of this process grow beyond a page: what writing to a full disk looks like."""
+    worker.did()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def _link(state: str) -> None:
+    subprocess.run(["ip", "link", "set", "eth0", state], check=True)
+
+
+DEEDS: dict[str, Callable[..., None]] = {
+    "fork": fork,
+    "flip": flip,
+    "flip bucket": flip_bucket,
+    "raise": raise_error,
+    "leave": leave,
+    "signal": end,
+    "link": link,
+    "full timeline": fill_timeline,
+    "full disk": fill_disk,
+}

@@ -1,0 +1,144 @@
+"""One rank: it joins the job, trains, and tells the controller where it is and how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusionlayer.transport import _gloo, heartbeat
+
+from .deeds import DEEDS
+from .fronts import make_front
+from .job import Job, Phase
+
+__all__ = ["Worker", "run"]
+
+
+class Worker:
+    """A rank of a job, as fronts and deeds see it.
+
+    Attributes:
+        job: what all ranks do.
+        rank: this one.
+        facts: what is told at the end besides.
+    """
+
+    def __init__(self, job: Job, rank: int, controller: Connection) -> None:
+        self.job, self.rank = job, rank
+        self.facts: dict[str, Any] = {}
+        self.flip_bucket: tuple[int, int] | None = None
+        self._controller = controller
+        self._lock = threading.Lock()  # of the connection: a deed may be done on a thread of the transport's
+        self._is_child = False
+        self._seen: Counter[str] = Counter()
+
+    def at(self, name: str, number: int | None = None) -> None:
+        """Be at a point: tell the controller, wait for it, or do something, if the job says so.
+
+        Args:
+            name: of the point.
+            number: None: the points of this name are counted.
+        """
+        phase = Phase(name, self._seen[name] if number is None else number)
+        self._seen[name] += 1
+        if (self.rank, phase) in self.job.holds:
+            with self._lock:
+                self._controller.send(("at", time.monotonic(), phase))
+            self._controller.recv()
+        for deed in self.job.deeds:
+            if (deed.rank, deed.phase) == (self.rank, phase):
+                DEEDS[deed.what](self, **deed.options)
+
+    def tell(self, kind: str, **details: Any) -> None:
+        """Tell the controller how this rank has ended."""
+        if not self._is_child:
+            with self._lock:
+                self._controller.send((kind, time.monotonic(), {"kind": kind, "facts": self.facts, **details}))
+
+    def did(self) -> None:
+        """Tell the controller that the attack is made now. Any thread may call it."""
+        with self._lock:
+            self._controller.send(("did", time.monotonic(), None))
+
+    def become_child(self) -> None:
+        """Be a process that this rank has forked: the connection is the rank's."""
+        self._is_child = True
+        self._controller.close()
+
+
+def run(job: Job, rank: int, controller: Connection) -> None:
+    """Be rank ``rank`` of ``job``, from the first line of a user's program to the last."""
+    torch.set_num_threads(1)
+    tempfile.tempdir = None  # the host has looked for it already
+    worker = Worker(job, rank, controller)
+    _watch(worker)
+    try:
+        worker.at("start")
+        front = make_front(worker)
+        worker.at("wrapped")
+        for step in range(job.steps):
+            front.step(step)
+        worker.at("ending")
+        digest = _digest(front.state())
+        front.leave()
+    except BaseException as error:
+        worker.tell("raised", **_described(error))
+        raise
+    worker.tell("finished", digest=digest)
+    sys.stdout.flush()
+
+
+def _watch(worker: Worker) -> None:
+    """Announce the points of a connection's making, inside torch and fusionlayer."""
+    _before(dist, "init_process_group", lambda: worker.at("grouping"), lambda: worker.at("joined"))
+    _before(heartbeat.Watch, "meet", lambda: worker.at("meeting"))
+    _before(_gloo.GlooLink, "__init__", lambda: worker.at("connecting"), lambda: worker.at("connected"))
+
+
+def _before(
+    owner: Any, name: str, before: Callable[[], None], after: Callable[[], None] | None = None
+) -> None:
+    inner = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = inner(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """Return type, message and blame of an exception; the first of its causes that has ``ranks`` says who it was."""
+    causes, cause = [], error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__  # type: ignore[assignment]
+    typed = next((tuple(each.ranks) for each in causes if getattr(each, "ranks", ())), None)
+    return {
+        "error": tuple(kind.__name__ for kind in type(error).__mro__),
+        "typed": typed,
+        "text": str(error),
+        "trace": traceback.format_exc(),
+    }
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
