@@ -16,16 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
 from benchmarks.lab import Network, why_not
 
-from .attacks import ATTACKS
-from .controller import Field, lab_field, local_field
-from .job import Outcome
+from .attacks import ATTACKS, controls
+from .controller import lab_field, local_field
+from .job import Job, Outcome
 from .rounds import Round, Rounds
 from .summary import picture, table_of, worst
 from .verdict import GOALS
@@ -40,12 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fronts", type=comma_separated(str), help="fronts whose names begin so (all)")
     parser.add_argument("--rounds", type=count(), help="of each attack (as the committed result has)")
     parser.add_argument("--lanes", type=count(), default=2, help="rounds that run at once (2)")
+    parser.add_argument("--timeout", type=float, help=f"seconds that ranks wait for each other ({Job.timeout:g})")
     parser.add_argument("--list", action="store_true", help="only say which rounds there are")
     driver.add_options(parser, smoke=True)
     options = parser.parse_args(arguments)
     rounds = [round_ for name in options.only for round_ in _rounds(name, options.rounds, options.smoke)]
     if options.fronts:
         rounds = [round_ for round_ in rounds if round_.job.front.startswith(options.fronts)]
+    if options.timeout:
+        rounds = [replace(round_, job=replace(round_.job, timeout=options.timeout)) for round_ in rounds]
     if options.list:
         print("\n".join(f"{round_.attack}: {round_.job.front}, {round_.what}" for round_ in rounds))
         return 0
@@ -54,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(round_.hosts for round_ in rounds) and (reason := why_not(Network(3))):
         skipped.append(f"not played: flaps and links that are down, since {reason}")
         rounds = [round_ for round_ in rounds if not round_.hosts]
+    known_bad = list(controls())
+    judged = play([round_ for _, round_ in known_bad], options.lanes)
+    for (kind, _), row in zip(known_bad, judged, strict=True):
+        if kind not in row["verdict"]:
+            raise SystemExit(f"the judge itself fails: {row['what']} is {kind!r}, and it says {row['verdict']}")
     begun = time.monotonic()
     rows = play(rounds, options.lanes)
     title = f"What ranks make of attacks: {len(rows)} rounds in {time.monotonic() - begun:.0f} s"
@@ -81,46 +89,50 @@ def _rounds(name: str, wanted: int | None, smoke: bool) -> list[Round]:
 
 
 def play(rounds: Sequence[Round], lanes: int) -> list[dict[str, Any]]:
-    """Return the rows of all rounds, in their order; ``lanes`` of those on this machine are played at once."""
-    rows: list[dict[str, Any] | None] = [None] * len(rounds)
+    """Return the rows of all rounds, in their order; ``lanes`` of them are played at once."""
+    rows: dict[int, dict[str, Any]] = {}
     references: dict[str, list[Outcome]] = {}
+    failures: list[BaseException] = []
     for hosts in sorted({round_.hosts for round_ in rounds}):
         places: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place, round_ in enumerate(rounds):
             if round_.hosts == hosts:
                 places.put(place)
-        failures: list[BaseException] = []
-
-        def lane(hosts: int = hosts, places: queue.SimpleQueue[int] = places) -> None:
-            try:
-                with _field(hosts) as field:
-                    player = Rounds(field, references)
-                    while not failures:
-                        place = places.get_nowait()
-                        rows[place] = player.play(rounds[place])[1]
-                        _tell(rows[place])
-            except queue.Empty:
-                pass
-            except BaseException as error:
-                failures.append(error)
-
-        # Links are slow to break, and no cores are needed for that; but each lab has as many processes as hosts.
-        threads = [threading.Thread(target=lane) for _ in range(min(lanes, places.qsize()))]
+        arguments = (rounds, places, hosts, references, rows, failures)
+        threads = [threading.Thread(target=_lane, args=arguments) for _ in range(min(lanes, places.qsize()))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if failures:
             raise failures[0]
-    return [row for row in rows if row is not None]
+    return [rows[place] for place in range(len(rounds))]
 
 
-def _field(hosts: int) -> AbstractContextManager[Field]:
-    return lab_field(hosts) if hosts else local_field()
+def _lane(
+    rounds: Sequence[Round],
+    places: queue.SimpleQueue[int],
+    hosts: int,
+    references: dict[str, list[Outcome]],
+    rows: dict[int, dict[str, Any]],
+    failures: list[BaseException],
+) -> None:
+    """Play rounds on a field of this thread's own, until there are none or another lane has failed."""
+    try:
+        with lab_field(hosts) if hosts else local_field() as field:
+            player = Rounds(field, references)
+            while not failures:
+                place = places.get_nowait()
+                rows[place] = player.play(rounds[place])[1]
+                _tell(rows[place])
+    except queue.Empty:
+        pass
+    except BaseException as error:
+        failures.append(error)
 
 
-def _tell(row: dict[str, Any] | None) -> None:
-    if row is not None and row["verdict"] != ["ok"]:
+def _tell(row: dict[str, Any]) -> None:
+    if row["attack"] != "control" and row["verdict"] != ["ok"]:
         print(
             f"{row['attack']}: {row['front']}, {row['world']} ranks, store of {row['keeper']}, {row['what']}: "
             f"{', '.join(row['verdict'])}: {row['why'][:300]}",

@@ -15,7 +15,7 @@ from .ports import Scanner
 from .rounds import Round
 from .verdict import Expected
 
-__all__ = ["ATTACKS", "FRONTS", "Theme", "kill"]
+__all__ = ["ATTACKS", "FRONTS", "Theme", "controls", "kill"]
 
 TRAINERS = ("optimizer:int8", "optimizer:raw", "optimizer:topk?density=0.1", "ddp:int8", "hvd:int8")
 """Fronts with an engine, which has two transports besides the shared one."""
@@ -75,7 +75,8 @@ def kill(
         if how == "inside":
             run.release(other)
 
-    job = Job(front, world, keeper=_keeper(keeper), width=_width(width), holds=tuple(holds))
+    steps = 60 if how == "after" else 4  # so that training is not over within the moment
+    job = Job(front, world, steps, keeper=_keeper(keeper), width=_width(width), holds=tuple(holds))
     words = {"at": "at", "after": f"{1e3 * delay:.0f} ms after", "inside": "inside"}[how]
     expected = Expected((victim,), (victim,), files=True)
     return Round("kill", f"rank {victim} {words} {phase}", job, expected, do)
@@ -142,12 +143,14 @@ def forks(rounds: int) -> Iterator[Round]:
             for how in statuses:
                 turn += 1
                 victim, phase = turn % 3, (Phase("forward", 2), Phase("wrapped"), Phase("reduced", 1))[turn % 3]
-                job = Job(front, 3, keeper=_keeper(turn // 3 % 2), deeds=(Deed(victim, phase, "fork", {"how": how}),))
+                # A child ends within half the timeout, or never.
+                deed = Deed(victim, phase, "fork", {"how": how})
+                job = Job(front, 3, timeout=10.0, keeper=_keeper(turn // 3 % 2), deeds=(deed,))
 
                 def child(outcomes: list[Outcome], victim: int = victim, how: str = how) -> tuple[str, str] | None:
                     found = outcomes[victim].facts.get("child")
-                    if found == statuses[how]:
-                        return None
+                    if found in (statuses[how], None):
+                        return None  # a rank that has told nothing is judged for that
                     return "not ended" if found == "hung" else "aborted", f"the child ({how}) ended with {found}"
 
                 words = f"rank {victim} forks at {phase}; child: {how}"
@@ -158,10 +161,12 @@ def disks(rounds: int) -> Iterator[Round]:
     """Yield rounds in which files cannot be written: the timeline, and an elastic commit."""
     for number in range(rounds):
         for front in ("optimizer:int8", "ddp:int8", "hvd:int8"):
-            deeds = tuple(Deed(rank, Phase("start"), "full timeline") for rank in range(3))
-            job = Job(front, 3, deeds=deeds)
-            expected = Expected((), harmless=True, files=True)
-            yield Round("disk full", "timeline", job, expected, by_ranks)
+            for where in ("device", "disk"):
+                deeds = tuple(Deed(rank, Phase("start"), "timeline", {"where": where}) for rank in range(3))
+                # The disk is full in the middle of the first events.
+                job = Job(front, 3, 20, deeds=deeds)
+                expected = Expected((), harmless=True, files=True)
+                yield Round("disk full", f"timeline on a full {where}", job, expected, by_ranks)
         victim = number % 3
         job = Job("elastic:int8", 3, deeds=(Deed(victim, Phase("forward", 2), "full disk"),))
 
@@ -195,7 +200,7 @@ def connections(rounds: int) -> Iterator[Round]:
 
                 # What gloo itself makes of garbage is not ours; but nothing may hang, abort or be wrong.
                 expected = Expected(None, harmless=how == "half-open")
-                job = Job(front, 3, keeper=_keeper(turn % 2))
+                job = Job(front, 3, 60, keeper=_keeper(turn % 2))
                 yield Round(how, "to every port", job, expected, do)
 
 
@@ -257,8 +262,8 @@ def mismatches(rounds: int) -> Iterator[Round]:
                 kind = front.partition(":")[0]
                 if applies is None or kind in applies:
                     odd = 1 + number % 2
-                    frozen = {"habits": {"freeze": True}} if "unfreeze" in changes else {}
-                    job = Job(front, 3, steps=8, changes={odd: changes}, settings=CHECKED, **frozen)
+                    habits = {"freeze": True} if "unfreeze" in changes else {}
+                    job = Job(front, 3, steps=8, habits=habits, changes={odd: changes}, settings=CHECKED)
                     yield Round("mismatch", f"rank {odd} {what}", job, Expected((odd,)))
 
 
@@ -296,6 +301,25 @@ def links(rounds: int) -> Iterator[Round]:
                 job = Job(front, 3, timeout=8.0, deeds=(deed,))
                 expected = Expected((victim,), harmless=how == "flap", own=(victim,))
                 yield Round(how, f"of rank {victim} at {phase}", job, expected, by_ranks, hosts=3)
+
+
+def controls() -> Iterator[tuple[str, Round]]:
+    """Yield rounds that are bad on purpose, and what the judge must say of them: it must be able to."""
+    ending = Phase("ending")
+    hung = Job(PLAIN, 2, timeout=2.0, patience=3.0, deeds=(Deed(1, ending, "hang"),))
+    yield "not ended", Round("control", "a rank hangs", hung, Expected(None), by_ranks)
+    aborted = Job(PLAIN, 2, deeds=(Deed(1, ending, "abort"),))
+    yield "aborted", Round("control", "a rank aborts", aborted, Expected(None), by_ranks)
+    parted = Job(PLAIN, 2, deeds=(Deed(1, ending, "change"),))
+    yield "silent wrong", Round("control", "a rank ends with another bit", parted, Expected(None), by_ranks)
+    late = Job(PLAIN, 2, timeout=0.5, deeds=(Deed(0, Phase("stepped", 3), "dawdle", {"seconds": 3.0}),))
+    yield "too late", Round("control", "the right error comes late", late, Expected((1,)), by_ranks)
+    killed = kill(PLAIN, 3, 1, Phase("stepped", 3), "at")
+    innocent = Deed(0, Phase("stepped", 3), "blame", {"ranks": [2]})
+    blamed = replace(killed, job=replace(killed.job, deeds=(innocent,)), attack="control", what="an error names rank 2")
+    yield "wrong blame", blamed
+    raised = Job(PLAIN, 2, deeds=(Deed(0, ending, "raise"),))
+    yield "false alarm", Round("control", "an error for nothing", raised, Expected((), harmless=True), by_ranks)
 
 
 def _keeper(number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -57,6 +56,8 @@ class Run:
         job: what runs.
         outcomes: of its ranks.
         attacked: monotonic seconds at which the attack was made; 0: not yet.
+        number: of the run on its field.
+        place: the field.
         pids: of the ranks that have started, by rank.
         folder: for temporary files of the ranks.
         begun: monotonic seconds of its start.
@@ -65,7 +66,7 @@ class Run:
 
     job: Job
     number: int
-    field: Field
+    place: Field
     folder: Path
     outcomes: list[Outcome] = field(default_factory=list)
     attacked: float = 0.0
@@ -77,20 +78,20 @@ class Run:
 
     def await_hold(self, rank: int, phase: Phase) -> None:
         """Return when the rank is held at the point."""
-        if not self.field.pump(lambda: (rank, phase) in self.reached or self._ended(rank), PATIENCE):
+        if not self.place.pump(lambda: (rank, phase) in self.reached or self._ended(rank), PATIENCE):
             raise NotReached(f"rank {rank} did not come to {phase}")
         if (rank, phase) not in self.reached:
             raise NotReached(f"rank {rank} ended before {phase}: {self.outcomes[rank].text or self.outcomes[rank].log}")
 
     def release(self, rank: int) -> None:
         """Let a rank that is held go on."""
-        self.field.answer((self.number, rank))
+        self.place.answer((self.number, rank))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal; the first one is the attack."""
         self.signalled.pop(rank, None)
-        self.field.signal((self.number, rank), number)
-        self.field.pump(lambda: rank in self.signalled, PATIENCE)
+        self.place.signal((self.number, rank), number)
+        self.place.pump(lambda: rank in self.signalled, PATIENCE)
         self.attacked = self.attacked or self.signalled[rank]
 
     @property
@@ -101,15 +102,15 @@ class Run:
     @property
     def overdue(self) -> bool:
         """Whether the ranks have had all the time that they are given."""
-        return self.now > self.begun + 3 * self.job.timeout + 10
+        return self.now > self.begun + self.job.deadline
 
     def pause(self, seconds: float) -> None:
         """Let time pass."""
-        self.field.pump(lambda: False, seconds)
+        self.place.pump(lambda: False, seconds)
 
     def await_ends(self, ranks: list[int], deadline: float) -> bool:
         """Return whether these ranks have ended by themselves before the deadline, in monotonic seconds."""
-        return self.field.pump(lambda: all(map(self._ended, ranks)), deadline - time.monotonic())
+        return self.place.pump(lambda: all(map(self._ended, ranks)), deadline - time.monotonic())
 
     def _ended(self, rank: int) -> bool:
         return self.outcomes[rank].status is not None
@@ -119,9 +120,9 @@ class Field:
     """Hosts on which runs take place, one after the other: this machine, or hosts of a lab.
 
     Args:
-        path: of a socket that is made.
+        folder: for a socket, and for what ranks write.
         hosts: number of hosts; rank r is on host r modulo this.
-        addresses: where ranks meet: address of host 0; None: this machine's loopback.
+        address: of host 0, where ranks meet; None: this machine's loopback.
     """
 
     def __init__(self, folder: Path, hosts: int = 1, address: str | None = None) -> None:
@@ -159,8 +160,7 @@ class Field:
                 self._hosts[rank % self._count].send(("start", (run.number, rank), job, variables, f"{folder}/{rank}"))
             attack(run)
             awaited = [rank for rank in range(job.world) if rank not in lost]
-            # Late is late: how late is worth knowing, so ranks have several times the time that they should need.
-            run.await_ends(awaited, time.monotonic() + 3 * job.timeout + 10)
+            run.await_ends(awaited, time.monotonic() + job.deadline)
         finally:
             self._end_all(run)
         run.strayed = sorted(path.name for path in scratch.iterdir())
@@ -302,7 +302,9 @@ def lab_field(hosts: int) -> Iterator[Field]:
         stack.callback(field_.close)
         network = Network(hosts)
         log = stack.enter_context((folder / "host").open("w"))
-        stack.enter_context(launch(_host_command(field_), network, timeout=3600, stdout=subprocess.DEVNULL, stderr=log))
+        stack.enter_context(
+            launch(_host_command(field_), network, timeout=3600, stdout=subprocess.DEVNULL, stderr=log.fileno())
+        )
         field_.await_hosts()
         yield field_
 

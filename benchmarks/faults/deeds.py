@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from fusionlayer.errors import TransportError
 from fusionlayer.transport import _gloo
 
 if TYPE_CHECKING:
@@ -123,12 +124,15 @@ def link(worker: Worker, up: bool, after: float | None = None) -> None:
         subprocess.Popen(["sh", "-c", f"sleep {after}; ip link set eth0 up"], start_new_session=True)
 
 
-def fill_timeline(worker: Worker) -> None:
-    """Let the timeline be a file on a device that is full."""
+def fill_timeline(worker: Worker, where: str) -> None:
+    """Let the timeline be on a full device, or on a disk that is full soon."""
     place = Path(os.environ["TMPDIR"]) / "trace"
-    place.with_name(f"trace.{worker.rank}").symlink_to("/dev/full")
     os.environ["FUSIONLAYER_TIMELINE"] = str(place)
-    worker.did()
+    if where == "device":
+        place.with_name(f"trace.{worker.rank}").symlink_to("/dev/full")
+        worker.did()
+    else:
+        fill_disk(worker)
 
 
 def fill_disk(worker: Worker) -> None:
@@ -141,6 +145,37 @@ def _link(state: str) -> None:
     subprocess.run(["ip", "link", "set", "eth0", state], check=True)
 
 
+def blame(worker: Worker, ranks: list[int]) -> None:
+    """Raise an error that names these ranks, as soon as another has been attacked: a control of the judge."""
+    time.sleep(0.5)
+    raise TransportError(f"rank {worker.rank}: ranks {ranks} are gone", ranks)
+
+
+def change(worker: Worker) -> None:
+    """Change one bit of one parameter, and tell nobody: a control of the judge."""
+    worker.did()
+    worker.change_last = True
+
+
+def hang(worker: Worker) -> None:
+    """Never come back: a control of the judge."""
+    worker.did()
+    time.sleep(3600)
+
+
+def abort(worker: Worker) -> None:
+    """Die as of a failed assertion in C++: a control of the judge."""
+    worker.did()
+    os.abort()
+
+
+def dawdle(worker: Worker, seconds: float) -> None:
+    """Raise the right error, but late: a control of the judge."""
+    worker.did()
+    time.sleep(seconds)
+    raise TransportError("rank 1 is gone", [1])
+
+
 DEEDS: dict[str, Callable[..., None]] = {
     "fork": fork,
     "flip": flip,
@@ -149,6 +184,11 @@ DEEDS: dict[str, Callable[..., None]] = {
     "leave": leave,
     "signal": end,
     "link": link,
-    "full timeline": fill_timeline,
+    "timeline": fill_timeline,
     "full disk": fill_disk,
+    "blame": blame,
+    "change": change,
+    "hang": hang,
+    "abort": abort,
+    "dawdle": dawdle,
 }

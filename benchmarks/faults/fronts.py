@@ -112,7 +112,8 @@ class Front(ABC):
     def loss(self, x: Tensor) -> Tensor:
         """Return what is to become less."""
         target = x.float().sin()[:, :CLASSES]
-        return (self.model(x).float() - target).square().mean()
+        loss: Tensor = (self.model(x).float() - target).square().mean()
+        return loss
 
     def step(self, number: int) -> None:
         """Take one training step, and tell the points that it passes."""
@@ -253,7 +254,7 @@ class Backend(Plain):
     def join(self) -> None:
         rules = [{"op": "all_reduce", "min_bytes": 1, **_named(self.codec)}]
         # No timeout: FUSIONLAYER_TIMEOUT is the smaller one.
-        dist.init_process_group("fusionlayer", pg_options={"rules": rules})  # type: ignore[arg-type]
+        dist.init_process_group("fusionlayer", pg_options={"rules": rules})
 
 
 class BackendCalls(Backend):
@@ -290,7 +291,7 @@ class Horovod(Front):
     def wrap(self) -> None:
         if self.habits.seed is not None:  # a program without a seed has forgotten this, too
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        compression = fl.codecs.get(**_get(self.codec))
+        compression = _compression(self.codec)
         op = {"op": hvd.Sum} if self.habits.sum else {}
         self.optimizer = hvd.DistributedOptimizer(
             SGD(self.model.parameters(), lr=RATE),
@@ -341,7 +342,7 @@ class HorovodCalls(Front):
         worker.at("forward", number)
         self.optimizer.zero_grad()
         self.loss(self.batch(number)).backward()
-        compression = fl.codecs.get(**_get(self.codec))
+        compression = _compression(self.codec)
         op = hvd.Sum if self.habits.sum else hvd.Average
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
@@ -490,6 +491,13 @@ def _split(codec: str) -> dict[str, Any]:
 def _get(codec: str) -> dict[str, Any]:
     found = _split(codec)
     return {"name": found.pop("codec"), **found}
+
+
+def _compression(codec: str) -> Any:
+    found = _get(codec)
+    name = found.pop("name")
+    chosen = getattr(hvd.Compression, "none" if name == "raw" else name)
+    return chosen(**found) if found else chosen
 
 
 def _named(codec: str) -> dict[str, Any]:

@@ -22,7 +22,11 @@ class Phase:
     number: int = 0
 
     def __str__(self) -> str:
-        return f"{self.name} {self.number}" if self.name not in ("start", "grouping", "joined", "wrapped", "ending") else self.name
+        return (
+            f"{self.name} {self.number}"
+            if self.name not in ("start", "grouping", "joined", "wrapped", "ending")
+            else self.name
+        )
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Job:
         holds: points at which a rank waits until the controller lets it go on.
         deeds: what ranks do to themselves.
         environment: variables for all ranks.
+        patience: seconds that ranks get to end by themselves after an attack; None: several times what they should
+            need, since it is worth knowing how late an error comes.
         settings: of fusionlayer, for the file that ``FUSIONLAYER_CONFIG`` names; those that it does not know are left
             out.
     """
@@ -67,6 +73,12 @@ class Job:
     deeds: tuple[Deed, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    patience: float | None = None
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that ranks get to end by themselves."""
+        return 3 * self.timeout + 10 if self.patience is None else self.patience
 
     @property
     def undisturbed(self) -> Job:

@@ -14,6 +14,10 @@ from .verdict import Expected, Verdict, judge
 __all__ = ["Round", "Rounds"]
 
 
+ATTEMPTS = 3
+"""Of an undisturbed job: a busy machine may let it wait longer than its timeout."""
+
+
 @dataclass(frozen=True)
 class Round:
     """One attack on one job.
@@ -60,11 +64,12 @@ class Rounds:
 
     def play(self, round_: Round) -> tuple[Verdict, dict[str, Any]]:
         """Return the verdict on a round, and its row of the result file."""
-        known = self._reference(round_.reference or round_.job.undisturbed)
-        reference = [outcome.digest for outcome in known]
-        job = round_.adapt(round_.job, known) if round_.adapt else round_.job
-        error = ""
+        job, error = round_.job, ""
+        reference: list[str] = []
         try:
+            known = self._reference(round_.reference or job.undisturbed)
+            reference = [outcome.digest for outcome in known]
+            job = round_.adapt(job, known) if round_.adapt else job
             run = self._field.run(job, round_.do, lost=round_.expected.lost)
             outcomes, attacked, strayed = run.outcomes, run.attacked, run.strayed
         except NotReached as reason:
@@ -74,7 +79,8 @@ class Rounds:
         else:
             verdict = judge(outcomes, reference, round_.expected, attacked, job.timeout, strayed)
             if round_.also is not None and (more := round_.also(outcomes)):
-                verdict = Verdict((more[0], *verdict.kinds), more[1], verdict.seconds, verdict.ending)
+                kinds = (more[0], *(kind for kind in verdict.kinds if kind != more[0]))
+                verdict = Verdict(kinds, more[1], verdict.seconds, verdict.ending)
         return verdict, {
             "attack": round_.attack,
             "ours": not round_.plain,
@@ -93,11 +99,15 @@ class Rounds:
     def _reference(self, job: Job) -> list[Outcome]:
         key = repr(job)
         if key not in self._references:
-            outcomes = self._field.run(job).outcomes
-            failed = [rank for rank, outcome in enumerate(outcomes) if outcome.kind != "finished" or outcome.status]
-            if failed:
+            for _ in range(ATTEMPTS):
+                outcomes = self._field.run(job).outcomes
+                failed = [rank for rank, outcome in enumerate(outcomes) if outcome.kind != "finished" or outcome.status]
+                if not failed:
+                    break
+            else:
                 first = outcomes[failed[0]]
-                raise RuntimeError(f"{job} fails without an attack, on rank {failed[0]}: {first.text or first.log}")
+                where = f"{job.front} on {job.world} ranks fails without an attack, on rank {failed[0]}"
+                raise NotReached(f"{where}: {first.text or first.log}")
             self._references[key] = outcomes
         return self._references[key]
 

@@ -24,13 +24,16 @@ def table_of(rows: Sequence[Row]) -> list[dict[str, str]]:
         )
         line = {"attack": attack or "all", "rounds": _both(len(mine), len(theirs), theirs)}
         for ending in ("error", "harmless"):
-            line[ending] = _both(*(sum(row["ending"] == ending for row in side) for side in (mine, theirs)), theirs)
-        longest = [max((row["seconds"] for row in side if row["seconds"] is not None), default=None) for side in (mine, theirs)]
+            counts = [sum(row["ending"] == ending for row in side) for side in (mine, theirs)]
+            line[ending] = _both(counts[0], counts[1], theirs)
+        longest = [
+            max((row["seconds"] for row in side if row["seconds"] is not None), default=None) for side in (mine, theirs)
+        ]
         line["longest, s"] = " / ".join("-" if each is None else f"{each:.1f}" for each in longest[: 1 + bool(theirs)])
         for kind in FAILURES:
             counts = [sum(kind in row["verdict"] for row in side) for side in (mine, theirs)]
             if kind in GOALS or any(kind in row["verdict"] for row in rows):
-                line[kind] = _both(*counts, theirs)
+                line[kind] = _both(counts[0], counts[1], theirs)
         lines.append(line)
     return lines
 
@@ -56,7 +59,10 @@ def picture(rows: Sequence[Row]) -> Figure:
     attacks = list(dict.fromkeys(row["attack"] for row in rows))
     figure = Figure(figsize=(9, 0.9 + 0.45 * len(attacks)))
     times, faults = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for shift, ours, name, colour, marker in ((-0.15, True, OURS, "#0072B2", "o"), (0.15, False, THEIRS, "#D55E00", "x")):
+    for shift, ours, name, colour, marker in (
+        (-0.15, True, OURS, "#0072B2", "o"),
+        (0.15, False, THEIRS, "#D55E00", "x"),
+    ):
         x, y = [], []
         wrong = []
         for place, attack in enumerate(attacks):

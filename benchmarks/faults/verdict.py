@@ -144,13 +144,12 @@ def judge(
 
 
 def blamed(outcome: Outcome, rank: int) -> tuple[int, ...]:
-    """Return the ranks that an error names: by its attribute, else in its text, but for "rank N:", who is speaking."""
+    """Return the ranks that an error names: by its attribute, else in its text, but for the rank that is speaking."""
     if outcome.typed is not None:
         return outcome.typed
-    text = re.sub(rf"\b[Rr]ank {rank}:", "", outcome.text)
-    singles = [int(number) for number in re.findall(r"\b[Rr]ank (\d+)", text)]
-    lists = [int(n) for group in re.findall(r"\b[Rr]anks \[([\d, ]+)\]", text) for n in group.split(",")]
-    return tuple(sorted({*singles, *lists}))
+    singles = re.findall(r"\b[Rr]ank (\d+)", outcome.text)
+    lists = [number for found in re.findall(r"\b[Rr]anks \[([\d, ]+)\]", outcome.text) for number in found.split(",")]
+    return tuple(sorted({*map(int, singles + lists)} - {rank}))
 
 
 def _last_line(text: str) -> str:
