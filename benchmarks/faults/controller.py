@@ -60,6 +60,7 @@ class Run:
         place: the field.
         pids: of the ranks that have started, by rank.
         folder: for temporary files of the ranks.
+        store: that the controller keeps, if it does.
         begun: monotonic seconds of its start.
         strayed: what the ranks have left behind there.
     """
@@ -73,6 +74,7 @@ class Run:
     pids: dict[int, int] = field(default_factory=dict)
     strayed: list[str] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
+    store: TCPStore | None = None
     reached: dict[tuple[int, Phase], float] = field(default_factory=dict)
     signalled: dict[int, float] = field(default_factory=dict)
 
@@ -83,9 +85,9 @@ class Run:
         if (rank, phase) not in self.reached:
             raise NotReached(f"rank {rank} ended before {phase}: {self.outcomes[rank].text or self.outcomes[rank].log}")
 
-    def release(self, rank: int) -> None:
+    def release(self, rank: int, answer: Any = None) -> None:
         """Let a rank that is held go on."""
-        self.place.answer((self.number, rank))
+        self.place.answer((self.number, rank), answer)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal; the first one is the attack."""
@@ -153,6 +155,7 @@ class Field:
         scratch.mkdir()
         self._run = run = Run(job, self._number, self, scratch, [Outcome() for _ in range(job.world)])
         keeper = _agent_store(job) if job.keeper == "agent" else None
+        run.store = keeper
         port = keeper.port if keeper else _free_port() if self._address is None else 29500 + self._number % 1000
         try:
             for rank in range(job.world):
@@ -183,9 +186,9 @@ class Field:
                     self._take(ready)  # type: ignore[arg-type]
         return True
 
-    def answer(self, key: tuple[int, int]) -> None:
+    def answer(self, key: tuple[int, int], answer: Any) -> None:
         """Let a rank go on."""
-        self._ranks[key].send(None)
+        self._ranks[key].send(answer)
 
     def signal(self, key: tuple[int, int], number: signal.Signals) -> None:
         """Have the rank's host send it a signal."""

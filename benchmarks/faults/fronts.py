@@ -257,6 +257,23 @@ class Backend(Plain):
         dist.init_process_group("fusionlayer", pg_options={"rules": rules})
 
 
+class Group(Plain):
+    """DDP over a group ``fusionlayer`` that is made in a running job, and destroyed before its end."""
+
+    def join(self) -> None:
+        fl.init()
+
+    def wrap(self) -> None:
+        rules = [{"op": "all_reduce", "min_bytes": 1, **_named(self.codec)}]
+        self._group = dist.new_group(backend="fusionlayer", pg_options={"rules": rules})
+        self.model = DistributedDataParallel(self.model, process_group=self._group)
+        self.optimizer = SGD(self.model.parameters(), lr=RATE)
+
+    def leave(self) -> None:
+        dist.destroy_process_group(self._group)
+        fl.shutdown()
+
+
 class BackendCalls(Backend):
     """Calls of a training loop of the user's own, over the process group ``fusionlayer``."""
 
@@ -463,6 +480,7 @@ FRONTS: dict[str, Callable[[Any, str], Front]] = {
     "optimizer": Optimizer,
     "ddp": Hook,
     "backend": Backend,
+    "group": Group,
     "backend-calls": BackendCalls,
     "hvd": Horovod,
     "hvd-calls": HorovodCalls,

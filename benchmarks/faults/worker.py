@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import itertools
 import sys
 import tempfile
 import threading
@@ -10,6 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,13 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fusionlayer as fl
 from fusionlayer.transport import _gloo, heartbeat
 
 from .deeds import DEEDS
 from .fronts import make_front
-from .job import Job, Phase
+from .job import Deed, Job, Phase
 
-__all__ = ["Worker", "run"]
+__all__ = ["EVERY", "SOAK", "Worker", "run"]
+
+SOAK = "soak"
+"""Name of the front that is all of ``SOAKED``, in turns."""
+
+SOAKED = ("optimizer:int8", "ddp:raw", "hvd:int8", "functional:int8", "sharded:int8", "group:int8", "optimizer:topk")
+EVERY = 20
+"""Jobs between two measurements."""
+
+FAULT_EVERY = 5
+"""One job of so many has a fault. It shares no divisor with the number of fronts."""
 
 
 class Worker:
@@ -33,6 +47,7 @@ class Worker:
         job: what all ranks do.
         rank: this one.
         facts: what is told at the end besides.
+        undo: takes back what deeds have changed in this process.
         change_last: one bit of the last parameter is to be changed before the digest is made.
         flip_bucket: number of the sum of plain DDP in which a bit is to be flipped, and a seed of the bit.
     """
@@ -40,6 +55,7 @@ class Worker:
     def __init__(self, job: Job, rank: int, controller: Connection) -> None:
         self.job, self.rank = job, rank
         self.facts: dict[str, Any] = {}
+        self.undo: list[Callable[[], None]] = []
         self.change_last = False
         self.flip_bucket: tuple[int, int] | None = None
         self._controller = controller
@@ -57,12 +73,23 @@ class Worker:
         phase = Phase(name, self._seen[name] if number is None else number)
         self._seen[name] += 1
         if (self.rank, phase) in self.job.holds:
-            with self._lock:
-                self._controller.send(("at", time.monotonic(), phase))
-            self._controller.recv()
+            self.ask(phase)
         for deed in self.job.deeds:
             if (deed.rank, deed.phase) == (self.rank, phase):
                 DEEDS[deed.what](self, **deed.options)
+
+    def ask(self, phase: Phase) -> Any:
+        """Be held at a point; return the controller's answer."""
+        with self._lock:
+            self._controller.send(("at", time.monotonic(), phase))
+        return self._controller.recv()
+
+    def begin(self, job: Job) -> None:
+        """Begin another job in this process: nothing that was done to the last one stays."""
+        while self.undo:
+            self.undo.pop()()
+        self.job = job
+        self._seen.clear()
 
     def tell(self, kind: str, **details: Any) -> None:
         """Tell the controller how this rank has ended."""
@@ -88,19 +115,58 @@ def run(job: Job, rank: int, controller: Connection) -> None:
     worker = Worker(job, rank, controller)
     _watch(worker)
     try:
-        worker.at("start")
-        front = make_front(worker)
-        worker.at("wrapped")
-        for step in range(job.steps):
-            front.step(step)
-        worker.at("ending")
-        digest = _digest(front.state(), worker.change_last)
-        front.leave()
+        digest = soak(worker) if job.front == SOAK else train(worker)
     except BaseException as error:
         worker.tell("raised", **_described(error))
         raise
     worker.tell("finished", digest=digest)
     sys.stdout.flush()
+
+
+def train(worker: Worker) -> str:
+    """Do the worker's job; return the digest of the final parameters."""
+    worker.at("start")
+    front = make_front(worker)
+    worker.at("wrapped")
+    for step in range(worker.job.steps):
+        front.step(step)
+    worker.at("ending")
+    digest = _digest(front.state(), worker.change_last)
+    front.leave()
+    return digest
+
+
+def soak(worker: Worker) -> str:
+    """Do jobs one after the other in this process, some of them with a fault, until the controller says that it is
+    enough; between some of them the controller measures.
+    """
+    shape = worker.job
+    for number in itertools.count():
+        if number % EVERY == 0 and not worker.ask(Phase("measured", number)):
+            return ""
+        front = SOAKED[number % len(SOAKED)]
+        deeds = tuple(replace(deed, rank=number // FAULT_EVERY % shape.world) for deed in _fault(number))
+        worker.begin(replace(shape, front=front, deeds=deeds))
+        try:
+            train(worker)
+        except Exception:  # the mistake that a rank was told to make, and what the others make of it
+            if not deeds:
+                raise
+            worker.facts["told"] = worker.facts.get("told", 0) + 1
+        fl.shutdown()
+        gc.collect()
+    raise AssertionError
+
+
+def _fault(number: int) -> tuple[Deed, ...]:
+    if number % FAULT_EVERY:
+        return ()
+    faults = (
+        Deed(0, Phase("backward", 1), "raise"),
+        Deed(0, Phase("start"), "flip", {"at": 20, "seed": number}),
+        Deed(0, Phase("forward", 1), "dawdle", {"seconds": 0.0}),
+    )
+    return (faults[number // FAULT_EVERY % len(faults)],)
 
 
 def _watch(worker: Worker) -> None:
