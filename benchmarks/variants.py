@@ -14,6 +14,7 @@ from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from fusionlayer.planning.codec_rules import AUTO, FIDELITIES
 from fusionlayer.registry import nearest
+from fusionlayer.transport import C10dTransport
 
 __all__ = ["OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
 
@@ -21,7 +22,7 @@ SEPARATOR = "+"
 OVERLAP = SEPARATOR + "overlap"
 """Ends the name of a variant whose communication goes on during the next forward."""
 
-_WORDS = ("autotune", "behind", "overlap")
+_WORDS = ("autotune", "behind", "overlap", "unchecked")
 
 
 def codec_presets() -> list[str]:
@@ -44,6 +45,8 @@ class Variant:
         algorithm: how its messages travel, a word algorithm=NAME; None: the default.
         overlap: the next forward begins before all gradients have arrived. The word "overlap".
         autotune: the plan is searched for by measured steps. The word "autotune".
+        unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
+            word "unchecked".
     """
 
     codec: str
@@ -53,6 +56,7 @@ class Variant:
     algorithm: str | None = None
     overlap: bool = False
     autotune: bool = False
+    unchecked: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Variant:
@@ -98,6 +102,7 @@ class Variant:
         parts += ["sparsified behind fusion"] if self.behind else []
         parts += ["overlap_forward"] if self.overlap else []
         parts += ["autotune"] if self.autotune else []
+        parts += ["nothing checked"] if self.unchecked else []
         return ", ".join(parts)
 
     def make_codec(self) -> Codec:
@@ -115,6 +120,7 @@ class Variant:
             codec: another object of the same kind, to be used in place of ``make_codec()``.
             plan: file of a plan, to be used in place of a planner's.
         """
+        off = {"group": C10dTransport(checksum=False), "check_replicas": False} if self.unchecked else {}
         return fl.DistributedOptimizer(
             optimizer,
             model.named_parameters(),
@@ -126,4 +132,5 @@ class Variant:
             algorithm="one_shot" if self.behind else self.algorithm,
             ahead=False if self.behind else None,
             overlap_forward=model if self.overlap else None,
+            **off,
         )

@@ -153,6 +153,9 @@ class Field:
         folder = Path(tempfile.mkdtemp(prefix=f"{self._number}-", dir=self._folder))
         scratch = folder / "tmp"
         scratch.mkdir()
+        known = {field_.name for field_ in fields(fl.config.Config)}
+        settings = {key: value for key, value in job.settings.items() if key in known}
+        (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
         self._run = run = Run(job, self._number, self, scratch, [Outcome() for _ in range(job.world)])
         keeper = _agent_store(job) if job.keeper == "agent" else None
         run.store = keeper
@@ -275,9 +278,7 @@ def environment(job: Job, rank: int, folder: Path, address: str | None, port: in
     }
     if job.keeper == "agent":
         found |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    known = {field_.name for field_ in fields(fl.config.Config)}
-    if settings := {key: value for key, value in job.settings.items() if key in known}:
-        (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    if job.settings:
         found["FUSIONLAYER_CONFIG"] = str(folder / "settings.yaml")
     return {**found, **job.environment}
 

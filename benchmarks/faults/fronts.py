@@ -174,16 +174,17 @@ class Plain(Front):
         self.model = DistributedDataParallel(self.model, find_unused_parameters=self.habits.freeze)
         self.optimizer = SGD(self.model.parameters(), lr=RATE)
         if self.habits.sum:
-            self.model.register_comm_hook(None, _summing)
+            self.model.register_comm_hook(None, lambda _, bucket: _summed(bucket))
         elif self.worker.flip_bucket is not None:
-            self.model.register_comm_hook(_Flipping(self.worker), _Flipping.reduce)
+            flipping = _Flipping(self.worker)
+            self.model.register_comm_hook(None, lambda _, bucket: flipping.reduce(bucket))
 
     def leave(self) -> None:
         dist.destroy_process_group()
 
 
 class _Flipping:
-    """The state of a hook that averages as DDP does; one of its sums arrives with another bit."""
+    """A hook that averages as DDP does; one of its sums arrives with another bit."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._left = worker, worker.flip_bucket
@@ -206,7 +207,7 @@ class _Flipping:
         return data
 
 
-def _summing(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _summed(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return done.then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 

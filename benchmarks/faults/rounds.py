@@ -15,7 +15,7 @@ __all__ = ["Round", "Rounds"]
 
 
 ATTEMPTS = 3
-"""Of an undisturbed job: a busy machine may let it wait longer than its timeout."""
+"""Of an undisturbed job, since a busy machine may let it wait longer than its timeout, and of an attack that was missed."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Round:
         expected: what may come of it.
         do: what the controller does; None: the ranks do it, or the job itself is the attack.
         reference: the job whose parameters are right; None: the same, undisturbed.
-        adapt: what makes the job of it when the outcomes of the reference are known.
+        adapt: what makes the job of it when the outcomes of the reference are known; called again, with the number of
+            the attempt, where the attack was not made.
         hosts: 0: this machine; else hosts of a lab, with as many links.
         also: a further check of the outcomes: what is wrong, and why.
     """
@@ -40,7 +41,7 @@ class Round:
     expected: Expected
     do: Attack = nothing
     reference: Job | None = None
-    adapt: Callable[[Job, list[Outcome]], Job] | None = None
+    adapt: Callable[[Job, list[Outcome], int], Job] | None = None
     hosts: int = 0
     also: Callable[[list[Outcome]], tuple[str, str] | None] | None = None
 
@@ -69,8 +70,11 @@ class Rounds:
         try:
             known = self._reference(round_.reference or job.undisturbed)
             reference = [outcome.digest for outcome in known]
-            job = round_.adapt(job, known) if round_.adapt else job
-            run = self._field.run(job, round_.do, lost=round_.expected.lost)
+            for attempt in range(ATTEMPTS):
+                job = round_.adapt(job, known, attempt) if round_.adapt else job
+                run = self._field.run(job, round_.do, lost=round_.expected.lost)
+                if run.attacked or not round_.adapt:
+                    break
             outcomes, attacked, strayed = run.outcomes, run.attacked, run.strayed
         except NotReached as reason:
             outcomes, attacked, strayed, error = [], 0.0, [], str(reason)

@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = field.run(job, measure)
     for rank, outcome in enumerate(run.outcomes):
         if outcome.kind != "finished" or outcome.status:
-            raise SystemExit(f"rank {rank} has {outcome.kind} with status {outcome.status}: {outcome.text}\n{outcome.log}")
+            raise SystemExit(
+                f"rank {rank} has {outcome.kind} with status {outcome.status}: {outcome.text}\n{outcome.log}"
+            )
     told = [outcome.facts.get("told", 0) for outcome in run.outcomes]
     title = f"What {options.ranks} ranks keep of {samples[-1]['jobs']} jobs, {told} of which have failed on the ranks"
     quantities = [key for key in samples[0] if key != "jobs"]

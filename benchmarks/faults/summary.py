@@ -23,7 +23,7 @@ def table_of(rows: Sequence[Row]) -> list[dict[str, str]]:
             [row for row in rows if row["ours"] is ours and attack in (None, row["attack"])] for ours in (True, False)
         )
         line = {"attack": attack or "all", "rounds": _both(len(mine), len(theirs), theirs)}
-        for ending in ("error", "harmless"):
+        for ending in ("error", "warning", "harmless"):
             counts = [sum(row["ending"] == ending for row in side) for side in (mine, theirs)]
             line[ending] = _both(counts[0], counts[1], theirs)
         longest = [

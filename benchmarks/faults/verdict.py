@@ -15,7 +15,8 @@ FAILURES = {
     "not attacked": "the rank did not come to the point of the attack: the benchmark itself has failed",
     "not ended": "a rank had not ended by itself long after its time",
     "aborted": "a rank that nobody killed died of a signal",
-    "silent wrong": "all ranks finished, with parameters that differ over ranks or from those of an undisturbed run",
+    "silent wrong": "all ranks finished, and none warned that replicas differ, with parameters that differ over ranks or "
+    "from those of an undisturbed run",
     "wrong blame": "an error names a rank that did nothing",
     "too late": "an error came later than the timeout and two seconds",
     "no name": "an error does not say which rank it was",
@@ -66,7 +67,7 @@ class Verdict:
         kinds: keys of ``FAILURES``, the gravest first; empty: all is well.
         why: of the gravest, in words.
         seconds: from the attack to the last rank's error; None: no rank raised one.
-        ending: what the run came to: "error", "harmless" or, where a rank has told neither, "none".
+        ending: what the run came to: "error", "harmless", "warning" (parameters differ, and that was told) or "none".
     """
 
     kinds: tuple[str, ...]
@@ -115,7 +116,8 @@ def judge(
     finished = [rank for rank in ranks if outcomes[rank].kind == "finished"]
     right = [outcomes[finished[0]].digest] * len(outcomes) if expected.any_result and finished else reference
     wrong = [rank for rank in finished if outcomes[rank].digest != right[rank]]
-    if wrong and not raised and len(finished) == len(ranks):
+    warned = any("differ" in text for rank in ranks for text in outcomes[rank].facts.get("warned", ()))
+    if wrong and not raised and not warned and len(finished) == len(ranks):
         parted = len({outcomes[rank].digest for rank in finished}) > len({right[rank] for rank in finished})
         how = "differ over ranks" if parted else "are equal, but not those of an undisturbed run"
         found["silent wrong"] = f"parameters of ranks {wrong} {how}"
@@ -139,7 +141,7 @@ def judge(
     if strayed and not expected.files:
         found["left behind"] = ", ".join(strayed)
     kinds = tuple(kind for kind in FAILURES if kind in found)
-    ending = "error" if raised else "harmless" if finished and not wrong else "none"
+    ending = "error" if raised else "harmless" if finished and not wrong else "warning" if wrong and warned else "none"
     return Verdict(kinds, found[kinds[0]] if kinds else "", max(times.values(), default=None), ending)
 
 

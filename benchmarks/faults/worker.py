@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,6 +115,7 @@ def run(job: Job, rank: int, controller: Connection) -> None:
     tempfile.tempdir = None  # the host has looked for it already
     worker = Worker(job, rank, controller)
     _watch(worker)
+    warnings.showwarning = lambda message, *_: worker.facts.setdefault("warned", []).append(str(message))
     try:
         digest = soak(worker) if job.front == SOAK else train(worker)
     except BaseException as error:

@@ -10,20 +10,17 @@ round; a ratio compares turns of one round. benchmarks/README.md says how to rea
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
-from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
-from benchmarks.lab import Network, launch, why_not
+from benchmarks.lab import Network, why_not
 from benchmarks.quiet import pressure, refuse_if_busy
 from benchmarks.report import table, write
 
-from .cell import Cell, Measured, Round
+from .cell import Cell
+from .launching import run_cell
 from .methods import all_methods, select
 from .summary import columns, readings, rows
 from .workloads import MODELS
@@ -52,7 +49,7 @@ def main() -> int:
         refuse_if_busy(options.busy_ok, hosts * workers)
         _say(f"{cell}: {len(methods)} methods, {cell.rounds} rounds")
         before = pressure()
-        measured = _measure(cell, network, options.timeout)
+        measured = run_cell(cell, network, options.timeout)
         if measured is None:
             return 1
         cell_rows = rows(cell, measured, {"before": before, "after": pressure()})
@@ -91,23 +88,6 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 
 def _rate(text: str) -> str | None:
     return None if text == "none" else text
-
-
-def _measure(cell: Cell, network: Network, timeout: float) -> dict[str, Measured] | None:
-    """Return what the workers have measured; None if they failed, which they have said on stderr."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        worker = [sys.executable, "-m", "benchmarks.training.worker", json.dumps(asdict(cell)), str(result)]
-        with launch(worker, network, workers=cell.workers, timeout=timeout, stdout=sys.stderr.fileno()) as process:
-            if process.wait():
-                return None
-        return {method: _measured(data) for method, data in json.loads(result.read_text()).items()}
-
-
-def _measured(data: dict[str, Any]) -> Measured:
-    plain = Measured(**data)
-    turns = tuple(Round(**turn) for turn in data["rounds"])
-    return replace(plain, rounds=turns, losses=tuple(plain.losses))
 
 
 def _say(text: str) -> None:

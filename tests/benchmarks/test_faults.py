@@ -55,6 +55,8 @@ def test_the_judge_tells_good_from_bad() -> None:
     assert verdict_on([wrong] * 3, Expected(None, any_result=True)) == ()
     assert verdict_on([FINISHED, wrong, FINISHED], Expected(None, any_result=True)) == ("silent wrong",)
     assert verdict_on([FINISHED, wrong, gone], any_error) == ()  # the job has failed, and not in silence
+    told = Outcome("finished", 11.0, digest="other", status=0, facts={"warned": ["parameters of ranks [1] differ"]})
+    assert verdict_on([FINISHED, told, FINISHED], any_error) == ()
     assert verdict_on([FINISHED, gone, FINISHED], harmless) == ("false alarm",)
     assert judge([FINISHED] * 3, RIGHT, any_error, 0.0, 4.0).fails
     assert {*GOALS} < {*FAILURES}

@@ -264,7 +264,7 @@ class TestCommandLine:
 
         monkeypatch.setattr(command, "refuse_if_busy", refuse)
         monkeypatch.setattr(command, "why_not", lambda network: None)
-        monkeypatch.setattr(command, "_measure", lambda *_: pytest.fail("it measured"))
+        monkeypatch.setattr(command, "run_cell", lambda *_: pytest.fail("it measured"))
         arguments = ["--hosts", "2", "--workers", "3", "--methods", "int8", *(["--busy-ok"] if busy_ok else [])]
         monkeypatch.setattr(sys, "argv", ["training", *arguments])
         with pytest.raises(SystemExit, match="busy"):

@@ -29,6 +29,7 @@ def test_a_variant_is_told_in_words() -> None:
         "fusionlayer with the codec dgc, density=0.5, the planner wfbp, sparsified behind fusion"
     )
     assert about("dynamiq+bits=4+algorithm=ring") == "fusionlayer with the codec dynamiq, bits=4, the algorithm ring"
+    assert about("int8+unchecked") == "fusionlayer with the codec int8, nothing checked"
     assert Variant.parse("dynamiq+algorithm=ring").make_codec().options["bits"] == 5
     assert about("ddp").startswith("DistributedDataParallel")
 
