@@ -15,7 +15,7 @@ __all__ = ["Round", "Rounds"]
 
 
 ATTEMPTS = 3
-"""Of an undisturbed job, since a busy machine may let it wait longer than its timeout, and of an attack that was missed."""
+"""Of an undisturbed job, since a busy machine may let it wait too long, and of an attack that was missed."""
 
 
 @dataclass(frozen=True)

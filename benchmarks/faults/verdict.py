@@ -15,8 +15,8 @@ FAILURES = {
     "not attacked": "the rank did not come to the point of the attack: the benchmark itself has failed",
     "not ended": "a rank had not ended by itself long after its time",
     "aborted": "a rank that nobody killed died of a signal",
-    "silent wrong": "all ranks finished, and none warned that replicas differ, with parameters that differ over ranks or "
-    "from those of an undisturbed run",
+    "silent wrong": "all ranks finished, and none warned, with parameters that differ over ranks or from those of an "
+    "undisturbed run",
     "wrong blame": "an error names a rank that did nothing",
     "too late": "an error came later than the timeout and two seconds",
     "no name": "an error does not say which rank it was",
@@ -101,7 +101,8 @@ def judge(
     """
     ranks = [rank for rank in range(len(outcomes)) if rank not in expected.lost]
     raised = [rank for rank in ranks if outcomes[rank].kind == "raised"]
-    times = {rank: outcomes[rank].at - attacked for rank in raised if rank not in expected.slow}
+    told = raised if attacked else []
+    times = {rank: outcomes[rank].at - attacked for rank in told if rank not in expected.slow}
     found: dict[str, str] = {}
     if attacked == 0:
         found["not attacked"] = "; ".join(outcome.text or outcome.log[-200:] for outcome in outcomes)
