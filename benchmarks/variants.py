@@ -120,7 +120,6 @@ class Variant:
             codec: another object of the same kind, to be used in place of ``make_codec()``.
             plan: file of a plan, to be used in place of a planner's.
         """
-        off = {"group": C10dTransport(checksum=False), "check_replicas": False} if self.unchecked else {}
         return fl.DistributedOptimizer(
             optimizer,
             model.named_parameters(),
@@ -132,5 +131,6 @@ class Variant:
             algorithm="one_shot" if self.behind else self.algorithm,
             ahead=False if self.behind else None,
             overlap_forward=model if self.overlap else None,
-            **off,
+            group=C10dTransport(checksum=False) if self.unchecked else None,
+            check_replicas=False if self.unchecked else None,
         )

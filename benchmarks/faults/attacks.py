@@ -208,7 +208,7 @@ def flips(rounds: int) -> Iterator[Round]:
     """Yield rounds in which one bit of one message is another, ``rounds`` for each front and kind of codec."""
     for turn in range(rounds):
         deed = Deed(1, Phase("start"), "flip bucket", {"number": turn % 4, "seed": turn})
-        yield Round("bit flip", "in a sum", Job(PLAIN, 2, deeds=(deed,)), Expected(None), by_ranks)
+        yield Round("bit flip", "in a sum", Job(PLAIN, 2, deeds=(deed,), quick=True), Expected(None), by_ranks)
     for front, codecs in FLIPPED.items():
         for codec in codecs:
             for turn in range(rounds):
@@ -237,7 +237,8 @@ def flip(front: str, turn: int) -> Round:
     share = random.Random(f"{front} {turn}").random()
     # Ranks of one node do not use a network: they are told that each is a node.
     settings = {"ranks_per_node": 1}
-    counting = Job(front, 2, settings=settings, deeds=(Deed(1, Phase("start"), "flip", {"at": -1, "seed": 0}),))
+    deed = Deed(1, Phase("start"), "flip", {"at": -1, "seed": 0})
+    counting = Job(front, 2, settings=settings, deeds=(deed,), quick=True)
 
     def adapt(job: Job, reference: list[Outcome], attempt: int) -> Job:
         # Runs differ by a few messages, so there may not be as many as in the reference.
@@ -254,7 +255,7 @@ def mismatches(rounds: int) -> Iterator[Round]:
         odd, keeper = 1 + number % 2, _keeper(number % 2)
         for front in (PLAIN, *FRONTS):
             kind = front.partition(":")[0]
-            shape = Job(front, 3, 8, keeper=keeper, settings=CHECKED, environment=NAMED.get(kind, {}))
+            shape = Job(front, 3, 8, keeper=keeper, settings=CHECKED, environment=NAMED.get(kind, {}), quick=True)
             if kind in (PLAIN, *PARAMETERS):
                 job = replace(shape, habits={"seed": None})
                 yield Round("mismatch", "no rank has a seed", job, Expected(None, any_result=True))

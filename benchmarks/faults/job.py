@@ -55,6 +55,8 @@ class Job:
         holds: points at which a rank waits until the controller lets it go on.
         deeds: what ranks do to themselves.
         environment: variables for all ranks.
+        quick: ranks leave out the interpreter's own end, which takes most of a short job's time: for attacks that have
+            nothing to do with how processes end.
         patience: seconds that ranks get to end by themselves after an attack; None: several times what they should
             need, since it is worth knowing how late an error comes.
         settings: of fusionlayer, for the file that ``FUSIONLAYER_CONFIG`` names; those that it does not know are left
@@ -73,6 +75,7 @@ class Job:
     deeds: tuple[Deed, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    quick: bool = False
     patience: float | None = None
 
     @property
