@@ -283,8 +283,8 @@ def reduce_scatter(
     size = transport.size
     if algorithm not in (None, "ring"):
         raise ConfigError(f"reduce_scatter: algorithm={algorithm!r}; expected None or 'ring'")
-    if algorithm == "ring" and chosen.ahead:
-        raise ConfigError(f"reduce_scatter: 'ring' encodes partial sums anew; {chosen} cannot: use algorithm=None")
+    if algorithm == "ring":
+        collectives.check_pair("ring", chosen, size)
     if not tensor.dim() or tensor.shape[0] % size:
         raise ConfigError(
             f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple"

@@ -64,6 +64,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "collectives/",
+        ("reduction.py", "if isinstance(codec, Codec):", "if not isinstance(codec, Codec):", "pairs fail in step 1"),
         (
             "two_shot.py",
             "seed=derive_seed(seed, rank, 1)",
@@ -232,6 +233,7 @@ LIKELY = {
     "transport/_sum.py": "transport/test_local.py",
     "transport/_base.py": "transport/test_local.py",
     "transport/_shared_memory.py": "transport/test_c10d.py",
+    "collectives/reduction.py": "collectives/test_conformance.py",
     "collectives/two_shot.py": "collectives/test_noise.py",
     "collectives/one_shot.py": "collectives/test_noise.py",
     "collectives/two_level.py": "collectives/test_noise.py",
