@@ -264,7 +264,7 @@ def mismatches(rounds: int) -> Iterator[Round]:
                     habits = {"freeze": True} if "unfreeze" in changes else {}
                     job = replace(shape, habits=habits, changes={odd: changes})
                     # The other ranks must say that it was this one; of itself it cannot know.
-                    expected = Expected((odd,), own=(odd,))
+                    expected = Expected((odd,), own=(odd,), compared=True)
                     yield Round("mismatch", f"rank {odd} {what}", job, expected)
 
 
