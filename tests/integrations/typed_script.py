@@ -47,7 +47,7 @@ def wrong(model: nn.Linear) -> None:
     sgd = SGD(model.parameters())
     fl.DistributedOptimizer(sgd, codce="int8")  # type: ignore[call-arg]
     fl.DistributedOptimizer(sgd, codec="int", bits="four")  # type: ignore[arg-type]
-    fl.DistributedOptimizer(sgd, model)  # type: ignore[arg-type]
+    fl.DistributedOptimizer(sgd, 3)  # type: ignore[arg-type]
     fl.DistributedOptimizer(model)  # type: ignore[arg-type]
     fl.DistributedOptimizer(sgd).synchronise()  # type: ignore[attr-defined]
     print(fl.DistributedOptimizer(sgd).fusion_plan.buckets)  # type: ignore[union-attr]
