@@ -312,8 +312,9 @@ class Watch:
         because = state.get("because")
         told = Sign(rank, "told", because["text"], tuple(because["ranks"])) if because else None
         if state["state"] == "closed":
-            if behind or (call is not None and call.partner == rank):
-                text = f"rank {rank} closed its transport after collective {state['sequence']}"
+            amid = state["call"] is not None and state["sequence"] == sequence
+            if behind or amid or (call is not None and call.partner == rank):
+                text = f"rank {rank} closed its transport {'in' if amid else 'after'} collective {state['sequence']}"
                 return told or Sign(rank, "left", text)
             return None
         failed = state["state"] == "failed"
