@@ -185,6 +185,10 @@ class LinkedTransport(Transport):
         if self._failure is None:
             self._shut(TransportError(f"rank {self.rank}: this transport is closed; make a new one"), None)
 
+    def cause(self) -> TransportError | None:
+        finding = self._watch and self._watch.because()
+        return TransportError(finding.text, finding.ranks) if finding else None
+
     def _node_key(self) -> bytes:
         return hashlib.sha256(self._node.encode()).digest()[:8]
 
