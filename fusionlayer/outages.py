@@ -17,7 +17,12 @@ _PROBE_SECONDS = 2.0
 
 
 class Outage(NamedTuple):
-    """What has failed. ``here``: whether it is in this process or its settings, so that no other rank is to blame."""
+    """What has failed.
+
+    Attributes:
+        text: that, and what to do.
+        here: whether it is in this process or its settings, so that no other rank is to blame.
+    """
 
     text: str
     here: bool

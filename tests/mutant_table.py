@@ -29,6 +29,8 @@ MUTANTS: list[Mutant] = [
         ("config.py", "if not getattr(self, name) > 0:", "if getattr(self, name) < 0:", "0 is no longer refused"),
         ("functional.py", "return derive_seed(transport.sequence)", "return derive_seed(0)", "calls share their noise"),
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
+        ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
+        ("outages.py", "return used + _FEW_FILES > ", "return used > ", "a lack of files is named"),
         ("timeline.py", '"dur": (end - start) / 1000,', '"dur": (end - start) / 1024,', "durations in timelines"),
     ),
     *_of(
@@ -51,6 +53,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "transport/",
+        ("heartbeat.py", "return self._cause or finding", "return finding", "the first cause is everybody's"),
         ("_sum.py", "elif len(parts) == 2:", "elif len(parts) == 3:", "the third rank's part is left out"),
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),
         ("star.py", "if not 0 < rank < size:", "if not 0 <= rank < size:", "a caller may be rank 0"),
