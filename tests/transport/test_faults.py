@@ -244,7 +244,7 @@ def test_a_rank_that_is_stopped_for_a_while_does_no_harm() -> None:
 
 
 def fail_apart(rank: int, world: int, slow: int) -> None:
-    transport = C10dTransport(timeout=TIMEOUT)
+    transport = C10dTransport(timeout=5)
     other = transport.duplicate()
     for each in (transport, other):
         each.barrier()
