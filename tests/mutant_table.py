@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "transport/",
-        ("heartbeat.py", 'compare_set("cause", "", mine)', 'compare_set("cause", mine, mine)', "the first cause is everybody's"),
+        ("heartbeat.py", 'compare_set("cause", "", mine)', 'compare_set("cause", mine, mine)', "one cause for all"),
         ("_sum.py", "elif len(parts) == 2:", "elif len(parts) == 3:", "the third rank's part is left out"),
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),
         ("star.py", "if not 0 < rank < size:", "if not 0 <= rank < size:", "a caller may be rank 0"),
