@@ -8,15 +8,14 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from . import config, launch, native
-from .errors import ConfigError, TransportError, UsageError
+from .errors import ConfigError, UsageError
 from .transport import Transport, local
-from .transport.c10d import C10dTransport
+from .transport.c10d import C10dTransport, make_default_group
 
 __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "settings", "shutdown", "size", "transport"]
 
@@ -80,16 +79,7 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
         elif place.size > 1:
             store = launch.make_store(place, settings.timeout)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-            try:
-                dist.init_process_group(
-                    backend,
-                    store=store,
-                    rank=place.rank,
-                    world_size=place.size,
-                    timeout=timedelta(seconds=settings.timeout),
-                )
-            except RuntimeError as error:
-                raise TransportError(f"rank {place.rank} cannot connect to the other ranks: {error}") from error
+            make_default_group(backend, store, place.rank, place.size, settings.timeout, settings.stall_warning)
             owns = True
         _job = _Job(place, settings, owns, shared)
         _name_unknown_variables(place)

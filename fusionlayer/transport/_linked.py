@@ -7,56 +7,30 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
 from types import TracebackType
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
+from ..processes import node_name
 from ._base import Transport
 from ._calls import Call, peers
 from ._link import Link, LinkError, LinkMessage
-from ._processes import node_name
-from ._signs import Diagnosis, lost_store
+from ._rendezvous import Connecting, Rendezvous
+from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
 from .heartbeat import Watch
 
-__all__ = ["LinkedTransport", "Rendezvous"]
+__all__ = ["LinkedTransport"]
 
 _IS_CUDA = attrgetter("is_cuda")
 
 Self = TypeVar("Self", bound="LinkedTransport")
-AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the processes of one transport find each other. Equal on all of them, except ``rank``.
-
-    Attributes:
-        store: the store through which they find each other.
-        name: name of the transport that they make, unique within the store.
-        rank: this process.
-        size: number of processes.
-        store_rank: the rank whose process keeps the store; None if none of them does.
-    """
-
-    store: dist.Store
-    name: str
-    rank: int
-    size: int
-    store_rank: int | None
-
-    def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
-        """Return a rendezvous of some of the processes, including this one, under another name."""
-        store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None
-        return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), store_rank=store_rank)
 
 
 class LinkedTransport(Transport):
@@ -95,11 +69,11 @@ class LinkedTransport(Transport):
             self._connect()
 
     @abstractmethod
-    def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
+    def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         """Connect to the other ranks; yield each link with the device type that it serves. All ranks call it together.
 
         Args:
-            store: the rendezvous' store, restricted to the keys of this transport.
+            connecting: runs what waits for the other ranks.
         """
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
@@ -190,35 +164,25 @@ class LinkedTransport(Transport):
 
     def _connect(self) -> None:
         """Find the other ranks through the store and connect to them."""
-        rendezvous, links = self._rendezvous, self._links
+        links = self._links
+        connecting = Connecting(
+            self._rendezvous,
+            "a transport",
+            self.timeout,
+            self._stall_warning,
+            is_overdue=lambda: any(link.is_overdue() for link in links.values()),
+            interrupt=lambda: _close_all(links),
+        )
+        self._watch = watch = connecting.watch
         try:
-            # A client of its own: a client that waits for an answer blocks every other thread that uses it, and peers
-            # may wait for what those threads write.
-            store: dist.Store = rendezvous.store.clone()  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=self.timeout))
-            watch = Watch(
-                rendezvous.store,
-                rendezvous.name,
-                self.rank,
-                self.size,
-                self.timeout,
-                self._stall_warning,
-                rendezvous.store_rank,
-                is_overdue=lambda: any(link.is_overdue() for link in links.values()),
-                interrupt=lambda: _close_all(links),
-            )
-            failure = watch.meet(store, self.timeout)
-        except RuntimeError as error:
-            lost = lost_store(rendezvous.store, rendezvous.store_rank)
-            raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
-        if failure:
-            raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
-        self._watch = watch
-        try:
-            for device, link in self._make_links(dist.PrefixStore(rendezvous.name, store)):
+            for device, link in self._make_links(connecting):
                 links[device] = link
-        except RuntimeError as error:
-            raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error
+        except (LinkError, RuntimeError) as error:
+            finding = connecting.find_cause(error)
+            failure = connecting.error(finding)
+            self._shut(failure, finding)
+            raise failure from error
+        watch.leave()
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
         weakref.finalize(self, _abandon, links, watch).atexit = False

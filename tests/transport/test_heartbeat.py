@@ -8,15 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fusionlayer.processes import Identity
 from fusionlayer.transport._calls import Call
-from fusionlayer.transport._processes import Identity
 from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
 from fusionlayer.transport.heartbeat import Watch, _Progress
 
@@ -124,14 +124,14 @@ def test_calls_that_fit_and_calls_that_do_not() -> None:
 def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
     """Who sent less than the others expect may be done, and come to wait for them in a later call."""
     watch = Watch(dist.HashStore(), "", 1, 2, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None)
-    watch._identities = [Identity.own()] * 2
+    watch._identities = {0: Identity.own(), 1: Identity.own()}
     short, expected = exchange([0, 0], [9, 0], 1), exchange([0, 9], [0, 9], 0)
     place = _Progress(3, short, 0.0, ((2, short), (3, short)))
-    state = {"state": "open", "sequence": 2, "call": asdict(expected), "recent": [[2, asdict(expected)]]}
+    state = {"state": "open", "sequence": 2, "call": expected, "recent": [(2, expected)]}
     sign = watch.interpret(place, 0, state, True, 1.0)
     assert sign is not None and (sign.kind, sign.ranks) == ("conflict", (0, 1))
     assert sign.text.startswith("rank 1 sends 0 bytes to rank 0, which expects 9 bytes")
-    state |= {"call": asdict(exchange([0, 9], [0, 0], 0))}
+    state |= {"call": exchange([0, 9], [0, 0], 0)}
     sign = watch.interpret(place, 0, state, True, 1.0)
     assert sign is not None and sign.kind == "late", "the calls fit"
 
