@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from .errors import UsageError
 
-__all__ = ["at_exit", "generation", "keep", "refuse"]
+__all__ = ["at_exit", "generation", "keep", "not_at_exit", "refuse"]
 
 _handlers: list[Callable[[], object]] = []
 _generation = 0
@@ -29,9 +29,15 @@ def refuse(what: str) -> UsageError:
 
 
 def at_exit(call: Callable[[], object]) -> None:
-    """Have ``call`` run at the exit of this process alone, not of its children; ``atexit.unregister`` undoes it."""
+    """Have ``call`` run at the exit of this process, and not at that of its children."""
     _handlers.append(call)
     atexit.register(call)
+
+
+def not_at_exit(call: Callable[[], object]) -> None:
+    """Undo ``at_exit``."""
+    _handlers[:] = [other for other in _handlers if other != call]
+    atexit.unregister(call)
 
 
 def keep(thing: object) -> None:

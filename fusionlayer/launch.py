@@ -263,11 +263,27 @@ def _port(environ: Mapping[str, str], name: str) -> int:
 
 
 def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: bool) -> TCPStore:
+    if not serve:
+        _await_listener(host, port, place, time.monotonic() + timeout)
     try:
         return TCPStore(host, port, place.size, serve, timedelta(seconds=timeout), wait_for_workers=False)
     except RuntimeError as error:
         what = "cannot open a store" if serve else "found no store of rank 0"
         raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {str(error).splitlines()[0]}", [0]) from error
+
+
+def _await_listener(host: str, port: int, place: Place, deadline: float) -> None:
+    """Return when somebody listens there. torch would try again after pauses that are longer than our time-out."""
+    while True:
+        try:
+            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"rank {place.rank} found no store of rank 0 at {host}:{port}: {error}; was rank 0 started?", [0]
+                ) from None
+        time.sleep(5 * _POLL)
 
 
 class _Board(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from abc import abstractmethod
 from collections import Counter
@@ -16,7 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import TransportError
+from .. import forks
+from ..errors import TransportError, UsageError
 from ..processes import node_name
 from ._base import Transport
 from ._calls import Call, peers
@@ -62,10 +64,11 @@ class LinkedTransport(Transport):
         self._node = node_name() if node is None else node
         self._duplicates = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
-        self._failure: TransportError | None = None
+        self._failure: TransportError | UsageError | None = None
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
         if self.size > 1:
+            _live.add(self)
             self._connect()
 
     @abstractmethod
@@ -136,6 +139,7 @@ class LinkedTransport(Transport):
             bring_back([near], [flat])
 
     def duplicate(self: Self) -> Self:
+        self._check_open()
         self._duplicates += 1
         return self._another(replace(self._rendezvous, name=f"{self._rendezvous.name}/{self._duplicates}"))
 
@@ -144,11 +148,20 @@ class LinkedTransport(Transport):
 
         Those ranks call it together, with the same ``ranks``. Other ranks do not call it.
         """
+        self._check_open()
         self._check_member(ranks)
         chosen = tuple(ranks)
         self._subsets[chosen] += 1
         part = f"{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
         return self._another(self._rendezvous.narrowed(chosen, f"{self._rendezvous.name}/{part}"))
+
+    def begin_child(self) -> None:
+        """Refuse every call from now on: this process was forked, and the connections are its parent's."""
+        for link in self._links.values():
+            forks.keep(link)
+        self._links.clear()
+        self._watch = None
+        self._failure = forks.refuse("the transport belongs to its parent")
 
     def _another(self: Self, rendezvous: Rendezvous) -> Self:
         made = type(self).__new__(type(self))
@@ -215,8 +228,10 @@ class LinkedTransport(Transport):
             self._shut(TransportError(text, [self.rank], sequence=self.sequence), finding)
 
     def _check_open(self) -> None:
-        if self._failure is not None:
+        if isinstance(self._failure, TransportError):
             raise TransportError(str(self._failure), self._failure.ranks, sequence=self._failure.sequence)
+        if self._failure is not None:
+            raise self._failure
 
     def _fail(self, error: LinkError, what: str) -> TransportError:
         """Close the transport after a failure of its link, find the cause, and return the error that names it."""
@@ -272,6 +287,17 @@ class _InCall:
 def _close_all(links: Mapping[str, Link]) -> None:
     for link in links.values():
         link.close()
+
+
+_live: weakref.WeakSet[LinkedTransport] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    for transport in list(_live):
+        transport.begin_child()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def _abandon(links: Mapping[str, Link], watch: Watch) -> None:

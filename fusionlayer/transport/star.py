@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -63,6 +64,7 @@ class Connection:
         # The kernel reports twice the size that was asked for, and its own records count too. So a quarter is safe.
         self.room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._read = bytearray()
+        _live.add(self)
 
     def send(self, *messages: bytes) -> None:
         """Send messages one after the other. It ignores a peer that is gone: the receiving thread notices that."""
@@ -126,6 +128,18 @@ class Connection:
         read = memoryview(self._read)
         self._read = bytearray(read[end:])
         return read[_LENGTH.size : end].toreadonly()
+
+
+_live: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    """Close this process's copies of the sockets, without a word to the peers: they are the parent's."""
+    for connection in list(_live):
+        connection.socket.close()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class Center:

@@ -104,9 +104,9 @@ FAST = {
 
 @pytest.mark.parametrize("phase, lost, end", tiered(CASES, lambda *case: case in FAST))
 def test_a_rank_that_is_lost_while_ranks_connect_is_named(phase: str, lost: int, end: signal.Signals) -> None:
-    # The harness ends ranks that wait for several time-outs, one after the other, and they count as hung.
+    # The harness ends ranks that wait for six time-outs, one after the other, and they count as hung.
     outcomes = outcomes_of(
-        connect_everything, 3, free_port(), lost, phase, signals={(lost, phase): end}, backend=None, timeout=12
+        connect_everything, 3, free_port(), lost, phase, signals={(lost, phase): end}, backend=None, timeout=17
     )
     assert phase in outcomes[lost].checkpoints, outcomes[lost]
     for rank, outcome in enumerate(outcomes):
