@@ -53,7 +53,13 @@ MUTANTS: list[Mutant] = [
         "transport/",
         ("_sum.py", "elif len(parts) == 2:", "elif len(parts) == 3:", "the third rank's part is left out"),
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),
-        ("star.py", "if not 0 < rank < size:", "if not 0 <= rank < size:", "a caller may be rank 0"),
+        (
+            "star.py",
+            "if not knows or not 0 < rank < self._size:",
+            "if not 0 < rank < self._size:",
+            "proof",
+        ),
+        ("star.py", "if len(self._callers) >= self._most:", "if False:", "strangers take all descriptors"),
         ("_shared_memory.py", "lag = 1 if whole else 2", "lag = 1", "shares are read before they are summed"),
         (
             "local.py",
