@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -117,6 +118,7 @@ _store: Store | None = None
 _joined = 0
 
 _POLL = 0.01
+_MOST_ADDRESS = 1 << 10
 # Seconds for which ranks wait longer than the time-out: those that came find out then which ones did not.
 _LAST_LOOK = 1.5
 
@@ -213,7 +215,7 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
             "'mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...', or with torchrun"
         )
     if place.rank == 0:
-        store = _tcp_store("0.0.0.0", 0, place, timeout, serve=True)
+        store = _tcp_store(host if host == "127.0.0.1" else "0.0.0.0", 0, place, timeout, serve=True)
         board.publish(f"{host}:{store.port}")
         return store
     host, port_text = board.read().rsplit(":", 1)
@@ -266,10 +268,25 @@ def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: boo
     if not serve:
         _await_listener(host, port, place, time.monotonic() + timeout)
     try:
-        return TCPStore(host, port, place.size, serve, timedelta(seconds=timeout), wait_for_workers=False)
-    except RuntimeError as error:
+        # torch listens on all addresses of the host. Where the ranks use that of this host alone, so does the store.
+        own = socket.create_server((host, port), backlog=1024) if serve and _is_loopback(host) else None
+        return TCPStore(
+            host,
+            own.getsockname()[1] if own else port,
+            place.size,
+            serve,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=own.detach() if own else None,
+        )
+    except (OSError, RuntimeError) as error:
         what = "cannot open a store" if serve else "found no store of rank 0"
         raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {str(error).splitlines()[0]}", [0]) from error
+
+
+def _is_loopback(host: str) -> bool:
+    # Not by looking the name up: many hosts give their own name a loopback address, and others find another one.
+    return host == "localhost" or host.startswith("127.")
 
 
 def _await_listener(host: str, port: int, place: Place, deadline: float) -> None:
@@ -330,9 +347,15 @@ class _FileBoard(_Board):
         forks.at_exit(partial(self._path.unlink, missing_ok=True))
 
     def look(self) -> str | None:
-        # Every user can write to this folder, so a file of another user is ignored.
-        mine = self._path.exists() and self._path.stat().st_uid == os.getuid()
-        return self._path.read_text() if mine else None
+        # Every user can write to this folder, so what another user has put there is ignored, also behind a link.
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with open(file) as text:
+            found = os.fstat(file)
+            mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+            return text.read(_MOST_ADDRESS) if mine else None
 
 
 class _HorovodBoard(_Board):

@@ -60,6 +60,8 @@ MUTANTS: list[Mutant] = [
             "proof",
         ),
         ("star.py", "if len(self._callers) >= self._most:", "if False:", "strangers take all descriptors"),
+        ("heartbeat.py", 'if self._store.add("left", 1) == self.size:', "if False:", "keys stay in the store"),
+        ("_states.py", "_require(len(call.sends) in (0, most)", "_require(True", "garbage"),
         ("_shared_memory.py", "lag = 1 if whole else 2", "lag = 1", "shares are read before they are summed"),
         (
             "local.py",
@@ -237,6 +239,8 @@ LIKELY = {
     "codecs/powersgd.py": "codecs/test_low_rank.py",
     "csrc/core/residual.h": "codecs/test_isa.py native/test_cpu_core.py",
     "transport/_sum.py": "transport/test_local.py",
+    "transport/_states.py": "transport/test_heartbeat.py",
+    "transport/heartbeat.py": "transport/test_heartbeat.py",
     "transport/_base.py": "transport/test_local.py",
     "transport/_shared_memory.py": "transport/test_c10d.py",
     "collectives/reduction.py": "collectives/test_conformance.py",

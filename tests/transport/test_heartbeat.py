@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from fusionlayer.processes import Identity
 from fusionlayer.transport._calls import Call
 from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
+from fusionlayer.transport._states import UNREADABLE
 from fusionlayer.transport.heartbeat import Watch, _Progress
 
 pytestmark = pytest.mark.short
@@ -155,3 +157,59 @@ def test_keys_tell_calls_apart() -> None:
     assert whole.key(1) != mean.key(1), "calls of equal sizes for different purposes"
     assert whole.conflict(0, mean, 1) == "rank 0 is in a sum, rank 1 in a mean"
     assert whole.conflict(0, a, 1) == "rank 0 is in a sum, rank 1 in all_reduce of 3 x float32"
+
+
+GARBAGE = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"state": "open"}',
+    b'{"serial": "9", "state": "open", "sequence": 0, "call": null, "recent": []}',
+    b'{"serial": 9, "state": "open", "sequence": 0, "call": {"what": 1}, "recent": []}',
+    b'{"serial": 9, "state": "open", "sequence": 0, "call": null, "recent": [[1, null]]}',
+    b'{"serial": 9, "state": "open", "sequence": 0, "recent": [],'
+    b' "call": {"what": "exchange", "sends": [1], "recvs": [], "partner": null}}',
+    b'{"serial": 9, "state": "failed", "sequence": 0, "call": null, "recent": [], "text": "x", "ranks": [7]}',
+    b" " * ((1 << 24) + 1),
+]
+
+
+def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = dist.HashStore()
+    watches = [
+        Watch(store, "w", rank, 2, 2.0, 60.0, None, is_overdue=lambda: False, interrupt=lambda: None)
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor() as threads:
+        assert [finding for _, finding in threads.map(lambda watch: watch.meet(5.0), watches)] == [None, None]
+    first, second = watches
+    for text in GARBAGE:
+        store.set("w/at/1", text)
+        assert first.read_states([1]) == {1: UNREADABLE}, text[:100]
+    second.write_state = lambda: store.set("w/at/1", "{}")  # type: ignore[method-assign]
+    first.enter(Call.all_reduce(torch.zeros(3)), 1)
+    store.set("w/ask", "\0" * 100_000)
+    store.set("w/cause", '{"ranks": [7], "text": "x"}')
+    finding = first.diagnose(otherwise=Diagnosis((), "", True))
+    assert finding.ranks == (1,) and "gives no sign of life" in finding.text
+    store.delete_key("w/at/1")
+    assert first.read_states([1]) == {1: UNREADABLE}
+    store.delete_key("w/ask")
+    deadline = time.monotonic() + 20
+    while not store.check(["w/ask"]):
+        assert time.monotonic() < deadline, "the thread that watches has ended"
+        time.sleep(0.05)
+    warned = [record.message for record in caplog.records if "makes no sense" in record.message]
+    assert 1 <= len(warned) == len(set(warned)) <= 2, "once on each rank"
+    store.set("w/who/0", "not what a rank writes")
+    assert Identity.decode(store.get("w/who/0")).trouble(Identity.own()) is None
+    for watch in watches:
+        watch.end()
+    while store.num_keys():
+        assert time.monotonic() < deadline, "keys are left"
+        time.sleep(0.05)
