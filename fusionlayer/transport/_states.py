@@ -49,7 +49,7 @@ def encode_state(
 def decode_state(text: bytes, size: int) -> Mapping[str, Any]:
     """Return a state with its calls as ``Call``; ``UNREADABLE`` for a text that no rank of ``size`` has written."""
     try:
-        state = json.loads(text) if len(text) <= _MOST_BYTES else None
+        state: dict[str, Any] = json.loads(text) if len(text) <= _MOST_BYTES else {}
         _require(state["state"] in ("open", "closed", "failed"))
         _require(type(state["serial"]) is int and type(state["sequence"]) is int)
         call = state["call"] and _call(state["call"], size)
@@ -64,9 +64,9 @@ def decode_state(text: bytes, size: int) -> Mapping[str, Any]:
 
 
 def _call(given: dict[str, Any], size: int) -> Call:
-    call = Call(given["what"], tuple(given["sends"]), tuple(given["recvs"]), given["partner"])
+    call = Call(given["what"], tuple(given["sends"]), tuple(given["recvs"]), given["partner"], given["purpose"])
     lengths = (*call.sends, *call.recvs)
-    _require(type(call.what) is str and all(type(length) is int for length in lengths))
+    _require(type(call.what) is type(call.purpose) is str and all(type(length) is int for length in lengths))
     _require(call.partner is None or type(call.partner) is int and 0 <= call.partner < size)
     most = size if call.partner is None else 1
     _require(len(call.sends) in (0, most) and len(call.recvs) in (0, most))

@@ -171,7 +171,7 @@ GARBAGE = [
     b'{"serial": 9, "state": "open", "sequence": 0, "call": {"what": 1}, "recent": []}',
     b'{"serial": 9, "state": "open", "sequence": 0, "call": null, "recent": [[1, null]]}',
     b'{"serial": 9, "state": "open", "sequence": 0, "recent": [],'
-    b' "call": {"what": "exchange", "sends": [1], "recvs": [], "partner": null}}',
+    b' "call": {"what": "exchange", "sends": [1], "recvs": [], "partner": null, "purpose": ""}}',
     b'{"serial": 9, "state": "failed", "sequence": 0, "call": null, "recent": [], "text": "x", "ranks": [7]}',
     b" " * ((1 << 24) + 1),
 ]
