@@ -84,7 +84,7 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
     ]
 
     def intrude(self: socket.socket, place: object) -> None:
-        for number in range(2 * star._MOST_STRANGERS):
+        for number in range(4 * star._MOST_STRANGERS):
             stranger = socket.socket(self.family)
             original(stranger, place)
             stranger.sendall(openings[number % len(openings)])
@@ -92,6 +92,14 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
         original(self, place)
 
     monkeypatch.setattr(socket.socket, "connect", intrude)
+    accept = star._Reception._accept
+    waiting: list[int] = []
+
+    def count(self: star._Reception, listener: socket.socket) -> None:
+        accept(self, listener)
+        waiting.append(len(self._callers))
+
+    monkeypatch.setattr(star._Reception, "_accept", count)
 
     def body(transport: Transport) -> list[int]:
         end = connect(transport)
@@ -102,7 +110,7 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
 
     before = len(os.listdir("/proc/self/fd"))
     assert over_threads(3, body, timeout=20) == [[1, 2], [], []]
-    assert len(strangers) == 4 * star._MOST_STRANGERS
+    assert len(strangers) == 8 * star._MOST_STRANGERS and max(waiting) <= star._MOST_STRANGERS + 3
     for stranger in strangers:
         stranger.settimeout(10)
         with suppress(ConnectionError):
