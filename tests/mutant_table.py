@@ -55,9 +55,9 @@ MUTANTS: list[Mutant] = [
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),
         (
             "star.py",
-            "if not knows or not 0 < rank < self._size:",
-            "if not 0 < rank < self._size:",
-            "proof",
+            "return hmac.compare_digest(read",
+            "return True or hmac.compare_digest(read",
+            "rank 0 need not prove",
         ),
         ("star.py", "if len(self._callers) >= self._most:", "if False:", "strangers take all descriptors"),
         ("heartbeat.py", 'if self._store.add("left", 1) == self.size:', "if False:", "keys stay in the store"),
