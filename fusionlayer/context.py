@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from . import config, launch, native, outages
-from .errors import ConfigError, TransportError, UsageError
+from . import config, forks, launch, native
+from .errors import ConfigError, UsageError
 from .transport import Transport, local
-from .transport.c10d import C10dTransport
+from .transport.c10d import C10dTransport, make_default_group
 
 __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "settings", "shutdown", "size", "transport"]
 
@@ -33,6 +32,8 @@ class _Job:
 
 
 _job: _Job | None = None
+# Whether the job is that of the process from which this one was forked.
+_is_parents = False
 _before_shutdown: list[Callable[[], None]] = []
 _named: set[str] = set()
 # Guards _job and its transports. If two threads made a transport for one group, the second would wait for ranks that
@@ -60,6 +61,8 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
     with _lock:
         if _job is not None or local.current() is not None:
             return
+        if _is_parents and dist.is_initialized():
+            raise forks.refuse("torch.distributed and fusionlayer belong to its parent")
         settings = settings or config.load()
         if timeout is not None:
             settings = config.Config(**{**vars(settings), "timeout": timeout})
@@ -80,24 +83,11 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
         elif place.size > 1:
             store = launch.make_store(place, settings.timeout)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-            try:
-                dist.init_process_group(
-                    backend,
-                    store=store,
-                    rank=place.rank,
-                    world_size=place.size,
-                    timeout=timedelta(seconds=settings.timeout),
-                )
-            except RuntimeError as error:
-                cause = outages.explain(error)
-                ranks = [place.rank] if cause.here else []
-                raise TransportError(
-                    f"rank {place.rank} cannot connect to the other ranks: {cause.text}", ranks
-                ) from error
+            make_default_group(backend, store, place.rank, place.size, settings.timeout, settings.stall_warning)
             owns = True
         _job = _Job(place, settings, owns, shared)
         _name_unknown_variables(place)
-        atexit.register(shutdown)
+        forks.at_exit(shutdown)
 
 
 def _name_unknown_variables(place: launch.Place) -> None:
@@ -149,7 +139,7 @@ def shutdown() -> None:
         for callback in _before_shutdown:
             callback()
         job, _job = _job, None
-        atexit.unregister(shutdown)
+        forks.not_at_exit(shutdown)
         for transport in job.transports.values():
             transport.close()
         if job.owns_process_group and dist.is_initialized():
@@ -166,7 +156,31 @@ def is_initialized() -> bool:
     return _job is not None or local.current() is not None
 
 
+def _begin_child() -> None:
+    """Leave the job of the parent to it: this process was forked, and has neither its threads nor its connections."""
+    global _job, _lock, _is_parents
+    _lock = threading.RLock()
+    if _job is None:
+        return
+    _is_parents, job, _job = True, _job, None
+    forks.keep(job)
+    if dist.is_available() and dist.is_initialized():
+        # Their destructors wait for threads, too.
+        forks.keep(dict(dist.distributed_c10d._world.pg_map))
+        forks.keep(dist.distributed_c10d._get_default_store())
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+def refuse_child() -> None:
+    """Raise ``UsageError`` if the job is that of the process from which this one was forked."""
+    if _job is None and _is_parents:
+        raise forks.refuse("fusionlayer belongs to its parent")
+
+
 def _current() -> _Job:
+    refuse_child()
     if _job is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError("fusionlayer is not initialized; call fusionlayer.init() first")

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import socket
+import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import quote
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from . import outages, slurm
+from . import forks, outages, slurm
+from .bounded import Overdue, bounded
 from .errors import ConfigError, TransportError
+from .processes import Identity
 
 __all__ = ["Place", "find_place", "make_store"]
 
@@ -116,6 +119,11 @@ _joined = 0
 # The files of this process that name its store.
 _published: list[Path] = []
 
+_POLL = 0.01
+_MOST_ADDRESS = 1 << 10
+# Seconds for which ranks wait longer than the time-out: those that came find out then which ones did not.
+_LAST_LOOK = 1.5
+
 
 def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.environ) -> Store:
     """Return the store through which the job's processes find each other, once all of them have come.
@@ -126,35 +134,74 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
 
     Raises:
         ConfigError: the processes are on several hosts without MASTER_ADDR, or a port is not a number.
-        TransportError: some ranks did not come within ``timeout`` seconds. It names them.
+        TransportError: some ranks did not come within ``timeout`` seconds, or are gone. It names them.
     """
     global _store, _joined
-    if _store is None:
-        _store = _connect(place, timeout, environ)
     _joined += 1
-    store = PrefixStore(f"fusionlayer/{_joined}", _store)
-    here = [f"here/{rank}" for rank in range(place.size)]
+    deadline = time.monotonic() + timeout
+
+    def meet() -> tuple[Store, Store]:
+        kept = _store or _connect(place, timeout, environ)
+        store = PrefixStore(f"fusionlayer/{_joined}", kept)
+        _await_all(store, place, timeout, deadline)
+        return kept, store
+
     try:
-        store.set(here[place.rank], "")
-        store.wait(here, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        late = [rank for rank in range(place.size) if not _is_set(store, here[rank])]
-        raise TransportError(f"ranks {late} did not come within {timeout:g} s; were they started?", late) from error
+        # On a thread of its own: a store whose keeper is stopped does not answer, and nothing interrupts that.
+        _store, store = bounded(meet, deadline + _LAST_LOOK, name="meeting of ranks")
+    except Overdue:
+        raise TransportError(
+            f"rank {place.rank}: the store by which the ranks meet does not answer within {timeout:g} s; is rank 0, or "
+            "the launcher that keeps it, stopped or overloaded?",
+            [] if _kept_by_launcher(environ) else [0],
+        ) from None
     while _published:  # all ranks have read it
         _published.pop().unlink(missing_ok=True)
     return store
 
 
-def _is_set(store: Store, key: str) -> bool:
+def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> None:
+    """Return when all ranks have come and know that of each other's processes.
+
+    Raises:
+        TransportError: some did not come, or are gone.
+    """
+    me = Identity.own()
+    here = {rank: f"here/{rank}" for rank in range(place.size)}
+    seen: dict[int, Identity] = {}
+    store.set(here[place.rank], me.encode())
     try:
-        return store.check([key])
-    except RuntimeError:
-        return False
+        while not store.check(list(here.values())):
+            time.sleep(_POLL)
+            late = time.monotonic() > deadline
+            for rank, key in here.items():
+                if rank not in seen and store.check([key]):
+                    seen[rank] = Identity.decode(store.get(key))
+            for rank, identity in seen.items():
+                if identity.trouble(me) == "gone" and not store.check(list(here.values())):
+                    raise TransportError(f"rank {rank} is gone ({identity}), while others came", [rank])
+            missing = [rank for rank in here if rank not in seen]
+            if late and missing:
+                raise TransportError(f"ranks {missing} did not come within {timeout:g} s; were they started?", missing)
+        # The last one to read them deletes the keys.
+        if store.add("seen", 1) == place.size:
+            for key in ("seen", *here.values()):
+                store.delete_key(key)
+    except TransportError:
+        raise
+    except RuntimeError as error:
+        ranks = [] if _kept_by_launcher(os.environ) else [0]
+        text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
+        raise TransportError(text, ranks) from error
+
+
+def _kept_by_launcher(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        agent = _kept_by_launcher(environ)
         port = _port(environ, "MASTER_PORT")
         store = _tcp_store(environ["MASTER_ADDR"], port, place, timeout, serve=place.rank == 0 and not agent)
         return PrefixStore(_greet(store, place, timeout), store) if agent else store
@@ -172,7 +219,7 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
             "'mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...', or with torchrun"
         )
     if place.rank == 0:
-        store = _tcp_store("0.0.0.0", 0, place, timeout, serve=True)
+        store = _tcp_store(host if host == "127.0.0.1" else "0.0.0.0", 0, place, timeout, serve=True)
         board.publish(f"{host}:{store.port}")
         return store
     host, port_text = board.read().rsplit(":", 1)
@@ -222,15 +269,48 @@ def _port(environ: Mapping[str, str], name: str) -> int:
 
 
 def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: bool) -> TCPStore:
+    if not serve:
+        _await_listener(host, port, place, time.monotonic() + timeout)
     try:
-        return TCPStore(host, port, place.size, serve, timedelta(seconds=timeout), wait_for_workers=False)
-    except RuntimeError as error:
+        # torch listens on all addresses of the host. Where the ranks use that of this host alone, so does the store.
+        own = socket.create_server((host, port), backlog=1024) if serve and _is_loopback(host) else None
+        return TCPStore(
+            host,
+            own.getsockname()[1] if own else port,
+            place.size,
+            serve,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=own.detach() if own else None,
+        )
+    except (OSError, RuntimeError) as error:
         what = "cannot open a store" if serve else "found no store of rank 0"
         cause = outages.explain(error, host, port)
         if serve and not cause.here:
             cause = outages.explain(error)  # of course nobody listens there now
         ranks = [place.rank if cause.here else 0]
         raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from error
+
+
+def _is_loopback(host: str) -> bool:
+    # Not by looking the name up: many hosts give their own name a loopback address, and others find another one.
+    return host == "localhost" or host.startswith("127.")
+
+
+def _await_listener(host: str, port: int, place: Place, deadline: float) -> None:
+    """Return when somebody listens there. torch would try again after pauses that are longer than our time-out."""
+    while True:
+        try:
+            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                cause = outages.explain(error, host, port)
+                raise TransportError(
+                    f"rank {place.rank} found no store of rank 0 at {host}:{port}: {cause.text}",
+                    [place.rank if cause.here else 0],
+                ) from None
+        time.sleep(5 * _POLL)
 
 
 class _Board(ABC):
@@ -275,12 +355,18 @@ class _FileBoard(_Board):
         draft.write_text(address)
         draft.rename(self._path)
         _published.append(self._path)
-        atexit.register(self._path.unlink, missing_ok=True)
+        forks.at_exit(partial(self._path.unlink, missing_ok=True))
 
     def look(self) -> str | None:
-        # Every user can write to this folder, so a file of another user is ignored.
-        mine = self._path.exists() and self._path.stat().st_uid == os.getuid()
-        return self._path.read_text() if mine else None
+        # Every user can write to this folder, so what another user has put there is ignored, also behind a link.
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with open(file) as text:
+            found = os.fstat(file)
+            mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+            return text.read(_MOST_ADDRESS) if mine else None
 
 
 class _HorovodBoard(_Board):

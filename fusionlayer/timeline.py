@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any, TextIO
 
+from . import forks
 from .errors import ConfigError
 
 __all__ = ["Timeline"]
@@ -43,7 +44,7 @@ class Timeline:
         self._file = _File.join(f"{path}.{rank}") if path else None
         self.enabled = self._file is not None
         if self.enabled:
-            atexit.register(self.close)
+            forks.at_exit(self.close)
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return a context that records the time and CPU time of its body, on the calling thread's row.
@@ -88,7 +89,7 @@ class Timeline:
         if file is not None:
             end = {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
             file.leave(json.dumps(end) + "\n]\n")
-            atexit.unregister(self.close)
+            forks.not_at_exit(self.close)
 
 
 class _File:
@@ -152,3 +153,14 @@ class _File:
         with suppress(OSError):  # it fails again on what it has not written, and closes the file all the same
             text.close()
         _logger.warning("timeline %s ends here: %s; training goes on without it", self._path, error.strerror)
+
+    @classmethod
+    def begin_child(cls) -> None:
+        """Leave the files to the parent: this process was forked, and would write once more what is buffered."""
+        cls._lock = threading.Lock()
+        for file in cls._all.values():
+            forks.keep(file._text)
+            file._text = None
+
+
+os.register_at_fork(after_in_child=_File.begin_child)

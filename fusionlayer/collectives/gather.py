@@ -34,6 +34,11 @@ def gather_v(
     mine = torch.tensor([part.numel() for part in compact])
     sizes = torch.empty(transport.size, len(compact), dtype=torch.int64)
     transport.all_gather(mine.view(torch.uint8), sizes.view(torch.uint8))
+    # Before memory is taken for them: what comes from the wire may be anything.
+    for rank, lengths in enumerate(sizes.tolist()):
+        for m, length in zip(messages, lengths, strict=True):
+            if not 0 <= length <= m.stop - m.start:
+                raise WireError(f"{codec}: rank {rank} announces {length} bytes for a message of {m.stop - m.start}")
     received = [payload.new_empty(int(row.sum())) for row in sizes]
     transport.exchange([torch.cat(compact)] * transport.size, received)
     for row, lengths, data in zip(every, sizes.tolist(), received, strict=True):

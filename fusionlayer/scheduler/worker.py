@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from .. import forks
 from ..errors import FusionLayerError
 
 __all__ = ["Job", "Worker"]
@@ -18,6 +19,7 @@ class Job:
         self._work: Callable[[], None] | None = work
         self._abandoned = abandoned
         self._done = threading.Event()
+        self._generation = forks.generation()
         self.error: BaseException | None = None
 
     def run(self, failed: BaseException | None) -> None:
@@ -50,6 +52,8 @@ class Job:
 
     def wait(self) -> None:
         """Wait until the job has ended; raise what it raised."""
+        if self._generation != forks.generation():
+            raise forks.refuse("this work is done by a thread of its parent")
         self._done.wait()
         if self.error is not None:
             raise self.error
@@ -69,6 +73,7 @@ class Worker:
         # The only state that callers and the thread both change: it needs no lock of ours. None ends the thread.
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._closed = False
+        self._generation = forks.generation()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -81,6 +86,8 @@ class Worker:
         """
         if self.error is not None:
             raise self.error
+        if self._generation != forks.generation():
+            raise forks.refuse(f"{self._thread.name} runs in its parent")
         if self._closed:
             raise FusionLayerError(f"{self._thread.name} is closed: nothing can be sent any more")
         job = Job(work, abandoned)

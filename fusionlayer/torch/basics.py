@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,15 @@ def _close_all() -> None:
 context.before_shutdown(_close_all)
 
 
+def _begin_child() -> None:
+    """Forget the sessions: this process was forked, and their threads and connections are its parent's."""
+    global _process, _lock, _sessions
+    _process, _lock, _sessions = None, threading.Lock(), WeakKeyDictionary()
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
 def is_initialized() -> bool:
     """Return whether ``init`` has been called and ``shutdown`` has not."""
     if not context.is_initialized():
@@ -169,6 +179,7 @@ def session() -> Session:
         return _process
     here = _sessions.get(context.transport()) if context.is_initialized() else None
     if here is None:
+        context.refuse_child()
         raise ConfigError("fusionlayer.torch is not initialized; call hvd.init() first")
     return here
 

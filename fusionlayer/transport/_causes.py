@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ._processes import Identity
+from ..processes import Identity
 from ._signs import Diagnosis
 
 __all__ = ["Cause"]
@@ -27,11 +27,11 @@ class Cause:
     culprits: tuple[Identity, ...]
 
     @classmethod
-    def of(cls, finding: Diagnosis, identities: Sequence[Identity]) -> Cause:
+    def of(cls, finding: Diagnosis, identities: Mapping[int, Identity]) -> Cause:
         """Return what a transport has found out. ``identities``: the processes of its ranks."""
         return cls(finding.text, tuple(identities[rank] for rank in finding.ranks))
 
-    def among(self, identities: Sequence[Identity]) -> Diagnosis | None:
+    def among(self, identities: Mapping[int, Identity]) -> Diagnosis | None:
         """Return the finding for a transport over these processes; None if no culprit is one of them."""
-        ranks = tuple(rank for rank, identity in enumerate(identities) if identity in self.culprits)
+        ranks = tuple(rank for rank, identity in identities.items() if identity in self.culprits)
         return Diagnosis(ranks, self.text, True) if ranks else None

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage
+from ._rendezvous import Connecting
 from ._shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
@@ -51,26 +52,28 @@ class GlooLink(ExchangeLink):
     One thread at a time makes calls. ``close`` may come from any thread.
 
     Args:
-        store: a store that this group alone uses.
+        connecting: bounds the time that the connections take.
         rank: rank of this process in the group.
         size: number of ranks in the group.
         timeout: seconds that a call, or making the group, may wait for other ranks.
         node: name of this rank's node, equal on the ranks of that node.
 
     Raises:
-        RuntimeError: not all ranks came in time.
+        LinkError: not all ranks came in time.
+        RuntimeError: gloo cannot connect.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, node: str) -> None:
+    def __init__(self, connecting: Connecting, rank: int, size: int, timeout: float, node: str) -> None:
         super().__init__(rank, size, timeout)
         self._node = node
+        self._connecting = connecting  # has the store, to which gloo turns again if it connects as it goes
         self._memory: SharedMemory | None = None
         self._has_invited = False
         # Guards _group in close(): two threads may close at once, and only one of them may shut the group down.
         self._lock = threading.Lock()
-        # Any: torch's type stubs lack some of its methods.
-        self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout)
+        # Any: torch's type stubs lack some of its methods. The constructor waits in C++ for each peer in turn.
+        self._group: Any = connecting.run(
+            lambda store: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout))
         )
 
     def exchange(
@@ -153,7 +156,7 @@ class GlooLink(ExchangeLink):
 
     def _invite(self, key: int, deadline: float) -> SharedMemory | None:
         """Return memory that all ranks share, or None on every rank if one rank cannot see or reach another."""
-        invitation = Invitation(self._rank, self._node)
+        invitation = Invitation(self._rank, self._node, deadline)
         try:
             mine = invitation.record
             records = list(mine.new_empty(self._size, mine.numel()).unbind(0))

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 
-__all__ = ["ipv4_addresses", "reachable_names"]
+__all__ = ["ipv4_addresses", "own_address", "reachable_names"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -34,3 +34,19 @@ def reachable_names() -> list[str]:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     first = [addresses[chosen]] if chosen in addresses else []
     return list(dict.fromkeys([*first, socket.gethostname(), *addresses.values()]))
+
+
+def own_address() -> str:
+    """Return the address on which this host should listen for the job's other hosts; empty for all addresses.
+
+    It is that of the interface that GLOO_SOCKET_IFNAME names, else MASTER_ADDR if that is one of this host's.
+    """
+    addresses = ipv4_addresses()
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if chosen in addresses:
+        return addresses[chosen]
+    try:
+        meeting = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
+    except OSError:
+        return ""
+    return meeting if meeting in addresses.values() and not meeting.startswith("127.") else ""

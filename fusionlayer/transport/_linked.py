@@ -3,61 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
 from types import TracebackType
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .. import outages
-from ..errors import TransportError
+from .. import forks
+from ..errors import TransportError, UsageError
+from ..processes import node_name
 from ._base import Transport
 from ._calls import Call, peers
 from ._link import Link, LinkError, LinkMessage
-from ._processes import node_name
-from ._signs import Diagnosis, lost_store
+from ._rendezvous import Connecting, Rendezvous
+from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
 from .heartbeat import Watch
 
-__all__ = ["LinkedTransport", "Rendezvous"]
+__all__ = ["LinkedTransport"]
 
 _IS_CUDA = attrgetter("is_cuda")
 
 Self = TypeVar("Self", bound="LinkedTransport")
-AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the processes of one transport find each other. Equal on all of them, except ``rank``.
-
-    Attributes:
-        store: the store through which they find each other.
-        name: name of the transport that they make, unique within the store.
-        rank: this process.
-        size: number of processes.
-        store_rank: the rank whose process keeps the store; None if none of them does.
-    """
-
-    store: dist.Store
-    name: str
-    rank: int
-    size: int
-    store_rank: int | None
-
-    def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
-        """Return a rendezvous of some of the processes, including this one, under another name."""
-        store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None
-        return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), store_rank=store_rank)
 
 
 class LinkedTransport(Transport):
@@ -89,18 +64,19 @@ class LinkedTransport(Transport):
         self._node = node_name() if node is None else node
         self._duplicates = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
-        self._failure: TransportError | None = None
+        self._failure: TransportError | UsageError | None = None
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
         if self.size > 1:
+            _live.add(self)
             self._connect()
 
     @abstractmethod
-    def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
+    def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         """Connect to the other ranks; yield each link with the device type that it serves. All ranks call it together.
 
         Args:
-            store: the rendezvous' store, restricted to the keys of this transport.
+            connecting: runs what waits for the other ranks.
         """
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
@@ -163,6 +139,7 @@ class LinkedTransport(Transport):
             bring_back([near], [flat])
 
     def duplicate(self: Self) -> Self:
+        self._check_open()
         self._duplicates += 1
         return self._another(replace(self._rendezvous, name=f"{self._rendezvous.name}/{self._duplicates}"))
 
@@ -171,11 +148,20 @@ class LinkedTransport(Transport):
 
         Those ranks call it together, with the same ``ranks``. Other ranks do not call it.
         """
+        self._check_open()
         self._check_member(ranks)
         chosen = tuple(ranks)
         self._subsets[chosen] += 1
         part = f"{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
         return self._another(self._rendezvous.narrowed(chosen, f"{self._rendezvous.name}/{part}"))
+
+    def begin_child(self) -> None:
+        """Refuse every call from now on: this process was forked, and the connections are its parent's."""
+        for link in self._links.values():
+            forks.keep(link)
+        self._links.clear()
+        self._watch = None
+        self._failure = forks.refuse("the transport belongs to its parent")
 
     def _another(self: Self, rendezvous: Rendezvous) -> Self:
         made = type(self).__new__(type(self))
@@ -195,36 +181,25 @@ class LinkedTransport(Transport):
 
     def _connect(self) -> None:
         """Find the other ranks through the store and connect to them."""
-        rendezvous, links = self._rendezvous, self._links
+        links = self._links
+        connecting = Connecting(
+            self._rendezvous,
+            "a transport",
+            self.timeout,
+            self._stall_warning,
+            is_overdue=lambda: any(link.is_overdue() for link in links.values()),
+            interrupt=lambda: _close_all(links),
+        )
+        self._watch = watch = connecting.watch
         try:
-            # A client of its own: a client that waits for an answer blocks every other thread that uses it, and peers
-            # may wait for what those threads write.
-            store: dist.Store = rendezvous.store.clone()  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=self.timeout))
-            watch = Watch(
-                rendezvous.store,
-                rendezvous.name,
-                self.rank,
-                self.size,
-                self.timeout,
-                self._stall_warning,
-                rendezvous.store_rank,
-                is_overdue=lambda: any(link.is_overdue() for link in links.values()),
-                interrupt=lambda: _close_all(links),
-            )
-            failure = watch.meet(store, self.timeout)
-        except RuntimeError as error:
-            lost = _own_failure(self.rank, error) or lost_store(rendezvous.store, rendezvous.store_rank)
-            raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
-        if failure:
-            raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
-        self._watch = watch
-        try:
-            for device, link in self._make_links(dist.PrefixStore(rendezvous.name, store)):
+            for device, link in self._make_links(connecting):
                 links[device] = link
-        except RuntimeError as error:
-            own = _own_failure(self.rank, error)
-            raise self._fail(LinkError(self.rank, str(error)), "making the transport", own) from error
+        except (LinkError, RuntimeError) as error:
+            finding = connecting.find_cause(error)
+            failure = connecting.error(finding)
+            self._shut(failure, finding)
+            raise failure from error
+        watch.leave()
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
         weakref.finalize(self, _abandon, links, watch).atexit = False
@@ -257,8 +232,10 @@ class LinkedTransport(Transport):
             self._shut(TransportError(text, [self.rank], sequence=self.sequence), finding)
 
     def _check_open(self) -> None:
-        if self._failure is not None:
+        if isinstance(self._failure, TransportError):
             raise TransportError(str(self._failure), self._failure.ranks, sequence=self._failure.sequence)
+        if self._failure is not None:
+            raise self._failure
 
     def _fail(self, error: LinkError, what: str, known: Diagnosis | None = None) -> TransportError:
         """Close the transport after a failure of its link, find the cause, and return the error that names it.
@@ -314,15 +291,20 @@ class _InCall:
             self._transport._fail_call(self._call, error)
 
 
-def _own_failure(rank: int, error: RuntimeError) -> Diagnosis | None:
-    """Return what has failed in this process, if the error means that."""
-    cause = outages.explain(error)
-    return Diagnosis((rank,), f"rank {rank} has {cause.text}", True) if cause.here else None
-
-
 def _close_all(links: Mapping[str, Link]) -> None:
     for link in links.values():
         link.close()
+
+
+_live: weakref.WeakSet[LinkedTransport] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    for transport in list(_live):
+        transport.begin_child()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def _abandon(links: Mapping[str, Link], watch: Watch) -> None:

@@ -5,9 +5,11 @@ The thread is separate from those that make calls, because they may wait in a li
 
 from __future__ import annotations
 
-import atexit
+import logging
+import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -15,9 +17,12 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .. import forks
 from ._causes import Cause
 
 __all__ = ["STORE_PATIENCE", "monitor"]
+
+_logger = logging.getLogger("fusionlayer")
 
 # Seconds that a store may take to answer. A store on another host takes a millisecond.
 STORE_PATIENCE = 2.0
@@ -40,7 +45,10 @@ class Watched(Protocol):
         """Handle a tick that could not reach the store. Runs on the monitor's thread."""
 
     def write_state(self) -> None:
-        """Write the final state of a watch that ends, for the other ranks to read."""
+        """Write where this rank is, for the other ranks to read."""
+
+    def leave_store(self) -> None:
+        """Write the final state of a watch that ends, and leave nothing in the store that nobody needs."""
 
     def end(self) -> None:
         """End the watch at the exit of the process."""
@@ -53,9 +61,14 @@ class _Monitor:
     """Starts the thread with the first watch. The thread ends after the last one."""
 
     def __init__(self) -> None:
+        self._begin()
+        forks.at_exit(self._stop)
+
+    def _begin(self) -> None:
         # Guards _watches, _leaving, _kept, _thread and _stores: any thread adds and removes watches while the monitor's
-        # thread reads them. Not held while watches tick, since a tick may wait for the store.
-        self._lock = threading.Lock()
+        # thread reads them. Not held while watches tick, since a tick may wait for the store. Reentrant, because the
+        # garbage collector may end a dropped transport, and so call remove(), on the thread that holds it.
+        self._lock = threading.RLock()
         self._woken = threading.Event()
         self._watches: list[Watched] = []
         self._leaving: list[Watched] = []
@@ -65,7 +78,12 @@ class _Monitor:
         self.cause: Cause | None = None
         self._thread: threading.Thread | None = None
         self._stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
-        atexit.register(self._stop)
+        self._has_stumbled = False
+
+    def begin_child(self) -> None:
+        """Forget the parent's watches: this process was forked, and its copy of the lock may be held for ever."""
+        forks.keep(list(self._stores.values()))
+        self._begin()
 
     def own_store(self, store: dist.Store) -> dist.Store:
         """Return the monitor's own client of a store. All watches on that store share it.
@@ -73,11 +91,13 @@ class _Monitor:
         A client serves one request at a time, so the thread must not share one with threads that wait in theirs.
         """
         with self._lock:
-            if store not in self._stores:
-                own: dist.Store = store.clone()  # type: ignore[attr-defined]
-                own.set_timeout(timedelta(seconds=STORE_PATIENCE))
-                self._stores[store] = own
-            return self._stores[store]
+            known = self._stores.get(store)
+        if known is None:
+            # Not under the lock: a store whose keeper is stopped would keep all other transports waiting.
+            known = store.clone()  # type: ignore[attr-defined]
+            known.set_timeout(timedelta(seconds=STORE_PATIENCE))
+        with self._lock:
+            return self._stores.setdefault(store, known)
 
     def add(self, watch: Watched) -> None:
         """Tick this watch from now on. Any thread may call it."""
@@ -126,14 +146,22 @@ class _Monitor:
                     self._thread = None
                     return
             for watch in leaving:
-                with suppress(RuntimeError):
-                    watch.write_state()
+                self._attempt(watch.leave_store, lambda: None)
             for watch in watches:
-                try:
-                    watch.tick()
-                except RuntimeError:
-                    watch.store_failed()
+                self._attempt(watch.tick, watch.store_failed)
             self._woken.wait(min((watch.pause() for watch in watches), default=0))
+
+    def _attempt(self, work: Callable[[], None], store_failed: Callable[[], None]) -> None:
+        try:
+            try:
+                work()
+            except RuntimeError:
+                store_failed()
+        except Exception:
+            # The thread must not end: it is the only one that finds out why a call lasts.
+            if not self._has_stumbled:
+                _logger.exception("the thread that watches the other ranks met an error, and goes on")
+            self._has_stumbled = True
 
     def _stop(self) -> None:
         """Let the thread write all final states and end. At exit it must not be inside one of torch's calls.
@@ -156,3 +184,4 @@ class _Monitor:
 
 
 monitor = _Monitor()
+os.register_at_fork(after_in_child=monitor.begin_child)

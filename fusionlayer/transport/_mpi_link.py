@@ -8,15 +8,16 @@ thread sleeps between polls, because MPI's own waiting keeps a core busy.
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import struct
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .. import forks
 from ..errors import ConfigError, UsageError
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage
@@ -161,7 +162,7 @@ class MpiLink(ExchangeLink):
         MPI cannot cancel a send, or a receive whose message has begun to arrive, so it may still use the tensors.
         """
         if not _abandoned:
-            atexit.register(_finalize_in_time, self._mpi)
+            forks.at_exit(partial(_finalize_in_time, self._mpi))
         _abandoned.append((requests, messages, self.comm))
         for request in requests:
             if request != self._mpi.REQUEST_NULL:

@@ -20,8 +20,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from ..processes import Identity
 from ._link import LinkError
-from ._processes import Identity
 from ._sum import sum_in_rank_order
 
 __all__ = ["Invitation", "SharedMemory"]
@@ -34,6 +34,7 @@ _SLOTS = 3
 
 _RECORD = struct.Struct("<16s16sQQ")
 _WORD = struct.Struct("<qq")
+# Seconds that the ranks of a host may take to map each other's memory.
 _PATIENCE = 5.0
 
 
@@ -46,10 +47,14 @@ class Invitation:
     Args:
         rank: this rank.
         node: name of this rank's node, equal on the ranks of that node.
+        deadline: a time of the monotonic clock. The invitation uses at most half of what is left, so that the ranks can
+            still go without shared memory.
     """
 
-    def __init__(self, rank: int, node: str) -> None:
+    def __init__(self, rank: int, node: str, deadline: float) -> None:
         self._rank = rank
+        now = time.monotonic()
+        self._deadline = now + min(_PATIENCE, (deadline - now) / 2)
         self._place = hashlib.sha256(f"{Identity.own().place} {node}".encode()).digest()[:16]
         self._token = secrets.token_bytes(16)
         self._file = -1
@@ -85,7 +90,7 @@ class Invitation:
                 self._memory.append(_map(f"/proc/{pid}/fd/{file}", token))
                 if rank < self._rank:
                     end = self._ends[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                    end.settimeout(_PATIENCE)
+                    end.settimeout(self._patience())
                     end.connect(_address(token))
                     end.send(self._token)
         except (OSError, RuntimeError):
@@ -96,20 +101,26 @@ class Invitation:
         """Take the connections of all higher ranks; return whether that was possible. All ranks must have accepted."""
         callers = {token: rank for rank, (_, token, _, _) in enumerate(self._records) if rank > self._rank}
         assert self._listener is not None
-        self._listener.settimeout(_PATIENCE)
         try:
             while callers:
+                self._listener.settimeout(self._patience())
                 end, _ = self._listener.accept()
-                end.settimeout(_PATIENCE)
-                given = end.recv(16)
-                token = next((token for token in callers if hmac.compare_digest(token, given)), None)
-                if token is None:
-                    end.close()
-                else:
-                    self._ends[callers.pop(token)] = end
+                # Any process of the host can call. The ranks have sent their word before this one listens to them, so
+                # a caller that has not is none of them.
+                end.setblocking(False)
+                with suppress(BlockingIOError):
+                    given = end.recv(16)
+                    token = next((token for token in callers if hmac.compare_digest(token, given)), None)
+                    if token is not None:
+                        self._ends[callers.pop(token)] = end
+                        continue
+                end.close()
         except OSError:
             return False
         return True
+
+    def _patience(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
 
     def keep(self) -> SharedMemory:
         """Return the shared memory, after ``accept`` and ``welcome`` returned true on all ranks."""

@@ -8,15 +8,17 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..errors import UsageError
 from ._gloo import GlooLink
-from ._link import Link
-from ._linked import LinkedTransport, Rendezvous
+from ._link import Link, LinkError
+from ._linked import LinkedTransport
 from ._nccl import NcclLink
+from ._rendezvous import Connecting, Rendezvous
 
 __all__ = ["C10dTransport"]
 
@@ -108,11 +110,47 @@ class C10dTransport(LinkedTransport):
 
     _rendezvous: _GroupRendezvous
 
-    def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
+    def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         if self._rendezvous.gloo:
-            yield "cpu", GlooLink(store, self.rank, self.size, self.timeout, self._node)
+            yield "cpu", GlooLink(connecting, self.rank, self.size, self.timeout, self._node)
         if self._rendezvous.nccl:
-            yield "cuda", NcclLink(store, self.rank, self.size, self.timeout)
+            yield "cuda", NcclLink(connecting.store, self.rank, self.size, self.timeout)
+
+
+def make_default_group(
+    backend: str, store: dist.Store, rank: int, size: int, timeout: float, stall_warning: float
+) -> None:
+    """Make torch's default process group, of all ranks that meet in ``store``.
+
+    Args:
+        backend: as for ``torch.distributed.init_process_group``.
+        store: the ranks have met there.
+        rank: this rank.
+        size: number of ranks.
+        timeout: seconds that this may take, and later an operation of the group.
+        stall_warning: seconds of waiting after which a warning names the late ranks.
+
+    Raises:
+        TransportError: a rank was lost meanwhile, or is late.
+    """
+    rendezvous = Rendezvous(
+        store=store, name="fusionlayer/group", rank=rank, size=size, store_rank=_store_rank(range(size))
+    )
+    connecting = Connecting(rendezvous, "the process group", timeout, stall_warning)
+
+    def make(_: dist.Store) -> None:
+        # torch keeps the store for good, so it gets the one that waits as long as it likes.
+        patience = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+
+    try:
+        connecting.run(make)
+    except (LinkError, RuntimeError) as error:
+        finding = connecting.find_cause(error)
+        connecting.watch.end(finding)
+        raise connecting.error(finding) from error
+    connecting.watch.leave()
+    connecting.watch.end()
 
 
 def _next_rendezvous(group: dist.ProcessGroup | None) -> _GroupRendezvous:

@@ -10,21 +10,21 @@ writes only after a waiting rank has asked for signs of life. So a job that runs
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ..processes import Identity
 from ._calls import Call
 from ._causes import Cause
 from ._monitor import STORE_PATIENCE, monitor
-from ._processes import Identity
 from ._signs import EVIDENT, Diagnosis, Sign, judge, lost_store
+from ._states import UNREADABLE, decode_cause, decode_state, encode_cause, encode_state
 
 __all__ = ["Watch"]
 
@@ -32,6 +32,12 @@ _logger = logging.getLogger("fusionlayer")
 
 _POLL = 0.1
 _MEETING_POLL = _LOOK_POLL = 0.01
+# Seconds between two looks, while ranks meet, at what those that have come may tell.
+_NEWS_POLL = 0.1
+# Seconds for which ranks go on connecting after one is gone: it may have done its part, and had nothing more to do.
+_GRACE = 0.5
+# Seconds that a failed call waits for the store if the process that keeps it is seen to be gone or stopped.
+_HOPELESS = 0.5
 # Seconds that the process with the store gives the others to read the cause before it reports its own failure.
 _ANNOUNCE = 0.5
 
@@ -93,13 +99,17 @@ class Watch:
         self._store_rank = store_rank
         # A store ends with its last reference, and the others must be able to read why this process leaves.
         self._kept = store if store_rank == rank else None
-        self._store = dist.PrefixStore(name, monitor.own_store(store))
+        self._met_by = store
+        self._store: dist.Store
         self._lost_store = lost_store(store, store_rank)
         self._is_overdue = is_overdue
         self._stall_warning = stall_warning
         self._interrupt = interrupt
         self._identity = Identity.own()
-        self._identities: list[Identity] = []
+        self._identities = {rank: self._identity}
+        self._has_complained = False
+        # Keys of this transport's store that it need not keep once all ranks have left, beside those of the watch.
+        self.keys: set[str] = set()
         self._place = _Progress(0, None, 0.0, ())
         self._serial = 0
         self._answered = ""
@@ -113,40 +123,90 @@ class Watch:
         self._known: Diagnosis | None = None
         self._cause: Diagnosis | None = None
         self._seen_first: list[Sign] = []
+        self._seen_at = 0.0
         self._found = threading.Event()
         self._finding: Diagnosis | None = None
 
-    def meet(self, store: dist.Store, timeout: float) -> Diagnosis | None:
-        """Learn the identities of the other ranks; return why that failed, or None. All ranks call it together.
+    def meet(self, timeout: float) -> tuple[dist.Store, Diagnosis | None]:
+        """Learn the identities of the other ranks. All ranks call it together.
+
+        It blocks for ever if the store's keeper is stopped, so a thread of its own calls it.
 
         Args:
-            store: a client of the same store for this call alone. It may be slow while many processes start.
             timeout: seconds in which all ranks must come.
+
+        Returns:
+            A client of the store, for the links, and why the ranks cannot meet, or None.
         """
         deadline = time.monotonic() + timeout
-        # The monitor's client gives up after STORE_PATIENCE. That is too short while processes start.
-        later, self._store = self._store, dist.PrefixStore(self._name, store)
+        own = dist.PrefixStore(self._name, monitor.own_store(self._met_by))
+        # A client of its own: a client that waits for an answer blocks every other thread that uses it, and peers may
+        # wait for what those threads write. The monitor's gives up too soon: a store is slow while processes start.
+        store: dist.Store = self._met_by.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=timeout))
+        self._store = dist.PrefixStore(self._name, store)
         self._store.set("ask", "")
         self._store.compare_set("cause", "", "")
         self.write_state()
-        self._store.set(f"who/{self.rank}", json.dumps(asdict(self._identity)))
-        keys = [f"who/{rank}" for rank in range(self.size)]
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
-                text = f"ranks {list(missing)} did not come within {timeout:g} s; make it on every rank of the group"
-                finding = Diagnosis(missing, text, True)
-                self._farewell = _failed(finding)
-                self.write_state()
-                return finding
-            time.sleep(_MEETING_POLL)
+        self._store.set(f"who/{self.rank}", self._identity.encode())
+        finding = self._await_all(deadline, timeout)
+        if finding is not None:
+            self._farewell = _failed(finding)
+            self.write_state()
+            return store, finding
         for state in self.read_states(self.others()).values():
             if "text" in state:
-                return Diagnosis(tuple(state["ranks"]), state["text"], True)
-        self._identities = [Identity(**json.loads(text)) for text in self._store.multi_get(keys)]
-        self._store = later
+                return store, Diagnosis(tuple(state["ranks"]), state["text"], True)
+        self._store = own
         monitor.add(self)
+        return store, None
+
+    def _await_all(self, deadline: float, timeout: float) -> Diagnosis | None:
+        """Return when the identities of all ranks are known, None then; or why some cannot be."""
+        missing = self.others()
+        next_news = 0.0
+        while missing and not self._store.check([f"who/{rank}" for rank in missing]):
+            now = time.monotonic()
+            if now >= next_news or now > deadline:
+                next_news = now + _NEWS_POLL
+                self._learn(rank for rank in missing if self._store.check([f"who/{rank}"]))
+                missing = [rank for rank in missing if rank not in self._identities]
+                told = (state for state in self.read_states(list(self._identities)).values() if "text" in state)
+                for state in told:
+                    return Diagnosis(tuple(state["ranks"]), state["text"], True)
+                if self.see_gone():
+                    return self.judge_here()
+            if missing and now > deadline:
+                text = f"ranks {missing} did not come within {timeout:g} s; make it on every rank of the group"
+                return Diagnosis(tuple(missing), text, True)
+            time.sleep(_MEETING_POLL)
+        self._learn(missing)
         return None
+
+    def _learn(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._identities[rank] = Identity.decode(self._store.get(f"who/{rank}"))
+
+    def see_gone(self) -> bool:
+        """Return whether the process of a rank has been gone for a while. ``diagnose`` then knows who was first.
+
+        Ranks that fail for the same reason end soon after the first one, so it is worth looking often.
+        """
+        if not self._seen_first:
+            self._seen_first = [sign for sign in self._look_around() if sign.kind == "gone"]
+            self._seen_at = time.monotonic()
+        return bool(self._seen_first) and time.monotonic() - self._seen_at > _GRACE
+
+    def judge_here(self) -> Diagnosis:
+        """Return what the processes of this host show, without the store; else that the store does not answer."""
+        told = self._cause or self.because() or self._known
+        if told:
+            return told
+        seen = self._seen_first or self._look_around()
+        # Its keeper stays until the others have read why it leaves. So a keeper that is lost without a word came first.
+        return judge([sign for sign in seen if sign.rank == self._store_rank] or seen, self._place.call) or (
+            self._lost_store
+        )
 
     def enter(self, call: Call, sequence: int) -> None:
         """Note that a call begins. The calling thread calls it for each message, so it does not touch the store."""
@@ -187,7 +247,9 @@ class Watch:
             if self._found.wait(_LOOK_POLL):
                 break
             waited = time.monotonic() - started
-            finding = self._judge_without_store()
+            finding = self.judge_here()
+            if waited > _HOPELESS and set(self._lost_store.ranks) & {sign.rank for sign in self._seen_first}:
+                return finding
             if waited > (STORE_PATIENCE if finding is not self._lost_store else 3 * self.interval + STORE_PATIENCE):
                 return finding
         assert self._finding is not None
@@ -204,8 +266,9 @@ class Watch:
         if self._kept is None or self._cause is None:
             return False
         try:
-            states = self.read_states(self.others())
-        except (RuntimeError, ValueError):
+            # Where all ranks have left, the last one has deleted all keys.
+            states = self.read_states(self.others()) if self._store.check(["ask"]) else {}
+        except RuntimeError:
             return False
         return any(
             state["state"] == "open" and not state.get("heard") and not self._look_at(rank)
@@ -235,7 +298,7 @@ class Watch:
         if self._is_overdue():
             # No call waits for this work, so close the links: the next call then reports the failure.
             self._interrupt()
-        ask, cause = (value.decode() for value in self._store.multi_get(["ask", "cause"]))
+        ask, cause = self._read_news()
         self._hear(cause)
         if ask != self._answered or self._farewell:
             self._answered = ask
@@ -254,7 +317,7 @@ class Watch:
 
     def store_failed(self) -> None:
         """Judge by this host's process table alone, as the store does not answer."""
-        self._conclude(self._judge_without_store())
+        self._conclude(self.judge_here())
 
     def pause(self) -> float:
         """Return the seconds until the next tick is due."""
@@ -268,22 +331,54 @@ class Watch:
         """Write where this rank is, for the other ranks to read."""
         self._serial += 1
         place = self._place
-        state = {
-            "serial": self._serial,
-            "state": "open",
-            "sequence": place.sequence,
-            "call": asdict(place.call) if place.call else None,
-            "recent": [[number, asdict(call)] for number, call in place.recent],
+        because = self.because()
+        more = {
             "heard": self._cause is not None,
-            "because": asdict(because) if (because := self.because()) else None,
+            "because": {"ranks": because.ranks, "text": because.text} if because else None,
             **(self._farewell or {}),
         }
-        self._store.set(f"at/{self.rank}", json.dumps(state))
+        text = encode_state(self._serial, place.sequence, place.call, place.recent, more)
+        self._store.set(f"at/{self.rank}", text)
 
-    def read_states(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return the last states that these ranks have written."""
-        texts = self._store.multi_get([f"at/{rank}" for rank in ranks])
-        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+    def leave_store(self) -> None:
+        """Write the final state. The last rank that leaves deletes all keys: nobody reads them any more."""
+        self.write_state()
+        if self._store.add("left", 1) == self.size:
+            mine = [f"{kind}/{rank}" for kind in ("at", "who") for rank in range(self.size)]
+            for key in ("ask", "cause", "left", *mine, *self.keys):
+                self._store.delete_key(key)
+
+    def read_states(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+        """Return the last states that these ranks have written, ``UNREADABLE`` for one that makes no sense."""
+        keys = [f"at/{rank}" for rank in ranks]
+        try:
+            texts = self._store.multi_get(keys)
+        except RuntimeError:
+            # Either the store is lost, and so is the next call, or a key is, and the others still tell something.
+            texts = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        states = {rank: decode_state(text, self.size) for rank, text in zip(ranks, texts, strict=True)}
+        if UNREADABLE in states.values():
+            self._complain("what a rank has written about itself")
+        return states
+
+    def _read_news(self) -> tuple[str, bytes]:
+        """Return the last question to all ranks, and the first cause of a failure; b"" is none."""
+        try:
+            ask, cause = self._store.multi_get(["ask", "cause"])
+        except RuntimeError:
+            lost = [key for key in ("ask", "cause") if not self._store.check([key])]
+            if not lost:
+                raise
+            self._complain("what ranks ask or tell each other")
+            for key in lost:
+                self._store.set(key, "")
+            return "", b""
+        return ask.decode(errors="replace"), cause
+
+    def _complain(self, what: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            _logger.warning("rank %d: %s is missing in the store or makes no sense", self.rank, what)
 
     def ask(self, question: str) -> None:
         """Ask the other ranks to write their states again."""
@@ -293,7 +388,9 @@ class Watch:
         """Return all ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def interpret(self, place: _Progress, rank: int, state: dict[str, Any], fresh: bool, waited: float) -> Sign | None:
+    def interpret(
+        self, place: _Progress, rank: int, state: Mapping[str, Any], fresh: bool, waited: float
+    ) -> Sign | None:
         """Return the evidence against a rank, from the state that it has written; None if there is none.
 
         Args:
@@ -306,11 +403,11 @@ class Watch:
         sequence, call = place.sequence, place.call
         behind = state["sequence"] < sequence
         # Two calls are compared that have the same number. A rank may have completed one in which a peer still waits.
-        mine, theirs = call, Call(**state["call"]) if state["call"] else None
+        mine, theirs = call, state["call"]
         if behind and theirs and theirs.partner is None:
             mine = next((own for number, own in place.recent if number == state["sequence"]), None)
         elif call and call.partner is None:
-            theirs = next((Call(**c) for number, c in state["recent"] if number == sequence), None)
+            theirs = next((c for number, c in state["recent"] if number == sequence), None)
         if "text" in state:
             return Sign(rank, "told", state["text"], tuple(state["ranks"]))
         because = state.get("because")
@@ -343,36 +440,29 @@ class Watch:
         return None
 
     def _look_at(self, rank: int) -> Sign | None:
-        trouble = self._identities[rank].trouble(self._identity)
-        return trouble and Sign(rank, trouble, f"rank {rank} is {trouble} ({self._identities[rank]})") or None
+        identity = self._identities.get(rank)
+        trouble = identity.trouble(self._identity) if identity else None
+        return trouble and Sign(rank, trouble, f"rank {rank} is {trouble} ({identity})") or None
 
     def _look_around(self) -> list[Sign]:
         return [sign for rank in self.others() if (sign := self._look_at(rank))]
 
-    def _judge_without_store(self) -> Diagnosis:
-        told = self._cause or self.because() or self._known
-        if told:
-            return told
-        seen = self._seen_first or self._look_around()
-        # Its keeper stays until the others have read why it leaves. So a keeper that is lost without a word came first.
-        return judge([sign for sign in seen if sign.rank == self._store_rank] or seen, self._place.call) or (
-            self._lost_store
-        )
-
-    def _hear(self, cause: str) -> None:
-        """Take what the store has as the first cause; "" is none."""
+    def _hear(self, cause: bytes) -> None:
+        """Take what the store has as the first cause; b"" is none."""
         if cause and self._cause is None:
-            told = json.loads(cause)
-            self._cause = Diagnosis(tuple(told["ranks"]), told["text"], True)
+            told = decode_cause(cause, self.size)
+            if told is None:
+                self._complain("the cause of a failure")
+                return
+            self._cause = Diagnosis(*told, True)
             self.write_state()
             monitor.note(Cause.of(self._cause, self._identities))
 
     def _settle(self, finding: Diagnosis) -> Diagnosis:
         """Put this rank's finding into the store, unless another rank came first; return the first one."""
         if self._cause is None and finding.ranks:
-            mine = json.dumps({"ranks": finding.ranks, "text": finding.text})
             try:
-                self._hear(self._store.compare_set("cause", "", mine).decode())
+                self._hear(self._store.compare_set("cause", "", encode_cause(finding.ranks, finding.text)))
             except RuntimeError:
                 monitor.note(Cause.of(finding, self._identities))
         return self._cause or finding

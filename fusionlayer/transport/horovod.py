@@ -11,7 +11,8 @@ from torch import Tensor
 from ..errors import TransportError, UsageError
 from ._horovod_link import HorovodLink, import_horovod, load_horovod
 from ._link import Link
-from ._linked import LinkedTransport, Rendezvous
+from ._linked import LinkedTransport
+from ._rendezvous import Connecting, Rendezvous
 from ._side_store import open_store
 from ._waiting import wait_until
 
@@ -62,7 +63,7 @@ class HorovodTransport(LinkedTransport):
         """Raise ``UsageError``: Horovod's all-to-all always involves all its processes."""
         raise UsageError("Horovod's transport is one of all processes; use transport 'c10d' for some of them")
 
-    def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
+    def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         yield "cpu", HorovodLink(self._rendezvous.name, self.timeout)
 
 

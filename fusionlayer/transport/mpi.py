@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..errors import TransportError
 from ._link import Link
-from ._linked import LinkedTransport, Rendezvous
+from ._linked import LinkedTransport
 from ._mpi_link import MpiLink, load_mpi
+from ._rendezvous import Connecting, Rendezvous
 from ._side_store import open_store
 from ._waiting import wait_until
 
@@ -116,7 +117,7 @@ class MpiTransport(LinkedTransport):
         )
         self._open(rendezvous, timeout, stall_warning, node)
 
-    def _make_links(self, store: dist.Store) -> Iterator[tuple[str, Link]]:
+    def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         comm, members = self._rendezvous.comm, self._rendezvous.members
         assert comm is not None
         if members is None:

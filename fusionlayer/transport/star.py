@@ -6,15 +6,16 @@ sends alone, perhaps hours after the last one. They also tell at once that a pee
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import os
 import secrets
-import select
 import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,21 +23,31 @@ from typing import Any
 import torch
 
 from ..errors import TransportError
+from ..processes import node_name
 from ._base import Transport
-from ._interfaces import reachable_names
+from ._interfaces import own_address, reachable_names
 
 __all__ = ["Center", "Connection", "connect"]
 
 _LENGTH = struct.Struct("<I")
-_HELLO = struct.Struct("<16sI")
-# Seconds that a peer may take to connect and to say which rank it is.
+_RANK = struct.Struct("<I")
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+# A caller's rank, its nonce, and the proof that it has the job's secret.
+_HELLO = struct.Struct(f"<I{_NONCE_BYTES}s{_PROOF_BYTES}s")
+# Seconds that a peer may take to connect and to prove which rank it is.
 _PATIENCE = 5.0
+# Callers beside the ranks that are listened to at once: each needs a file descriptor.
+_MOST_STRANGERS = 64
+_MOST_LETTER_BYTES = 1 << 20
 _NEAR = "this host"
 # Size asked for a socket's buffers. All messages that are under way at once fit, so that a sender need not wait for the
 # reader.
 _BUFFER_BYTES = 1 << 20
 # Bytes to read at once while the length of the next message is unknown.
 _FIRST_BYTES = 64 << 10
+# Bytes to read at once of a message whose length is known: memory for more is taken when they have come.
+_MOST_AT_ONCE = 16 << 20
 # 50 ms as a struct timeval: how long a rank that stops in the middle of a message can keep rank 0 from the others.
 _NO_LONGER = struct.pack("@ll", 0, 50_000)
 # From this length on a message is sent by a second call. A shorter one is copied behind its length and sent with it.
@@ -63,6 +74,7 @@ class Connection:
         # The kernel reports twice the size that was asked for, and its own records count too. So a quarter is safe.
         self.room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._read = bytearray()
+        _live.add(self)
 
     def send(self, *messages: bytes) -> None:
         """Send messages one after the other. It ignores a peer that is gone: the receiving thread notices that."""
@@ -107,7 +119,11 @@ class Connection:
         if len(self._read) >= _LENGTH.size:
             missing = _LENGTH.size + _LENGTH.unpack_from(self._read)[0] - len(self._read)
         try:
-            data = self.socket.recv(missing, socket.MSG_WAITALL) if missing else self.socket.recv(_FIRST_BYTES)
+            data = (
+                self.socket.recv(min(missing, _MOST_AT_ONCE), socket.MSG_WAITALL)
+                if missing
+                else self.socket.recv(_FIRST_BYTES)
+            )
         except BlockingIOError:
             return True
         except OSError:
@@ -126,6 +142,18 @@ class Connection:
         read = memoryview(self._read)
         self._read = bytearray(read[end:])
         return read[_LENGTH.size : end].toreadonly()
+
+
+_live: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    """Close this process's copies of the sockets, without a word to the peers: they are the parent's."""
+    for connection in list(_live):
+        connection.socket.close()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class Center:
@@ -177,30 +205,43 @@ def connect(transport: Transport) -> Center | Connection:
     Raises:
         TransportError: a rank cannot reach rank 0, or did not come within the transport's timeout.
     """
-    near = next(node for node in transport.nodes if 0 in node)
+    deadline = time.monotonic() + transport.timeout
+    # Not transport.nodes: the settings may call ranks of several hosts one node.
+    mine = torch.frombuffer(bytearray(hashlib.sha256(node_name().encode()).digest()), dtype=torch.uint8)
+    hosts = mine.new_empty(transport.size, mine.numel())
+    transport.all_gather(mine, hosts)
     if transport.rank:
         length = torch.zeros(1, dtype=torch.int64)
         transport.broadcast(length, 0)
+        if not 0 < int(length) <= _MOST_LETTER_BYTES:
+            raise TransportError(f"rank 0 announces an address of {int(length)} bytes, which makes no sense", [0])
         letter = torch.empty(int(length), dtype=torch.uint8)
         transport.broadcast(letter, 0)
         address = json.loads(letter.numpy().tobytes())
-        return Connection(_call(address, transport.rank, near=transport.rank in near, timeout=transport.timeout))
-    token = secrets.token_bytes(16)
+        near = torch.equal(mine, hosts[0])
+        return Connection(_call(address, transport.rank, near=near, deadline=deadline))
+    secret = secrets.token_bytes(16)
     name = f"fusionlayer-{secrets.token_hex(8)}"
-    with _listener() as listener, _near_listener(name) as near_listener:
+    place = "127.0.0.1" if bool((hosts == mine).all()) else own_address()
+    with _listener(place) as listener, _near_listener(name) as near_listener:
         port = listener.getsockname()[1]
-        text = json.dumps({"token": token.hex(), "port": port, "hosts": _hosts(), "near": name}).encode()
+        text = json.dumps({"secret": secret.hex(), "port": port, "hosts": _hosts(place), "near": name}).encode()
         transport.broadcast(torch.tensor([len(text)]), 0)
         transport.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-        return Center(_answer((listener, near_listener), token, transport.size, transport.timeout))
+        callers = _Reception((listener, near_listener), secret, transport.size)
+        try:
+            return Center(callers.receive(deadline, transport.timeout))
+        finally:
+            callers.close()
 
 
-def _listener() -> socket.socket:
+def _listener(place: str) -> socket.socket:
+    """Return a listener on one address of this host; on all of them if ``place`` is empty."""
     listener = None
-    if socket.has_dualstack_ipv6():
+    if not place and socket.has_dualstack_ipv6():
         with suppress(OSError):
             listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    listener = listener or socket.create_server(("", 0), backlog=1024)
+    listener = listener or socket.create_server((place, 0), backlog=1024)
     _enlarge(listener)
     return listener
 
@@ -246,48 +287,151 @@ def _near_listener(name: str) -> socket.socket:
     return listener
 
 
-def _answer(listeners: Sequence[socket.socket], token: bytes, size: int, timeout: float) -> dict[int, Connection]:
-    """Return the connections of all other ranks. A connection without the right token is closed."""
-    ends: dict[int, Connection] = {}
-    deadline = time.monotonic() + timeout
-    while len(ends) < size - 1:
-        waiting, _, _ = select.select(listeners, (), (), max(deadline - time.monotonic(), 0.001))
-        if not waiting:
-            missing = [rank for rank in range(1, size) if rank not in ends]
-            raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing)
-        end, _ = waiting[0].accept()
-        end.settimeout(_PATIENCE)
-        rank = 0
-        with suppress(OSError, struct.error):
-            given, rank = _HELLO.unpack(end.recv(_HELLO.size, socket.MSG_WAITALL))
-            if not hmac.compare_digest(given, token):
-                rank = 0
-        if not 0 < rank < size:
-            end.close()
-            continue
+def _prove(secret: bytes, who: bytes, rank: int, nonces: bytes) -> bytes:
+    """Return what only a holder of the secret can say to these two nonces, which nobody has said before."""
+    return hmac.digest(secret, who + _RANK.pack(rank) + nonces, "sha256")
+
+
+class _Caller:
+    """A connection that has not proved yet to be that of a rank."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.heard = b""
+        self.until = time.monotonic() + _PATIENCE
+
+
+class _Reception:
+    """Takes the calls of all other ranks, and none of anybody else.
+
+    It waits for all callers at once, so silent ones keep nobody waiting. A caller has ``_PATIENCE`` seconds; when there
+    are too many, the oldest must go. A rank that was sent away like that calls again.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], secret: bytes, size: int) -> None:
+        self._secret = secret
+        self._size = size
+        self._most = size + _MOST_STRANGERS
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._ends: dict[int, Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def receive(self, deadline: float, timeout: float) -> dict[int, Connection]:
+        """Return the connections of all other ranks.
+
+        Raises:
+            TransportError: some did not come until ``deadline``, ``timeout`` seconds after the start.
+        """
+        while len(self._ends) < self._size - 1:
+            now = time.monotonic()
+            if now > deadline:
+                missing = [rank for rank in range(1, self._size) if rank not in self._ends]
+                for connection in self._ends.values():
+                    connection.close()
+                raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing)
+            for caller in [caller for caller in self._callers.values() if caller.until < now]:
+                self._send_away(caller)
+            for key, _ in self._selector.select(min(deadline - now, 0.5)):
+                caller = self._callers.get(key.fileobj)  # type: ignore[call-overload]
+                if caller is not None:
+                    self._listen_to(caller)
+                elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
+                    self._accept(key.fileobj)  # type: ignore[arg-type]
+        return self._ends
+
+    def close(self) -> None:
+        """Send away those who have not proved to be ranks."""
+        for caller in list(self._callers.values()):
+            self._send_away(caller)
+        self._selector.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            end, _ = listener.accept()
+        except OSError:  # it has gone again, or there are no descriptors left for it
+            return
+        end.setblocking(False)
+        if len(self._callers) >= self._most:
+            self._send_away(next(iter(self._callers.values())))
+        caller = self._callers[end] = _Caller(end)
+        self._selector.register(end, selectors.EVENT_READ)
         with suppress(OSError):
-            end.sendall(b"!")
-            ends[rank] = Connection(end)
-    return ends
+            end.send(caller.nonce)
+
+    def _listen_to(self, caller: _Caller) -> None:
+        try:
+            heard = caller.end.recv(_HELLO.size - len(caller.heard))
+        except BlockingIOError:
+            return
+        except OSError:
+            heard = b""
+        caller.heard += heard
+        if not heard:
+            self._send_away(caller)
+        elif len(caller.heard) == _HELLO.size:
+            rank, nonce, proof = _HELLO.unpack(caller.heard)
+            nonces = caller.nonce + nonce
+            knows = hmac.compare_digest(proof, _prove(self._secret, b"rank", rank, nonces))
+            if not knows or not 0 < rank < self._size:
+                self._send_away(caller)
+                return
+            self._selector.unregister(caller.end)
+            del self._callers[caller.end]
+            with suppress(OSError):  # a rank that is gone again calls again, or its next call finds out
+                caller.end.send(_prove(self._secret, b"center", rank, nonces))
+                if rank in self._ends:  # its earlier call took too long for it
+                    self._ends[rank].close()
+                self._ends[rank] = Connection(caller.end)
+
+    def _send_away(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.end)
+        del self._callers[caller.end]
+        caller.end.close()
 
 
-def _call(address: dict[str, Any], rank: int, *, near: bool, timeout: float) -> socket.socket:
+def _introduce(end: socket.socket, secret: bytes, rank: int, deadline: float) -> bool:
+    """Prove to rank 0 that this is a rank; return whether the other end has proved to be rank 0."""
+    until = min(deadline, time.monotonic() + _PATIENCE)
+
+    def read(length: int) -> bytes:
+        heard = b""
+        while len(heard) < length:
+            end.settimeout(max(until - time.monotonic(), 0.001))
+            more = end.recv(length - len(heard))
+            if not more:
+                raise OSError("the connection was closed before both ends knew each other")
+            heard += more
+        return heard
+
+    theirs, mine = read(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    end.sendall(_HELLO.pack(rank, mine, _prove(secret, b"rank", rank, theirs + mine)))
+    return hmac.compare_digest(read(_PROOF_BYTES), _prove(secret, b"center", rank, theirs + mine))
+
+
+def _call(address: dict[str, Any], rank: int, *, near: bool, deadline: float) -> socket.socket:
     """Return a connection to rank 0 by the first of its addresses that works."""
     hosts = list(address["hosts"])
     hosts = [_NEAR, "127.0.0.1", *hosts] if near else [*hosts, "127.0.0.1"]
-    hello = _HELLO.pack(bytes.fromhex(address["token"]), rank)
-    deadline = time.monotonic() + timeout
+    secret = bytes.fromhex(address["secret"])
     why: OSError | None = None
     while why is None or time.monotonic() < deadline:
         for host in hosts:
             try:
                 end = _reach_near(address["near"]) if host == _NEAR else _reach(host, int(address["port"]))
-                end.sendall(hello)
-                if end.recv(1) == b"!":
-                    return end
-                end.close()
             except OSError as error:
                 why = error
+                continue
+            try:
+                if _introduce(end, secret, rank, deadline):
+                    return end
+                why = OSError("another program answers there")
+            except OSError as error:
+                why = error
+            end.close()
         time.sleep(0.1)
     raise TransportError(
         f"rank {rank} cannot reach rank 0 at port {address['port']} of any of {hosts}: {why}; name the network "
@@ -296,7 +440,7 @@ def _call(address: dict[str, Any], rank: int, *, near: bool, timeout: float) -> 
     )
 
 
-def _hosts() -> list[str]:
-    """Return names and addresses of this host by which other hosts may reach it."""
-    found = [*reachable_names(), os.environ.get("MASTER_ADDR", "")]
+def _hosts(place: str) -> list[str]:
+    """Return names and addresses of this host by which other hosts may reach a listener on ``place``."""
+    found = [place] if place else [*reachable_names(), os.environ.get("MASTER_ADDR", "")]
     return list(dict.fromkeys(host for host in found if host and not host.startswith("127.")))

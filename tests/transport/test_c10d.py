@@ -288,3 +288,25 @@ def bad_tag(rank: int, world: int) -> None:
 
 def test_a_rank_does_not_send_to_itself() -> None:
     run_ranks(bad_tag, 2)
+
+
+def come_and_go(rank: int, world: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    keeper = C10dTransport(timeout=TIMEOUT)
+    keeper.barrier()
+    before = store.num_keys()
+    keeper.barrier()
+    for _ in range(3):
+        with_parts = [keeper.duplicate(), keeper.subset(range(world)), C10dTransport(timeout=TIMEOUT)]
+        for each in with_parts:
+            each.barrier()
+            each.close()
+    deadline = time.monotonic() + TIMEOUT
+    while store.num_keys() > before:
+        assert time.monotonic() < deadline, f"{store.num_keys() - before} keys are left"
+        time.sleep(0.05)
+    keeper.barrier()
+
+
+def test_transports_that_come_and_go_leave_no_keys_in_the_store() -> None:
+    run_ranks(come_and_go, 2, store="tcp")

@@ -9,16 +9,17 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fusionlayer.processes import Identity
 from fusionlayer.transport._calls import Call
-from fusionlayer.transport._processes import Identity
 from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
+from fusionlayer.transport._states import UNREADABLE
 from fusionlayer.transport.heartbeat import Watch, _Progress
 
 pytestmark = pytest.mark.short
@@ -125,14 +126,14 @@ def test_calls_that_fit_and_calls_that_do_not() -> None:
 def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
     """Who sent less than the others expect may be done, and come to wait for them in a later call."""
     watch = Watch(dist.HashStore(), "", 1, 2, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None)
-    watch._identities = [Identity.own()] * 2
+    watch._identities = {0: Identity.own(), 1: Identity.own()}
     short, expected = exchange([0, 0], [9, 0], 1), exchange([0, 9], [0, 9], 0)
     place = _Progress(3, short, 0.0, ((2, short), (3, short)))
-    state = {"state": "open", "sequence": 2, "call": asdict(expected), "recent": [[2, asdict(expected)]]}
+    state = {"state": "open", "sequence": 2, "call": expected, "recent": [(2, expected)]}
     sign = watch.interpret(place, 0, state, True, 1.0)
     assert sign is not None and (sign.kind, sign.ranks) == ("conflict", (0, 1))
     assert sign.text.startswith("rank 1 sends 0 bytes to rank 0, which expects 9 bytes")
-    state |= {"call": asdict(exchange([0, 9], [0, 0], 0))}
+    state |= {"call": exchange([0, 9], [0, 0], 0)}
     sign = watch.interpret(place, 0, state, True, 1.0)
     assert sign is not None and sign.kind == "late", "the calls fit"
 
@@ -164,9 +165,65 @@ def test_the_first_finding_is_that_of_all_ranks() -> None:
         Watch(store, "", rank, 3, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None) for rank in range(3)
     ]
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(lambda watch: watch.meet(store, 10.0), watches)) == [None] * 3
+        assert [finding for _, finding in threads.map(lambda watch: watch.meet(10.0), watches)] == [None] * 3
     findings = [Diagnosis((2 - rank,), f"rank {2 - rank} is odd", True) for rank in range(3)]
     told = [watch.diagnose(own, known=own) for watch, own in zip(watches, findings, strict=True)]
     for watch in watches:
         watch.end()
     assert told == [findings[0]] * 3
+
+
+GARBAGE = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"state": "open"}',
+    b'{"serial": "9", "state": "open", "sequence": 0, "call": null, "recent": []}',
+    b'{"serial": 9, "state": "open", "sequence": 0, "call": {"what": 1}, "recent": []}',
+    b'{"serial": 9, "state": "open", "sequence": 0, "call": null, "recent": [[1, null]]}',
+    b'{"serial": 9, "state": "open", "sequence": 0, "recent": [],'
+    b' "call": {"what": "exchange", "sends": [1], "recvs": [], "partner": null, "purpose": ""}}',
+    b'{"serial": 9, "state": "failed", "sequence": 0, "call": null, "recent": [], "text": "x", "ranks": [7]}',
+    b" " * ((1 << 24) + 1),
+]
+
+
+def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = dist.HashStore()
+    watches = [
+        Watch(store, "w", rank, 2, 2.0, 60.0, None, is_overdue=lambda: False, interrupt=lambda: None)
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor() as threads:
+        assert [finding for _, finding in threads.map(lambda watch: watch.meet(5.0), watches)] == [None, None]
+    first, second = watches
+    for text in GARBAGE:
+        store.set("w/at/1", text)
+        assert first.read_states([1]) == {1: UNREADABLE}, text[:100]
+    second.write_state = lambda: store.set("w/at/1", "{}")  # type: ignore[method-assign]
+    first.enter(Call.all_reduce(torch.zeros(3)), 1)
+    store.set("w/ask", "\0" * 100_000)
+    store.set("w/cause", '{"ranks": [7], "text": "x"}')
+    finding = first.diagnose(otherwise=Diagnosis((), "", True))
+    assert finding.ranks == (1,) and "gives no sign of life" in finding.text
+    store.delete_key("w/at/1")
+    assert first.read_states([1]) == {1: UNREADABLE}
+    store.delete_key("w/ask")
+    deadline = time.monotonic() + 20
+    while not store.check(["w/ask"]):
+        assert time.monotonic() < deadline, "the thread that watches has ended"
+        time.sleep(0.05)
+    warned = [record.message for record in caplog.records if "makes no sense" in record.message]
+    assert 1 <= len(warned) == len(set(warned)) <= 2, "once on each rank"
+    store.set("w/who/0", "not what a rank writes")
+    assert Identity.decode(store.get("w/who/0")).trouble(Identity.own()) is None
+    for watch in watches:
+        watch.end()
+    while store.num_keys():
+        assert time.monotonic() < deadline, "keys are left"
+        time.sleep(0.05)

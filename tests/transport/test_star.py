@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+import time
+import tracemalloc
+from contextlib import suppress
 
 import pytest
 
-from fusionlayer.transport import Transport
+from fusionlayer.transport import Transport, star
 from fusionlayer.transport.star import Center, Connection, connect
 from tests.ranks import over_threads
 
@@ -66,31 +71,80 @@ def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() 
         far.close()
 
 
-def test_a_stranger_is_sent_away() -> None:
-    def body(transport: Transport) -> bool:
-        if transport.rank == 0:
-            end = connect(transport)
-            assert isinstance(end, Center) and list(end.connections) == [1]
-            transport.barrier()
-            end.close()
-            return True
-        original = socket.socket.connect
+def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, slow and wrong callers by the hundred, more than may wait at once, before each rank calls."""
+    original = socket.socket.connect
+    strangers: list[socket.socket] = []
+    openings = [
+        b"",
+        b"x",
+        b"x" * star._HELLO.size,
+        (1).to_bytes(4, "little") + bytes(48),
+        b"GET / HTTP/1.1\r\n\r\n" * 99,
+    ]
 
-        def intrude(self: socket.socket, place: object) -> None:
-            with socket.socket(self.family) as stranger:
-                original(stranger, place)
-                stranger.sendall(b"x" * 20)
-                assert stranger.recv(1) in (b"",)
-            original(self, place)
+    def intrude(self: socket.socket, place: object) -> None:
+        for number in range(4 * star._MOST_STRANGERS):
+            stranger = socket.socket(self.family)
+            original(stranger, place)
+            stranger.sendall(openings[number % len(openings)])
+            strangers.append(stranger)
+        original(self, place)
 
-        socket.socket.connect = intrude  # type: ignore[assignment,method-assign]
-        try:
-            end = connect(transport)
-        finally:
-            socket.socket.connect = original  # type: ignore[method-assign]
+    monkeypatch.setattr(socket.socket, "connect", intrude)
+    accept = star._Reception._accept
+    waiting: list[int] = []
+
+    def count(self: star._Reception, listener: socket.socket) -> None:
+        accept(self, listener)
+        waiting.append(len(self._callers))
+
+    monkeypatch.setattr(star._Reception, "_accept", count)
+
+    def body(transport: Transport) -> list[int]:
+        end = connect(transport)
         transport.barrier()
-        assert isinstance(end, Connection)
+        ranks = list(end.connections) if isinstance(end, Center) else []
         end.close()
-        return True
+        return sorted(ranks)
 
-    assert over_threads(2, body) == [True, True]
+    before = len(os.listdir("/proc/self/fd"))
+    assert over_threads(3, body, timeout=20) == [[1, 2], [], []]
+    assert len(strangers) == 8 * star._MOST_STRANGERS and max(waiting) <= star._MOST_STRANGERS + 3
+    for stranger in strangers:
+        stranger.settimeout(10)
+        with suppress(ConnectionError):
+            while stranger.recv(1 << 10):  # nobody holds its other end any longer
+                pass
+        stranger.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_rank_0_must_prove_that_it_is_rank_0() -> None:
+    here, there = socket.socketpair()
+    here.sendall(bytes(star._NONCE_BYTES))
+    answer = threading.Thread(target=lambda: here.recv(star._HELLO.size) and here.sendall(bytes(star._PROOF_BYTES)))
+    answer.start()
+    assert not star._introduce(there, b"secret", 1, time.monotonic() + 10)
+    answer.join()
+    here.close()
+    there.close()
+
+
+def test_a_length_takes_no_memory() -> None:
+    near, far = socket.socketpair()
+    far.sendall((0xFFFFFFFF).to_bytes(4, "little") + b"abc")
+    far.close()
+    tracemalloc.start()
+    assert Connection(near).receive() is None
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+    near.close()
+
+
+def test_ranks_of_one_host_listen_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[str] = []
+    original = star._listener
+    monkeypatch.setattr(star, "_listener", lambda place: places.append(place) or original(place))
+    over_threads(2, lambda transport: connect(transport).close())
+    assert places == ["127.0.0.1"]

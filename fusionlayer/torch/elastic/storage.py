@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +22,10 @@ __all__ = ["Storage"]
 
 _KEPT = 2
 """Generations of commits that stay: when a worker is killed, ranks are at most one commit apart."""
+
+
+_MOST_STRANGERS = 100
+"""Names that are tried for a folder that every user could have made."""
 
 
 class Storage:
@@ -63,10 +69,10 @@ class Storage:
         agent = _agent(job)
         folders = f"fusionlayer-elastic-{os.getuid()}-"
         for left in root.glob(f"{folders}*"):
-            pid, _, started = left.name.removeprefix(folders).partition("-")
-            if pid.isdecimal() and started.isdecimal() and _started(int(pid)) != started:
+            whose = re.fullmatch(r"([0-9]+)-([0-9]+)(\.[0-9]+)?", left.name.removeprefix(folders))
+            if whose and _is_mine(left) and _started(int(whose[1])) != whose[2]:
                 shutil.rmtree(left, ignore_errors=True)
-        return cls(root / f"{folders}{agent}-{_started(agent)}", rank)
+        return cls(_own_folder(root, f"{folders}{agent}-{_started(agent)}"), rank)
 
     def keep(self, number: int, shared: Any, own: Any) -> None:
         """Write commit ``number``. Keep the one before it, and remove older ones.
@@ -139,6 +145,31 @@ class Storage:
         return path.read_text()
 
 
+def _own_folder(root: Path, name: str) -> Path:
+    """Return a folder of this user's, made if need be, by the first of a few names that nobody else has taken.
+
+    Every user can write to ``root``. The ranks of a host see the same strangers there, so they find the same folder.
+    """
+    for number in range(_MOST_STRANGERS):
+        folder = root / (f"{name}.{number}" if number else name)
+        with suppress(OSError):
+            folder.mkdir(mode=0o700)
+        if _is_mine(folder):
+            return folder
+    raise ConfigError(
+        f"other users have taken the names {name}... in {root}; name a folder of yours in FUSIONLAYER_ELASTIC_DIR"
+    )
+
+
+def _is_mine(folder: Path) -> bool:
+    """Return whether this is a folder, not a link to one, that this user has and others cannot write to."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
 def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False)  # written by this job, in a folder of this user's
 
@@ -154,8 +185,8 @@ def _agent(job: str) -> int:
 
 def _started(process: int) -> str:
     """Return when a process was started, as /proc gives it, or "" if it does not exist or is a zombie."""
-    stat = _stat(process)
-    return stat[19] if stat and stat[0] not in "ZX" else ""
+    fields = _stat(process)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 def _stat(process: int) -> list[str]:

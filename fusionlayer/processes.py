@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -37,9 +38,20 @@ class Identity:
         pid = os.getpid()
         return cls(pid, socket.gethostname(), place, _stat(pid)[1] if place else "")
 
-    def as_dict(self) -> dict[str, str | int]:
-        """Return the arguments of the constructor."""
-        return asdict(self)
+    def encode(self) -> str:
+        """Return the identity as text, for another process to ``decode``."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> Identity:
+        """Return the identity that ``encode`` has written; for any other text one that no process can look up."""
+        unknown = cls(0, "unknown", "", "")
+        try:
+            given = json.loads(text)
+            fits = given.keys() == asdict(unknown).keys() and type(given["pid"]) is int
+        except (ValueError, AttributeError, RecursionError):
+            return unknown
+        return cls(given["pid"], *map(str, (given["host"], given["place"], given["started"]))) if fits else unknown
 
     def trouble(self, seen_from: Identity) -> str | None:
         """Return "gone" or "stopped"; None if the process runs, or if process ``seen_from`` cannot look it up."""

@@ -1,0 +1,82 @@
+"""Calls that may not return: into a store whose keeper is stopped, or a library that nothing can interrupt."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from . import forks
+
+__all__ = ["Overdue", "bounded"]
+
+Result = TypeVar("Result")
+
+# Seconds between two looks at whether the call is still worth waiting for.
+_LOOK = 0.05
+# Seconds in all that the exit of the process waits for calls that were given up.
+_LAST_WAIT = 2.0
+
+_given_up: list[threading.Thread] = []
+
+
+class Overdue(RuntimeError):
+    """A call has not returned in time, or nobody waits for it any longer."""
+
+
+def bounded(
+    call: Callable[[], Result], deadline: float, is_in_vain: Callable[[], object] = lambda: None, name: str = "call"
+) -> Result:
+    """Return ``call()``, or raise what it raises. It runs on a thread of its own.
+
+    The thread of a call that is given up goes on alone, and what the call returns is dropped there.
+
+    Args:
+        call: it may block for ever.
+        deadline: a time of the monotonic clock.
+        is_in_vain: whether the call need not be waited for any longer; asked on the calling thread, every 50 ms.
+        name: of the thread.
+
+    Raises:
+        Overdue: the deadline has passed, or the call is in vain.
+    """
+    ended = threading.Event()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # handed to the caller
+            errors.append(error)
+        ended.set()
+
+    thread = threading.Thread(target=run, name=f"fusionlayer {name}", daemon=True)
+    thread.start()
+    try:
+        while not ended.wait(min(_LOOK, max(deadline - time.monotonic(), 0))):
+            if time.monotonic() >= deadline:
+                raise Overdue(f"no end of the {name} in time")
+            if is_in_vain():
+                raise Overdue(f"the {name} was given up")
+    finally:
+        if not ended.is_set():
+            _given_up[:] = [other for other in _given_up if other.is_alive()]
+            if not _given_up:
+                forks.at_exit(_join_all)
+            _given_up.append(thread)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _join_all() -> None:
+    # A thread that comes back from C++ while Python ends aborts the process. So wait for those that end soon.
+    end = time.monotonic() + _LAST_WAIT
+    for thread in _given_up:
+        thread.join(max(end - time.monotonic(), 0))
+
+
+os.register_at_fork(after_in_child=_given_up.clear)

@@ -1,0 +1,56 @@
+"""What becomes of a forked child. Threads and connections stay with its parent, so the child must not touch them."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+from collections.abc import Callable
+
+from .errors import UsageError
+
+__all__ = ["at_exit", "generation", "keep", "not_at_exit", "refuse"]
+
+_handlers: list[Callable[[], object]] = []
+_generation = 0
+
+
+def generation() -> int:
+    """Return a number that differs between a process and its forked children."""
+    return _generation
+
+
+def refuse(what: str) -> UsageError:
+    """Return the error for a use in a forked child. ``what``: a clause that says what belongs to the parent."""
+    return UsageError(
+        f"process {os.getpid()} was forked, and {what}: use it in the parent alone, or start the child with "
+        "multiprocessing's 'spawn' and call fusionlayer.init() there"
+    )
+
+
+def at_exit(call: Callable[[], object]) -> None:
+    """Have ``call`` run at the exit of this process, and not at that of its children."""
+    _handlers.append(call)
+    atexit.register(call)
+
+
+def not_at_exit(call: Callable[[], object]) -> None:
+    """Undo ``at_exit``."""
+    _handlers[:] = [other for other in _handlers if other != call]
+    atexit.unregister(call)
+
+
+def keep(thing: object) -> None:
+    """Never free ``thing``, not even at exit: its destructor would wait for threads that this process does not have."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _begin_child() -> None:
+    global _generation
+    _generation += 1
+    for call in _handlers:
+        atexit.unregister(call)
+    _handlers.clear()
+
+
+os.register_at_fork(after_in_child=_begin_child)

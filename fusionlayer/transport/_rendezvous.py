@@ -1,0 +1,203 @@
+"""How the processes of one transport find each other and connect, and what ends that when one of them is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from .. import outages
+from ..bounded import Overdue, bounded
+from ..errors import TransportError
+from ._calls import Call
+from ._link import LinkError
+from ._signs import Diagnosis, lost_store
+from .heartbeat import Watch
+
+__all__ = ["Connecting", "Rendezvous"]
+
+AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
+Result = TypeVar("Result")
+
+_POLL = 0.01
+# Seconds for which a meeting may outlast its time: the ranks that came find out then which ones did not.
+_LAST_LOOK = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the processes of one transport find each other. Equal on all of them, except ``rank``.
+
+    Attributes:
+        store: the store through which they find each other.
+        name: name of the transport that they make, unique within the store.
+        rank: this process.
+        size: number of processes.
+        store_rank: the rank whose process keeps the store; None if none of them does.
+    """
+
+    store: dist.Store
+    name: str
+    rank: int
+    size: int
+    store_rank: int | None
+
+    def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
+        """Return a rendezvous of some of the processes, including this one, under another name."""
+        store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None
+        return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), store_rank=store_rank)
+
+
+class Connecting:
+    """The time in which the processes of a rendezvous meet and make their connections.
+
+    A process that is lost meanwhile is found: its host looks at it, and the others ask by the store.
+
+    Args:
+        rendezvous: where the processes find each other.
+        what: what they make, for messages.
+        timeout: seconds that this may take, and later a call.
+        stall_warning: seconds of waiting after which a warning names the late ranks.
+        is_overdue: as for ``Watch``.
+        interrupt: makes calls over the connections fail, once there are some.
+
+    Attributes:
+        watch: the watch over the ranks, which have met.
+        store: a client of the store for the keys of the connections alone.
+
+    Raises:
+        TransportError: ranks did not come or are gone, or the store does not answer.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        what: str,
+        timeout: float,
+        stall_warning: float,
+        *,
+        is_overdue: Callable[[], bool] = lambda: False,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._what = what
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._in_vain = threading.Event()
+
+        def give_up() -> None:
+            self._in_vain.set()
+            interrupt()
+
+        self.watch = Watch(
+            rendezvous.store,
+            rendezvous.name,
+            rendezvous.rank,
+            rendezvous.size,
+            timeout,
+            stall_warning,
+            rendezvous.store_rank,
+            is_overdue=is_overdue,
+            interrupt=give_up,
+        )
+        self.store = dist.PrefixStore(rendezvous.name, self._meet())
+        self.watch.enter(Call(f"making {what}"), 0)
+
+    def run(self, make: Callable[[dist.Store], Result]) -> Result:
+        """Return ``make(store)``. It connects to the other ranks, and the store is for its keys alone.
+
+        Raises:
+            LinkError: the time has passed, or a rank was lost.
+            RuntimeError: what ``make`` raised.
+        """
+        # Kept, because torch's reference to it does not keep its Python part.
+        self._store = store = _EndingStore(self.store, self._in_vain, self._deadline, self.watch.keys)
+        watch = self.watch
+        try:
+            return bounded(
+                lambda: make(store),
+                self._deadline,
+                lambda: self._in_vain.is_set() or watch.see_gone(),
+                f"making of {self._what}",
+            )
+        except Overdue:
+            self._in_vain.set()
+            raise LinkError(self._rendezvous.rank, f"no connections within {self._timeout:g} s") from None
+
+    def _meet(self) -> dist.Store:
+        """Wait for the other ranks; return a client of the store for the connections.
+
+        Raises:
+            TransportError: ranks did not come or are gone, or the store does not answer.
+        """
+        rendezvous, watch = self._rendezvous, self.watch
+        try:
+            store, finding = bounded(
+                lambda: watch.meet(self._timeout), self._deadline + _LAST_LOOK, name="meeting of ranks"
+            )
+        except Overdue:
+            raise self.error(watch.judge_here()) from None
+        except RuntimeError as error:
+            raise self.error(self._own(error) or lost_store(rendezvous.store, rendezvous.store_rank)) from error
+        if finding:
+            raise self.error(finding)
+        return store
+
+    def find_cause(self, error: Exception) -> Diagnosis:
+        """Return why ``run`` has raised ``error``, as far as this rank can find out."""
+        otherwise = Diagnosis((), f"all ranks are alive, and yet: {error}", True)
+        return self.watch.diagnose(otherwise, known=self._own(error))
+
+    def _own(self, error: Exception) -> Diagnosis | None:
+        """Return what has failed in this process, if the error means that."""
+        rank, cause = self._rendezvous.rank, outages.explain(error)
+        return Diagnosis((rank,), f"rank {rank} has {cause.text}", True) if cause.here else None
+
+    def error(self, finding: Diagnosis) -> TransportError:
+        """Return the error that tells a finding."""
+        return TransportError(f"rank {self._rendezvous.rank}: making {self._what}: {finding.text}", finding.ranks)
+
+
+class _EndingStore(dist.Store):
+    """A store whose waits end when they are in vain: gloo waits in C++, where nothing else can end that.
+
+    It keeps the client of the store to itself, because torch sees only the methods that are written here.
+    """
+
+    def __init__(self, store: dist.Store, in_vain: threading.Event, deadline: float, keys: set[str]) -> None:
+        super().__init__()
+        self._store = store
+        self._in_vain = in_vain
+        self._deadline = deadline
+        self._keys = keys
+
+    def set(self, key: str, value: str) -> None:
+        self._keys.add(key)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = self._store.get(key)
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._keys.update(keys)
+        while not self._store.check(keys):
+            if self._in_vain.is_set() or time.monotonic() > self._deadline:
+                raise RuntimeError("the connections are not wanted any more")
+            time.sleep(_POLL)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._keys.add(key)
+        return self._store.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)

@@ -1,0 +1,116 @@
+"""Ranks that are lost, stopped or never come while connections are made: the others learn in time who it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusionlayer import context, launch
+from fusionlayer.errors import TransportError
+from fusionlayer.transport import _rendezvous, _shared_memory, star
+from fusionlayer.transport.c10d import C10dTransport
+from fusionlayer.transport.heartbeat import Watch
+from tests.harness import checkpoint, outcomes_of
+from tests.tiers import tiered
+
+pytestmark = pytest.mark.medium
+
+TIMEOUT = 3.0
+
+# Where the lost rank is when the signal comes: the function that it is about to call, and how often it has before.
+PHASES: dict[str, tuple[object, str, int]] = {
+    "rendezvous": (launch, "_await_all", 0),
+    "meeting for the group": (Watch, "meet", 0),
+    "group": (dist, "init_process_group", 0),
+    "group, at its end": (Watch, "end", 0),
+    "meeting": (Watch, "meet", 1),
+    "mesh, before its address is known": (_rendezvous._EndingStore, "set", 0),
+    "mesh": (_rendezvous._EndingStore, "wait", 0),
+    "mesh, half connected": (_rendezvous._EndingStore, "get", 1),
+    "invitation": (_shared_memory.Invitation, "accept", 0),
+    "welcome": (_shared_memory.Invitation, "welcome", 0),
+    "star": (star, "connect", 0),
+    "duplicate": (C10dTransport, "duplicate", 0),
+    "lane's mesh": (_rendezvous._EndingStore, "wait", 3),
+    "subset": (C10dTransport, "subset", 0),
+}
+
+
+def stop_before(patch: pytest.MonkeyPatch, phase: str) -> None:
+    place, name, before = PHASES[phase]
+    original: Callable[..., Any] = getattr(place, name)
+    calls: list[None] = []
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == before + 1:
+            checkpoint(phase)
+        return original(*args, **options)
+
+    patch.setattr(place, name, wrapped)
+
+
+def connect_everything(rank: int, world: int, port: int, lost: int, phase: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == lost:
+            stop_before(patch, phase)
+        try:
+            connect()
+        except TransportError:
+            if rank == 0:
+                time.sleep(0.5)  # its process keeps the store by which the others learn why they fail
+            raise
+
+
+def connect() -> None:
+    context.init(TIMEOUT)
+    transport = context.transport()
+    transport.all_reduce(torch.ones(1 << 19))
+    end = star.connect(transport)
+    lane = transport.duplicate()
+    part = transport.subset(range(transport.size))
+    for each in (transport, lane, part):
+        each.barrier()
+    end.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+CASES = [(phase, lost, end) for phase in PHASES for lost in (1, 0) for end in (signal.SIGKILL, signal.SIGSTOP)]
+FAST = {
+    ("rendezvous", 0, signal.SIGSTOP),
+    ("meeting for the group", 1, signal.SIGKILL),
+    ("group", 1, signal.SIGSTOP),
+    ("mesh", 1, signal.SIGKILL),
+    ("mesh, half connected", 0, signal.SIGSTOP),
+    ("welcome", 1, signal.SIGSTOP),
+    ("lane's mesh", 0, signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("phase, lost, end", tiered(CASES, lambda *case: case in FAST))
+def test_a_rank_that_is_lost_while_ranks_connect_is_named(phase: str, lost: int, end: signal.Signals) -> None:
+    # The harness ends ranks that wait for six time-outs, one after the other, and they count as hung.
+    outcomes = outcomes_of(
+        connect_everything, 3, free_port(), lost, phase, signals={(lost, phase): end}, backend=None, timeout=17
+    )
+    assert phase in outcomes[lost].checkpoints, outcomes[lost]
+    for rank, outcome in enumerate(outcomes):
+        if rank != lost:
+            assert (outcome.kind, outcome.error[0]) == ("raised", "TransportError"), outcome
+            assert outcome.attributes["ranks"] == (lost,), outcome.error
+            assert outcome.exit_code in (1, -signal.SIGKILL), outcome
