@@ -218,7 +218,7 @@ def flips(rounds: int) -> Iterator[Round]:
 FLIPPED = {
     "optimizer": (
         *("raw", "bf16", "int8", "mxfp4", "fp8_block", "thc", "onebit", "zip", "powersgd?rank=2"),
-        *("topk?density=0.1", "dgc?density=0.1", "omnireduce?density=0.5", "dynamiq"),
+        *("topk?density=0.1", "dgc?density=0.1", "omnireduce", "dynamiq"),
     ),
     "ddp": ("raw", "int8", "topk?density=0.1", "powersgd?rank=2"),
     "backend": ("int8",),
