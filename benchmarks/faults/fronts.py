@@ -152,9 +152,9 @@ class BackendCalls(Backend):
 
     def reduce(self) -> None:
         gradients = list(self.gradients().values())
-        biases = [i for i, gradient in enumerate(gradients) if gradient.ndim == 1]
-        if self.habits.swap:  # those of the hidden layers are equally long
-            one, other = biases[:2]
+        one, other = [i for i, gradient in enumerate(gradients) if gradient.shape == (self.job.width,)][:2]
+        gradients[other] = gradients[other].view(-1, 5)  # as long as the one, in another shape
+        if self.habits.swap:
             gradients[one], gradients[other] = gradients[other], gradients[one]
         for gradient in gradients:
             dist.all_reduce(gradient, dist.ReduceOp.SUM if self.habits.sum else dist.ReduceOp.AVG)
