@@ -50,7 +50,7 @@ class Job:
         width: of the model's hidden layer.
         timeout: seconds that a call may wait for other ranks.
         keeper: who keeps the store: "rank 0", or "agent", which outlives all ranks, as torchrun's agent does.
-        habits: what all ranks do otherwise than ``fronts.Habits`` says.
+        habits: what all ranks do otherwise than ``front.Habits`` says.
         changes: what single ranks do otherwise, by rank.
         holds: points at which a rank waits until the controller lets it go on.
         deeds: what ranks do to themselves.

@@ -103,8 +103,8 @@ def judge(
     """
     ranks = [rank for rank in range(len(outcomes)) if rank not in expected.lost]
     raised = [rank for rank in ranks if outcomes[rank].kind == "raised"]
-    told = raised if attacked else []
-    times = {rank: outcomes[rank].at - attacked for rank in told if rank not in expected.slow}
+    timed = raised if attacked else []
+    times = {rank: outcomes[rank].at - attacked for rank in timed if rank not in expected.slow}
     found: dict[str, str] = {}
     if attacked == 0:
         found["not attacked"] = "; ".join(outcome.text or outcome.log[-200:] for outcome in outcomes)

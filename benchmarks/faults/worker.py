@@ -113,7 +113,8 @@ class Worker:
 def run(job: Job, rank: int, controller: Connection) -> None:
     """Be rank ``rank`` of ``job``, from the first line of a user's program to the last."""
     torch.set_num_threads(1)
-    tempfile.tempdir = None  # the host has looked for it already
+    tempfile.tempdir = None  # the host has looked for it already, and for torch's level of debugging
+    dist.set_debug_level_from_env()
     if (device := os.environ["GLOO_SOCKET_IFNAME"]) != "lo":
         set_link(device, True)  # the job before this one may have left it down
     worker = Worker(job, rank, controller)
