@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage
 from ._shared_memory import Invitation, SharedMemory
@@ -56,13 +57,16 @@ class GlooLink(ExchangeLink):
         size: number of ranks in the group.
         timeout: seconds that a call, or making the group, may wait for other ranks.
         node: name of this rank's node, equal on the ranks of that node.
+        checked: the ranks to which, and from which, messages carry a checksum.
 
     Raises:
         RuntimeError: not all ranks came in time.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, node: str) -> None:
-        super().__init__(rank, size, timeout)
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float, node: str, checked: frozenset[int]
+    ) -> None:
+        super().__init__(rank, size, timeout, checked)
         self._node = node
         self._memory: SharedMemory | None = None
         self._has_invited = False
@@ -77,7 +81,7 @@ class GlooLink(ExchangeLink):
         self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
     ) -> None:
         deadline = time.monotonic() + self._timeout if deadline is None else deadline
-        group = self._group or self._open_group()
+        group, checked = self._group or self._open_group(), self._checked
         peer = self._rank
         try:
             # Waits are in the order in which a loss is noticed soonest: tails first, then heads (see TAIL_BYTES).
@@ -85,23 +89,33 @@ class GlooLink(ExchangeLink):
             heads: list[tuple[int, dist.Work]] = []
             acknowledged: list[tuple[int, dist.Work]] = []
             sent: list[tuple[int, dist.Work]] = []
+            sealed: list[tuple[int, Tensor, Tensor, int]] = []
             for peer, data, key in incoming:
-                length, tail = data.numel(), data
+                length, tail, start = data.numel(), data, 0
                 if length > SPLIT_ABOVE_BYTES:
-                    tail = data[-TAIL_BYTES:]
-                    heads.append((peer, group.recv([data[:-TAIL_BYTES]], peer, _tag(key, length, 0))))
+                    start = length - TAIL_BYTES
+                    tail = data[start:]
+                    heads.append((peer, group.recv([data[:start]], peer, _tag(key, length, 0))))
+                if peer in checked:
+                    tail = room(data, start)
+                    sealed.append((peer, tail, data, start))
                 arrived.append((peer, group.recv([tail], peer, _tag(key, length, 1))))
             for peer, data, key in outgoing:
                 if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
                     tag = _tag(key, data.numel(), 2)
                     acknowledged.append((peer, group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag)))
             for peer, data, key in outgoing:
-                length, tail = data.numel(), data
-                if length > SPLIT_ABOVE_BYTES:
-                    tail = data[-TAIL_BYTES:]
-                    sent.append((peer, group.send([data[:-TAIL_BYTES]], peer, _tag(key, length, 0))))
-                sent.append((peer, group.send([tail], peer, _tag(key, length, 1))))
+                if data.numel() > SPLIT_ABOVE_BYTES:
+                    head = data[:-TAIL_BYTES]
+                    sent.append((peer, group.send([head], peer, _tag(key, data.numel(), 0))))
+            # While heads travel, checksums are computed, which the tails bring.
+            for peer, data, key in outgoing:
+                start = data.numel() - TAIL_BYTES if data.numel() > SPLIT_ABOVE_BYTES else 0
+                tail = seal(data, start) if peer in checked else data[start:]
+                sent.append((peer, group.send([tail], peer, _tag(key, data.numel(), 1))))
             _wait(arrived + heads, deadline)
+            for peer, tail, data, start in sealed:
+                compare(tail, data, start, peer, self._rank)
             for peer, data, key in incoming:
                 if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
                     note = torch.zeros(1, dtype=torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import weakref
 from abc import abstractmethod
 from collections import Counter
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import TransportError
+from ..errors import PlanMismatch, TransportError
 from ._base import Transport
 from ._calls import Call, peers
-from ._link import Link, LinkError, LinkMessage
+from ._checks import checked_peers
+from ._link import DamagedMessage, Link, LinkError, LinkMessage
 from ._processes import node_name
 from ._signs import Diagnosis, lost_store
 from ._staging import bring, bring_back, space
@@ -68,7 +70,9 @@ class LinkedTransport(Transport):
 
     _rendezvous: Rendezvous
 
-    def _open(self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None) -> None:
+    def _open(
+        self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None, checksum: bool | None
+    ) -> None:
         """Make the transport. The constructors of subclasses call it.
 
         Args:
@@ -76,9 +80,11 @@ class LinkedTransport(Transport):
             timeout: seconds that a call, or making the transport, may wait for other ranks.
             stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
             node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
+            checksum: whether messages carry a checksum; None: those between nodes do. Equal on all ranks.
 
         Raises:
             TransportError: not all ranks came in time.
+            PlanMismatch: ``checksum`` differs over ranks.
         """
         self.rank = rendezvous.rank
         self.size = rendezvous.size
@@ -86,6 +92,8 @@ class LinkedTransport(Transport):
         self._rendezvous = rendezvous
         self._stall_warning = stall_warning
         self._node = node_name() if node is None else node
+        self._checksum = checksum
+        self._checked: frozenset[int] = frozenset()
         self._duplicates = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | None = None
@@ -178,15 +186,12 @@ class LinkedTransport(Transport):
 
     def _another(self: Self, rendezvous: Rendezvous) -> Self:
         made = type(self).__new__(type(self))
-        made._open(rendezvous, self.timeout, self._stall_warning, self._node)
+        made._open(rendezvous, self.timeout, self._stall_warning, self._node, self._checksum)
         return made
 
     def close(self) -> None:
         if self._failure is None:
             self._shut(TransportError(f"rank {self.rank}: this transport is closed; make a new one"), None)
-
-    def _node_key(self) -> bytes:
-        return hashlib.sha256(self._node.encode()).digest()[:8]
 
     def _connect(self) -> None:
         """Find the other ranks through the store and connect to them."""
@@ -207,21 +212,44 @@ class LinkedTransport(Transport):
                 is_overdue=lambda: any(link.is_overdue() for link in links.values()),
                 interrupt=lambda: _close_all(links),
             )
+            # Written before the meeting and read after it, so all of it is there.
+            own = dist.PrefixStore(rendezvous.name, store)
+            own.set(f"told/{self.rank}", json.dumps([self._node, self._checksum]))
             failure = watch.meet(store, self.timeout)
+            told = [] if failure else own.multi_get([f"told/{rank}" for rank in range(self.size)])
         except RuntimeError as error:
             lost = lost_store(rendezvous.store, rendezvous.store_rank)
             raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
         if failure:
             raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
         self._watch = watch
+        self._settle(*zip(*map(json.loads, told), strict=True))
         try:
-            for device, link in self._make_links(dist.PrefixStore(rendezvous.name, store)):
+            for device, link in self._make_links(own):
                 links[device] = link
         except RuntimeError as error:
             raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
         weakref.finalize(self, _abandon, links, watch).atexit = False
+
+    def _settle(self, nodes: Sequence[str], checksums: Sequence[bool | None]) -> None:
+        """Decide whose messages carry a checksum, from what each rank has told: its node and its setting.
+
+        Raises:
+            PlanMismatch: the settings differ. Every rank raises it, since all know the same.
+        """
+        differ = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+        if differ:
+            self.close()
+            settings = ", ".join(f"rank {rank}: {json.dumps(checksum)}" for rank, checksum in enumerate(checksums))
+            raise PlanMismatch(
+                f"checksum differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({settings}); "
+                "give every rank the same setting",
+                ranks=differ,
+            )
+        self._group_by_node(nodes)
+        self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 
     def _link_for(self, *xs: Tensor) -> tuple[Link, bool]:
         """Return the link for these tensors, and whether all of them are on its device already."""
@@ -258,7 +286,8 @@ class LinkedTransport(Transport):
         """Close the transport after a failure of its link, find the cause, and return the error that names it."""
         assert self._watch is not None
         lost = f"the connection to rank {error.peer} was lost, though its process is alive"
-        finding = self._watch.diagnose(otherwise=Diagnosis((error.peer,), lost, True))
+        known = Diagnosis(error.ranks, str(error), True) if isinstance(error, DamagedMessage) else None
+        finding = self._watch.diagnose(Diagnosis((error.peer,), lost, True), known)
         if not finding.ranks:
             finding = replace(finding, ranks=(error.peer,))
         failure = TransportError(
