@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
 from ..timeline import Timeline
 from ..transport import Transport
-from ..transport.star import Center, Connection, connect
+from ..transport.star import Center, Connection, connect, damaged
 from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
 from .execution import OperationPart
@@ -366,7 +366,12 @@ class Session:
             return self._responses.get()
         message = self._connection.receive()
         if message is None:
-            self._end(TransportError(f"rank {self.rank}: rank 0, which coordinates, is lost", [0]))
+            why, ranks = "rank 0, which coordinates, is lost", [0]
+            if self._connection.damage is not None:
+                why, ranks = damaged(self._connection.damage, 0, self.rank), [0, self.rank]
+                self._connection.send(write_farewell(why))
+                self._transport.close()
+            self._end(TransportError(f"rank {self.rank}: {why}", ranks))
             return None
         return read_response(message)
 

@@ -39,7 +39,7 @@ SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
 
 # From this length on, ranks of one host sum through shared memory. Other ranks use a ring, which keeps one stream on
-# each link and is 3 to 15 % faster on 4 hosts: gloo's own, or where messages carry a checksum the one below. A ring is not
+# each link and is 3 to 15 % faster on 4 hosts: gloo's own, or with checksums the one below. A ring is not
 # used for 16-bit floats: it would round at every hop.
 LARGE_FROM_BYTES = 1 << 20
 RING_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
