@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
-from ._link import LinkError, LinkMessage
+from ._link import DamagedMessage, LinkError, LinkMessage
 from ._shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
@@ -278,6 +278,8 @@ class GlooLink(ExchangeLink):
     def _closing_on_error(self) -> Iterator[None]:
         try:
             yield
+        except DamagedMessage:
+            raise  # the connections work; they are closed once the other ranks can read why
         except LinkError:
             self.close()
             raise
