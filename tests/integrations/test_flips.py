@@ -120,7 +120,8 @@ def run(rank: int, case: str) -> tuple[str, str, tuple[int, ...]]:
     torch.manual_seed(0)
     try:
         result = CASES[case](rank)
-        fl.context.transport().barrier()  # ranks that the damage did not reach learn of it in their next call
+        for _ in range(2):  # ranks that the damage did not reach learn of it in their next call
+            fl.context.transport().barrier()
         return hashlib.sha256(result.detach().contiguous().numpy().tobytes()).hexdigest(), "", ()
     except (fl.FusionLayerError, RuntimeError) as error:
         return "", str(error), tuple(getattr(error, "ranks", ()))
@@ -129,7 +130,7 @@ def run(rank: int, case: str) -> tuple[str, str, tuple[int, ...]]:
 def flip_bits(rank: int, world: int, folder: str, settings: str, cases: list[str], rounds: int) -> dict[str, list[Any]]:
     """Return for each case how it ended without a flip and then with one in each round, and whether a bit was flipped.
 
-    With one round the bit is in the middle of the longest message.
+    With one round the bit is in the longest message.
     """
     path = Path(folder) / f"settings.{rank}.yaml"
     path.write_text(settings)
@@ -143,13 +144,15 @@ def flip_bits(rank: int, world: int, folder: str, settings: str, cases: list[str
                 if number and rank == SENDER:
                     long = lengths.index(max(lengths))
                     at = long if rounds == 1 else chosen.randrange(len(lengths))
-                    bit = 4 * lengths[at] + 1 if rounds == 1 else chosen.randrange(8 * lengths[at])
+                    # In the middle, and in the exponent if the message has floats.
+                    bit = lengths[at] // 8 * 32 + 30 if rounds == 1 else chosen.randrange(8 * lengths[at])
                 fl.init()
                 fl.context.transport().barrier()
                 flips.arm(at, bit)
                 end = run(rank, case)
                 lengths = lengths or flips.lengths
                 found[case].append((end, flips.done))
+                flips.arm()
                 dist.barrier()
                 fl.shutdown()
     return found
