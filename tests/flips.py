@@ -48,6 +48,11 @@ class Flips:
         with self._lock:
             self.lengths, self.done, self._at, self._bit = [], False, at, bit
 
+    def disarm(self) -> None:
+        """Flip nothing from here on; ``done`` and ``lengths`` stay."""
+        with self._lock:
+            self._at = None
+
     def __enter__(self) -> Flips:
         self._original = original = GlooLink.__init__
 

@@ -115,13 +115,13 @@ CASES: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def run(rank: int, case: str) -> tuple[str, str, tuple[int, ...]]:
+def run(rank: int, case: str, flips: Flips) -> tuple[str, str, tuple[int, ...]]:
     """Return how one run ended: the hash of its result, or text and ranks of its error."""
     torch.manual_seed(0)
     try:
         result = CASES[case](rank)
-        for _ in range(2):  # ranks that the damage did not reach learn of it in their next call
-            fl.context.transport().barrier()
+        flips.disarm()
+        fl.context.transport().barrier()  # ranks that the damage did not reach learn of it in their next call
         return hashlib.sha256(result.detach().contiguous().numpy().tobytes()).hexdigest(), "", ()
     except (fl.FusionLayerError, RuntimeError) as error:
         return "", str(error), tuple(getattr(error, "ranks", ()))
@@ -149,10 +149,10 @@ def flip_bits(rank: int, world: int, folder: str, settings: str, cases: list[str
                 fl.init()
                 fl.context.transport().barrier()
                 flips.arm(at, bit)
-                end = run(rank, case)
+                end = run(rank, case, flips)
                 lengths = lengths or flips.lengths
                 found[case].append((end, flips.done))
-                flips.arm()
+                flips.disarm()
                 dist.barrier()
                 fl.shutdown()
     return found
