@@ -172,11 +172,13 @@ def assert_told_or_harmless(found: list[dict[str, list[Any]]], rounds: int) -> d
             now = [end[number][0] for end in ends]
             if all(end[number][0] == end[0][0] for end in ends):
                 continue  # nothing has changed
-            for _, text, ranks in now:
-                link = re.search(f"from rank {SENDER} to rank ([02]) was damaged on its way", text)
-                assert link, (case, now)
+            links = [re.search(f"from rank {SENDER} to rank ([02]) was damaged on its way", text) for _, text, _ in now]
+            assert any(links) and all(text for _, text, _ in now), (case, now)
+            # Where ranks fail while they make a connection, some learn only that a rank did not come.
+            if rounds == 1:
+                assert all(links), (case, now)
                 if case != "hvd":  # Horovod's error has no ranks
-                    assert ranks == tuple(sorted((SENDER, int(link[1])))) == now[0][2], (case, now)
+                    assert all(len(ranks) == 2 and SENDER in ranks and ranks == now[0][2] for *_, ranks in now), now
             told[case] += 1
     return told
 
