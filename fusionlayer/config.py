@@ -79,7 +79,11 @@ class Config:
     check_replicas: int = _setting(
         "compare parameters over ranks, so that a difference is found within this many steps; 0: never", 200
     )
-    checksum: bool = _setting("put a header with a checksum on every message and verify it before decoding", False)
+    checksum: bool | None = _setting(
+        "send a checksum with every message and compare it before use; with true CUDA tensors travel through host "
+        "memory, as NCCL carries no checksum; null: between nodes, except by NCCL",
+        None,
+    )
     transport: str = _setting(
         "what moves bytes between processes: `c10d` (gloo and NCCL), `mpi` (mpi4py; start by mpirun) or `horovod`; "
         "`FUSIONLAYER_TRANSPORT` overrides it",

@@ -102,7 +102,9 @@ def _name_unknown_variables(place: launch.Place) -> None:
 def _open_by_library(settings: config.Config) -> Transport:
     """Return a transport over the processes of MPI or Horovod. It imports the library."""
     module = importlib.import_module(f".transport.{settings.transport}", __package__)
-    opened: Transport = module.of_world(settings.timeout, settings.stall_warning, settings.ranks_per_node)
+    opened: Transport = module.of_world(
+        settings.timeout, settings.stall_warning, settings.ranks_per_node, settings.checksum
+    )
     return opened
 
 
@@ -251,5 +253,6 @@ def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node
                     settings.timeout,
                     stall_warning=settings.stall_warning,
                     node=None if each is None else f"node {dist.get_rank() // each}",
+                    checksum=settings.checksum,
                 )
         return job.transports[group, each]

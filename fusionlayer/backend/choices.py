@@ -11,7 +11,7 @@ from torch import Tensor
 from ..codecs import Codec
 from ..wire import DTYPE_CODES
 from . import hints
-from .policy import CallPolicy, CallRule
+from .policy import CallPolicy
 
 __all__ = ["CallChoice", "CallChoices"]
 
@@ -33,7 +33,6 @@ class CallChoices:
         policy: of the group.
         names: the names by which rules may refer to the group.
         size: number of ranks of the group; with one rank, all calls pass.
-        checksum: whether messages have headers with checksums.
         devices: types of devices whose tensors are compressed.
     """
 
@@ -43,11 +42,12 @@ class CallChoices:
         names: Sequence[str],
         size: int,
         *,
-        checksum: bool,
         devices: frozenset[str],
     ) -> None:
         own = [rule for rule in policy.rules if size > 1 and rule.is_for(*names)]
-        self._rules = [(rule, _choice(rule, checksum)) for rule in own]
+        self._rules = [
+            (rule, None if rule.passes else CallChoice(rule.make_codec().bare, rule.algorithm)) for rule in own
+        ]
         self._threshold = policy.min_bytes
         self._size = size
         self._devices = devices
@@ -108,10 +108,3 @@ class CallChoices:
             if rule.concerns(op, dtype) and rule.spans(nbytes, self._threshold):
                 return choice if device in self._devices else None
         return None
-
-
-def _choice(rule: CallRule, checksum: bool) -> CallChoice | None:
-    if rule.passes:
-        return None
-    codec = rule.make_codec()
-    return CallChoice(codec.checked if checksum else codec.bare, rule.algorithm)

@@ -397,8 +397,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         """The choices for this group, made at the first call: torch names the group only after it is made."""
         if self._chosen is None:
             names = (self.group_desc, self.group_name)
-            checksum = self._settings.checksum
-            self._chosen = CallChoices(self.policy, names, self._size, checksum=checksum, devices=self._compressing())
+            self._chosen = CallChoices(self.policy, names, self._size, devices=self._compressing())
         return self._chosen
 
     def _compressing(self) -> frozenset[str]:
@@ -438,5 +437,6 @@ def _connect(
         timeout.total_seconds(),
         stall_warning=settings.stall_warning,
         node=None if each is None else f"node {dist.get_rank() // each}",
+        checksum=settings.checksum,
         nccl=device is not None,
     )

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..transport.star import Center
+from ..transport.star import Center, damaged
 from .matching import Matcher, Stall
 from .requests import READY, Reader, Reason, Request, Response, read_farewell, write_response
 
@@ -134,6 +134,10 @@ class Coordinator:
 
     def _hear(self, rank: int, messages: list[memoryview] | None) -> None:
         if messages is None:
+            assert self._center is not None
+            damage = self._center.connections[rank].damage
+            if damage is not None:
+                self._end(Reason(damaged(damage, rank, 0), (0, rank)))
             text = f"rank {rank} is lost: its connection was closed; its own error, or its exit, says why"
             self._lose(rank, Reason(text, (rank,)))
             return

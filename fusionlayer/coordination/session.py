@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
 from ..timeline import Timeline
 from ..transport import Transport
-from ..transport.star import Center, Connection, connect
+from ..transport.star import Center, Connection, connect, damaged
 from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
 from .execution import OperationPart
@@ -371,7 +371,13 @@ class Session:
             return self._responses.get()
         message = self._connection.receive()
         if message is None:
-            cause = self._transport.cause()
+            damage, cause = self._connection.damage, self._transport.cause()
+            if damage is not None:
+                why = Reason(damaged(damage, 0, self.rank), (0, self.rank))
+                self._connection.send(write_farewell(why))
+                self._transport.close()
+                self._end(TransportError(f"rank {self.rank}: {why.text}", why.ranks))
+                return None
             text = f"rank {self.rank}: rank 0, which coordinates, is lost"
             self._end(TransportError(f"{cause}; then {text}", cause.ranks) if cause else TransportError(text, [0]))
             return None

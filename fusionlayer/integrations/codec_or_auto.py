@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import codecs, context
+from .. import codecs
 from ..codecs import Codec
 from ..functional import AUTO, make_codec
 
@@ -18,7 +18,7 @@ class CodecOrAuto:
     """A codec, and whether every message uses it.
 
     Attributes:
-        codec: of the messages; with a header if the job's settings ask for checksums.
+        codec: of the messages.
         auto: whether elements travel as they are where measurements say that this is faster; the codec is lossless.
     """
 
@@ -34,7 +34,7 @@ class CodecOrAuto:
         """
         auto = codec == AUTO
         chosen = codecs.get("zip", **options) if auto else make_codec(codec, options)
-        return cls(chosen.checked if context.settings().checksum else chosen.bare, auto)
+        return cls(chosen.bare, auto)
 
     def __str__(self) -> str:
         return f"auto, {self.codec}" if self.auto else str(self.codec)

@@ -118,7 +118,6 @@ def make_engine(
         device=device,
         error_feedback=options.error_feedback if options.error_feedback is not None else settings.error_feedback,
         scaling=scaling,
-        checksum=settings.checksum,
         timeline=timeline,
         lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
         overlap_forward=overlap_forward,

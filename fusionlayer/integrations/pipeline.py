@@ -11,16 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
-from .. import context
+from .. import codecs, context
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..seeds import derive_seed
+from ..transport import Transport
 from ..wire import DTYPE_CODES
 
 __all__ = ["PipelineStage"]
 
 _FORWARD, _BACKWARD = 0, 1
+_RAW = codecs.get("raw")
 
 # Codecs and warm-up of this process's first stage in each group, after all ranks have compared them.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -31,7 +33,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Each activation for the next stage, and each gradient for the previous one, is one message of a fixed size, so no
     sizes are exchanged. Messages travel as torch sends them, over its process group. Floats of 32 and 16 bits are
-    compressed; other types travel as they are. Tensors for a stage of the same rank are not compressed either.
+    compressed; other types travel as they are. Tensors for a stage of the same rank are not compressed either. Where
+    the setting ``checksum`` asks for it, each message of floats has a header with a checksum, as torch sends none.
 
     Args:
         submodule, stage_index, num_stages, device, kwargs: as in torch.
@@ -68,13 +71,15 @@ class PipelineStage(pipelining.PipelineStage):
         backward = forward if gradient_codec is None else make_codec(gradient_codec, {}).bare
         super().__init__(submodule, stage_index, num_stages, device, group=group, **kwargs)
         self._codecs = (forward, backward)
+        self._checked = _is_checked(context.transport(group), device)
         self._warmup_steps = warmup_steps
         self._steps = 0
         # Messages of this step. Sent ones must stay alive until torch has sent them. Received ones are decoded when the
         # stage uses them.
         self._sent: list[Tensor] = []
         self._arriving: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        _agree(group, f"{forward}, gradients {backward}, {warmup_steps} steps of warm-up")
+        checked = "with" if self._checked else "without"
+        _agree(group, f"{forward}, gradients {backward}, {warmup_steps} steps of warm-up, {checked} checksums")
 
     def clear_runtime_states(self) -> None:
         """Begin a step; every schedule of torch calls it."""
@@ -107,15 +112,22 @@ class PipelineStage(pipelining.PipelineStage):
         self._decode(_BACKWARD, bwd_chunk_id)
         return super()._retrieve_recv_grads(bwd_chunk_id)
 
-    def _compressed(self, ops: list[dist.P2POp], direction: int) -> Iterable[tuple[int, dist.P2POp]]:
+    def _codec(self, direction: int) -> Codec:
+        """Return the codec of this step's messages."""
+        codec = self._codecs[direction]
+        if codec.lossless or max(self._steps, 1) <= self._warmup_steps:
+            codec = _RAW
+        return codec.checked if self._checked else codec.bare
+
+    def _messages(self, ops: list[dist.P2POp], codec: Codec) -> Iterable[tuple[int, dist.P2POp]]:
         """Return the operations that carry messages, with their indices; sender and receiver choose the same ones."""
-        if self._codecs[direction].lossless or max(self._steps, 1) <= self._warmup_steps:
+        if codec == _RAW.bare:
             return []
         return [(i, op) for i, op in enumerate(ops) if op.tensor.dtype in DTYPE_CODES]
 
     def _encode(self, ops: list[dist.P2POp], direction: int, chunk: int) -> list[dist.P2POp]:
-        codec = self._codecs[direction]
-        for i, op in self._compressed(ops, direction):
+        codec = self._codec(direction)
+        for i, op in self._messages(ops, codec):
             x = op.tensor.detach().contiguous().view(-1)
             message = self._message(codec, x)
             codec.encode(x, message, seed=derive_seed(self._steps, self.stage_index, direction, chunk, i))
@@ -125,8 +137,9 @@ class PipelineStage(pipelining.PipelineStage):
 
     def _expect(self, ops: list[dist.P2POp], direction: int, chunk: int) -> list[dist.P2POp]:
         arriving = self._arriving[direction, chunk] = []
-        for _, op in self._compressed(ops, direction):
-            message = self._message(self._codecs[direction], op.tensor)
+        codec = self._codec(direction)
+        for _, op in self._messages(ops, codec):
+            message = self._message(codec, op.tensor)
             arriving.append((message, op.tensor.detach()))
             op.tensor = message
         return ops
@@ -134,13 +147,19 @@ class PipelineStage(pipelining.PipelineStage):
     def _decode(self, direction: int, chunk: int) -> None:
         for message, out in self._arriving.pop((direction, chunk), []):
             flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-            self._codecs[direction].decode(message, flat)
+            self._codec(direction).decode(message, flat)
             if not out.is_contiguous():
                 out.copy_(flat.view(out.shape))
 
     @staticmethod
     def _message(codec: Codec, x: Tensor) -> Tensor:
         return torch.empty(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device=x.device)
+
+
+def _is_checked(transport: Transport, device: torch.device) -> bool:
+    """Return whether messages have checksums: by default between nodes, but not on a GPU, which would wait for them."""
+    asked = context.settings().checksum
+    return asked if asked is not None else len(transport.nodes) > 1 and device.type == "cpu"
 
 
 def _agree(group: dist.ProcessGroup | None, facts: str) -> None:

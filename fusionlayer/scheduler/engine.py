@@ -59,7 +59,6 @@ class Engine:
         memory: keeps error feedback; a new one by default.
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
-        checksum: put a verified header on every message.
         timeline: record of the threads' work.
         lanes: buckets that are under way at once; while one is encoded or decoded, another travels.
         overlap_forward: the caller takes buckets one by one while the next forward runs. After some steps buckets leave
@@ -86,7 +85,6 @@ class Engine:
         memory: Memory | None = None,
         error_feedback: bool | None = None,
         scaling: Scaling = UNSCALED,
-        checksum: bool = False,
         timeline: Timeline | None = None,
         lanes: int = 1,
         overlap_forward: bool = False,
@@ -103,7 +101,6 @@ class Engine:
         self.memory = memory or Memory()
         self._error_feedback = error_feedback
         self._scaling = scaling
-        self._checksum = checksum
         self._timeline = timeline or Timeline(None, transport.rank)
         self._overlap_forward = overlap_forward
         self.plan_controller = plan_controller
@@ -464,8 +461,9 @@ class Engine:
         tensor = self._tensors[name]
         return (tensor.numel,) if tensor.shape is None else tensor.shape
 
-    def _codec_of(self, bucket: Bucket) -> Codec:
-        return codecs.get(bucket.codec, **bucket.options, header=self._checksum)
+    @staticmethod
+    def _codec_of(bucket: Bucket) -> Codec:
+        return codecs.get(bucket.codec, **bucket.options, header=False)
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Release the gradients, close the transports and raise the first cause."""
@@ -544,7 +542,6 @@ class Engine:
         facts: list[object] = [
             [self._tensors[name] for name in names],
             f"scaling {self._scaling}",
-            f"checksum {self._checksum}",
             f"feedback {self._error_feedback}",
             f"overlap {self._overlap_forward}",
             f"step {step}",

@@ -99,7 +99,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     with _lock:
         here = _sessions.get(transport)
     if here is None:
-        transport.nodes  # noqa: B018 - the first use is an exchange: all ranks are here, and may not be later
         made = Session(
             transport,
             fusion_bytes=settings.fusion_bytes,

@@ -124,26 +124,20 @@ class Transport(ABC):
                 f"{self.size - 1}, and call it only on those"
             )
 
-    def _node_key(self) -> bytes:
-        """Return 8 bytes that identify this rank's node. By default all ranks are on one node."""
-        return bytes(8)
-
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, in ascending order; nodes are in the order of their first ranks.
 
-        Ranks of a node reach each other faster than other ranks. The first use makes one exchange, so all ranks must
-        make it together.
+        Ranks of a node reach each other faster than other ranks.
         """
-        if self._nodes is None:
-            mine = torch.frombuffer(bytearray(self._node_key()), dtype=torch.uint8)
-            every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
-            self.all_gather(mine, every)
-            found: dict[bytes, list[int]] = {}
-            for rank, key in enumerate(every):
-                found.setdefault(key.numpy().tobytes(), []).append(rank)
-            self._nodes = tuple(tuple(ranks) for ranks in found.values())
-        return self._nodes
+        return self._nodes or (tuple(range(self.size)),)
+
+    def _group_by_node(self, names: Sequence[object]) -> None:
+        """Note the name of every rank's node. Without this call all ranks are on one node."""
+        found: dict[object, list[int]] = {}
+        for rank, name in enumerate(names):
+            found.setdefault(name, []).append(rank)
+        self._nodes = tuple(map(tuple, found.values()))
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

@@ -23,20 +23,28 @@ _SECOND_STEP = 1 << 32
 
 
 class ExchangeLink(Link):
-    """One rank's connections for tensors in host memory. Subclasses implement ``exchange`` and ``close``."""
+    """One rank's connections for tensors in host memory. Subclasses implement ``exchange`` and ``close``.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        timeout: seconds that a call may take.
+        checked: the ranks to which, and from which, messages carry a checksum.
+    """
 
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, checked: frozenset[int]) -> None:
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._checked = checked
 
     @abstractmethod
     def exchange(
         self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
     ) -> None:
-        """Send and receive all messages at once.
+        """Send and receive all messages at once; those to and from ``_checked`` ranks with a checksum, and compare it.
 
         ``deadline`` is a time of the monotonic clock; None means the time-out from now.
         """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, UsageError
+from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage
 from ._waiting import wait_until
@@ -51,11 +52,12 @@ class HorovodLink(ExchangeLink):
     Args:
         name: name of the transport.
         timeout: seconds that a call may take.
+        checked: the ranks to which, and from which, messages carry a checksum.
     """
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, checked: frozenset[int]) -> None:
         self._hvd = load_horovod()
-        super().__init__(self._hvd.rank(), self._hvd.size(), timeout)
+        super().__init__(self._hvd.rank(), self._hvd.size(), timeout, checked)
         self._name = name
         self._closed = False
         self._calls = 0
@@ -67,7 +69,7 @@ class HorovodLink(ExchangeLink):
         if self._closed:
             raise LinkError(self._rank, "the link was closed")
         self._calls += 1
-        sends = {message.peer: message.data for message in outgoing}
+        sends = {peer: seal(data, 0) if peer in self._checked else data for peer, data, _ in outgoing}
         recvs = {message.peer: message.data for message in incoming}
         lengths = [sends[peer].numel() if peer in sends else 0 for peer in range(self._size)]
         if sum(lengths) > _MOST_BYTES:
@@ -83,11 +85,15 @@ class HorovodLink(ExchangeLink):
         except RuntimeError as error:  # Horovod's own errors are subclasses
             raise LinkError(late, str(error)) from None
         for peer, piece in enumerate(received.split(came.tolist())):
-            wanted = recvs[peer].numel() if peer in recvs else 0
+            data = recvs.get(peer)
+            checked = data is not None and peer in self._checked
+            wanted = 0 if data is None else (room(data, 0) if checked else data).numel()
             if piece.numel() != wanted:
                 raise LinkError(peer, f"rank {peer} sent {piece.numel()} bytes, {wanted} were expected")
-            if wanted:
-                recvs[peer].copy_(piece)
+            if data is not None and checked:
+                compare(piece, data, 0, peer, self._rank)
+            elif data is not None:
+                data.copy_(piece)
 
     def close(self) -> None:
         self._closed = True

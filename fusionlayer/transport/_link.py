@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Link", "LinkError", "LinkMessage"]
+__all__ = ["DamagedMessage", "Link", "LinkError", "LinkMessage", "damaged"]
 
 
 class LinkMessage(NamedTuple):
@@ -29,6 +29,19 @@ class LinkError(Exception):
     def __init__(self, peer: int, message: str) -> None:
         super().__init__(message)
         self.peer = peer
+
+
+def damaged(what: str, sender: int, receiver: int) -> str:
+    """Return the clause that tells of damage on the way between two ranks."""
+    return f"{what} from rank {sender} to rank {receiver} was damaged on its way: its checksum is wrong"
+
+
+class DamagedMessage(LinkError):
+    """A message came whole, but its checksum is wrong. Nobody knows on which end, or where between, that happened."""
+
+    def __init__(self, sender: int, receiver: int, nbytes: int) -> None:
+        super().__init__(sender, damaged(f"a message of {nbytes} bytes", sender, receiver))
+        self.ranks = tuple(sorted((sender, receiver)))
 
 
 class Link(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import weakref
 from abc import abstractmethod
@@ -15,14 +16,16 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import forks
-from ..errors import TransportError, UsageError
+from ..errors import PlanMismatch, TransportError, UsageError
 from ..processes import node_name
 from ._base import Transport
 from ._calls import Call, peers
-from ._link import Link, LinkError, LinkMessage
+from ._checks import checked_peers
+from ._link import DamagedMessage, Link, LinkError, LinkMessage
 from ._rendezvous import Connecting, Rendezvous
 from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
@@ -44,7 +47,9 @@ class LinkedTransport(Transport):
 
     _rendezvous: Rendezvous
 
-    def _open(self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None) -> None:
+    def _open(
+        self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None, checksum: bool | None
+    ) -> None:
         """Make the transport. The constructors of subclasses call it.
 
         Args:
@@ -52,9 +57,11 @@ class LinkedTransport(Transport):
             timeout: seconds that a call, or making the transport, may wait for other ranks.
             stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
             node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
+            checksum: whether messages carry a checksum; None: those between nodes do. Equal on all ranks.
 
         Raises:
             TransportError: not all ranks came in time.
+            PlanMismatch: ``checksum`` differs over ranks.
         """
         self.rank = rendezvous.rank
         self.size = rendezvous.size
@@ -62,11 +69,14 @@ class LinkedTransport(Transport):
         self._rendezvous = rendezvous
         self._stall_warning = stall_warning
         self._node = node_name() if node is None else node
+        self._checksum = checksum
+        self._checked: frozenset[int] = frozenset()
         self._duplicates = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | UsageError | None = None
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
+        self._dropped: weakref.finalize[..., LinkedTransport] | None = None
         if self.size > 1:
             _live.add(self)
             self._connect()
@@ -165,7 +175,7 @@ class LinkedTransport(Transport):
 
     def _another(self: Self, rendezvous: Rendezvous) -> Self:
         made = type(self).__new__(type(self))
-        made._open(rendezvous, self.timeout, self._stall_warning, self._node)
+        made._open(rendezvous, self.timeout, self._stall_warning, self._node, self._checksum)
         return made
 
     def close(self) -> None:
@@ -175,9 +185,6 @@ class LinkedTransport(Transport):
     def cause(self) -> TransportError | None:
         finding = self._watch and self._watch.because()
         return TransportError(finding.text, finding.ranks) if finding else None
-
-    def _node_key(self) -> bytes:
-        return hashlib.sha256(self._node.encode()).digest()[:8]
 
     def _connect(self) -> None:
         """Find the other ranks through the store and connect to them."""
@@ -192,6 +199,7 @@ class LinkedTransport(Transport):
         )
         self._watch = watch = connecting.watch
         try:
+            self._settle(*zip(*connecting.run(self._tell), strict=True))
             for device, link in self._make_links(connecting):
                 links[device] = link
         except (LinkError, RuntimeError) as error:
@@ -202,7 +210,31 @@ class LinkedTransport(Transport):
         watch.leave()
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
-        weakref.finalize(self, _abandon, links, watch).atexit = False
+        self._dropped = weakref.finalize(self, _abandon, links, watch)
+        self._dropped.atexit = False
+
+    def _tell(self, store: dist.Store) -> list[tuple[str, bool | None]]:
+        """Tell the other ranks this one's node and setting of checksums; return those of all ranks."""
+        store.set(f"told/{self.rank}", json.dumps([self._node, self._checksum]))
+        return [json.loads(store.get(f"told/{rank}")) for rank in range(self.size)]
+
+    def _settle(self, nodes: Sequence[str], checksums: Sequence[bool | None]) -> None:
+        """Decide whose messages carry a checksum, from what each rank has told: its node and its setting.
+
+        Raises:
+            PlanMismatch: the settings differ. Every rank raises it, since all know the same.
+        """
+        differ = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+        if differ:
+            self.close()
+            settings = ", ".join(f"rank {rank}: {json.dumps(checksum)}" for rank, checksum in enumerate(checksums))
+            raise PlanMismatch(
+                f"checksum differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({settings}); "
+                "give every rank the same setting",
+                ranks=differ,
+            )
+        self._group_by_node(nodes)
+        self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 
     def _link_for(self, *xs: Tensor) -> tuple[Link, bool]:
         """Return the link for these tensors, and whether all of them are on its device already."""
@@ -237,14 +269,12 @@ class LinkedTransport(Transport):
         if self._failure is not None:
             raise self._failure
 
-    def _fail(self, error: LinkError, what: str, known: Diagnosis | None = None) -> TransportError:
-        """Close the transport after a failure of its link, find the cause, and return the error that names it.
-
-        ``known``: why this rank itself has failed, if it has.
-        """
+    def _fail(self, error: LinkError, what: str) -> TransportError:
+        """Close the transport after a failure of its link, find the cause, and return the error that names it."""
         assert self._watch is not None
         lost = f"the connection to rank {error.peer} was lost, though its process is alive"
-        finding = self._watch.diagnose(otherwise=Diagnosis((error.peer,), lost, True), known=known)
+        known = Diagnosis(error.ranks, str(error), True) if isinstance(error, DamagedMessage) else None
+        finding = self._watch.diagnose(Diagnosis((error.peer,), lost, True), known)
         if not finding.ranks:
             finding = replace(finding, ranks=(error.peer,))
         failure = TransportError(
@@ -261,6 +291,10 @@ class LinkedTransport(Transport):
         _close_all(self._links)
         if self._watch is not None:
             self._watch.end(finding)
+        if self._dropped is not None:
+            # Python may drop the transport in the middle of anything, even of the monitor's own code, and to end the
+            # watch again would wait for the monitor's lock.
+            self._dropped.detach()
 
 
 class _InCall:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import forks
 from ..errors import ConfigError, UsageError
+from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage
 from ._waiting import wait_until
@@ -75,10 +76,11 @@ class MpiLink(ExchangeLink):
         comm: the communicator. The link frees it.
         name: name of the transport. It goes into the tags, since MPI may reuse the id of a communicator that was freed.
         timeout: seconds that a call may take.
+        checked: the ranks to which, and from which, messages carry a checksum.
     """
 
-    def __init__(self, comm: MPI.Intracomm, name: str, timeout: float) -> None:
-        super().__init__(comm.rank, comm.size, timeout)
+    def __init__(self, comm: MPI.Intracomm, name: str, timeout: float, checked: frozenset[int]) -> None:
+        super().__init__(comm.rank, comm.size, timeout, checked)
         self.comm = comm
         self._mpi = load_mpi()
         self._name = name.encode()
@@ -95,15 +97,20 @@ class MpiLink(ExchangeLink):
         with self._in_call():
             requests: list[MPI.Request] = []
             peers: list[int] = []
+            rooms = {peer: room(data, data.numel()) for peer, data, _ in incoming if peer in self._checked}
+            sums = {peer: seal(data, data.numel()) for peer, data, _ in outgoing if peer in self._checked}
             try:
                 # All receives are posted before the first send, so that MPI need not buffer and copy what arrives.
-                for messages, start in ((incoming, self.comm.Irecv), (outgoing, self.comm.Isend)):
+                for messages, start, last in ((incoming, self.comm.Irecv, rooms), (outgoing, self.comm.Isend, sums)):
                     for peer, data, key in messages:
                         tag = self._tag(key, data.numel())
-                        for piece in data.detach().split(_PIECE_BYTES):
+                        for piece in (*data.detach().split(_PIECE_BYTES), *([last[peer]] if peer in last else [])):
                             requests.append(start([piece.numpy(), self._mpi.BYTE], peer, tag))
                             peers.append(peer)
                 self._wait(requests, peers, deadline)
+                for peer, data, _ in incoming:
+                    if peer in rooms:
+                        compare(rooms[peer], data, data.numel(), peer, self._rank)
             except BaseException as error:
                 self._abandon(requests, (outgoing, incoming))
                 if isinstance(error, self._mpi.Exception):

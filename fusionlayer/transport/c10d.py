@@ -52,6 +52,8 @@ class C10dTransport(LinkedTransport):
         timeout: seconds that a call, or making the transport, may wait for other ranks.
         stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
+        checksum: whether messages carry a checksum; None: those between nodes do, NCCL's excepted. NCCL carries none,
+            so with True CUDA tensors travel through pinned host memory.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -65,8 +67,9 @@ class C10dTransport(LinkedTransport):
         *,
         stall_warning: float = 60.0,
         node: str | None = None,
+        checksum: bool | None = None,
     ) -> None:
-        self._open(_next_rendezvous(group), timeout, stall_warning, node)
+        self._open(_next_rendezvous(group), timeout, stall_warning, node, checksum)
 
     @classmethod
     def among(
@@ -77,6 +80,7 @@ class C10dTransport(LinkedTransport):
         *,
         stall_warning: float = 60.0,
         node: str | None = None,
+        checksum: bool | None = None,
         nccl: bool = False,
     ) -> C10dTransport:
         """Return a transport over ranks of the default group. Any thread may make it at any time.
@@ -90,6 +94,7 @@ class C10dTransport(LinkedTransport):
             timeout: as for the constructor.
             stall_warning: as for the constructor.
             node: as for the constructor.
+            checksum: as for the constructor.
             nccl: whether CUDA tensors travel by NCCL.
 
         Raises:
@@ -105,15 +110,16 @@ class C10dTransport(LinkedTransport):
             gloo=True,
         )
         made = cls.__new__(cls)
-        made._open(rendezvous, timeout, stall_warning, node)
+        made._open(rendezvous, timeout, stall_warning, node, checksum)
         return made
 
     _rendezvous: _GroupRendezvous
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
-        if self._rendezvous.gloo:
-            yield "cpu", GlooLink(connecting, self.rank, self.size, self.timeout, self._node)
-        if self._rendezvous.nccl:
+        nccl = self._rendezvous.nccl and not self._checksum
+        if self._rendezvous.gloo or not nccl:
+            yield "cpu", GlooLink(connecting, self.rank, self.size, self.timeout, self._node, self._checked)
+        if nccl:
             yield "cuda", NcclLink(connecting.store, self.rank, self.size, self.timeout)
 
 

@@ -35,6 +35,7 @@ class HorovodTransport(LinkedTransport):
         timeout: seconds that a call, or making the transport, may wait for other ranks.
         stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
+        checksum: whether messages carry a checksum; None: those between nodes do.
 
     Raises:
         ConfigError: Horovod is not installed for this torch.
@@ -42,7 +43,14 @@ class HorovodTransport(LinkedTransport):
         TransportError: not all ranks came in time, or rank 0 cannot be reached.
     """
 
-    def __init__(self, timeout: float = 300.0, *, stall_warning: float = 60.0, node: str | None = None) -> None:
+    def __init__(
+        self,
+        timeout: float = 300.0,
+        *,
+        stall_warning: float = 60.0,
+        node: str | None = None,
+        checksum: bool | None = None,
+    ) -> None:
         global _store, _made
         hvd = load_horovod()
         if _store is None and hvd.size() > 1:
@@ -51,7 +59,7 @@ class HorovodTransport(LinkedTransport):
         name = f"fusionlayer/horovod/{_made}"
         store = _store or dist.HashStore()
         rendezvous = Rendezvous(store=store, name=name, rank=hvd.rank(), size=hvd.size(), store_rank=0)
-        self._open(rendezvous, timeout, stall_warning, node)
+        self._open(rendezvous, timeout, stall_warning, node, checksum)
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         raise UsageError("Horovod has no message from one rank to another alone; use exchange, or transport 'c10d'")
@@ -64,22 +72,25 @@ class HorovodTransport(LinkedTransport):
         raise UsageError("Horovod's transport is one of all processes; use transport 'c10d' for some of them")
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
-        yield "cpu", HorovodLink(self._rendezvous.name, self.timeout)
+        yield "cpu", HorovodLink(self._rendezvous.name, self.timeout, self._checked)
 
 
-def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> HorovodTransport:
+def of_world(
+    timeout: float, stall_warning: float, ranks_per_node: int | None, checksum: bool | None
+) -> HorovodTransport:
     """Return a transport over all processes of the job. It initializes Horovod if needed.
 
     Args:
         timeout: as for ``HorovodTransport``.
         stall_warning: as for ``HorovodTransport``.
         ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
+        checksum: as for ``HorovodTransport``.
     """
     hvd = import_horovod()
     if not hvd.is_initialized():
         hvd.init()
     node = None if ranks_per_node is None else f"node {hvd.rank() // ranks_per_node}"
-    return HorovodTransport(timeout, stall_warning=stall_warning, node=node)
+    return HorovodTransport(timeout, stall_warning=stall_warning, node=node, checksum=checksum)
 
 
 def _broadcast(notice: Tensor, timeout: float) -> None:

@@ -97,6 +97,7 @@ class LocalTransport(Transport):
         self.size = group.size
         self.timeout = group.timeout
         self._group = group
+        self._group_by_node([group.node_of(each) for each in range(group.size)])
         self._duplicates = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._meetings = 0
@@ -163,9 +164,6 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         self._group.leave(self.rank)
-
-    def _node_key(self) -> bytes:
-        return self._group.node_of(self.rank).to_bytes(8, "little")
 
     def _begin(self, call: Call, offer: Any) -> list[Any]:
         """Return what every rank offers in this call, once all ranks have made the same call.

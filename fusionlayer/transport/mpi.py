@@ -76,6 +76,7 @@ class MpiTransport(LinkedTransport):
         timeout: seconds that a call, or making the transport, may wait for other ranks.
         stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
+        checksum: whether messages carry a checksum; None: those between nodes do.
 
     Raises:
         ConfigError: mpi4py or an MPI library is missing, or MPI was initialized for fewer threads.
@@ -91,13 +92,14 @@ class MpiTransport(LinkedTransport):
         *,
         stall_warning: float = 60.0,
         node: str | None = None,
+        checksum: bool | None = None,
     ) -> None:
         mpi = load_mpi()
         comm = mpi.COMM_WORLD if comm is None else comm
         assert comm is not None
         if comm.size == 1:
             alone = _MpiRendezvous(store=dist.HashStore(), name="", rank=0, size=1, store_rank=None, comm=None)
-            self._open(alone, timeout, stall_warning, node)
+            self._open(alone, timeout, stall_warning, node, checksum)
             return
         ranks = _world_ranks(mpi, comm)
         world = _worlds.get(ranks)
@@ -115,7 +117,7 @@ class MpiTransport(LinkedTransport):
             store_rank=0,
             comm=world.comm,
         )
-        self._open(rendezvous, timeout, stall_warning, node)
+        self._open(rendezvous, timeout, stall_warning, node, checksum)
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         comm, members = self._rendezvous.comm, self._rendezvous.members
@@ -131,19 +133,20 @@ class MpiTransport(LinkedTransport):
         # A duplicate is made from this transport's own communicator. So two threads may duplicate two transports at
         # once, and their collectives cannot meet on one communicator.
         self._rendezvous = replace(self._rendezvous, comm=comm, members=None)
-        yield "cpu", MpiLink(comm, self._rendezvous.name, self.timeout)
+        yield "cpu", MpiLink(comm, self._rendezvous.name, self.timeout, self._checked)
 
 
-def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None) -> MpiTransport:
+def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None, checksum: bool | None) -> MpiTransport:
     """Return a transport over all processes of the job.
 
     Args:
         timeout: as for ``MpiTransport``.
         stall_warning: as for ``MpiTransport``.
         ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
+        checksum: as for ``MpiTransport``.
     """
     node = None if ranks_per_node is None else f"node {load_mpi().COMM_WORLD.rank // ranks_per_node}"
-    return MpiTransport(None, timeout, stall_warning=stall_warning, node=node)
+    return MpiTransport(None, timeout, stall_warning=stall_warning, node=node, checksum=checksum)
 
 
 def _world_ranks(mpi: Any, comm: MPI.Intracomm) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import socket
 import struct
 import time
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,10 +27,13 @@ from ..errors import TransportError
 from ..processes import node_name
 from ._base import Transport
 from ._interfaces import own_address, reachable_names
+from ._link import damaged
 
-__all__ = ["Center", "Connection", "connect"]
+__all__ = ["Center", "Connection", "connect", "damaged"]
 
-_LENGTH = struct.Struct("<I")
+# Length and checksum of a message, then a checksum of these two.
+_PREFIX = struct.Struct("<III")
+_OWN = 8  # its bytes before its own checksum
 _RANK = struct.Struct("<I")
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -59,7 +63,10 @@ class Connection:
 
     Attributes:
         room: bytes that can be sent without waiting for the reader, once it has read everything before.
+        damage: what has come damaged, as a clause; None if nothing has. The connection is then as good as closed.
     """
+
+    damage: str | None = None
 
     def __init__(self, end: socket.socket) -> None:
         if end.family != socket.AF_UNIX:
@@ -80,17 +87,17 @@ class Connection:
         """Send messages one after the other. It ignores a peer that is gone: the receiving thread notices that."""
         with suppress(OSError):
             for message in messages:
-                length = _LENGTH.pack(len(message))
+                prefix = _prefix(message)
                 if len(message) < _WORTH_A_CALL:
-                    self.socket.sendall(length + message)
+                    self.socket.sendall(prefix + message)
                 else:
-                    self.socket.sendall(length, socket.MSG_MORE)
+                    self.socket.sendall(prefix, socket.MSG_MORE)
                     self.socket.sendall(message)
 
     def receive(self) -> memoryview | None:
-        """Wait for the next message and return it; return None if the peer has closed its end or is gone."""
+        """Wait for the next message and return it; None if the peer has closed its end or is gone, or of ``damage``."""
         while (message := self._next()) is None:
-            if not self._fill():
+            if self.damage or not self._fill():
                 return None
         return message
 
@@ -101,7 +108,7 @@ class Connection:
         messages = []
         while (message := self._next()) is not None:
             messages.append(message)
-        return messages
+        return None if self.damage else messages
 
     def close(self) -> None:
         """Close this end; a thread that waits in ``receive`` gets None. A second call does nothing."""
@@ -116,8 +123,8 @@ class Connection:
         rank 0), else without limit.
         """
         missing = 0
-        if len(self._read) >= _LENGTH.size:
-            missing = _LENGTH.size + _LENGTH.unpack_from(self._read)[0] - len(self._read)
+        if len(self._read) >= _PREFIX.size:
+            missing = _PREFIX.size + _PREFIX.unpack_from(self._read)[0] - len(self._read)
         try:
             data = (
                 self.socket.recv(min(missing, _MOST_AT_ONCE), socket.MSG_WAITALL)
@@ -132,16 +139,24 @@ class Connection:
         return bool(data)
 
     def _next(self) -> memoryview | None:
-        if len(self._read) < _LENGTH.size:
+        if self.damage or len(self._read) < _PREFIX.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._read)
-        end = _LENGTH.size + length
+        length, checksum, own = _PREFIX.unpack_from(self._read)
+        end = _PREFIX.size + length
+        # The prefix is checked first: nobody waits for, or makes room for, a length that is wrong.
+        if own != zlib.crc32(self._read[:_OWN]):
+            self.damage = "the prefix of a message"
+            return None
         if len(self._read) < end:
             return None
         # The message is a view that keeps its buffer alive, so the bytes after it are copied to a new buffer.
         read = memoryview(self._read)
         self._read = bytearray(read[end:])
-        return read[_LENGTH.size : end].toreadonly()
+        message = read[_PREFIX.size : end].toreadonly()
+        if checksum != zlib.crc32(message):
+            self.damage = f"a message of {length} bytes"
+            return None
+        return message
 
 
 _live: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -197,6 +212,11 @@ class Center:
             connection.close()
         self._wake.close()
         self._woken.close()
+
+
+def _prefix(message: bytes) -> bytes:
+    facts = struct.pack("<II", len(message), zlib.crc32(message))
+    return facts + struct.pack("<I", zlib.crc32(facts))
 
 
 def connect(transport: Transport) -> Center | Connection:

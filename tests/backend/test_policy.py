@@ -19,7 +19,7 @@ pytestmark = pytest.mark.short
 def chosen(
     policy: CallPolicy, op: str, x: Tensor, *, names: tuple[str, ...] = ("default_pg", "0"), size: int = 2
 ) -> str:
-    choices = CallChoices(policy, names, size, checksum=False, devices=frozenset({"cpu"}))
+    choices = CallChoices(policy, names, size, devices=frozenset({"cpu"}))
     choice = choices.of(op, [x])
     assert choices.of(op, [x]) is choice
     return "passes" if choice is None else f"{choice.codec.name} {choice.algorithm}"
@@ -59,9 +59,7 @@ def test_the_first_rule_that_fits_decides() -> None:
 
 
 def test_an_all_to_all_is_as_large_as_all_of_its_pairs() -> None:
-    choices = CallChoices(
-        of({"codec": "int8", "op": "all_to_all"}), ("0",), 4, checksum=False, devices=frozenset({"cpu"})
-    )
+    choices = CallChoices(of({"codec": "int8", "op": "all_to_all"}), ("0",), 4, devices=frozenset({"cpu"}))
     for numel, codecs in ((1023, []), (1024, ["int"])):
         found = choices.of_pairs([BIG[:numel]] * 4, [BIG[:numel].clone()] * 4)
         assert found is not None and [codec.name for codec in found[0].values()] == codecs

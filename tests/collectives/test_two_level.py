@@ -98,7 +98,6 @@ def test_between_nodes_a_message_travels_once(world: int, per_node: int) -> None
     nodes = world // per_node
 
     def body(transport: Transport) -> tuple[int, int]:
-        _ = transport.nodes
         before, crossing = transport.bytes_sent, [0]
         exchange = transport.exchange
 
@@ -186,7 +185,6 @@ def test_hops_on_both_levels_travel_together(world: int, per_node: int, count: i
     x = [gradient(world * count * length, rank).view(world, -1) for rank in range(world)]
 
     def reduce(transport: Transport, piece: int | None) -> tuple[Tensor, list[set[int]]]:
-        _ = transport.nodes
         exchange, peers = transport.exchange, list[set[int]]()
 
         def note(sends: list[Tensor], recvs: list[Tensor]) -> None:

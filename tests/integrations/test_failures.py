@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import fusionlayer as fl
-from fusionlayer.transport import Transport, local
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_optimizer_results import plan_of
 from tests.integrations.training import loss_of, make_model, train
@@ -177,90 +175,3 @@ def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:
 
 def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
     run_ranks(check_disagreements, 3, timeout=50)
-
-
-class Damaging(Transport):
-    """Flips a bit of what rank 1 receives in the ``at``-th exchange of data."""
-
-    def __init__(self, inner: Transport, at: int) -> None:
-        self._inner = inner
-        self._left = at
-        self._at = at
-        self.rank, self.size, self.timeout = inner.rank, inner.size, inner.timeout
-
-    @property
-    def sequence(self) -> int:  # type: ignore[override]
-        return self._inner.sequence
-
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        self._inner.exchange(sends, recvs)
-        if recvs[0].numel() > 64:  # data, no digest
-            self._left -= 1
-            if self._left == 0 and self.rank == 1:
-                recvs[0][recvs[0].numel() // 2] ^= 4
-
-    def all_reduce(self, x: Tensor) -> None:
-        self._inner.all_reduce(x)
-
-    def broadcast(self, x: Tensor, root: int) -> None:
-        self._inner.broadcast(x, root)
-
-    def send(self, x: Tensor, to: int, tag: int = 0) -> None:
-        self._inner.send(x, to, tag)
-
-    def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
-        self._inner.recv(x, source, tag)
-
-    def duplicate(self) -> Transport:
-        return Damaging(self._inner.duplicate(), self._at)
-
-    def subset(self, ranks: Sequence[int]) -> Transport:
-        return Damaging(self._inner.subset(ranks), self._at)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def receive_damaged_bytes(rank: int, world: int, at: int) -> tuple[str, str]:
-    """Return type and text of the error of this rank. No rank ends before all have their error."""
-    model, found = make_model(), ("", "")
-    one_bucket = fl.planners.get("horovod")
-    optimizer = wrap(model, codec="int8", planner=one_bucket, group=Damaging(fl.context.transport(), at))
-    try:
-        train(model, optimizer, rank, range(5))
-    except fl.FusionLayerError as error:
-        found = type(error).__name__, str(error)
-        with pytest.raises(type(error)):
-            optimizer.step()
-    fl.context.transport().barrier()
-    return found
-
-
-def receive_damaged_bytes_in_a_process(rank: int, world: int, folder: str, at: int) -> tuple[str, str]:
-    join(rank, world, folder, FUSIONLAYER_CONFIG=f"{folder}/settings.yaml")
-    return receive_damaged_bytes(rank, world, at)
-
-
-def assert_damage_is_told(results: list[tuple[str, str]]) -> None:
-    kind, text = results[1]
-    assert kind == "WireError" and "checksum" in text, results
-    assert "step 1, bucket 0 (" in text
-    for kind, text in (results[0], results[2]):
-        assert kind == "TransportError" and "rank 1" in text, results
-        assert " within " not in text, "rank 1 has not let go of the others: they have waited until the deadline"
-
-
-# Step 0 makes two exchanges of data, those of its one bucket; damage in the third and fourth is damage in step 1.
-@pytest.mark.parametrize("at", [3, 4])
-def test_damaged_bytes_are_an_error_on_every_rank(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "settings.yaml").write_text("checksum: true\n")
-    monkeypatch.setenv("FUSIONLAYER_CONFIG", str(tmp_path / "settings.yaml"))
-    assert_damage_is_told(local.run(lambda rank: receive_damaged_bytes(rank, 3, at), 3, timeout=30))
-    if at == 3:
-        outcome = run_ranks(receive_damaged_bytes_in_a_process, 3, str(tmp_path), at, backend=None, timeout=45)
-        assert_damage_is_told(outcome)
-
-
-def test_without_checksum_the_same_damage_goes_unnoticed() -> None:
-    """So the test above sees the checksum at work, and nothing else."""
-    assert local.run(lambda rank: receive_damaged_bytes(rank, 3, 3), 3) == [("", "")] * 3

@@ -53,7 +53,6 @@ def test_copies_are_equal_and_stay_near(world: int, per_node: int, dtype: torch.
 
 def test_one_version_travels_once_and_whole_weights_first() -> None:
     def body(transport: Transport) -> list[int]:
-        _ = transport.nodes  # found out once, by 8 bytes
         replica, sent = Replica(CODEC), []
         memory = replica.memory(2 * NUMEL, torch.bfloat16, torch.device("cpu"))
         mine = memory.view(2, NUMEL)[transport.rank]

@@ -125,12 +125,11 @@ def test_fusion_changes_no_bit() -> None:
 
 @pytest.mark.short
 @pytest.mark.parametrize("codec", ["raw", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("checksum", [False, True])
-def test_any_codec_goes_ahead(codec: str, checksum: bool) -> None:
+def test_any_codec_goes_ahead(codec: str) -> None:
     world = 3
 
     def body(transport: Transport) -> dict[str, Tensor]:
-        engine = make_engine(transport, codec=codecs.get(codec), ahead=True, checksum=checksum)
+        engine = make_engine(transport, codec=codecs.get(codec), ahead=True)
         results = run_step(engine, gradients(transport.rank, 0))
         assert engine.plan is not None and all(b.ahead and b.algorithm == "gather" for b in engine.plan.buckets)
         engine.close()

@@ -302,21 +302,6 @@ def test_agreement_costs_little_and_only_once() -> None:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def test_checksums_put_a_header_on_every_message() -> None:
-    def body(transport: Transport) -> tuple[int, Tensor]:
-        sent = []
-        for checksum in (False, True):
-            engine = make_engine(transport.duplicate(), MODEL[:1], checksum=checksum)
-            own = engine._lanes[0].transport
-            value = run_step(engine, gradients(transport.rank, 0, MODEL[:1]))["w0"]
-            engine.close()
-            sent.append(own.bytes_sent)
-        return sent[1] - sent[0], value
-
-    (more, first), (_, second) = over_threads(2, body)
-    assert more == 128 and torch.equal(first, second)
-
-
 @pytest.mark.parametrize(
     "name, options, wanted, used",
     [

@@ -114,7 +114,6 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "planner options": {"planner": planners.get("horovod", threshold=4097)},
     "algorithm": {"algorithm": "one_shot"},
     "scaling": {"scaling": Scaling(after=0.5)},
-    "checksum": {"checksum": True},
     "error feedback": {"error_feedback": False},
     "a plan of its own": {"plan": PLAN},
 }
@@ -232,12 +231,12 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_a_damaged_message_is_an_error_not_a_gradient() -> None:
     def damaging(x: Tensor, codec: Codec, transport: Transport, **_: Any) -> None:
-        payload = codec.compress(x)
+        payload = codec.checked.compress(x)
         payload[-1] ^= 1
-        codec.decode(payload, x)
+        codec.checked.decode(payload, x)
 
     def body(transport: Transport) -> None:
-        engine = make_engine(transport, algorithm="damaging", checksum=True)
+        engine = make_engine(transport, algorithm="damaging")
         values = gradients(transport.rank, 0)
         kept = {name: value.clone() for name, value in values.items()}
         with pytest.raises(WireError, match="step 0, bucket 0 .*damaged on its way"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 import tracemalloc
+import zlib
 from contextlib import suppress
 
 import pytest
@@ -45,11 +47,19 @@ def test_messages_of_any_length_and_a_peer_that_goes() -> None:
     over_threads(3, body)
 
 
+def framed(message: bytes) -> bytes:
+    """Return the bytes that ``Connection.send`` sends."""
+    near, far = socket.socketpair()
+    with near, far:
+        Connection(near).send(message)
+        return far.recv(1 << 20)
+
+
 def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() -> None:
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
     center = Center({rank: Connection(near) for rank, (near, _) in pairs.items()})
     message = bytes(range(256)) * 300
-    stopped = len(message).to_bytes(4, "little") + message
+    stopped = framed(message)
     pairs[1][1].sendall(stopped[:30_000])
     assert list(center.received(5.0)) == [(1, [])]
     pairs[1][1].sendall(stopped[30_000:40_000])
@@ -63,12 +73,29 @@ def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() 
 
     Connection(pairs[2][1]).send(b"early")
     assert listen(2) == b"early" and not heard[1]
-    pairs[1][1].sendall(stopped[40_000:] + (2).to_bytes(4, "little") + b"on")
+    pairs[1][1].sendall(stopped[40_000:] + framed(b"on"))
     assert listen(1) == message
     assert listen(1) == b"on"
     center.close()
     for _, far in pairs.values():
         far.close()
+
+
+@pytest.mark.parametrize("at", [0, 5, 10, 12, 3011])
+def test_a_flipped_bit_in_a_message_is_damage_and_nobody_waits_for_the_rest(at: int) -> None:
+    """In its length, its checksum, the prefix's checksum, its first and its last byte."""
+    for hear in ("receive", "received"):
+        near, far = socket.socketpair()
+        with near, far:
+            sent = bytearray(framed(b"before") + framed(bytes(3000)))
+            sent[len(framed(b"before")) + at] ^= 1
+            near.sendall(sent)
+            connection = Connection(far)
+            if hear == "receive":
+                assert connection.receive() == b"before" and connection.receive() is None
+            else:
+                assert connection.received() is None
+            assert connection.damage is not None and connection.receive() is None
 
 
 def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +160,8 @@ def test_rank_0_must_prove_that_it_is_rank_0() -> None:
 
 def test_a_length_takes_no_memory() -> None:
     near, far = socket.socketpair()
-    far.sendall((0xFFFFFFFF).to_bytes(4, "little") + b"abc")
+    facts = struct.pack("<II", 0xFFFFFFFF, 0)
+    far.sendall(facts + struct.pack("<I", zlib.crc32(facts)) + b"abc")
     far.close()
     tracemalloc.start()
     assert Connection(near).receive() is None
