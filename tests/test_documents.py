@@ -43,6 +43,18 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 @pytest.mark.short
+def test_every_promise_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/guarantees.md").read_text()
+    promises = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    assert len(promises) > 30
+    for promise in promises:
+        named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", promise)
+        assert named, promise
+        for file, test in named:
+            assert f"def {test or 'test_'}" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
+
+
+@pytest.mark.short
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> None:
     """Without a seed, too: ranks begin with rank 0's parameters."""
