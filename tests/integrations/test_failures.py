@@ -22,7 +22,7 @@ import fusionlayer as fl
 from fusionlayer.transport import Transport, local
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_optimizer_results import plan_of
-from tests.integrations.training import loss_of, make_model, train
+from tests.integrations.training import loss_of, make_model, train, weights
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
@@ -159,6 +159,17 @@ def check_disagreements(rank: int, world: int) -> None:
     for option, first in [({"check_replicas": 9}, "check_replicas=9"), ({"broadcast": False}, "broadcast=False")]:
         with pytest.raises(fl.PlanMismatch, match=f"rank 1 has {first};"):
             wrap(make_model(), **(option if odd else {}))
+
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = wrap(model, codec="int8")
+    train(model, optimizer, rank, range(2))
+    if odd:
+        model[0].weight.requires_grad_(True)
+    before = weights(model)
+    with pytest.raises(fl.TransportError, match=r"rank 1 (is )?in an agreement.*\('0.weight' now require gradients\)"):
+        train(model, optimizer, rank, [2])
+    assert torch.equal(weights(model), before)
 
     model = make_model()
     train(model, wrap(model), rank, range(2))  # and those who agree train on
