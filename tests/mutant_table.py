@@ -172,6 +172,24 @@ MUTANTS: list[Mutant] = [
         "integrations/",
         ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (
+            "enrolment.py",
+            "if p.requires_grad or under_way(p)}",
+            "if p.requires_grad}",
+            "a gradient begun before its parameter froze",
+        ),
+        (
+            "enrolment.py",
+            "or not all(map(is_, parameters, self._parameters))",
+            "or len(parameters) != len(self._parameters)",
+            "a parameter that replaces another",
+        ),
+        (
+            "reduction.py",
+            "self._fl_roster.look_again = True",
+            "self._fl_roster.look_again = False",
+            "a refused change is forgotten by the next step",
+        ),
+        (
             "sharded.py",
             "self._filled = min(max(0, total - transport.rank * chunk), chunk)",
             "self._filled = chunk",
@@ -252,6 +270,8 @@ LIKELY = {
     "coordination/reductions.py": "coordination/test_reductions.py torch/test_join.py",
     "integrations/optimizer.py": "integrations/test_optimizer_contract.py",
     "integrations/replicas.py": "integrations/test_replicas.py",
+    "integrations/enrolment.py": "integrations/test_enrolment.py",
+    "integrations/reduction.py": "integrations/test_enrolment.py",
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
     "cli/breakdown.py": "cli/test_trace.py",

@@ -336,6 +336,25 @@ def test_names_of_added_parameters() -> None:
     local.run(rank_main, 2)
 
 
+def test_added_parameters_begin_with_rank_0s_values_and_ranks_add_the_same() -> None:
+    def rank_main(rank: int) -> None:
+        model = make_model()
+        optimizer = wrap(model)
+        train(model, optimizer, rank, range(1))
+        extra = nn.Parameter(torch.full((3,), float(rank)))
+        optimizer.add_param_group({"params": [extra]})
+        assert not extra.any()
+        train(model, optimizer, rank, range(1))
+        text = r"rank 1 (is )?in add_param_group\(\) \(which adds 'allreduce.noname.2.0'\)"
+        with pytest.raises(fl.TransportError, match=text):
+            if rank == 1:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8))]})
+            else:
+                train(model, optimizer, rank, range(1))
+
+    local.run(rank_main, 2)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_groups_that_cannot_be_added_leave_the_optimizer_as_it_was(world: int) -> None:
     def rank_main(rank: int) -> None:
