@@ -53,6 +53,12 @@ MUTANTS: list[Mutant] = [
         "transport/",
         ("_sum.py", "elif len(parts) == 2:", "elif len(parts) == 3:", "the third rank's part is left out"),
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),
+        (
+            "_base.py",
+            'with self.doing(f"an agreement on {what}", why):',
+            'with self.doing("", why):',
+            "a payload is taken for a digest of the same length",
+        ),
         ("star.py", "if not 0 < rank < size:", "if not 0 <= rank < size:", "a caller may be rank 0"),
         ("_shared_memory.py", "lag = 1 if whole else 2", "lag = 1", "shares are read before they are summed"),
         (
@@ -248,7 +254,7 @@ LIKELY = {
     "codecs/powersgd.py": "codecs/test_low_rank.py",
     "csrc/core/residual.h": "codecs/test_isa.py native/test_cpu_core.py",
     "transport/_sum.py": "transport/test_local.py",
-    "transport/_base.py": "transport/test_local.py",
+    "transport/_base.py": "transport/test_local.py integrations/test_enrolment.py",
     "transport/_shared_memory.py": "transport/test_c10d.py",
     "collectives/two_shot.py": "collectives/test_noise.py",
     "collectives/one_shot.py": "collectives/test_noise.py",

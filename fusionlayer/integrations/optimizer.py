@@ -72,6 +72,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     step learns the order of the gradients and makes the fusion plan. A parameter without a gradient counts as zeros,
     so ranks may take different paths through the model.
 
+    A step reduces what requires gradients when it begins: parameters may be frozen, unfrozen and added
+    (``add_param_group``) between two steps, on all ranks alike. That step makes a new plan. A frozen parameter does not
+    travel, and the optimizer leaves it alone.
+
     Args:
         optimizer: any optimizer over parameters of one device.
         named_parameters: the model, or ``model.named_parameters()``; without it, the place in the optimizer names each
@@ -82,7 +86,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         algorithm: name of a collective; None chooses by codec and number of ranks.
         planner: name or planner that fuses gradients into buckets; None takes the configured one. A planner that needs
             costs begins with the plan of ``tapered``, measures the first steps and then makes its own plan (CPU only).
-        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs.
+        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs. It may have parameters
+            that are frozen at present, and must have those that are not.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.
         op: ``Average`` or ``Sum``.
@@ -118,7 +123,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
     Raises:
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
-        UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order.
+        UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order; from ``step``
+            and ``synchronize`` for a gradient that nobody reduces, as its parameter was unfrozen within the step.
         PlanMismatch: ranks have other parameters or options; also from ``step`` and ``synchronize``.
         ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
         TransportError: a peer was lost, stopped or late; also from ``step`` and ``synchronize``.
