@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, UsageError
 from ..functional import Group
-from .parameters import given_names, name_parameters, one_device
+from .parameters import given_names, local_part, name_parameters, one_device
 
 __all__ = ["Roster", "listed", "what_changed"]
 
@@ -121,7 +121,9 @@ class Roster:
             known = set(self._parameters)
             suspects = chain(suspects, (p for p in _every(groups) if p not in known))
         for parameter in suspects:
-            if parameter.grad is not None:
+            gradient = None if parameter.grad is None else local_part(parameter.grad)
+            # Zeros that ``zero_grad(set_to_none=False)`` has left are the same on all ranks.
+            if gradient is not None and (gradient.is_sparse or gradient.any()):
                 name = self.names.get(parameter, f"of a new parameter of shape {tuple(parameter.shape)}")
                 raise UsageError(
                     f"gradient {name!r} is not reduced: its parameter was unfrozen or added after this step had begun "

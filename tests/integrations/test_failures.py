@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -37,8 +38,8 @@ def join(rank: int, world: int, folder: str, **settings: str) -> None:
     fl.init()
 
 
-def wrap(model: nn.Module, **options: Any) -> Any:
-    return fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+def wrap(model: nn.Module, part: nn.Module | None = None, **options: Any) -> Any:
+    return fl.DistributedOptimizer(SGD((part or model).parameters(), lr=0.1), model.named_parameters(), **options)
 
 
 def described(error: fl.TransportError) -> dict[str, Any]:
@@ -172,7 +173,13 @@ def check_disagreements(rank: int, world: int) -> None:
     assert torch.equal(weights(model), before)
 
     model = make_model()
-    train(model, wrap(model), rank, range(2))  # and those who agree train on
+    optimizer = wrap(model, model[2])
+    train(model, optimizer, rank, range(2))  # and those who agree train on
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    train(model, optimizer, rank, range(2))
+    mine = weights(model)
+    dist.broadcast(mine, 0)
+    assert torch.equal(mine, weights(model))
 
 
 def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:
