@@ -184,7 +184,7 @@ class GradientReduction(Optimizer):
         names = self._fl_roster.reduced(
             groups, lambda parameter: left.get(parameter, self._fl_passes) < self._fl_passes
         )
-        self._fl_replicas.named.update(self._fl_roster.by_name())
+        self._fl_replicas.add(self._fl_roster.by_name())
         if names.keys() == before.keys():
             return
         try:
