@@ -28,6 +28,7 @@ from .functional import (
     switcher,
 )
 from .integrations import ddp
+from .integrations.distributed import Distributed
 from .integrations.optimizer import DistributedOptimizer
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
@@ -46,6 +47,7 @@ __all__ = [
     "CodecRule",
     "CodecRules",
     "ConfigError",
+    "Distributed",
     "DistributedOptimizer",
     "FusionLayerError",
     "FusionPlan",

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from . import config, launch, native
+from . import config, launch, native, outages
 from .errors import ConfigError, TransportError, UsageError
 from .transport import Transport, local
 from .transport.c10d import C10dTransport
@@ -89,7 +89,11 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
                     timeout=timedelta(seconds=settings.timeout),
                 )
             except RuntimeError as error:
-                raise TransportError(f"rank {place.rank} cannot connect to the other ranks: {error}") from error
+                cause = outages.explain(error)
+                ranks = [place.rank] if cause.here else []
+                raise TransportError(
+                    f"rank {place.rank} cannot connect to the other ranks: {cause.text}", ranks
+                ) from error
             owns = True
         _job = _Job(place, settings, owns, shared)
         _name_unknown_variables(place)

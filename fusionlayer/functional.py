@@ -8,14 +8,14 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import codecs, collectives, context
-from .codecs import Codec, Part, PartsCodec
+from .codecs import Codec, CodecOptions, Part, PartsCodec
 from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
 from .errors import ConfigError, PlanMismatch
@@ -23,6 +23,9 @@ from .registry import nearest
 from .seeds import derive_seed
 from .transport import Transport
 from .wire import DTYPE_CODES, digest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "Average",
@@ -163,7 +166,7 @@ def all_reduce(
     algorithm: str | None = None,
     op: ReduceOp = Average,
     group: Group = None,
-    **codec_options: Any,
+    **codec_options: Unpack[CodecOptions],
 ) -> Tensor:
     """Replace ``tensor`` by its average or sum over ranks. Every rank gets the same bits; messages are compressed.
 
@@ -212,7 +215,9 @@ def all_reduce(
     return tensor
 
 
-def all_gather(tensor: Tensor, codec: str | Codec | None = None, group: Group = None, **codec_options: Any) -> Tensor:
+def all_gather(
+    tensor: Tensor, codec: str | Codec | None = None, group: Group = None, **codec_options: Unpack[CodecOptions]
+) -> Tensor:
     """Return all ranks' tensors, concatenated along the first dimension. Every rank gets the same bits.
 
     Args:
@@ -258,7 +263,7 @@ def reduce_scatter(
     op: ReduceOp = Average,
     group: Group = None,
     algorithm: str | None = None,
-    **codec_options: Any,
+    **codec_options: Unpack[CodecOptions],
 ) -> Tensor:
     """Return this rank's piece of the average or sum over ranks.
 
@@ -283,8 +288,8 @@ def reduce_scatter(
     size = transport.size
     if algorithm not in (None, "ring"):
         raise ConfigError(f"reduce_scatter: algorithm={algorithm!r}; expected None or 'ring'")
-    if algorithm == "ring" and chosen.ahead:
-        raise ConfigError(f"reduce_scatter: 'ring' encodes partial sums anew; {chosen} cannot: use algorithm=None")
+    if algorithm == "ring":
+        collectives.check_pair("ring", chosen, size)
     if not tensor.dim() or tensor.shape[0] % size:
         raise ConfigError(
             f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple"
@@ -308,7 +313,7 @@ def all_to_all(
     splits: Sequence[int] | None = None,
     codec: str | Codec | None = None,
     group: Group = None,
-    **codec_options: Any,
+    **codec_options: Unpack[CodecOptions],
 ) -> Tensor:
     """Return the rows that all ranks have sent to this one, in rank order along the first dimension.
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from . import slurm
+from . import outages, slurm
 from .errors import ConfigError, TransportError
 
 __all__ = ["Place", "find_place", "make_store"]
@@ -113,6 +113,8 @@ def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mappin
 
 _store: Store | None = None
 _joined = 0
+# The files of this process that name its store.
+_published: list[Path] = []
 
 
 def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.environ) -> Store:
@@ -138,6 +140,8 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
     except RuntimeError as error:
         late = [rank for rank in range(place.size) if not _is_set(store, here[rank])]
         raise TransportError(f"ranks {late} did not come within {timeout:g} s; were they started?", late) from error
+    while _published:  # all ranks have read it
+        _published.pop().unlink(missing_ok=True)
     return store
 
 
@@ -222,7 +226,11 @@ def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: boo
         return TCPStore(host, port, place.size, serve, timedelta(seconds=timeout), wait_for_workers=False)
     except RuntimeError as error:
         what = "cannot open a store" if serve else "found no store of rank 0"
-        raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {str(error).splitlines()[0]}", [0]) from error
+        cause = outages.explain(error, host, port)
+        if serve and not cause.here:
+            cause = outages.explain(error)  # of course nobody listens there now
+        ranks = [place.rank if cause.here else 0]
+        raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from error
 
 
 class _Board(ABC):
@@ -266,6 +274,7 @@ class _FileBoard(_Board):
         draft = self._path.with_suffix(f".{os.getpid()}")
         draft.write_text(address)
         draft.rename(self._path)
+        _published.append(self._path)
         atexit.register(self._path.unlink, missing_ok=True)
 
     def look(self) -> str | None:

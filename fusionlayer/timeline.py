@@ -136,14 +136,15 @@ class _File:
         """Give up one use. After the last one, append ``text`` and close the file."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._text is not None:
+            file = self._text
+            if self._users == 0 and file is not None:
                 try:
-                    self._end = self._text.tell()
-                    self._text.write(text)
-                    self._text.close()
+                    self._end = file.tell()
+                    file.write(text)
+                    file.close()
                     self._text = None
                 except OSError as error:
-                    self._give_up(self._text, error)
+                    self._give_up(file, error)
 
     def _give_up(self, text: TextIO, error: OSError) -> None:
         """Record nothing more in this file. The caller holds the lock."""

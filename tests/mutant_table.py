@@ -29,6 +29,8 @@ MUTANTS: list[Mutant] = [
         ("config.py", "if not getattr(self, name) > 0:", "if getattr(self, name) < 0:", "0 is no longer refused"),
         ("functional.py", "return derive_seed(transport.sequence)", "return derive_seed(0)", "calls share their noise"),
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
+        ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
+        ("outages.py", "return used + _FEW_FILES > ", "return used > ", "a lack of files is named"),
         ("timeline.py", '"dur": (end - start) / 1000,', '"dur": (end - start) / 1024,', "durations in timelines"),
     ),
     *_of(
@@ -51,6 +53,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "transport/",
+        ("heartbeat.py", 'compare_set("cause", "", mine)', 'compare_set("cause", mine, mine)', "one cause for all"),
         ("_sum.py", "elif len(parts) == 2:", "elif len(parts) == 3:", "the third rank's part is left out"),
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),
         (
@@ -70,6 +73,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "collectives/",
+        ("reduction.py", "if isinstance(codec, Codec):", "if not isinstance(codec, Codec):", "pairs fail in step 1"),
         (
             "two_shot.py",
             "seed=derive_seed(seed, rank, 1)",
@@ -256,6 +260,7 @@ LIKELY = {
     "transport/_sum.py": "transport/test_local.py",
     "transport/_base.py": "transport/test_local.py integrations/test_enrolment.py",
     "transport/_shared_memory.py": "transport/test_c10d.py",
+    "collectives/reduction.py": "collectives/test_conformance.py",
     "collectives/two_shot.py": "collectives/test_noise.py",
     "collectives/one_shot.py": "collectives/test_noise.py",
     "collectives/two_level.py": "collectives/test_noise.py",

@@ -264,7 +264,7 @@ def mismatches(rounds: int) -> Iterator[Round]:
                     habits = {"freeze": True} if "unfreeze" in changes else {}
                     job = replace(shape, habits=habits, changes={odd: changes})
                     # The other ranks must say that it was this one; of itself it cannot know.
-                    expected = Expected((odd,), own=(odd,))
+                    expected = Expected((odd,), own=(odd,), compared=True)
                     yield Round("mismatch", f"rank {odd} {what}", job, expected)
 
 
@@ -308,13 +308,13 @@ def links(rounds: int) -> Iterator[Round]:
     turn = 0
     for front in (PLAIN, *FRONTS):
         for _ in range(rounds):
-            for how, options in (("flap", {"after": 1.0}), ("link down", {})):
+            for how, options in (("flap", {"back": 1.0}), ("link down", {})):
                 turn += 1
                 victim = turn // 2 % 3
                 phase = (Phase("forward", 2), Phase("backward", 1), Phase("connecting", 0))[turn % 3]
                 if front == PLAIN and phase.name == "connecting":
                     phase = Phase("joined")
-                deed = Deed(victim, phase, "link", {"up": False, **options})
+                deed = Deed(victim, phase, "link down", options)
                 # A link that comes back needs TCP's next attempt: three seconds after a second without it.
                 job = Job(front, 3, timeout=8.0, deeds=(deed,))
                 expected = Expected((victim,), harmless=how == "flap", own=(victim,))

@@ -22,7 +22,7 @@ from fusionlayer.transport import _gloo
 if TYPE_CHECKING:
     from .worker import Worker
 
-__all__ = ["DEEDS"]
+__all__ = ["DEEDS", "set_link"]
 
 
 def fork(worker: Worker, how: str) -> None:
@@ -117,12 +117,18 @@ def end(worker: Worker, number: int) -> None:
     time.sleep(0.2)
 
 
-def link(worker: Worker, up: bool, after: float | None = None) -> None:
-    """Take this host's link down, or up; with ``after`` a process brings it back so many seconds later."""
+def link_down(worker: Worker, back: float | None = None) -> None:
+    """Take this host's link down; a process brings it up again after ``back`` seconds."""
     worker.did()
-    _link("up" if up else "down")
-    if after is not None:
-        subprocess.Popen(["sh", "-c", f"sleep {after}; ip link set eth0 up"], start_new_session=True)
+    device = os.environ["GLOO_SOCKET_IFNAME"]
+    set_link(device, False)
+    if back is not None:
+        subprocess.Popen(["sh", "-c", f"sleep {back}; ip link set {device} up"], start_new_session=True)
+
+
+def set_link(device: str, up: bool) -> None:
+    """Take a network device of this host up or down."""
+    subprocess.run(["ip", "link", "set", device, "up" if up else "down"], check=True)
 
 
 def fill_timeline(worker: Worker, where: str) -> None:
@@ -140,10 +146,6 @@ def fill_disk(worker: Worker) -> None:
     """Let no file of this process grow beyond a page: what writing to a full disk looks like."""
     worker.did()
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-
-
-def _link(state: str) -> None:
-    subprocess.run(["ip", "link", "set", "eth0", state], check=True)
 
 
 def blame(worker: Worker, ranks: list[int]) -> None:
@@ -184,7 +186,7 @@ DEEDS: dict[str, Callable[..., None]] = {
     "raise": raise_error,
     "leave": leave,
     "signal": end,
-    "link": link,
+    "link down": link_down,
     "timeline": fill_timeline,
     "full disk": fill_disk,
     "blame": blame,

@@ -242,10 +242,11 @@ class Hook(Plain):
 
     def wrap(self) -> None:
         self.model = DistributedDataParallel(self.model, find_unused_parameters=self.habits.freeze)
-        fl.ddp.register(self.model, **{**_split(self.codec), **self.habits.options})
+        self._hook = fl.ddp.register(self.model, **{**_split(self.codec), **self.habits.options})
         self.optimizer = SGD(self.model.parameters(), lr=RATE)
 
     def leave(self) -> None:
+        self._hook.close()
         fl.shutdown()
 
 

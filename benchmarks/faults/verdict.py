@@ -46,6 +46,7 @@ class Expected:
         harmless: training must go on. Otherwise an error is right, and so are the parameters of an undisturbed run.
         slow: ranks whose own error may come late, as they were stopped.
         own: ranks whose own error may say anything, as they have made it themselves.
+        compared: texts say how ranks differ, so they may name those that the culprits are compared with.
         any_result: parameters may be any that are equal over ranks.
         files: files may be left behind, as by a process that was killed.
     """
@@ -55,6 +56,7 @@ class Expected:
     harmless: bool = False
     slow: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
+    compared: bool = False
     any_result: bool = False
     files: bool = False
 
@@ -135,6 +137,8 @@ def judge(
             named = blamed(outcome, rank)
             if not named:
                 found.setdefault("no name", described)
+            elif outcome.typed is None and expected.compared and set(named) & set(expected.culprits):
+                found.setdefault("no type", described)
             elif not set(named) <= set(expected.culprits):
                 found.setdefault("wrong blame", f"named {list(named)}, it was {list(expected.culprits)}: {described}")
             elif outcome.typed is None:

@@ -25,7 +25,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer.transport import _gloo, heartbeat
 
-from .deeds import DEEDS
+from .deeds import DEEDS, set_link
 from .fronts import make_front
 from .job import Deed, Job, Phase
 
@@ -114,6 +114,8 @@ def run(job: Job, rank: int, controller: Connection) -> None:
     """Be rank ``rank`` of ``job``, from the first line of a user's program to the last."""
     torch.set_num_threads(1)
     tempfile.tempdir = None  # the host has looked for it already
+    if (device := os.environ["GLOO_SOCKET_IFNAME"]) != "lo":
+        set_link(device, True)  # the job before this one may have left it down
     worker = Worker(job, rank, controller)
     _watch(worker)
     warnings.showwarning = lambda message, *_: worker.facts.setdefault("warned", []).append(str(message))

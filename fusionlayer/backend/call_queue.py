@@ -27,11 +27,14 @@ class CallQueue:
     Args:
         name: name of the group, for errors.
         connect: makes the transport; the queue's thread calls it.
+        compare: whether ranks meet before each call, on the CPU. NCCL cannot tell messages of different calls apart,
+            but a meeting of ranks in different calls fails.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Transport]) -> None:
+    def __init__(self, name: str, connect: Callable[[], Transport], *, compare: bool = False) -> None:
         self._name = name
         self._connect = connect
+        self._compare = compare
         # Guards _worker, _closed and _last: another thread may close the queue while callers submit calls. It also
         # orders submit and _abandon: the worker may drop a job before submit has set work.job, which _abandon needs.
         self._lock = threading.Lock()
@@ -109,6 +112,8 @@ class CallQueue:
                     self._transport = self._connect()
                 self._transport.purpose = what
                 try:
+                    if self._compare:
+                        self._transport.barrier()
                     call(self._transport)
                 except BaseException:
                     # Whatever has failed here, the other ranks must not wait for the rest of this call.

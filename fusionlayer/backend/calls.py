@@ -37,7 +37,8 @@ def describe(name: str, dtype: torch.dtype, tensors: Sequence[Tensor] = (), op: 
     Args:
         name: of the call.
         dtype: of all its tensors.
-        tensors: those whose shapes are equal on all ranks.
+        tensors: those whose shapes are equal on all ranks. Dimensions of 1 do not count: programs sum a scalar on one
+            rank and a vector of one element on another.
         op: its reduction; None if it has none.
     """
     word = None if op is None else next(word for word, kind in _SUMS.items() if op == kind)
@@ -46,7 +47,7 @@ def describe(name: str, dtype: torch.dtype, tensors: Sequence[Tensor] = (), op: 
 
 @lru_cache(maxsize=1024)  # every step makes the same calls
 def _text(name: str, op: str | None, shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> str:
-    each = [str(tuple(shape)) for shape in shapes]
+    each = [str(tuple(n for n in shape if n != 1)) for shape in shapes]
     if len(each) > _MOST_SHAPES:
         digest = zlib.crc32(" ".join(each).encode())
         each = [f"{len(each)} tensors with {sum(shape.numel() for shape in shapes)} elements, shapes {digest:08x},"]

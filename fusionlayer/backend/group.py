@@ -386,7 +386,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
                 device = torch.cuda.current_device() if nccl else None
                 connect = partial(_connect, self._ranks, name, self._timeout, self._settings, device)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
-                self._queue = CallQueue(self.group_desc if described else name, connect)
+                compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
+                self._queue = CallQueue(self.group_desc if described else name, connect, compare=compare)
                 # A program may drop a group without shutdown: its thread and connections must end all the same.
                 weakref.finalize(self, self._queue.close, wait=False).atexit = False
             return self._queue

@@ -61,6 +61,13 @@ class Native:
             backends["cuda"] = (kinds.GLOO, self._gloo)
             if dist.is_nccl_available():
                 backends["cuda"] = (kinds.NCCL, self._make_nccl(dist.PrefixStore("nccl/", store)))
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            # torch does this for its own groups only: ranks compare each call before they make it.
+            for device, (kind, backend) in backends.items():
+                wrapped = dist.distributed_c10d._create_process_group_wrapper(
+                    backend, f"{device} checked", store, rank, size, timeout
+                )
+                backends[device] = (kind, wrapped)
         self._backends = backends
         self.serves = {device: kind.name.lower() for device, (kind, _) in backends.items()}
         self.group = self._make(backends)

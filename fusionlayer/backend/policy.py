@@ -95,7 +95,7 @@ class CallRule:
                 "or op: reduce_scatter alone"
             )
         else:
-            collectives.get(self.algorithm)
+            collectives.choose(codec, 2, self.algorithm)
 
     @property
     def ops(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ..planning.prediction import plan_costs, predict_plan
 from ..planning.profile import Profile
 from ..planning.simulation import Step
 from ..planning.zipped_costs import expected_costs
+from ..scheduler.fusing import check_pairs
 from .arguments import add_cluster, check_file, scenario_of
 from .tables import print_table
 
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
         check_file(options.plot, "--plot")
     profile = Profile.from_yaml(options.profile)
     plan = FusionPlan.from_yaml(options.plan)
+    check_pairs(plan)
     scenario = scenario_of(options, profile)
     measured = options.rate is None
     costs = plan_costs(profile, plan, scenario, measured)

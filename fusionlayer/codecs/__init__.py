@@ -12,6 +12,7 @@ from ._capabilities import (
 )
 from ._homomorphic import HomomorphicCodec
 from ._native import NativeCodec
+from ._options import CodecOptions
 from ._sparse import Sparsifier, ThresholdSparsifier
 from ._state import Part, TensorState
 from ._torch import TorchCodec
@@ -19,6 +20,7 @@ from ._torch import TorchCodec
 __all__ = [
     "AgreeingCodec",
     "Codec",
+    "CodecOptions",
     "HomomorphicCodec",
     "NativeCodec",
     "Part",

@@ -1,6 +1,17 @@
 """Collectives: how messages travel. ``names`` lists them and ``get`` returns one; all fronts call ``reduce_flat``."""
 
-from ._base import AllReduce, Gather, MessageSpan, collective, gather_collective, gathers, get, get_gather, registry
+from ._base import (
+    AllReduce,
+    Gather,
+    MessageSpan,
+    check_pair,
+    collective,
+    gather_collective,
+    gathers,
+    get,
+    get_gather,
+    registry,
+)
 from .reduction import UNSCALED, Scaling, choose, reduce_flat, reduce_scatter_flat, scale_, usual
 
 __all__ = [
@@ -9,6 +20,7 @@ __all__ = [
     "Gather",
     "MessageSpan",
     "Scaling",
+    "check_pair",
     "choose",
     "collective",
     "gather_collective",

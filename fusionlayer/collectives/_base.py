@@ -18,6 +18,7 @@ __all__ = [
     "AllReduce",
     "Gather",
     "MessageSpan",
+    "check_pair",
     "collective",
     "gather_collective",
     "gathers",
@@ -75,19 +76,46 @@ class Gather(Protocol):
 
 
 Reduce = TypeVar("Reduce", bound=AllReduce)
+Takes = Callable[[Codec, int], bool]
 
 registry: Registry[AllReduce] = Registry("collective", __package__)
 gathers: Registry[Gather] = Registry("gathering collective", __package__)
+_demands: dict[str, tuple[Takes, str]] = {}
 
 
-def collective(name: str) -> Callable[[Reduce], Reduce]:
-    """Register a function as the collective ``name`` of flat tensors."""
+def collective(name: str, *, takes: Takes | None = None, because: str = "") -> Callable[[Reduce], Reduce]:
+    """Register a function as the collective ``name`` of flat tensors.
+
+    Args:
+        name: of the collective.
+        takes: returns whether the collective can use a codec over so many ranks; None: it can use every codec.
+        because: what the collective does that other codecs cannot do, as a clause without subject.
+    """
 
     def register(function: Reduce) -> Reduce:
         registry.add(name, lambda: function)
+        if takes is not None:
+            _demands[name] = takes, because
         return function
 
     return register
+
+
+def sums_anew(codec: Codec, size: int) -> bool:
+    """Return whether ``codec`` can encode partial sums: a codec that selects elements would select others each time."""
+    return not codec.ahead
+
+
+def check_pair(name: str, codec: Codec, size: int) -> None:
+    """Raise ``ConfigError`` if the collective ``name`` of flat tensors cannot use ``codec`` over ``size`` ranks."""
+    takes, because = _demands.get(name, (None, ""))
+    if takes is None or takes(codec, size):
+        return
+    others = [other for other in registry.names() if other not in _demands or _demands[other][0](codec, size)]
+    raise ConfigError(
+        f"algorithm {name!r} {because} and cannot use {codec}; choose another algorithm, such as {', '.join(others)}, "
+        "or another codec"
+    )
 
 
 def gather_collective(name: str) -> Callable[[Gather], Gather]:

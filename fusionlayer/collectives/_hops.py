@@ -10,9 +10,9 @@ from itertools import accumulate
 from torch import Tensor
 
 from ..codecs import AgreeingCodec, Codec
-from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
+from ._base import check_pair
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
 __all__ = ["NOTHING", "Hop", "HopSchedule", "balanced", "multi_hop", "segments", "send_and_receive"]
@@ -101,11 +101,7 @@ def multi_hop(
     values and encodes the sum, so no partial sum is ever in memory. Each rank encodes each element at most once: one
     residual covers all its quantisations, and it draws each random number of its seed once.
     """
-    if codec.ahead:
-        raise ConfigError(
-            f"algorithm {name!r} encodes partial sums at every hop, where {codec} would select anew; choose another "
-            "algorithm"
-        )
+    check_pair(name, codec, transport.size)
     numel, unit = x.numel(), schedule.chunks * codec.block
     parts = cut(numel, -(-numel // segments(numel, schedule.chunks)) if piece is None else piece, unit)
     if isinstance(codec, AgreeingCodec):

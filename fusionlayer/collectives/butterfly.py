@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..transport import Transport
-from ._base import collective
+from ._base import collective, sums_anew
 from ._hops import NOTHING, Hop, HopSchedule, multi_hop
 
 __all__ = ["butterfly", "schedule"]
 
 
-@collective("butterfly")
+@collective("butterfly", takes=sums_anew, because="encodes partial sums anew, where nothing may be left out,")
 def butterfly(
     x: Tensor,
     codec: Codec,

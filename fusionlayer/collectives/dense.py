@@ -5,18 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..codecs import Codec
-from ..errors import ConfigError
 from ..transport import Transport
-from ._base import collective
+from ._base import check_pair, collective
 
 __all__ = ["dense"]
 
 
-@collective("dense")
+@collective("dense", takes=lambda codec, size: codec.lossless, because="sends values as they are")
 def dense(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum ``x`` uncompressed. The codec is not used, so it must be lossless."""
-    if not codec.lossless:
-        raise ConfigError(
-            f"algorithm 'dense' sends values as they are and cannot use {codec}; choose another algorithm"
-        )
+    check_pair("dense", codec, transport.size)
     transport.all_reduce(x)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..codecs import Codec, HomomorphicCodec
-from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
-from ._base import collective, split_evenly
+from ._base import check_pair, collective, split_evenly
 
 __all__ = ["integer_sum"]
 
 
-@collective("integer_sum")
+def _takes(codec: Codec, size: int) -> bool:
+    """Return whether codes can be added; raise ``ConfigError`` if so many ranks could overflow every width."""
+    return isinstance(codec, HomomorphicCodec) and codec.sum_bytes(codec.block, size) > 0
+
+
+@collective("integer_sum", takes=_takes, because="adds codes as integers")
 def integer_sum(
     x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None
 ) -> None:
@@ -28,10 +32,8 @@ def integer_sum(
     Owners decode nothing and round nothing, so a rank's residual keeps all that was lost of its values. Each rank sends
     (size - 1) / size of a message, and as many integers of 8, 12 or 16 bits.
     """
-    if not isinstance(codec, HomomorphicCodec):
-        raise ConfigError(
-            f"algorithm 'integer_sum' adds codes as integers and cannot use {codec}; choose another algorithm"
-        )
+    check_pair("integer_sum", codec, transport.size)
+    assert isinstance(codec, HomomorphicCodec)
     rank, size, numel = transport.rank, transport.size, x.numel()
     chunk = split_evenly(numel, size, codec.block)
     capacity, nbytes = codec.wire(chunk, x.dtype).capacity, codec.sum_bytes(chunk, size)

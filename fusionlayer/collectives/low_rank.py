@@ -13,10 +13,9 @@ from .. import codecs
 from ..codecs import Codec, Part
 from ..codecs._low_rank import orthonormal, product, random_factor, square_shape
 from ..codecs.powersgd import PowerSGD
-from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
-from ._base import collective
+from ._base import check_pair, collective
 from .one_shot import one_shot
 from .two_shot import two_shot
 
@@ -25,7 +24,11 @@ __all__ = ["low_rank"]
 _KEPT = "right"
 
 
-@collective("low_rank")
+@collective(
+    "low_rank",
+    takes=lambda codec, size: isinstance(codec, PowerSGD) or codec.name == "raw",
+    because="sums the factors of matrices",
+)
 def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum matrices by one step of subspace iteration of all ranks together (PowerSGD, algorithms 1 and 2).
 
@@ -37,13 +40,11 @@ def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
     rank's own M and Q: all residuals and the result add up to all inputs. PowerSGD is ``raw`` in its warm-up; values of
     that codec are summed as they are.
     """
+    check_pair("low_rank", codec, transport.size)
     if codec.name == "raw":
         transport.all_reduce(x)
         return
-    if not isinstance(codec, PowerSGD):
-        raise ConfigError(
-            f"algorithm 'low_rank' sums the factors of matrices and cannot use {codec}; choose another algorithm"
-        )
+    assert isinstance(codec, PowerSGD)
     if codec.parts is None:
         _as_square(x, codec, transport, seed, residual)
         return

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ..codecs import AgreeingCodec, Codec
-from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
-from ._base import collective
+from ._base import check_pair, collective
 
 __all__ = ["oktopk"]
 
@@ -19,7 +18,7 @@ DIGITS = ((31, 24), (24, 16), (16, 8), (8, 0))  # the bits of a magnitude, in fo
 Pairs = tuple[Tensor, Tensor]
 
 
-@collective("oktopk")
+@collective("oktopk", takes=lambda codec, size: codec.ahead, because="sums sparse selections")
 def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum the elements that ranks select, each rank one region of the tensor, and keep the largest sums (PPoPP 2022).
 
@@ -35,8 +34,7 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
     decide which rank adds an element; no result depends on them. Selected elements whose sums did not pass go back into
     ``residual``.
     """
-    if not codec.ahead:
-        raise ConfigError(f"algorithm 'oktopk' sums sparse selections and cannot use {codec}; choose another algorithm")
+    check_pair("oktopk", codec, transport.size)
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, numel = transport.rank, x.numel()

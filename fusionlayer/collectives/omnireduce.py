@@ -8,15 +8,18 @@ from torch import Tensor
 from .. import codecs
 from ..codecs import Codec
 from ..codecs.omnireduce import OmniReduce
-from ..errors import ConfigError
 from ..transport import Transport
-from ._base import collective
+from ._base import check_pair, collective
 from .ring import ring
 
 __all__ = ["omnireduce"]
 
 
-@collective("omnireduce")
+@collective(
+    "omnireduce",
+    takes=lambda codec, size: isinstance(codec, OmniReduce),
+    because="sums the blocks that ranks select",
+)
 def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum the blocks that any rank has selected, in bf16 around a ring (DynamiQ, appendix C, after OmniReduce).
 
@@ -28,10 +31,8 @@ def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, 
     A rank sends 2 (size - 1) / size of the union, 2 bytes a value. The size of the union depends on the values, and
     follows the budget only over several sums. ``residual`` keeps what did not travel, and what bf16 lost.
     """
-    if not isinstance(codec, OmniReduce):
-        raise ConfigError(
-            f"algorithm 'omnireduce' sums the blocks that ranks select and cannot use {codec}; choose another algorithm"
-        )
+    check_pair("omnireduce", codec, transport.size)
+    assert isinstance(codec, OmniReduce)
     numel, size = x.numel(), codec.block_size
     if not numel:
         return

@@ -12,7 +12,7 @@ from ..codecs import Codec
 from ..transport import Transport
 from ..wire import DTYPE_CODES
 from . import halves
-from ._base import AllReduce, gathers, get, get_gather
+from ._base import AllReduce, check_pair, gathers, get, get_gather
 
 __all__ = ["UNSCALED", "Scaling", "choose", "reduce_flat", "reduce_scatter_flat", "scale_", "usual"]
 
@@ -44,7 +44,8 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
             takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec prefers.
 
     Raises:
-        ConfigError: there is no such collective, or it is not of the kind that ``ahead`` asks for.
+        ConfigError: there is no such collective, it is not of the kind that ``ahead`` asks for, or it cannot use the
+            codec. Costs of a codec, in place of the codec, are taken as they are.
     """
     if ahead is None:
         ahead = codec.ahead if algorithm is None else algorithm in gathers.names()
@@ -54,6 +55,8 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
         return name
     name = algorithm or codec.collective or usual(codec, size)
     get(name)
+    if isinstance(codec, Codec):
+        check_pair(name, codec, size)
     return name
 
 

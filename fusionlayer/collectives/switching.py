@@ -21,7 +21,7 @@ from ..transport._sum import sum_in_rank_order
 from ..wire import DTYPE_CODES
 from . import zipped as zipping
 from ._alpha_beta import AlphaBeta
-from ._base import collective
+from ._base import check_pair, collective
 
 __all__ = ["KINDS", "Costs", "Decision", "Switcher", "switched", "switcher_of"]
 
@@ -389,16 +389,14 @@ def switcher_of(transport: Transport, codec: Codec | None = None) -> Switcher:
     return kept[chosen]
 
 
-@collective("switched")
+@collective(
+    "switched", takes=lambda codec, size: codec.zips, because="chooses between dense sums and those of zipped messages"
+)
 def switched(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum by ``zipped`` or by ``dense``, whichever takes less time for tensors of this size.
 
     All ranks get the same bits. But the two may sum in different orders, so results may differ in the last bit from one
     run to the next.
     """
-    if not codec.zips:
-        raise ConfigError(
-            f"algorithm 'switched' chooses between dense and zipped sums and cannot use {codec}; choose another "
-            "algorithm, or codec 'zip'"
-        )
+    check_pair("switched", codec, transport.size)
     switcher_of(transport, codec).all_reduce(x, residual=residual)

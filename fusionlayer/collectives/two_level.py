@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..codecs import AgreeingCodec, Codec, TransformCodec, TwoLevelCodec
-from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
-from ._base import collective, split_evenly
+from ._base import check_pair, collective, split_evenly, sums_anew
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .two_shot import two_shot
 
@@ -81,7 +80,7 @@ def one_level(codec: Codec, transport: Transport) -> Codec:
     return codec.within if isinstance(codec, TwoLevelCodec) and len(transport.nodes) == 1 else codec
 
 
-@collective("two_level")
+@collective("two_level", takes=sums_anew, because="encodes partial sums anew, where nothing may be left out,")
 def two_level(
     x: Tensor,
     codec: Codec,
@@ -109,10 +108,7 @@ def two_level(
     Other arguments are those of ``two_shot``. With ``piece``, messages between nodes of one piece travel in the same
     exchange as messages inside nodes of the next piece.
     """
-    if codec.ahead:
-        raise ConfigError(
-            f"algorithm 'two_level' encodes partial sums, where {codec} would select anew; choose another algorithm"
-        )
+    check_pair("two_level", codec, transport.size)
     here = grid(transport)
     if here is None:
         return two_shot(x, one_level(codec, transport), transport, seed=seed, residual=residual, out=out, piece=piece)

@@ -16,7 +16,7 @@ from ..codecs import Codec, ZippedCodec
 from ..errors import ConfigError, WireError
 from ..transport import Transport
 from ..wire import DTYPE_CODES
-from ._base import collective, split_evenly
+from ._base import check_pair, collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
 __all__ = ["PIECE_BYTES", "all_gather", "all_to_all", "reduce_scatter", "zipped"]
@@ -50,7 +50,7 @@ def all_gather(
     """
     rank, size = transport.rank, transport.size
     lengths = [x.numel()] * size if lengths is None else list(lengths)
-    codec = _check(codec, x, "all_gather")
+    codec = _check(codec, x, "all_gather", size)
     if len(lengths) != size or lengths[rank] != x.numel() or sum(lengths) != out.numel():
         raise ConfigError(
             f"all_gather of {x.numel()} elements on rank {rank} into {out.numel()}, with lengths {lengths}; expected "
@@ -102,7 +102,7 @@ def all_to_all(
         WireError: a message was damaged.
     """
     rank, size = transport.rank, transport.size
-    codec = _check(codec, x, "all_to_all")
+    codec = _check(codec, x, "all_to_all", size)
     if design not in (1, 2):
         raise ConfigError(f"all_to_all with design={design}; expected 1 (sizes first) or 2 (static part first)")
     if len(sends) != size or len(recvs) != size or sends[rank] != recvs[rank]:
@@ -156,7 +156,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *
         WireError: a message was damaged.
     """
     size, numel = transport.size, out.numel()
-    codec = _check(codec, x, "reduce_scatter")
+    codec = _check(codec, x, "reduce_scatter", size)
     if x.numel() != size * numel:
         raise ConfigError(f"reduce_scatter of {x.numel()} elements into {numel}; expected {size} times as many")
     if size == 1:
@@ -172,7 +172,11 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
 
 
-@collective("zipped")
+@collective(
+    "zipped",
+    takes=lambda codec, size: isinstance(codec, ZippedCodec),
+    because="carries lossless messages of variable size",
+)
 def zipped(
     x: Tensor,
     codec: Codec,
@@ -189,8 +193,8 @@ def zipped(
     ``out`` (n,) the sum goes there and ``x`` stays. ``piece`` elements travel at a time; by default each rank's share
     of them has 4 MiB.
     """
-    codec = _check(codec, x, "zipped")
     rank, size = transport.rank, transport.size
+    codec = _check(codec, x, "zipped", size)
     if out is not None:
         out.copy_(x)
         x = out
@@ -331,13 +335,10 @@ def _default_piece(x: Tensor) -> int:
     return PIECE_BYTES // x.element_size()
 
 
-def _check(codec: Codec, x: Tensor, name: str) -> ZippedCodec:
+def _check(codec: Codec, x: Tensor, name: str, size: int) -> ZippedCodec:
     """Return ``codec`` if zipped collectives can use it and can carry ``x``; raise ``ConfigError`` otherwise."""
-    if not isinstance(codec, ZippedCodec):
-        raise ConfigError(
-            f"algorithm 'zipped' carries lossless messages of variable size and cannot use {codec}; choose another "
-            "algorithm, or codec 'zip'"
-        )
+    check_pair("zipped", codec, size)
+    assert isinstance(codec, ZippedCodec)
     if x.dtype not in DTYPE_CODES or not x.is_contiguous():
         raise ConfigError(
             f"zipped {name} got a {x.dtype} tensor with strides {x.stride()}; expected contiguous float32, bfloat16 "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..transport.star import Center
 from .matching import Matcher, Stall
-from .requests import READY, Reader, Request, Response, read_farewell, write_response
+from .requests import READY, Reader, Reason, Request, Response, read_farewell, write_response
 
 __all__ = ["Coordinator", "Patience"]
 
@@ -69,7 +69,7 @@ class Coordinator:
         # thread and the listening thread take it. _own is filled without it: appending to a deque is atomic.
         self._lock = threading.Lock()
         self._underway = 0
-        self._ended: str | None = None
+        self._ended: Reason | None = None
         self._closing = False
         self._next_warning = 0.0
         self._thread: threading.Thread | None = None
@@ -98,13 +98,13 @@ class Coordinator:
             self._underway -= 1
             self._answer()
 
-    def end(self, why: str) -> None:
+    def end(self, why: Reason) -> None:
         """Make all pending and later operations fail on every rank, for the reason ``why``. Any thread may call it."""
         with self._lock:
             self._take_own()
             self._end(why)
 
-    def close(self, why: str) -> None:
+    def close(self, why: Reason) -> None:
         """Tell the other ranks that rank 0 leaves, and end the listening thread. A second call does nothing."""
         self.end(why)
         # Before wake(), so that the listening thread sees it when it wakes.
@@ -129,12 +129,13 @@ class Coordinator:
                     self._look_for_stalls()
         except Exception as error:
             # Without this thread no rank would ever be answered, so all of them must fail now.
-            self.end(f"rank 0: its coordinator failed: {type(error).__name__}: {error}")
+            self.end(Reason(f"rank 0: its coordinator failed: {type(error).__name__}: {error}", (0,)))
             raise
 
     def _hear(self, rank: int, messages: list[memoryview] | None) -> None:
         if messages is None:
-            self._lose(rank, f"rank {rank} is lost: its connection was closed; its own error, or its exit, says why")
+            text = f"rank {rank} is lost: its connection was closed; its own error, or its exit, says why"
+            self._lose(rank, Reason(text, (rank,)))
             return
         for message in messages:
             why = read_farewell(message)
@@ -146,7 +147,7 @@ class Coordinator:
         self._send(rank, READY)
         self._answer()
 
-    def _lose(self, rank: int, why: str) -> None:
+    def _lose(self, rank: int, why: Reason) -> None:
         if rank in self._open:
             self._open.discard(rank)
             self._matcher.leave(rank, why)
@@ -173,23 +174,25 @@ class Coordinator:
         elif rank in self._open and self._center is not None:
             self._center.connections[rank].send(write_response(response))
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: Reason) -> None:
         if self._ended is None:
             first = self._matcher.first_loss
-            self._ended = f"{first}; then {why}" if first else why
+            self._ended = Reason(f"{first.text}; then {why.text}", first.ranks) if first else why
             self._refuse()
 
     def _refuse(self) -> None:
         assert self._ended is not None
         for rank in (0, *self._open):
-            self._send(rank, Response("end", text=self._ended))
+            self._send(rank, Response("end", why=self._ended))
 
     def _look_for_stalls(self) -> None:
         warning, limit = self._patience.warning, self._patience.limit
         now = time.monotonic()
         if limit is not None and self._matcher.stalls(limit, now):
             # Name the others too, also those that wait for a shorter time: the missing ranks may wait in one of them.
-            self._end(f"waited longer than {limit:g} s: {_tell(self._matcher.stalls(0.0, now))}")
+            stalls = self._matcher.stalls(0.0, now)
+            late = sorted({rank for stall in self._matcher.stalls(limit, now) for rank in stall.missing})
+            self._end(Reason(f"waited longer than {limit:g} s: {_tell(stalls)}", tuple(late)))
         elif warning is not None and now >= self._next_warning and (stalls := self._matcher.stalls(warning, now)):
             self._next_warning = now + warning
             _logger.warning(

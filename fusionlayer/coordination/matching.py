@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .central import compute
-from .requests import ALL_RANKS, Begun, Item, Key, Request, Response, Signature, flatten, unflatten
+from .requests import ALL_RANKS, Begun, Item, Key, Reason, Request, Response, Signature, flatten, unflatten
 
 __all__ = ["Matcher", "Stall"]
 
@@ -76,18 +76,18 @@ class Matcher:
         self._waiting: dict[Key, _Waiting] = {}
         self._later: dict[Key, deque[tuple[int, Request]]] = {}
         self._ready: deque[_Ready] = deque()
-        self._failed: deque[tuple[str, dict[int, Request], str]] = deque()
+        self._failed: deque[tuple[str, dict[int, Request], Reason]] = deque()
         self._sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(size))}
         self._next_set = ALL_RANKS + 1
         self._joined: dict[int, Request] = {}
         self._begun: Begun = {}
         self._told: deque[dict[int, Response]] = deque()
-        self._left: dict[int, str] = {}
+        self._left: dict[int, Reason] = {}
 
     @property
-    def first_loss(self) -> str:
-        """Why the first rank that left has done so; empty if none has left."""
-        return next(iter(self._left.values()), "")
+    def first_loss(self) -> Reason | None:
+        """Why the first rank that left has done so; None if none has left."""
+        return next(iter(self._left.values()), None)
 
     def take(self, rank: int, requests: Iterable[Request]) -> None:
         """Note the requests of a rank."""
@@ -101,7 +101,7 @@ class Matcher:
             else:
                 self._take(rank, request, now)
 
-    def leave(self, rank: int, why: str) -> None:
+    def leave(self, rank: int, why: Reason) -> None:
         """Note that a rank has left. Operations that need it fail, now and later, for the reason ``why``."""
         self._left[rank] = why
         for waiting in list(self._waiting.values()):
@@ -185,18 +185,19 @@ class Matcher:
         process_set, kind, _ = waiting.key
         requests = waiting.requests
         if process_set not in self._sets:
-            self._fail(waiting, f"process set {process_set} has been removed")
+            self._fail(waiting, Reason(f"process set {process_set} has been removed"))
             return
         missing = () if len(requests) == len(self._sets[process_set]) else self._missing(waiting)
-        gone = [rank for rank in missing if rank in self._left]
+        # The first that left, as others may have left because of it.
+        gone = next((why for rank, why in self._left.items() if rank in missing), None)
         if gone:
-            self._fail(waiting, self._left[gone[0]], code="lost")
+            self._fail(waiting, gone, code="lost")
             return
         if missing:
             return
         why = self._conflict(waiting)
         if why is not None:
-            self._fail(waiting, why)
+            self._fail(waiting, Reason(why))
             return
         del self._waiting[waiting.key]
         signature = next(iter(requests.values())).signature
@@ -247,7 +248,7 @@ class Matcher:
             return f"{name}: there is a process set of the ranks {list(first.ranks or ())} already"
         return None
 
-    def _fail(self, waiting: _Waiting, why: str, code: str = "fail") -> None:
+    def _fail(self, waiting: _Waiting, why: Reason, code: str = "fail") -> None:
         del self._waiting[waiting.key]
         self._failed.append((code, waiting.requests, why))
         self._feed(waiting.key)

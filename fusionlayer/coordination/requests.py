@@ -147,6 +147,18 @@ class Item(NamedTuple):
     signature: Signature | None = None
 
 
+class Reason(NamedTuple):
+    """Why operations fail.
+
+    Attributes:
+        text: the reason, as a clause.
+        ranks: the ranks that are to blame; empty if ranks only differ.
+    """
+
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
 class Response(NamedTuple):
     """What one rank has to do next.
 
@@ -161,13 +173,13 @@ class Response(NamedTuple):
             "joined": a rank has joined, so tell the coordinator which steps begin;
             "begun": to a rank that has joined: the steps that have begun, for which it stands in.
         items: the operations.
-        text: the reason of "fail", "lost" and "end".
+        why: the reason of "fail", "lost" and "end".
         data: the results, concatenated.
     """
 
     code: str
     items: tuple[Item, ...] = ()
-    text: str = ""
+    why: Reason = Reason("")
     data: Bytes = b""
 
 
@@ -249,15 +261,15 @@ def unflatten(numbers: Sequence[int]) -> Begun:
     return {(numbers[i], numbers[i + 1]): numbers[i + 2] for i in range(0, len(numbers), 3)}
 
 
-def write_farewell(why: str) -> bytes:
+def write_farewell(why: Reason) -> bytes:
     """Return the last message of a rank that leaves, with the reason."""
-    return _FAREWELL + why.encode()
+    return _FAREWELL + json.dumps(why).encode()
 
 
-def read_farewell(message: Bytes) -> str | None:
+def read_farewell(message: Bytes) -> Reason | None:
     """Return the reason in a rank's last message; None if the message has requests."""
     size = len(_FAREWELL)
-    return bytes(message[size:]).decode() if message[:size] == _FAREWELL else None
+    return _reason(json.loads(bytes(message[size:]))) if message[:size] == _FAREWELL else None
 
 
 def write_response(response: Response) -> bytes:
@@ -268,14 +280,14 @@ def write_response(response: Response) -> bytes:
         facts += (handle is not None, handle or 0, len(numbers), *numbers)
         if signature is not None:
             signatures.append(signature)
-    texts = [response.text, *signatures] if signatures or response.text else None
+    texts = [response.why, *signatures] if signatures or response.why.text else None
     return _pack(array("q", facts), texts, [response.data])
 
 
 def read_response(message: Bytes) -> Response:
     """Return the response of a message."""
     numbers, texts, data = _unpack(message)
-    text, *signatures = texts or [""]
+    why, *signatures = texts or [Reason("")]
     items = []
     at = 2
     for _ in range(numbers[1]):
@@ -283,7 +295,12 @@ def read_response(message: Bytes) -> Response:
         at += 3 + length
         signature = None if given else _signature(signatures.pop(0))
         items.append(Item(handle if given else None, tuple(numbers[at - length : at]) if length else (), signature))
-    return Response(_CODES[numbers[0]], tuple(items), text, data)
+    return Response(_CODES[numbers[0]], tuple(items), _reason(why), data)
+
+
+def _reason(fields: Sequence[Any]) -> Reason:
+    text, ranks = fields
+    return Reason(text, tuple(ranks))
 
 
 def _pack(numbers: array[int], texts: list[Any] | None, data: Sequence[Bytes]) -> bytes:

@@ -26,6 +26,7 @@ from .requester import Requester
 from .requests import (
     ALL_RANKS,
     Begun,
+    Reason,
     Request,
     Response,
     Signature,
@@ -283,9 +284,12 @@ class Session:
 
         A second call does nothing.
         """
-        why = f"rank {self.rank} has shut down, or its program has ended"
+        why = Reason(f"rank {self.rank} has shut down, or its program has ended", (self.rank,))
         # First no more requests, then the requester sends the last ones, and only then the farewell follows them.
-        ended = self._leave(TransportError(f"{why}; call init() again", [self.rank]))
+        ended = self._leave(TransportError(f"{why.text}; call init() again", [self.rank]))
+        cause = self._transport.cause()
+        if cause is not None:
+            why = Reason(f"{cause}; then {why.text}", cause.ranks)
         self._requester.close()
         if self._coordinator is not None:
             self._coordinator.close(why)
@@ -314,10 +318,11 @@ class Session:
                     self._told = unflatten(response.items[0].numbers)
                     self._table.changed.notify_all()
             elif response.code == "end":
-                self._end(TransportError(response.text))
+                self._end(TransportError(response.why.text, response.why.ranks))
             elif response.code in ("fail", "lost"):
                 error = PlanMismatch if response.code == "fail" else TransportError
-                self._table.finish(self._table.take(response.items), error(f"rank {self.rank}: {response.text}"))
+                told = error(f"rank {self.rank}: {response.why.text}", response.why.ranks)
+                self._table.finish(self._table.take(response.items), told)
             else:
                 self._run(response)
 
@@ -366,7 +371,9 @@ class Session:
             return self._responses.get()
         message = self._connection.receive()
         if message is None:
-            self._end(TransportError(f"rank {self.rank}: rank 0, which coordinates, is lost", [0]))
+            cause = self._transport.cause()
+            text = f"rank {self.rank}: rank 0, which coordinates, is lost"
+            self._end(TransportError(f"{cause}; then {text}", cause.ranks) if cause else TransportError(text, [0]))
             return None
         return read_response(message)
 
@@ -394,7 +401,8 @@ class Session:
 
     def _break(self, error: Exception, operations: Sequence[Operation]) -> None:
         """End the session after an error in the middle of a message, because the ranks are out of step from there."""
-        why = f"rank {self.rank}: {operations[0].label if operations else 'a joined rank'}: {error}"
+        text = f"rank {self.rank}: {operations[0].label if operations else 'a joined rank'}: {error}"
+        why = Reason(text, error.ranks if isinstance(error, TransportError) else (self.rank,))
         self._table.finish(operations, error)
         # The reason goes out before the transport closes: closing makes the calls of the other ranks fail.
         if self._coordinator is not None:
@@ -402,7 +410,7 @@ class Session:
         elif self._connection is not None:
             self._connection.send(write_farewell(why))
         self._transport.close()
-        self._end(error if isinstance(error, FusionLayerError) else TransportError(why))
+        self._end(error if isinstance(error, FusionLayerError) else TransportError(why.text, why.ranks))
 
     def _end(self, error: FusionLayerError) -> None:
         # The phase first: an operation added after fail_all would never end.

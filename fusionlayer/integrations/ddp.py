@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives, context
-from ..codecs import Codec
+from ..codecs import Codec, CodecOptions
 from ..config import Config
 from ..errors import ConfigError, UsageError
 from ..functional import make_codec, refuse_unknown
@@ -28,6 +28,7 @@ from .replicas import ReplicaCheck, Replicas, check_interval
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
+    from typing_extensions import Unpack
 
 __all__ = ["CommHook", "register"]
 
@@ -40,7 +41,7 @@ def register(
     ahead: bool | None = None,
     autotune: bool | Autotune | None = None,
     check_replicas: bool | int | None = None,
-    **codec_options: Any,
+    **codec_options: Unpack[CodecOptions],
 ) -> CommHook:
     """Send the gradients of ``model`` compressed over the ranks of its process group; call it before training.
 
@@ -76,10 +77,11 @@ def register(
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"ddp.register got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
-    refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan"} & codec_options.keys())
+    given: Mapping[str, object] = codec_options
+    refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan"} & given.keys())
     if refused:
         raise ConfigError(
-            f"ddp.register got {refused[0]}={codec_options[refused[0]]!r}; DDP makes its own buckets, which all travel "
+            f"ddp.register got {refused[0]}={given[refused[0]]!r}; DDP makes its own buckets, which all travel "
             f"by one codec: wrap the optimizer in DistributedOptimizer for {refused[0]}"
         )
     refuse_unknown(register, codec, codec_options)

@@ -23,7 +23,10 @@ __all__ = ["Distributed"]
 
 
 class Distributed(GradientReduction):
-    """Overrides methods of the wrapped optimizer's class, before which it stands in the method resolution order."""
+    """The type of what ``DistributedOptimizer`` returns: the wrapped optimizer, with these methods besides its own.
+
+    It overrides methods of the wrapped optimizer's class, before which it stands in the method resolution order.
+    """
 
     @property
     def fusion_plan(self) -> FusionPlan | None:

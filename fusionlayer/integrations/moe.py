@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import context
-from ..codecs import Codec
+from ..codecs import Codec, CodecOptions
 from ..collectives.all_to_all import all_to_all
 from ..collectives.switching import switcher_of
 from ..errors import ConfigError, PlanMismatch
@@ -23,6 +23,9 @@ from ..transport import Transport
 from ..wire import DTYPE_CODES
 from .codec_or_auto import CodecOrAuto
 from .groups import resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Dispatcher", "Experts", "Route"]
 
@@ -83,7 +86,7 @@ class Dispatcher:
         codec: str | Codec | None = None,
         *,
         gradient_codec: str | Codec | None = None,
-        **codec_options: Any,
+        **codec_options: Unpack[CodecOptions],
     ) -> None:
         refuse_unknown(Dispatcher, codec, codec_options)
         self._forward = CodecOrAuto.of(codec, codec_options)

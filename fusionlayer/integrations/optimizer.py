@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .. import context
-from ..codecs import Codec
+from ..codecs import Codec, CodecOptions
 from ..errors import ConfigError
 from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
 from ..plan import FusionPlan
@@ -29,6 +29,9 @@ from .enrolment import Roster
 from .parameters import describe, replicated_by
 from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DistributedOptimizer"]
 
@@ -57,8 +60,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     autotune: bool | Autotune | None = None,
     broadcast: bool = True,
     check_replicas: bool | int | None = None,
-    **codec_options: Any,
-) -> Optimizer:
+    **codec_options: Unpack[CodecOptions],
+) -> Distributed:
     """Return ``optimizer``, which now averages gradients over ranks during backward, fused and compressed.
 
     It is the same object and still an instance of its class, with its parameter groups, state and learning-rate

@@ -211,8 +211,9 @@ class ReplicaCheck:
             text += ", ..."
         if self._strict:
             raise ReplicaMismatch(
-                f"{text}; weights were loaded or changed on some ranks only, a step was skipped, or memory or a "
-                "message is damaged: go on from a checkpoint, or call broadcast_parameters(model.state_dict(), 0)",
+                f"{text}; weights were loaded or changed on some ranks only, a step was skipped, processors or numbers "
+                "of threads are not the same, or memory or a message is damaged: go on from a checkpoint, call "
+                "broadcast_parameters(model.state_dict()), or give check_replicas=False if differences are meant",
                 ranks=sorted({rank for ranks in found.values() for rank in ranks}),
                 tensors=found,
             )

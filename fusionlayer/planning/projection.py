@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from .. import collectives
+from .. import codecs, collectives
 from ..config import Config
 from ..errors import ConfigError
 from ..plan import TensorInfo
@@ -79,6 +79,8 @@ class Method:
         profile.codec(codec)
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise ConfigError(f"unknown algorithm {algorithm!r}; {nearest(algorithm, list(ALGORITHMS))}")
+        if algorithm is not None and codec in codecs.names():
+            collectives.choose(codecs.get(codec), 2, algorithm, ahead=None)
         settings = Config()
         options = settings.planner_options if planner in (None, settings.planner) else {}
         fuse = planners.get(planner or settings.planner, **options)

@@ -24,7 +24,7 @@ from ..transport import Transport
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
 from .failure import located, tensors_that_differ
-from .fusing import fuse
+from .fusing import check_pairs, fuse
 from .lane import Lane
 from .memory import Memory
 from .order import SendOrder
@@ -142,11 +142,11 @@ class Engine:
         Each tensor keeps its error feedback. Before the first payload the ranks compare the plans.
 
         Raises:
-            ConfigError: the plan is for other tensors or ranks, or names an unknown codec or collective.
+            ConfigError: the plan is for other tensors or ranks, or a bucket names a codec and a collective that are
+                unknown or do not go together.
         """
         plan.check(self._tensors.values(), self.size)
-        for bucket in plan.buckets:
-            collectives.choose(self._codec_of(bucket), self.size, bucket.algorithm, ahead=bucket.ahead)
+        check_pairs(plan)
         self._next_plan = plan
 
     def enrol(

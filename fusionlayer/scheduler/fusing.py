@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from .. import collectives
+from .. import codecs, collectives
 from ..codecs import Codec
+from ..errors import ConfigError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from .planners import Planner, StepCosts
 
-__all__ = ["fuse", "slot_alignment"]
+__all__ = ["check_pairs", "fuse", "slot_alignment"]
 
 _SLOT_ALIGNMENT = 128
 
@@ -53,6 +54,16 @@ def fuse(
         buckets += FusionPlan.build(runs, workers, each.name, each.options, collective, align, goes_ahead).buckets
     position = {tensor.name: i for i, tensor in enumerate(tensors)}
     return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
+
+
+def check_pairs(plan: FusionPlan) -> None:
+    """Raise ``ConfigError`` if a bucket's codec and collective do not exist or do not go together."""
+    for index, bucket in enumerate(plan.buckets):
+        try:
+            codec = codecs.get(bucket.codec, **bucket.options)
+            collectives.choose(codec, plan.world_size, bucket.algorithm, ahead=bucket.ahead)
+        except ConfigError as error:
+            raise ConfigError(f"plan: bucket {index}: {error}") from None
 
 
 def slot_alignment(codec: Codec, ahead: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -49,7 +49,20 @@ __all__ = [
 
 
 class HorovodInternalError(FusionLayerError, RuntimeError):
-    """An operation has failed: a peer was lost, or ranks asked for it differently. The cause says which."""
+    """An operation has failed: a peer was lost, or ranks asked for it differently. The cause says which.
+
+    Attributes:
+        ranks: the ranks that caused it, as far as they are known.
+    """
+
+    def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    @classmethod
+    def of(cls, error: FusionLayerError) -> HorovodInternalError:
+        """Return the error that Horovod's users expect, for one of fusionlayer's."""
+        return cls(str(error), getattr(error, "ranks", ()))
 
 
 _sessions: WeakKeyDictionary[Transport, Session] = WeakKeyDictionary()

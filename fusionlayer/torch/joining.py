@@ -66,7 +66,7 @@ def join(device: int = -1) -> int:
         finally:
             standing_in.close()
     except FusionLayerError as error:
-        raise HorovodInternalError(str(error)) from error
+        raise HorovodInternalError.of(error) from error
     return last
 
 

@@ -514,7 +514,7 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
     except ConfigError:
         raise
     except FusionLayerError as error:
-        raise HorovodInternalError(str(error)) from error
+        raise HorovodInternalError.of(error) from error
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -258,7 +258,7 @@ def submit(
     except ConfigError:
         raise
     except FusionLayerError as error:
-        raise HorovodInternalError(str(error)) from error
+        raise HorovodInternalError.of(error) from error
 
 
 def checked(kind: str, tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, PlanMismatch
+from ..errors import ConfigError, PlanMismatch, TransportError
 from ..wire import digest
 
 __all__ = ["Transport"]
@@ -114,6 +114,10 @@ class Transport(ABC):
         every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
         self.exchange(shares, [part.view(torch.uint8) for part in every])
         self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
+
+    def cause(self) -> TransportError | None:
+        """Return why this process leaves, if a transport of it over these ranks has failed; else None."""
+        return None
 
     def _check_member(self, ranks: Sequence[int]) -> None:
         """Raise ``ConfigError`` unless ``ranks`` are different ranks of this transport and include this one."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import outages
 from ..errors import TransportError
 from ._base import Transport
 from ._calls import Call, peers
@@ -187,6 +188,10 @@ class LinkedTransport(Transport):
         if self._failure is None:
             self._shut(TransportError(f"rank {self.rank}: this transport is closed; make a new one"), None)
 
+    def cause(self) -> TransportError | None:
+        finding = self._watch and self._watch.because()
+        return TransportError(finding.text, finding.ranks) if finding else None
+
     def _node_key(self) -> bytes:
         return hashlib.sha256(self._node.encode()).digest()[:8]
 
@@ -211,7 +216,7 @@ class LinkedTransport(Transport):
             )
             failure = watch.meet(store, self.timeout)
         except RuntimeError as error:
-            lost = lost_store(rendezvous.store, rendezvous.store_rank)
+            lost = _own_failure(self.rank, error) or lost_store(rendezvous.store, rendezvous.store_rank)
             raise TransportError(f"rank {self.rank}: making a transport: {lost.text}", lost.ranks) from error
         if failure:
             raise TransportError(f"rank {self.rank}: making a transport: {failure.text}", failure.ranks)
@@ -220,7 +225,8 @@ class LinkedTransport(Transport):
             for device, link in self._make_links(dist.PrefixStore(rendezvous.name, store)):
                 links[device] = link
         except RuntimeError as error:
-            raise self._fail(LinkError(self.rank, str(error)), "making the transport") from error
+            own = _own_failure(self.rank, error)
+            raise self._fail(LinkError(self.rank, str(error)), "making the transport", own) from error
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
         weakref.finalize(self, _abandon, links, watch).atexit = False
@@ -256,11 +262,14 @@ class LinkedTransport(Transport):
         if self._failure is not None:
             raise TransportError(str(self._failure), self._failure.ranks, sequence=self._failure.sequence)
 
-    def _fail(self, error: LinkError, what: str) -> TransportError:
-        """Close the transport after a failure of its link, find the cause, and return the error that names it."""
+    def _fail(self, error: LinkError, what: str, known: Diagnosis | None = None) -> TransportError:
+        """Close the transport after a failure of its link, find the cause, and return the error that names it.
+
+        ``known``: why this rank itself has failed, if it has.
+        """
         assert self._watch is not None
         lost = f"the connection to rank {error.peer} was lost, though its process is alive"
-        finding = self._watch.diagnose(otherwise=Diagnosis((error.peer,), lost, True))
+        finding = self._watch.diagnose(otherwise=Diagnosis((error.peer,), lost, True), known=known)
         if not finding.ranks:
             finding = replace(finding, ranks=(error.peer,))
         failure = TransportError(
@@ -305,6 +314,12 @@ class _InCall:
             self._watch.leave()
         else:
             self._transport._fail_call(self._call, error)
+
+
+def _own_failure(rank: int, error: RuntimeError) -> Diagnosis | None:
+    """Return what has failed in this process, if the error means that."""
+    cause = outages.explain(error)
+    return Diagnosis((rank,), f"rank {rank} has {cause.text}", True) if cause.here else None
 
 
 def _close_all(links: Mapping[str, Link]) -> None:

@@ -224,6 +224,10 @@ class Watch:
             self._farewell = _failed(finding)
         monitor.remove(self)
 
+    def because(self) -> Diagnosis | None:
+        """Return why this rank leaves, or will, if a transport of the process has failed. Any thread."""
+        return monitor.cause and monitor.cause.among(self._identities) or None
+
     # What follows runs on the monitor's thread.
 
     def tick(self) -> None:
@@ -271,7 +275,7 @@ class Watch:
             "call": asdict(place.call) if place.call else None,
             "recent": [[number, asdict(call)] for number, call in place.recent],
             "heard": self._cause is not None,
-            "because": asdict(because) if (because := self._because()) else None,
+            "because": asdict(because) if (because := self.because()) else None,
             **(self._farewell or {}),
         }
         self._store.set(f"at/{self.rank}", json.dumps(state))
@@ -312,8 +316,9 @@ class Watch:
         because = state.get("because")
         told = Sign(rank, "told", because["text"], tuple(because["ranks"])) if because else None
         if state["state"] == "closed":
-            if behind or (call is not None and call.partner == rank):
-                text = f"rank {rank} closed its transport after collective {state['sequence']}"
+            amid = state["call"] is not None and state["sequence"] == sequence
+            if behind or amid or (call is not None and call.partner == rank):
+                text = f"rank {rank} closed its transport {'in' if amid else 'after'} collective {state['sequence']}"
                 return told or Sign(rank, "left", text)
             return None
         failed = state["state"] == "failed"
@@ -345,7 +350,7 @@ class Watch:
         return [sign for rank in self.others() if (sign := self._look_at(rank))]
 
     def _judge_without_store(self) -> Diagnosis:
-        told = self._cause or self._because() or self._known
+        told = self._cause or self.because() or self._known
         if told:
             return told
         seen = self._seen_first or self._look_around()
@@ -353,10 +358,6 @@ class Watch:
         return judge([sign for sign in seen if sign.rank == self._store_rank] or seen, self._place.call) or (
             self._lost_store
         )
-
-    def _because(self) -> Diagnosis | None:
-        """Return why this rank leaves, or will, if another transport of the process has failed."""
-        return monitor.cause and monitor.cause.among(self._identities) or None
 
     def _hear(self, cause: str) -> None:
         """Take what the store has as the first cause; "" is none."""

@@ -20,9 +20,12 @@ from torch import Tensor
 
 from fusionlayer import backend
 from fusionlayer.backend import calls
+from fusionlayer.backend.call_queue import CallQueue
 from fusionlayer.backend.group import CompressingGroup
 from fusionlayer.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
+from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.ranks import over_threads
 from tests.synthetic import gradient
 from tests.tiers import exhaustive, tiered
 
@@ -251,8 +254,8 @@ CALLS: dict[str, Callable[..., dist.Work]] = {
     "all_reduce SUM of (64, 64) float32": lambda group: all_reduce(group, torch.ones(64, 64)),
     "all_reduce SUM of (4096,) bfloat16": lambda group: all_reduce(group, torch.ones(4096).bfloat16()),
     "all_reduce SUM of (4096,) float16": lambda group: all_reduce(group, torch.ones(4096).half()),
-    "all_reduce SUM of (4095,) (1,) float32": lambda group: group.allreduce_coalesced(
-        [torch.ones(4095), torch.ones(1)]
+    "all_reduce SUM of (4094,) (2,) float32": lambda group: group.allreduce_coalesced(
+        [torch.ones(4094), torch.ones(2)]
     ),
     "all_gather of (4096,) float32": lambda group: group.all_gather_single(torch.ones(12288), torch.ones(4096)),
     "all_to_all of float32": lambda group: group.all_to_all_single(torch.ones(12288), torch.ones(12288), [], []),
@@ -267,6 +270,9 @@ def all_reduce(group: dist.ProcessGroup, x: Tensor, op: Any = dist.ReduceOp.SUM)
 def differ(rank: int, world: int) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Return, for each call that rank 1 makes in place of the others' one, the error that follows."""
     rules = {"min_bytes": 0, "rules": [{"codec": "int8", "op": list(backend.OPS)}]}
+    x = torch.ones(()) if rank == 1 else torch.ones(1)
+    dist.all_reduce(x, group=dist.new_group(None, timedelta(seconds=8), pg_options=rules))
+    assert abs(x.item() - world) < 0.1, "DeepSpeed's pipelines do this, and it is meant"
     groups = {other: dist.new_group(None, timedelta(seconds=8), pg_options=rules) for other in OTHERS}
     works = {other: CALLS[other if rank == 1 else SAME](group) for other, group in groups.items()}
     errors = {}
@@ -274,6 +280,13 @@ def differ(rank: int, world: int) -> dict[str, tuple[str, tuple[int, ...], str]]
         with pytest.raises(TransportError) as caught:
             work.wait()
         errors[other] = type(caught.value).__name__, caught.value.ranks, str(caught.value)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    checked = dist.new_group(None, FEW)
+    x = torch.ones(5).double()
+    dist.all_reduce(x, group=checked)
+    assert x.tolist() == [world] * 5
+    with pytest.raises(RuntimeError, match="Detected mismatch between collectives on ranks"):
+        dist.all_reduce(x if rank != 1 else x[:4], group=checked)
     return errors
 
 
@@ -283,6 +296,22 @@ def test_calls_that_differ_over_ranks_are_named_though_their_messages_have_equal
         assert list(errors) == OTHERS
         for other, (_, ranks, told) in errors.items():
             assert 1 in ranks and len(ranks) == 2 and other in told and SAME in told, (rank, other, told)
+
+
+def test_where_asked_to_ranks_compare_calls_before_they_make_them() -> None:
+    """Messages of NCCL have no keys; here no call sends any."""
+
+    def body(transport: Transport) -> None:
+        queue = CallQueue("g", lambda: transport, compare=True)
+        queue.submit("a sum", lambda transport: None, [torch.zeros(1)]).wait()
+        try:
+            with pytest.raises(TransportError, match="rank 1 (is )?in a mean"):
+                what = "a mean" if transport.rank == 1 else "a sum"
+                queue.submit(what, lambda transport: None, [torch.zeros(1)]).wait()
+        finally:
+            queue.close(wait=False)
+
+    over_threads(2, body)
 
 
 def fail_within(rank: int, world: int) -> None:

@@ -89,6 +89,7 @@ class TestPlan:
             (["--codec", "int4", "--density", "0.1", "-o", "x"], "codec 'int' cannot take the options"),
             (["--planner-option", "scheme=none", "-o", "x"], "safusion planner: scheme='none'"),
             (["--algorithm", "two_shot", "--ahead", "-o", "x"], "algorithm 'two_shot' sums a flat tensor"),
+            (["--codec", "int4", "--algorithm", "dense", "-o", "x"], "algorithm 'dense' sends values as they are and"),
             (["--rate", "fast", "-o", "x"], "rate 'fast'"),
         ],
     )
@@ -167,6 +168,15 @@ class TestExplain:
             "sys.exit('matplotlib' in sys.modules)"
         )
         assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=50).returncode == 0
+
+    def test_a_plan_whose_codec_and_collective_do_not_go_together_is_an_error(
+        self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        plan.write_text(plan.read_text().replace("algorithm: two_shot", "algorithm: dense"))
+        assert main(["explain", str(plan), "--profile", str(path)]) == 1
+        assert (
+            "plan: bucket 0: algorithm 'dense' sends values as they are and cannot use int" in capsys.readouterr().err
+        )
 
     def test_a_file_that_is_no_plan_is_an_error(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["explain", str(path), "--profile", str(path)]) == 1

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
+from fusionlayer.collectives import MessageSpan
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, every, is_kind
@@ -89,6 +90,38 @@ def test_without_loss_the_sum_is_the_one_in_rank_order(name: str, dtype: torch.d
 
     for result in over_threads(5, body):
         assert torch.equal(result, total.to(dtype))
+
+
+@pytest.mark.parametrize("world", (1, 2, 3, 4))
+def test_a_pair_is_refused_before_training_if_and_only_if_its_first_sum_would_fail(world: int) -> None:
+    def fails(name: str, codec: Codec, transport: Transport) -> bool:
+        x = torch.ones(300)
+        try:
+            if name in collectives.names():
+                collectives.get(name)(x, codec, transport, residual=torch.zeros(300))
+            else:
+                mine = codec.compress(x)
+                every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8)
+                span = MessageSpan(300, x.dtype, 0, mine.numel())
+                collectives.get_gather(name)(mine, every, [span], codec, transport)
+                codec.decode_sum(every, x)
+        except Exception:
+            return True
+        return False
+
+    def refused(name: str, codec: Codec) -> bool:
+        try:
+            return collectives.choose(codec, world, name, ahead=name in collectives.gather_names()) != name
+        except ConfigError as error:
+            others = str(error).partition("choose another algorithm, such as ")[2].split(", ")[:-1]
+            assert str(codec) in str(error) and others and not any(refused(other, codec) for other in others)
+            return True
+
+    pairs = [(n, codec.bare) for codec in DEFAULTS for n in (*collectives.names(), *collectives.gather_names())]
+    late = over_threads(world, lambda transport: [fails(*pair, transport) for pair in pairs])
+    early = [refused(*pair) for pair in pairs]
+    assert late == [early] * world, [pair for pair, a, b in zip(pairs, early, late[0], strict=True) if a != b]
+    assert any(early) and not all(early)
 
 
 @pytest.mark.parametrize("size", WORLDS)

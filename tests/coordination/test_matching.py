@@ -10,6 +10,7 @@ from fusionlayer.coordination.matching import Matcher
 from fusionlayer.coordination.requests import (
     Item,
     Reader,
+    Reason,
     Request,
     Response,
     Signature,
@@ -62,7 +63,7 @@ def test_requests_of_the_same_name_keep_their_order() -> None:
     assert [each[1].code for each in responses(matcher)] == ["execute"]
     matcher.take(1, [Request(8, "x", SUM)])
     (failed,) = responses(matcher)
-    assert failed[1].code == "fail" and "asked for it twice" in failed[1].text
+    assert failed[1].code == "fail" and "asked for it twice" in failed[1].why.text
 
 
 def test_ranks_that_have_left_or_joined() -> None:
@@ -74,11 +75,11 @@ def test_ranks_that_have_left_or_joined() -> None:
     assert announced == dict.fromkeys((0, 2), Response("joined"))
     assert ready[1] == Response("execute", (Item(None, (), SUM),))
     matcher.take(0, [Request(4, "y", SUM)])
-    matcher.leave(2, "rank 2 is lost")
+    matcher.leave(2, Reason("rank 2 is lost", (2,)))
     lost = responses(matcher)
     assert {rank for each in lost for rank in each} == {0, 1}
     assert all(response.code == "lost" for each in lost for response in each.values())
-    assert matcher.first_loss == "rank 2 is lost"
+    assert matcher.first_loss == Reason("rank 2 is lost", (2,))
 
 
 def test_stalls_say_who_is_missing() -> None:
@@ -101,12 +102,12 @@ def test_messages_come_back_as_they_were() -> None:
         assert read_farewell(message) is None
         assert reader.read(message) == requests
     assert len(reader._known) <= 3 + 2
-    assert read_farewell(write_farewell("gone")) == "gone"
+    assert read_farewell(write_farewell(Reason("gone", (2,)))) == Reason("gone", (2,))
     for response in (
         Response("ready"),
         Response("execute", (Item(3, (1, 2)), Item(None, (), gather), Item(0))),
         Response("take", (Item(3),), data=b"abc"),
-        Response("fail", (Item(-1),), "why"),
+        Response("fail", (Item(-1),), Reason("why", (2, 3))),
     ):
         assert read_response(write_response(response)) == response
 

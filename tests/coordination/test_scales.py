@@ -104,6 +104,6 @@ def test_ranks_that_scale_otherwise_are_told_so(field: str, value: object) -> No
     odd.signature = odd.signature._replace(**{field: value})
     told = groups(every, False)
     failed = [each for each in told if each[0].code == "fail"]
-    assert len(failed) == 1 and f"{field} " in failed[0][0].text and "rank 1" in failed[0][0].text
+    assert len(failed) == 1 and f"{field} " in failed[0][0].why.text and "rank 1" in failed[0][0].why.text
     assert {rank: response.items[0].handle for rank, response in failed[0].items()} == {0: 4, 1: 104, 2: 204}
     assert sum(len(each[0].items) for each in told if each[0].code == "execute") == len(CASES) - 1

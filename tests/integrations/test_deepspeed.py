@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -144,6 +145,9 @@ def _ways_to_configure(rank: int, folder: Path) -> list[Any]:
     model = training.build("zero0")
     common = {"model": model, "model_parameters": list(model.parameters())}
     args = SimpleNamespace(deepspeed_config=str(path), local_rank=rank)
+    fronts = (fl.deepspeed.initialize, deepspeed.initialize)
+    ours, theirs = (list(inspect.signature(front).parameters) for front in fronts)
+    assert ours == theirs
     engines = [
         fl.deepspeed.initialize(config=str(path), **common)[0],
         fl.deepspeed.initialize(args, **common)[0],

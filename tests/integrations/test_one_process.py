@@ -36,6 +36,14 @@ def all_gather(**options: Any) -> Any:
     return fl.all_gather(torch.ones(8), **options)
 
 
+def rule(**options: Any) -> Any:
+    return fl.backend.CallPolicy.of({"rules": [{"op": "all_reduce", **options}]})
+
+
+def deepspeed(**options: Any) -> Any:
+    return fl.deepspeed.DeepSpeedSection.of({"fusionlayer": {"gradients": options}})
+
+
 def sharded(**options: Any) -> Any:
     return fl.ShardedOptimizer(nn.Linear(3, 3).parameters(), torch.optim.SGD, lr=0.1, **options)
 
@@ -46,6 +54,7 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (optimizer, {"codce": "int8"}, "DistributedOptimizer.. has no argument 'codce'.* did you mean 'codec'"),
     (optimizer, {"codec": "int8", "bit": 4}, "no argument 'bit', and codec 'int8' no such option; did you mean 'bits'"),
     (optimizer, {"codec": "int8", "algorithm": "rong"}, "unknown collective 'rong'; did you mean 'ring'"),
+    (optimizer, {"codec": "topk", "algorithm": "ring"}, "'ring' encodes partial sums anew.* cannot use topk"),
     (optimizer, {"plan": "no.yaml"}, "plan file no.yaml cannot be read"),
     (optimizer, {"policy": "no.yaml"}, "policy no.yaml cannot be read"),
     (optimizer, {"codec": "auto", "profile": "no.yaml"}, "profile no.yaml cannot be read"),
@@ -55,9 +64,12 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (optimizer, {"ahead": "no"}, "ahead='no'; expected True, False or None"),
     (all_reduce, {"codec": "int44"}, "unknown codec 'int44'"),
     (all_reduce, {"codec": "int8", "algorithm": "rong"}, "unknown collective 'rong'"),
+    (all_reduce, {"codec": "int8", "algorithm": "dense"}, "'dense' sends values as they are and cannot use int"),
     (all_reduce, {"codce": "int8"}, "all_reduce.. has no argument 'codce'.* did you mean 'codec'"),
     (all_reduce_of_doubles, {"codec": "int44"}, "unknown codec 'int44'"),
     (all_gather, {"codec": "int8", "grup": None}, "all_gather.. has no argument 'grup'.* did you mean 'group'"),
+    (rule, {"codec": "int8", "algorithm": "low_rank"}, "'low_rank' sums the factors of matrices and cannot use int"),
+    (deepspeed, {"codec": "int8", "algorithm": "omnireduce"}, "gradients: algorithm 'omnireduce' .* cannot use int"),
     (sharded, {"weights": "qq"}, "unknown codec 'qq'"),
     (sharded, {"gradients": "int44"}, "unknown codec 'int44'"),
     (Channel, {"codec": "int44"}, "unknown codec 'int44'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -243,7 +244,7 @@ def test_a_rank_that_is_stopped_for_a_while_does_no_harm() -> None:
 
 
 def fail_apart(rank: int, world: int, slow: int) -> None:
-    transport = C10dTransport(timeout=TIMEOUT)
+    transport = C10dTransport(timeout=5)
     other = transport.duplicate()
     for each in (transport, other):
         each.barrier()
@@ -281,3 +282,18 @@ def test_the_culprit_is_the_same_on_every_rank(
     for rank, outcome in enumerate(outcomes):
         if rank != lost:
             assert outcome.error[0] == "TransportError" and outcome.attributes["ranks"] == (lost,), outcomes
+
+
+def run_out_of_files(rank: int, world: int) -> None:
+    transport = C10dTransport(timeout=TIMEOUT)
+    if rank == 1:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    transport.duplicate()
+
+
+def test_a_rank_that_runs_out_of_files_says_so() -> None:
+    """The other one can only tell which rank did not come."""
+    outcomes = outcomes_of(run_out_of_files, 2, store="tcp")
+    assert [outcome.attributes["ranks"] for outcome in outcomes] == [(1,), (1,)], outcomes
+    assert "rank 1 has too many open files: this process may have " in outcomes[1].error[1]

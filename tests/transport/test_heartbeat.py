@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -155,3 +156,17 @@ def test_keys_tell_calls_apart() -> None:
     assert whole.key(1) != mean.key(1), "calls of equal sizes for different purposes"
     assert whole.conflict(0, mean, 1) == "rank 0 is in a sum, rank 1 in a mean"
     assert whole.conflict(0, a, 1) == "rank 0 is in a sum, rank 1 in all_reduce of 3 x float32"
+
+
+def test_the_first_finding_is_that_of_all_ranks() -> None:
+    store = dist.HashStore()
+    watches = [
+        Watch(store, "", rank, 3, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None) for rank in range(3)
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(lambda watch: watch.meet(store, 10.0), watches)) == [None] * 3
+    findings = [Diagnosis((2 - rank,), f"rank {2 - rank} is odd", True) for rank in range(3)]
+    told = [watch.diagnose(own, known=own) for watch, own in zip(watches, findings, strict=True)]
+    for watch in watches:
+        watch.end()
+    assert told == [findings[0]] * 3

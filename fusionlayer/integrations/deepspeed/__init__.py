@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from ... import backend, context
 from ...errors import ConfigError
@@ -19,31 +22,64 @@ from .section import KEY, DeepSpeedSection, RoleCodec
 __all__ = ["Gradients", "DeepSpeedSection", "RoleCodec", "init_distributed", "initialize", "install", "read"]
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Any], Any] | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[Any, Any, Any, Any]:
     """Call ``deepspeed.initialize`` and compress its traffic as the section ``"fusionlayer"`` says.
 
-    Arguments and the four results are those of DeepSpeed. The section is read from ``config``, a mapping or the path of
-    an HJSON file, or from the file that ``args.deepspeed_config`` names. Without the section, or with
-    ``"enabled": false``, DeepSpeed runs unchanged. Our backend starts before DeepSpeed would start one. The engine's
-    attribute ``fusionlayer`` is a ``Gradients``.
+    Arguments and results are those of DeepSpeed. The section is read from ``config``, a mapping or the path of an HJSON
+    file, or from the file that ``args.deepspeed_config`` names. Without the section, or with ``"enabled": false``,
+    DeepSpeed runs unchanged. Our backend starts before DeepSpeed would start one. The engine's attribute
+    ``fusionlayer`` is a ``Gradients``.
+
+    Args:
+        args: parsed arguments with ``local_rank`` and ``deepspeed_config``.
+        model: the module to train.
+        optimizer: an optimizer, or a function that makes one of the parameters.
+        model_parameters: what to optimise: tensors, or groups of parameters.
+        training_data: for which DeepSpeed makes a data loader.
+        lr_scheduler: a schedule, or a function that makes one of the optimizer.
+        distributed_port: of rank 0; None: DeepSpeed's own, 29500.
+        mpu: an object that knows the groups of model parallelism.
+        dist_init_required: whether to start torch.distributed; None: if it does not run.
+        collate_fn: merges samples into a batch.
+        config: DeepSpeed's configuration.
+        mesh_param: the sizes of DeepSpeed's device mesh.
+        config_params: the former name of ``config``.
+
+    Returns:
+        The engine, the optimizer, the data loader and the schedule; None for those that there are not.
 
     Raises:
         ConfigError: a key of the section is unknown or its value is invalid, torch.distributed runs already with
             another backend, or DeepSpeed is not installed.
         PlanMismatch: ranks have different sections.
     """
+    given: dict[str, Any] = locals().copy()
     deepspeed = _deepspeed()
     original = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
-    call = inspect.signature(original).bind(*args, **kwargs)
-    config, put = _configuration(call.arguments)
-    section = None if config is None else DeepSpeedSection.of(config)
-    if config is None or section is None:
-        return tuple(original(*args, **kwargs))
-    put({key: value for key, value in config.items() if key != KEY})
+    given = {name: value for name, value in given.items() if value is not None}
+    read_config, put = _configuration(given)
+    section = None if read_config is None else DeepSpeedSection.of(read_config)
+    if read_config is None or section is None:
+        return tuple(original(**given))
+    put({key: value for key, value in read_config.items() if key != KEY})
     if not section.enabled:
-        return tuple(original(*call.args, **call.kwargs))
+        return tuple(original(**given))
     _start(section)
-    engine, *rest = original(*call.args, **call.kwargs)
+    engine, *rest = original(**given)
     engine.fusionlayer = Gradients(engine, section)
     if section.weights.compresses and engine.zero_optimization_stage() == 3:
         clear_padding_of_weights(engine.optimizer)

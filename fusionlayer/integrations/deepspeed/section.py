@@ -171,7 +171,8 @@ def _check_role(role: str, traffic: RoleCodec) -> None:
     try:
         if traffic.compresses:
             # The rule's own checks refuse codecs that no process group can use.
-            CallRule(traffic.codec, traffic.options, "all_reduce", error_feedback=role == "gradients")
+            feedback = role == "gradients"
+            CallRule(traffic.codec, traffic.options, "all_reduce", algorithm=traffic.algorithm, error_feedback=feedback)
     except ConfigError as error:
         raise _error(f"{role}: {error}") from None
 

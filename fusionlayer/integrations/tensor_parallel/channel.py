@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import collectives, context
-from ...codecs import Codec
+from ...codecs import Codec, CodecOptions
 from ...collectives.halves import all_gather, reduce_scatter
 from ...collectives.one_shot import one_shot
 from ...collectives.two_level import two_level
@@ -30,6 +30,9 @@ from ...seeds import derive_seed
 from ...transport import Transport
 from ...wire import DTYPE_CODES
 from ..groups import resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["PIECE_BYTES", "Channel"]
 
@@ -86,7 +89,7 @@ class Channel:
         *,
         algorithm: str | None = None,
         piece_bytes: int | None = None,
-        **codec_options: Any,
+        **codec_options: Unpack[CodecOptions],
     ) -> None:
         refuse_unknown(Channel, codec, codec_options)
         self.codec = make_codec(codec, codec_options).bare

@@ -1,0 +1,75 @@
+"""What errors of torch and gloo mean: which part of this host or of the network has failed, and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+from typing import NamedTuple
+
+__all__ = ["Outage", "explain"]
+
+# A connection of gloo takes a few descriptors at a time. With fewer than these left, some call has failed for want of
+# them, though others may have been freed since.
+_FEW_FILES = 6
+_PROBE_SECONDS = 2.0
+
+
+class Outage(NamedTuple):
+    """What has failed.
+
+    Attributes:
+        text: that, and what to do.
+        here: whether it is in this process or its settings, so that no other rank is to blame.
+    """
+
+    text: str
+    here: bool
+
+
+def explain(error: BaseException, host: str | None = None, port: int | None = None) -> Outage:
+    """Return what an error of torch, gloo or the system means.
+
+    Args:
+        error: the error.
+        host: where this process has tried to connect to, or to listen, if it was one place.
+        port: there.
+    """
+    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    if _few_files_left(text):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return Outage(f"too many open files: this process may have {limit}; raise that, as by 'ulimit -n 4096'", True)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return Outage(f"port {port} is taken; end the program that has it, or set another MASTER_PORT", True)
+    interface = re.search(r"Unable to find address for: (\S+)", text)
+    if interface:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        return Outage(f"no network interface {interface[1]}; set GLOO_SOCKET_IFNAME to one of: {names}", True)
+    if host is not None and port is not None:
+        return _probe(host, port) or Outage(text, False)
+    return Outage(text, False)
+
+
+def _few_files_left(text: str) -> bool:
+    if "too many open files" in text.lower() or "EMFILE" in text:
+        return True
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        # Listing takes a descriptor itself.
+        return os.path.exists("/proc/self/fd")
+    return used + _FEW_FILES > resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _probe(host: str, port: int) -> Outage | None:
+    """Return why this place cannot be reached, None if it can."""
+    try:
+        socket.create_connection((host, port), _PROBE_SECONDS).close()
+    except socket.gaierror as error:
+        return Outage(f"the name {host} is unknown ({error.strerror}); set MASTER_ADDR to a host of the job", True)
+    except ConnectionRefusedError:
+        return Outage("nobody listens there; was rank 0 started, with the same MASTER_ADDR and MASTER_PORT?", False)
+    except OSError as error:
+        return Outage(f"it cannot be reached: {error.strerror or error}; is a firewall between the hosts?", False)
+    return None

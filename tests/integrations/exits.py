@@ -1,0 +1,151 @@
+"""Programs that end in the middle of training, two ranks each, with everything alive that fusionlayer can start.
+
+    python -m tests.integrations.exits FOLDER CASE ...
+
+prints for each case how its ranks ended and what they left behind, as JSON. Ranks are forked from this process, which
+has imported torch already, and then end as any program of Python does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it when they are made: here once for all ranks
+import torch.distributed as dist
+from torch import Tensor
+
+import fusionlayer as fl
+import fusionlayer.backend
+import fusionlayer.torch as hvd
+from tests.integrations.training import make_model, train
+
+DEADLINE = 40.0
+CASES = (
+    "exit in a hook",
+    "exit in a hook of both",
+    "error in a hook",
+    "error in an update",
+    "interrupt in backward",
+    "interrupt while waiting",
+    "interrupt of both",
+    "terminate",
+    "terminate both",
+    "exit after a step",
+)
+
+
+def raise_in(case: str, rank: int) -> None:
+    """Do in rank 1, or in both, what the case is about."""
+    if rank == 0 and "both" not in case:
+        return
+    if case.startswith("exit"):
+        sys.exit(7)
+    if case.startswith("error"):
+        raise ValueError("a mistake of the user's")
+    os.kill(os.getpid(), signal.SIGTERM if case.startswith("terminate") else signal.SIGINT)
+    while True:
+        time.sleep(0.01)
+
+
+def program(rank: int, case: str) -> None:
+    """Train, until the case ends it."""
+    hvd.init()
+    dist.new_group(backend="fusionlayer").allreduce([torch.ones(100_000)]).wait()
+    model, other = make_model(), make_model()
+    optimizer = fl.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), codec="int8", planner="wfbp"
+    )
+    named = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+    train(model, optimizer, rank, range(2))
+    train(other, named, rank, range(2))
+    hvd.allreduce(torch.ones(100_000), name="named")
+
+    def hook(_: Tensor) -> None:
+        if "update" not in case and "waiting" not in case and "step" not in case:
+            raise_in(case, rank)
+
+    model[0].weight.register_hook(hook)
+    if case == "error in an update":
+        optimizer.register_step_pre_hook(lambda *_: raise_in(case, rank))
+    if "waiting" in case:
+        if rank == 0:
+            time.sleep(3)
+        else:
+            threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    train(model, optimizer, rank, range(2, 3))
+    if "step" in case:
+        raise_in(case, rank)
+    train(model, optimizer, rank, range(3, 5))
+
+
+def start(rank: int, case: str, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setpgid(0, 0)
+    errors = os.open(folder.parent / f"{folder.name}.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(errors, 2)
+    os.environ.update(PMI_RANK=str(rank), PMI_SIZE="2", PMIX_NAMESPACE="exits", TMPDIR=str(folder))
+    os.environ.update(FUSIONLAYER_TIMEOUT="8", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    program(rank, case)
+    sys.exit(0)
+
+
+def ended(pids: list[int]) -> list[int | None]:
+    """Return the exit codes; None is a rank that did not end, and -N one that signal N has ended."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + DEADLINE
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in pids:
+            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG)) != (0, 0):
+                codes[pid] = os.waitstatus_to_exitcode(found[1])
+        time.sleep(0.02)
+    return [codes.get(pid) for pid in pids]
+
+
+def left_over(pids: list[int]) -> list[int]:
+    """Return the processes that the ranks have started and that still run; end them."""
+    found = []
+    for pid in pids:
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == pid and fields[0] not in "ZX":
+                found.append(int(path.parent.name))
+                os.kill(found[-1], signal.SIGKILL)
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    told: dict[str, Any] = {}
+    shared = {*os.listdir("/dev/shm")}
+    pids = {}
+    for number, case in enumerate(sys.argv[2:]):
+        own = folder / str(number)
+        own.mkdir()
+        pids[case] = [start(rank, case, own) for rank in range(2)]
+    for number, case in enumerate(pids):
+        told[case] = {
+            "codes": ended(pids[case]),
+            "running": left_over(pids[case]),
+            "files": [name for name in os.listdir(folder / str(number)) if not name.startswith("torchinductor")],
+            "errors": [(folder / f"{number}.{rank}").read_text()[-3000:] for rank in range(2)],
+        }
+    told["shared memory"] = sorted({*os.listdir("/dev/shm")} - shared)
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

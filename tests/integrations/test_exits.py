@@ -1,0 +1,49 @@
+"""How programs end that are ended in the middle of training: as they ask, at once, and without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.exits import CASES
+from tests.packaging.project_tree import ROOT
+from tests.tiers import exhaustive
+
+pytestmark = pytest.mark.medium
+
+STATUS = {"exit": 7, "error": 1, "interrupt": -signal.SIGINT, "terminate": -signal.SIGTERM}
+FAST = ("exit in a hook", "interrupt while waiting", "interrupt of both", "terminate both")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [FAST, pytest.param(CASES * 3, marks=(exhaustive, pytest.mark.timeout(600)))],
+    ids=["some cases", "all cases, three times"],
+)
+def test_a_program_ends_as_it_asks_and_leaves_nothing(cases: tuple[str, ...], tmp_path: Path) -> None:
+    for start in range(0, len(cases), 4):
+        folder = tmp_path / str(start)
+        folder.mkdir()
+        chosen = list(dict.fromkeys(cases[start : start + 4]))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.integrations.exits", str(folder), *chosen],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=110,
+        )
+        told = json.loads(done.stdout)
+        assert told.pop("shared memory") == []
+        for case, found in told.items():
+            status = STATUS[case.split()[0]]
+            assert found["codes"] == [status if "both" in case else 1, status], (case, found["errors"])
+            assert (found["running"], found["files"]) == ([], []), case
+            if "both" not in case:
+                last = found["errors"][0].strip().splitlines()[-1]
+                assert "TransportError" in last and "rank 1 " in last.partition("rank 0: ")[2], (case, last)

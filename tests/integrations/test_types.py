@@ -1,0 +1,41 @@
+"""What type checkers see of the package in a user's script."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.optim import Optimizer
+
+import fusionlayer as fl
+from fusionlayer import codecs
+from tests.tiers import exhaustive
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.short
+def test_the_fronts_say_what_they_take_and_return() -> None:
+    """mypy makes use of it in ``typed_script.py``, in the exhaustive tier: it reads all of torch first."""
+    assert inspect.signature(fl.DistributedOptimizer).return_annotation == "Distributed"
+    assert issubclass(fl.Distributed, Optimizer)
+    known = {option for name in codecs.names() for option in codecs.get(name).options}
+    assert set(codecs.CodecOptions.__annotations__) == known
+    fronts = (fl.DistributedOptimizer, fl.ddp.register, fl.all_reduce, fl.all_gather, fl.reduce_scatter, fl.all_to_all)
+    for front in (*fronts, fl.moe.Dispatcher, fl.tensor_parallel.Channel):
+        *_, last = inspect.signature(front).parameters.values()
+        assert (last.kind, last.annotation) == (last.VAR_KEYWORD, "Unpack[CodecOptions]"), front
+    for parameter in inspect.signature(fl.deepspeed.initialize).parameters.values():
+        assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.annotation
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+@exhaustive(guarded_by="tests/integrations/test_types.py::test_the_fronts_say_what_they_take_and_return")
+def test_mypy_takes_what_is_right_and_finds_what_is_wrong() -> None:
+    script = Path(__file__).with_name("typed_script.py")
+    done = subprocess.run([sys.executable, "-m", "mypy", script], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr

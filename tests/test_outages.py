@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from fusionlayer import TransportError
+from fusionlayer.launch import Place, make_store
+from fusionlayer.outages import Outage, explain
+
+pytestmark = pytest.mark.short
+
+ERROR = RuntimeError("The client socket has timed out\nat frame 1")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_what_is_not_known_is_told_as_it_is(port: int) -> None:
+    assert explain(ERROR) == explain(ERROR, "127.0.0.1", port) == Outage("The client socket has timed out", False)
+
+
+def test_too_many_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    told = []
+    for spare in (3, 100):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, before[1]))
+        try:
+            told.append(explain(ERROR))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert told[0].here and told[0].text.startswith(f"too many open files: this process may have {used + 3}; raise")
+    assert told[1] == explain(ERROR)
+    assert explain(OSError(24, "Too many open files")).here
+
+
+def test_an_interface_that_is_not_there() -> None:
+    told = explain(RuntimeError("[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: nope9"))
+    assert told.here and told.text.startswith("no network interface nope9; set GLOO_SOCKET_IFNAME to one of: ")
+
+
+@pytest.mark.parametrize(
+    "rank, place, words, ranks",
+    [
+        (1, "nobody", "found no store of rank 0 at 127.0.0.1:.*: nobody listens there; was rank 0 started", (0,)),
+        (0, "taken", "cannot open a store at 127.0.0.1:.*: port .* is taken; end the program that has it", (0,)),
+        (1, "unknown", "found no store .* at no-such-host.invalid:.*: the name no-such-host.invalid is unknown", (1,)),
+        (
+            0,
+            "unknown",
+            "cannot open a store at no-such-host.invalid:.*: the name no-such-host.invalid is unknown",
+            (0,),
+        ),
+    ],
+)
+def test_a_meeting_that_fails_says_why(port: int, rank: int, place: str, words: str, ranks: tuple[int, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[1]
+    host = "no-such-host.invalid" if place == "unknown" else "127.0.0.1"
+    environ = {"MASTER_ADDR": host, "MASTER_PORT": str(port if place == "taken" else nobody)}
+    with pytest.raises(TransportError, match=words) as failed:
+        make_store(Place(rank, 2), 0.5, environ)
+    assert failed.value.ranks == ranks
