@@ -53,6 +53,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "transport/",
+        ("_monitor.py", "threading.RLock()", "threading.Lock()", "a dropped transport waits for its own thread"),
         ("heartbeat.py", 'compare_set("cause", "", mine)', 'compare_set("cause", mine, mine)', "one cause for all"),
         ("_sum.py", "elif len(parts) == 2:", "elif len(parts) == 3:", "the third rank's part is left out"),
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),

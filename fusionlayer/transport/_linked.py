@@ -92,6 +92,7 @@ class LinkedTransport(Transport):
         self._failure: TransportError | None = None
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
+        self._dropped: weakref.finalize[..., LinkedTransport] | None = None
         if self.size > 1:
             self._connect()
 
@@ -229,7 +230,8 @@ class LinkedTransport(Transport):
             raise self._fail(LinkError(self.rank, str(error)), "making the transport", own) from error
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
-        weakref.finalize(self, _abandon, links, watch).atexit = False
+        self._dropped = weakref.finalize(self, _abandon, links, watch)
+        self._dropped.atexit = False
 
     def _link_for(self, *xs: Tensor) -> tuple[Link, bool]:
         """Return the link for these tensors, and whether all of them are on its device already."""
@@ -286,6 +288,10 @@ class LinkedTransport(Transport):
         _close_all(self._links)
         if self._watch is not None:
             self._watch.end(finding)
+        if self._dropped is not None:
+            # Python may drop the transport in the middle of anything, even of the monitor's own code, and to end the
+            # watch again would wait for the monitor's lock.
+            self._dropped.detach()
 
 
 class _InCall:
