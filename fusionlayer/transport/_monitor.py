@@ -120,7 +120,7 @@ class _Monitor:
 
     def _run(self) -> None:
         while True:
-            # Emptied before the lists are read: a watch that comes after the reading puts to it again and is not missed.
+            # Emptied before the lists are read, so that a watch which comes after the reading is not missed.
             while not self._woken.empty():
                 self._woken.get()
             with self._lock:
