@@ -81,7 +81,7 @@ class Config:
     )
     checksum: bool | None = _setting(
         "send a checksum with every message and compare it before use; with true CUDA tensors travel through host "
-        "memory, as NCCL carries no checksum; null: between nodes, except by NCCL",
+        "memory, as NCCL carries none; null: between nodes, except by NCCL and in uncompressed sums from 1 MiB on",
         None,
     )
     transport: str = _setting(

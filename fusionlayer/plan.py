@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,20 @@ class FusionPlan:
                 end = slot.offset + slot.numel
             if end > bucket.numel:
                 raise ConfigError(f"plan: bucket {index} has {bucket.numel} elements, its slots need {end}")
+
+    def without(self, names: Collection[str]) -> FusionPlan:
+        """Return this plan without the named tensors: the slots behind them move up, and empty buckets go."""
+        buckets = []
+        for bucket in self.buckets:
+            starts = [slot.offset for slot in bucket.slots]
+            slots, end = [], 0
+            for slot, start, following in zip(bucket.slots, starts, [*starts[1:], bucket.numel], strict=True):
+                if slot.name not in names:
+                    slots.append(replace(slot, offset=end))
+                    end += following - start
+            if slots:
+                buckets.append(replace(bucket, slots=tuple(slots), numel=end))
+        return FusionPlan(tuple(buckets), self.world_size)
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal on two ranks only if their plans are."""

@@ -57,6 +57,12 @@ def test_bytes_of_a_tensor() -> None:
     assert TensorInfo("t", 10, "bfloat16", 2).nbytes == 20
 
 
+@pytest.mark.parametrize("names", [{"a"}, {"b"}, {"c"}, {"a", "c"}, set(), {"a", "b", "c"}])
+def test_a_plan_without_tensors_is_the_one_that_is_built_without_them(names: set[str]) -> None:
+    runs = [[tensor for tensor in run if tensor.name not in names] for run in (MODEL[:2], MODEL[2:])]
+    assert PLAN.without(names) == plan_of([run for run in runs if run])
+
+
 # ---- checking -------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from ..transport import Transport
 
-__all__ = ["GradientOptions", "autotuning", "make_engine"]
+__all__ = ["GradientOptions", "Planning", "autotuning", "make_engine", "make_planning"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,18 @@ class GradientOptions:
     autotune: bool | Autotune | None = None
 
 
+@dataclass(frozen=True)
+class Planning:
+    """By what an engine makes its plans; the attributes are arguments of ``Engine``. Some depend on the tensors."""
+
+    codec: Codec | Mapping[str, Codec]
+    algorithm: str | None
+    ahead: bool | None
+    planner: Planner
+    plan: FusionPlan | None
+    plan_controller: PlanController | None
+
+
 def make_engine(
     options: GradientOptions,
     tensors: Sequence[TensorInfo],
@@ -53,6 +65,7 @@ def make_engine(
     scaling: Scaling,
     timeline: Timeline,
     overlap_forward: bool,
+    idle: Collection[str] = (),
 ) -> Engine:
     """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
 
@@ -63,11 +76,53 @@ def make_engine(
     for name in ("ahead", "error_feedback", "replan"):
         if getattr(options, name) not in (None, True, False):
             raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
+    planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
+    return Engine(
+        tensors,
+        transport.duplicate(),
+        **vars(planning),
+        device=device,
+        error_feedback=options.error_feedback if options.error_feedback is not None else settings.error_feedback,
+        scaling=scaling,
+        timeline=timeline,
+        lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
+        overlap_forward=overlap_forward,
+    )
+
+
+def make_planning(
+    options: GradientOptions,
+    tensors: Sequence[TensorInfo],
+    rank: int,
+    size: int,
+    device: torch.device,
+    overlap_forward: bool,
+    *,
+    idle: Collection[str] = (),
+    changed: bool = False,
+) -> Planning:
+    """Return by what ``options`` and the job's settings plan the steps of these tensors.
+
+    Args:
+        options: of the optimizer.
+        tensors: every tensor of a step.
+        rank, size: this rank, and the number of ranks.
+        device: of the tensors.
+        overlap_forward: as for ``Engine``.
+        idle: names of tensors that steps lack at present; a given plan may have them.
+        changed: the tensors are others than at first. A profile was of those, so costs are measured anew.
+
+    Raises:
+        ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
+    """
+    settings = context.settings()
     codec = _codec(options, settings)
     algorithm = options.algorithm if options.algorithm is not None else settings.algorithm
     ahead = options.ahead if options.ahead is not None else settings.ahead
     planner = _planner(options.planner, settings)
     plan = FusionPlan.from_yaml(options.plan) if isinstance(options.plan, (str, Path)) else options.plan
+    if plan is not None and idle:
+        plan = plan.without(idle)
     first = codec if isinstance(codec, Codec) else _by_rules(codec, tensors)
     by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
     if isinstance(codec, CodecRules) and plan is None and not (algorithm is None and ahead is None):
@@ -88,39 +143,31 @@ def make_engine(
             tensors,
             planner,
             codec if isinstance(codec, CodecRules) and _has_auto(codec, tensors) else first,
-            transport.rank,
-            transport.size,
+            rank,
+            size,
             algorithm=algorithm,
             ahead=ahead,
             replan=replan and tuning is None,
             local_size=context.local_size(),
         )
         profile = options.profile if options.profile is not None else settings.profile
-        if profile is not None:
+        if profile is not None and not changed:
             plan = by_measuring.plan_by(Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile)
     if tuning is not None:
         plan_controller = Autotuner(
             tensors,
             tuning,
-            transport.rank,
+            rank,
             device,
             overlap_forward,
             first=None if plan is not None else plan_controller,
         )
-    return Engine(
-        tensors,
-        transport.duplicate(),
+    return Planning(
         codec=first,
         algorithm=algorithm,
         ahead=ahead,
         planner=planners.get(Config.planner) if planner.needs_costs else planner,
         plan=plan,
-        device=device,
-        error_feedback=options.error_feedback if options.error_feedback is not None else settings.error_feedback,
-        scaling=scaling,
-        timeline=timeline,
-        lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
-        overlap_forward=overlap_forward,
         plan_controller=plan_controller,
     )
 

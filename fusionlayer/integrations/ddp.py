@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import collectives, context
 from ..codecs import Codec, CodecOptions
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..functional import make_codec, refuse_unknown
 from ..plan import Bucket, FusionPlan, Slot
 from ..planning.autotune import Autotune
@@ -47,6 +47,9 @@ def register(
 
     DDP chooses the buckets, except with ``autotune``. Background threads average each bucket while backward goes on. If
     that fails, ``backward()`` raises the error.
+
+    DDP reduces the parameters that required gradients when it wrapped the model. If another one is unfrozen later, its
+    gradient would stay this rank's own, so ``backward()`` raises ``UsageError``: wrap the model again.
 
     Args:
         model: wrapped by DistributedDataParallel, without another communication hook.
@@ -108,11 +111,9 @@ def register(
         template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
         # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
         options = replace(options, codec=chosen, codec_options={}, planner=Config.planner, autotune=False)
-    names = {
-        parameter: name
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    }
+    parameters = {p: name for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+    names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
+    frozen = {parameter: name for parameter, name in parameters.items() if not parameter.requires_grad}
     engine = make_engine(
         options,
         describe(names, None),
@@ -122,11 +123,11 @@ def register(
         timeline=Timeline(settings.timeline, transport.rank),
         overlap_forward=False,
     )
-    kept = {name: p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+    kept = {name: p for p, name in parameters.items()}
     replicas = Replicas(kept, broadcast=True, every=every)
     if transport.size > 1:
         engine.put(partial(replicas.unite, rejoining=True))()
-    hook = CommHook(engine, names, template, replicas.check(engine.put) if transport.size > 1 else None)
+    hook = CommHook(engine, names, template, replicas.check(engine.put) if transport.size > 1 else None, frozen)
     # DDP checks a hook's annotations and rejects postponed ones, so the hook is a function without annotations.
     model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
     return hook
@@ -145,12 +146,19 @@ class CommHook:
         template: codec and collective of DDP's buckets. These buckets are the engine's plan, and change when DDP
             rebuilds them after the first step. None: the engine fuses gradients by plans of its own.
         check: compares parameters over ranks; None: nothing does.
+        frozen: names of parameters that needed no gradient when DDP made its buckets.
     """
 
     def __init__(
-        self, engine: Engine, names: Mapping[Tensor, str], template: Bucket | None, check: ReplicaCheck | None
+        self,
+        engine: Engine,
+        names: Mapping[Tensor, str],
+        template: Bucket | None,
+        check: ReplicaCheck | None,
+        frozen: Mapping[Tensor, str],
     ) -> None:
         self._engine = engine
+        self._frozen = frozen
         self._names = names
         self._template = template
         self._check = check
@@ -227,6 +235,12 @@ class CommHook:
         if self._check is not None:
             self._check.begin()
             self._check.settle()
+        for parameter, name in self._frozen.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise UsageError(
+                    f"gradient {name!r} is not reduced: its parameter was unfrozen after DistributedDataParallel had "
+                    "wrapped the model; unfreeze it first, then wrap the model and register the hook again"
+                )
 
     def _layout(self, bucket: GradBucket, template: Bucket) -> Bucket:
         """Return the bucket's layout for the engine; known layouts are reused in every step."""

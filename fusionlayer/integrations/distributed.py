@@ -13,8 +13,11 @@ from ..errors import ConfigError, UsageError
 from ..plan import FusionPlan
 from ..planning.autotune import Autotuner
 from ..planning.profile import Profile
-from .overlap import ForwardOverlap
-from .reduction import WITH_RESULTS, GradientReduction, StepState
+from ..transport import Transport
+from .enrolment import listed
+from .overlap import ForwardOverlap, check_parameters
+from .reduction import WITH_RESULTS, GradientReduction, StepState, refuse_twice
+from .replicas import Replicas
 
 __all__ = ["Distributed"]
 
@@ -67,7 +70,7 @@ class Distributed(GradientReduction):
         if self._fl_pending:
             raise UsageError("set_backward_passes_per_step() while gradients are being reduced; call it after step()")
         self._fl_passes = passes
-        self._fl_passes_left = dict.fromkeys(self._fl_names, passes)
+        self._fl_count_anew()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -90,6 +93,8 @@ class Distributed(GradientReduction):
             return self._fl_step_without_wait(self._fl_overlap)
         if closure is not None:
             return super().step(self._fl_reducing(closure), **kwargs)
+        if self._fl_state in WITH_RESULTS:
+            self._fl_refuse_unreduced()
         if not self._fl_step_synchronizes:
             if self._fl_pending:
                 raise UsageError(
@@ -140,7 +145,7 @@ class Distributed(GradientReduction):
                 "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
                 "reduced; call it after step()"
             )
-        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        self._fl_count_anew()
         self._fl_forget_results()
         super().zero_grad(set_to_none)
 
@@ -159,8 +164,41 @@ class Distributed(GradientReduction):
         self.__dict__["param_groups"] = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ``UsageError``: the plan covers only the parameters that the optimizer had when it was wrapped."""
-        raise UsageError("add_param_group() after DistributedOptimizer(); add the group before wrapping the optimizer")
+        """Add a group of parameters, which are reduced from the next step on; all ranks call it between two steps.
+
+        If the optimizer was wrapped with ``broadcast``, the parameters get rank 0's values now. Their names are those
+        of ``named_parameters``, which may have listed them. Parameters that it did not list may come as (name,
+        parameter) pairs, as torch takes them; else their places name them.
+
+        Raises:
+            UsageError: backward has begun to reduce the gradients of a step.
+            ConfigError: a parameter has the name of another one, belongs to another ``DistributedOptimizer``, is on
+                another device or sharded. The group is not added then.
+            PlanMismatch: ranks add other parameters.
+            TransportError: a peer was lost, stopped or late, or does not add a group.
+        """
+        if self._fl_pending:
+            raise UsageError("add_param_group() while gradients are being reduced; call it before backward")
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        before = len(groups)
+        super().add_param_group(param_group)
+        try:
+            new = self._fl_roster.newcomers(groups)
+            refuse_twice({p: name for p, name in new.items() if p.requires_grad}, but=self)
+            if self._fl_forward_of is not None:
+                check_parameters(new, self._fl_forward_of)
+        except ConfigError:
+            del groups[before:]
+            raise
+        engine, replicas = self._fl_engine, self._fl_replicas
+        if engine is not None:
+            added = Replicas({name: p for p, name in new.items()}, replicas.broadcast, replicas.every)
+
+            def unite(transport: Transport) -> None:
+                with transport.doing("add_param_group()", f"which adds {listed(new.values())}"):
+                    added.unite(transport)
+
+            engine.put(unite)()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under "fusionlayer" this rank's step, error feedback and codec state."""
@@ -183,7 +221,7 @@ class Distributed(GradientReduction):
         self._fl_flush()
         super().load_state_dict(state)
         engine = self._fl_engine
-        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        self._fl_count_anew()
         if engine is not None and saved is not None:
             if "rank" in saved:
                 mine = (saved["rank"], saved["size"]) == (engine.rank, engine.size)
@@ -205,10 +243,11 @@ class Distributed(GradientReduction):
         Raises:
             TransportError: a peer was lost, stopped or late.
         """
-        old = self._fl_engine
+        old, roster = self._fl_engine, self._fl_roster
         self._fl_detach()
-        engine, timeline = self._fl_connect(True)
-        self._attach(engine, timeline, self._fl_names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
+        names = roster.reduced(self.__dict__["param_groups"])
+        engine, timeline = self._fl_connect(names, True)
+        self._attach(engine, timeline, roster, names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
         if engine is None or old is None:
             return
         engine.step = old.step
@@ -221,8 +260,9 @@ class Distributed(GradientReduction):
         """Fuse gradients by ``plan`` from the next step on, if it is for this number of ranks.
 
         All ranks call it together. The call changes nothing in a job of one rank, or if a plan controller makes plans
-        while training runs. It also changes nothing if the plan lacks gradients that were sparse: then the first step
-        makes a plan.
+        while training runs. It also changes nothing if the plan is of other parameters of this optimizer than those
+        that are reduced now: some may be frozen or unfrozen since, or gradients may have been sparse. Then the next
+        step makes a plan.
 
         Raises:
             ConfigError: the plan is for other parameters, or names an unknown codec or collective.
@@ -231,8 +271,7 @@ class Distributed(GradientReduction):
         if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
             return
         planned = {name for bucket in plan.buckets for name in bucket.names}
-        gathers = self._fl_sparse is not None and self._fl_sparse.by_name is not None
-        if not gathers or not planned < set(self._fl_names.values()):
+        if planned == {*self._fl_names.values()} or not planned <= {*self._fl_roster.names.values()}:
             engine.switch(plan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +23,10 @@ from ..scheduler import Engine, Scaling
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from . import overlap
-from .construction import GradientOptions, make_engine
+from .construction import GradientOptions, make_engine, make_planning
 from .distributed import Distributed
-from .parameters import describe, name_all, one_device, replicated_by
+from .enrolment import Roster
+from .parameters import describe, replicated_by
 from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
 
@@ -74,6 +75,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     step learns the order of the gradients and makes the fusion plan. A parameter without a gradient counts as zeros,
     so ranks may take different paths through the model.
 
+    A step reduces what requires gradients when it begins: parameters may be frozen, unfrozen and added
+    (``add_param_group``) between two steps, on all ranks alike. That step makes a new plan. A frozen parameter does not
+    travel, and the optimizer leaves it alone.
+
     Args:
         optimizer: any optimizer over parameters of one device.
         named_parameters: the model, or ``model.named_parameters()``; without it, the place in the optimizer names each
@@ -84,7 +89,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         algorithm: name of a collective; None chooses by codec and number of ranks.
         planner: name or planner that fuses gradients into buckets; None takes the configured one. A planner that needs
             costs begins with the plan of ``tapered``, measures the first steps and then makes its own plan (CPU only).
-        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs.
+        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs. It may have parameters
+            that are frozen at present, and must have those that are not.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.
         op: ``Average`` or ``Sum``.
@@ -120,7 +126,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
     Raises:
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
-        UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order.
+        UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order; from ``step``
+            and ``synchronize`` for a gradient that nobody reduces, as its parameter was unfrozen within the step.
         PlanMismatch: ranks have other parameters or options; also from ``step`` and ``synchronize``.
         ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
         TransportError: a peer was lost, stopped or late; also from ``step`` and ``synchronize``.
@@ -138,8 +145,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         groups = groups if groups is not None else num_groups
     if not isinstance(broadcast, bool):
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
-    parameters = name_all(optimizer, named_parameters, group)
-    names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
+    roster = Roster(optimizer.param_groups, named_parameters, group)
+    names = roster.reduced(optimizer.param_groups)
     refuse_twice(names)
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
@@ -160,25 +167,27 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         autotune=autotune,
     )
 
-    named = {name: parameter for parameter, name in parameters.items()}
     frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
-    replicas = Replicas({**named, **frozen}, broadcast, check_interval(check_replicas), buffers)
+    replicas = Replicas({**roster.by_name(), **frozen}, broadcast, check_interval(check_replicas), buffers)
 
-    def connect(rejoining: bool = False) -> tuple[Engine | None, Timeline]:
+    def idle(names: Mapping[Tensor, str]) -> list[str]:
+        return [name for parameter, name in roster.names.items() if parameter not in names]
+
+    def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
         scaling = Scaling(1 / transport.size if op is Average else 1.0)
         if op is Average and gradient_predivide_factor != 1.0:
             scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
-        device = one_device(names)
         timeline = Timeline(context.settings().timeline if transport.size > 1 else None, transport.rank)
         engine = make_engine(
             options,
-            describe(names, groups),
+            describe(names, groups, roster.names),
             transport,
-            device,
+            roster.device,
             scaling=scaling,
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
+            idle=idle(names),
         )
         if transport.size == 1:
             # It was made to have all options checked, so that a mistake shows before there are other ranks.
@@ -187,13 +196,23 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         engine.put(partial(replicas.unite, rejoining=rejoining))()
         return engine, timeline
 
-    engine, timeline = connect()
+    def enrol(engine: Engine, names: Mapping[Tensor, str], why: str) -> None:
+        if overlap_forward is not None:
+            overlap.check_parameters(names, overlap_forward)
+        tensors = describe(names, groups, roster.names)
+        overlaps = overlap_forward is not None
+        planning = make_planning(
+            options, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
+        )
+        engine.enrol(tensors, why, codec=planning.codec, plan=planning.plan, plan_controller=planning.plan_controller)
+
+    engine, timeline = connect(names)
     base = type(optimizer)
     # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(base.__name__, (Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, Distributed)
-    optimizer._fl_connect = connect
+    optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
     optimizer._fl_replicas = replicas
-    optimizer._attach(engine, timeline, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
+    optimizer._attach(engine, timeline, roster, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer

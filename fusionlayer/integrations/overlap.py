@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..errors import ConfigError, UsageError
 from ..scheduler import Engine
 from .parameters import is_distributed
 
-__all__ = ["ForwardOverlap", "check"]
+__all__ = ["ForwardOverlap", "check", "check_parameters"]
 
 # These optimizers update each parameter from its own gradient and state alone, so updates may happen one by one.
 SEPARABLE = (
@@ -45,6 +45,11 @@ def check(optimizer: Optimizer, names: Mapping[Tensor, str], model: object) -> N
             f"overlap_forward updates parameters one bucket at a time, which is known to be the same only for {known}; "
             f"leave it out for {type(optimizer).__name__}"
         )
+    check_parameters(names, model)
+
+
+def check_parameters(names: Mapping[Tensor, str], model: nn.Module) -> None:
+    """Raise ``ConfigError`` unless ``model`` owns all these parameters, and wholly on this rank."""
     sharded = [name for parameter, name in names.items() if is_distributed(parameter)]
     if sharded:
         raise ConfigError(
@@ -80,13 +85,22 @@ class ForwardOverlap:
         self._groups: list[dict[str, Any]] = []
         self._stale: set[str] = set()
 
+    def enrol(self, names: Mapping[Tensor, str]) -> None:
+        """Update these parameters too from now on. Those that are frozen now may wait for an update still."""
+        self._parameters.update({name: parameter for parameter, name in names.items()})
+
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
         """Register hooks that update parameters before their module's forward, and all before a save or load."""
-        names = {parameter: name for name, parameter in self._parameters.items()}
-        handles = [
+        return [
             model.register_state_dict_pre_hook(lambda *_: self.flush()),
             model.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+            *self.watch_forward(model, self._parameters),
         ]
+
+    def watch_forward(self, model: nn.Module, chosen: Iterable[str]) -> list[RemovableHandle]:
+        """Register hooks that update the parameters of these names before the forward of their modules."""
+        names = {self._parameters[name]: name for name in chosen}
+        handles: list[RemovableHandle] = []
         for module in model.modules():
             # MultiheadAttention uses its projection's parameters without a call of that module, so take them here.
             deep = isinstance(module, nn.MultiheadAttention)

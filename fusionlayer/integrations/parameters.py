@@ -3,61 +3,95 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from ..functional import Group
 from ..plan import TensorInfo
 
-__all__ = ["describe", "is_distributed", "local_part", "name_all", "name_parameters", "one_device", "replicated_by"]
+__all__ = [
+    "describe",
+    "given_names",
+    "is_distributed",
+    "local_part",
+    "name_parameters",
+    "one_device",
+    "refuse_sharded",
+    "replicated_by",
+]
 
 
 def name_parameters(
-    optimizer: Optimizer, named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None, group: Group = None
+    groups: Iterable[Mapping[str, Any]],
+    given: Mapping[Tensor, str] | None,
+    group: Group = None,
+    known: Mapping[Tensor, str] | None = None,
 ) -> dict[Tensor, str]:
-    """Return the name of each parameter that gets a gradient, in the optimizer's order; raises as ``name_all``."""
-    return {p: name for p, name in name_all(optimizer, named_parameters, group).items() if p.requires_grad}
+    """Return the name of each parameter of an optimizer, in its order.
 
-
-def name_all(
-    optimizer: Optimizer, named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None, group: Group = None
-) -> dict[Tensor, str]:
-    """Return the name of each parameter of the optimizer, in its order, those without a gradient too.
+    Args:
+        groups: the optimizer's parameter groups.
+        given: names that the user has given; None: the place in the optimizer names each parameter.
+        group: ranks to reduce over.
+        known: names of the parameters that the optimizer had before, which stay. Parameters that came later may be
+            missing in ``given``. Then ``add_param_group`` has got their names, or their place names them.
 
     Raises:
         ConfigError: names are missing or not unique, or a parameter is sharded over ranks of ``group``.
     """
-    parameters = [(i, j, p) for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])]
+    names: dict[Tensor, str] = {}
+    owner: dict[str, Tensor] = {}
+    for i, each in enumerate(groups):
+        for j, parameter in enumerate(each["params"]):
+            if known is not None and parameter in known:
+                name = known[parameter]
+            elif given is not None and parameter in given:
+                name = given[parameter]
+            elif known is None and given is not None:
+                raise ConfigError(
+                    f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, is not in named_parameters; name all "
+                    "parameters of the optimizer, or none"
+                )
+            else:
+                own = each.get("param_names") if known is not None else None
+                name = own[j] if own else f"allreduce.noname.{i}.{j}"
+            if owner.setdefault(name, parameter) is not parameter:
+                raise ConfigError(
+                    f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, has the name {name!r} of another "
+                    "one; give each parameter of the optimizer its own name"
+                )
+            refuse_sharded(name, parameter, group)
+            names[parameter] = name
+    return names
+
+
+def given_names(named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str] | None:
+    """Return the names that a user gives, by parameter; None if there are none.
+
+    Raises:
+        ConfigError: these are no pairs, or names are not unique.
+    """
     if named_parameters is None:
-        named = {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in parameters}
-    else:
-        if isinstance(named_parameters, nn.Module):
-            named_parameters = named_parameters.named_parameters()
-        pairs = list(named_parameters)
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise ConfigError(
-                "named_parameters: expected the model, or (name, parameter) pairs, such as model.named_parameters()"
-            )
-        counts: dict[str, int] = {}
-        for name, _ in pairs:
-            counts[name] = counts.get(name, 0) + 1
-        twice = [name for name, count in counts.items() if count > 1]
-        if twice:
-            raise ConfigError(f"named_parameters has {twice[0]!r} more than once; names must be unique over all models")
-        named = {parameter: name for name, parameter in pairs}
-    for i, j, parameter in parameters:
-        if parameter not in named:
-            raise ConfigError(
-                f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, is not in named_parameters; name all "
-                "parameters of the optimizer, or none"
-            )
-        _refuse_sharded(named[parameter], parameter, group)
-    return {p: named[p] for _, _, p in parameters}
+        return None
+    if isinstance(named_parameters, nn.Module):
+        named_parameters = named_parameters.named_parameters()
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ConfigError(
+            "named_parameters: expected the model, or (name, parameter) pairs, such as model.named_parameters()"
+        )
+    counts: dict[str, int] = {}
+    for name, _ in pairs:
+        counts[name] = counts.get(name, 0) + 1
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise ConfigError(f"named_parameters has {twice[0]!r} more than once; names must be unique over all models")
+    return {parameter: name for name, parameter in pairs}
 
 
 def replicated_by(module: nn.Module, group: Group = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -82,7 +116,7 @@ def local_part(x: Tensor) -> Tensor:
     return part
 
 
-def _refuse_sharded(name: str, parameter: Tensor, group: Group) -> None:
+def refuse_sharded(name: str, parameter: Tensor, group: Group) -> None:
     """Raise ``ConfigError`` if FSDP shards the parameter, or tensor parallelism does over ranks of ``group``.
 
     FSDP calls the same hooks after it has reduced gradients itself, and different parts of a parameter have no average.
@@ -116,9 +150,16 @@ def one_device(names: Mapping[Tensor, str]) -> torch.device:
     return next(iter(devices))
 
 
-def describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> list[TensorInfo]:
-    """Return the name, size, type, group and shape of each parameter, for a planner."""
-    number = _number_groups(names, groups)
+def describe(
+    names: Mapping[Tensor, str],
+    groups: int | Sequence[Sequence[Tensor]] | None,
+    every: Collection[Tensor] | None = None,
+) -> list[TensorInfo]:
+    """Return the name, size, type, group and shape of each parameter, for a planner.
+
+    ``groups`` may have other tensors of ``every`` too; None: it may not.
+    """
+    number = _number_groups(names, groups, names.keys() if every is None else every)
     shapes = {name: tuple(local_part(parameter.detach()).shape) for parameter, name in names.items()}
     return [
         TensorInfo(
@@ -133,7 +174,9 @@ def describe(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor
     ]
 
 
-def _number_groups(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> dict[Tensor, int]:
+def _number_groups(
+    names: Mapping[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None, every: Collection[Tensor]
+) -> dict[Tensor, int]:
     if groups is None:
         return {}
     if isinstance(groups, int):
@@ -144,13 +187,11 @@ def _number_groups(names: Mapping[Tensor, str], groups: int | Sequence[Sequence[
     number: dict[Tensor, int] = {}
     for index, members in enumerate(groups):
         for parameter in members:
-            if not isinstance(parameter, Tensor) or parameter not in names:
-                raise ConfigError(
-                    f"groups[{index}] has something that is not a parameter of the optimizer with a gradient"
-                )
+            if not isinstance(parameter, Tensor) or parameter not in every:
+                raise ConfigError(f"groups[{index}] has something that is not a parameter of the optimizer")
             if parameter in number:
                 raise ConfigError(
-                    f"parameter {names[parameter]!r} is in groups {number[parameter]} and {index}; one is enough"
+                    f"parameter {names.get(parameter)!r} is in groups {number[parameter]} and {index}; one is enough"
                 )
             number[parameter] = index
     return number

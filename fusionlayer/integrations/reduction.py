@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from .. import context
 from ..errors import ConfigError, UsageError
 from ..scheduler import Engine
 from ..timeline import Timeline
+from .enrolment import Roster, what_changed
 from .overlap import ForwardOverlap
 from .parameters import local_part
 from .phases import StepPhases
@@ -60,7 +61,8 @@ class GradientReduction(Optimizer):
     """
 
     _fl_engine: Engine | None
-    _fl_connect: Callable[[bool], tuple[Engine | None, Timeline]]
+    _fl_connect: Callable[[Mapping[Tensor, str], bool], tuple[Engine | None, Timeline]]
+    _fl_plan_anew: Callable[[Engine, Mapping[Tensor, str], str], None]
     _fl_replicas: Replicas
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
 
@@ -68,6 +70,7 @@ class GradientReduction(Optimizer):
         self,
         engine: Engine | None,
         timeline: Timeline,
+        roster: Roster,
         names: dict[Tensor, str],
         passes_per_step: int,
         sparse_as_dense: bool,
@@ -75,9 +78,12 @@ class GradientReduction(Optimizer):
     ) -> None:
         self._fl_state = StepState.IDLE
         self._fl_engine = engine
+        self._fl_roster = roster
         self._fl_names = names
         self._fl_passes = passes_per_step
         self._fl_passes_left = dict.fromkeys(names, passes_per_step)
+        self._fl_hooks: list[RemovableHandle] = []
+        self._fl_new: list[Tensor] = []
         self._fl_sparse_as_dense = sparse_as_dense
         self._fl_sparse: SparseGradients | None = None
         self._fl_step_synchronizes = True
@@ -95,18 +101,26 @@ class GradientReduction(Optimizer):
             self._fl_sparse.by_name = self._fl_enlist(self)
         if timeline.enabled:
             self._fl_phases = StepPhases(engine, timeline)
-        # The parameters live longer than the optimizer: their hooks must neither keep it alive nor outlive it.
-        me = weakref.ref(self)
-        hooks = [p.register_post_accumulate_grad_hook(partial(_take, me)) for p in names]
+        self._fl_watch(names)
         if self._fl_phases is not None:
-            hooks += self._fl_phases.watch()
+            self._fl_hooks += self._fl_phases.watch()
         if overlap_forward is not None:
             self._fl_overlap = ForwardOverlap(engine, names, self._fl_update)
-            hooks += self._fl_overlap.watch(overlap_forward)
-        self._fl_release = weakref.finalize(self, _release, engine, hooks)
+            self._fl_hooks += self._fl_overlap.watch(overlap_forward)
+        self._fl_release = weakref.finalize(self, _release, engine, self._fl_hooks)
         self._fl_release.atexit = False
         with _live_lock:
             _live.add(self)
+
+    def _fl_watch(self, parameters: Iterable[Tensor]) -> None:
+        """Register the hooks by which the optimizer gets the gradients of parameters."""
+        # The parameters live longer than the optimizer: their hooks must neither keep it alive nor outlive it.
+        me = weakref.ref(self)
+        self._fl_hooks += [p.register_post_accumulate_grad_hook(partial(_take, me)) for p in parameters]
+
+    def _fl_count_anew(self) -> None:
+        """Begin to count backward passes: of all parameters with hooks, also of those that are frozen now."""
+        self._fl_passes_left = dict.fromkeys(self._fl_passes_left, self._fl_passes)
 
     @property
     def _fl_pending(self) -> bool:
@@ -130,20 +144,22 @@ class GradientReduction(Optimizer):
         if engine.failure is not None:
             raise engine.failure
         if self._fl_passes_left[parameter] <= 0:
+            name = self._fl_roster.names[parameter]
             raise UsageError(
-                f"gradient {self._fl_names[parameter]!r} was computed more than {self._fl_passes} times before step(); "
-                "call step() or synchronize() after each backward, or raise backward_passes_per_step to accumulate "
-                "gradients locally"
+                f"gradient {name!r} was computed more than {self._fl_passes} times before step(); call step() or "
+                "synchronize() after each backward, or raise backward_passes_per_step to accumulate gradients locally"
             )
         if self._fl_overlap is not None:
-            self._fl_overlap.check_used(self._fl_names[parameter])
+            self._fl_overlap.check_used(self._fl_roster.names[parameter])
         self._fl_passes_left[parameter] -= 1
         if self._fl_state is not StepState.REDUCING:
             self._fl_state = StepState.IDLE  # backward has added to the gradients, so they are no longer reduced ones
         if self._fl_passes_left[parameter] == 0:
             if self._fl_state is not StepState.REDUCING:
-                self._fl_begin()
-            self._fl_hand_over(engine, parameter)
+                self._fl_begin(engine)
+            # Not there: it was unfrozen after the step began, which step() refuses, or has left the optimizer.
+            if parameter in self._fl_names:
+                self._fl_hand_over(engine, parameter)
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
 
@@ -153,11 +169,41 @@ class GradientReduction(Optimizer):
         if self._fl_sparse is not None:
             self._fl_sparse.by_name = enlist(self)
 
-    def _fl_begin(self) -> None:
+    def _fl_begin(self, engine: Engine) -> None:
         """Begin a step of the engine, before its first gradient, and tell ranks that have joined."""
+        groups = self.__dict__["param_groups"]
+        if self._fl_roster.changed(groups):
+            self._fl_enrol(engine, groups)
         self._fl_state = StepState.REDUCING
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
+
+    def _fl_enrol(self, engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Reduce from this step on what requires gradients now, by a new plan on which the ranks agree."""
+        before, left = self._fl_names, self._fl_passes_left
+        names = self._fl_roster.reduced(
+            groups, lambda parameter: left.get(parameter, self._fl_passes) < self._fl_passes
+        )
+        self._fl_replicas.add(self._fl_roster.by_name())
+        if names.keys() == before.keys():
+            return
+        try:
+            refuse_twice(names, but=self)
+            self._fl_plan_anew(engine, names, what_changed(before, names))
+        except ConfigError:
+            self._fl_roster.look_again = True  # or the next step would leave them out without a word
+            raise
+        new = [parameter for parameter in names if parameter not in left]
+        self._fl_names = names
+        left.update(dict.fromkeys(new, self._fl_passes))
+        self._fl_new = new
+        self._fl_watch(new)
+        assert self._fl_sparse is not None
+        self._fl_sparse.decide_anew()
+        if self._fl_overlap is not None:
+            assert self._fl_forward_of is not None
+            self._fl_overlap.enrol(names)
+            self._fl_hooks += self._fl_overlap.watch_forward(self._fl_forward_of, [names[each] for each in new])
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
         """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
@@ -182,7 +228,7 @@ class GradientReduction(Optimizer):
             self._fl_phases.end_backward()
         self._fl_flush()
         if before is not StepState.REDUCING:
-            self._fl_begin()
+            self._fl_begin(engine)
         gathered = sparse.agree()
         pending = engine.pending
         # In the first step, the order of arrival makes the plan. Backward makes gradients about from the last parameter
@@ -201,7 +247,7 @@ class GradientReduction(Optimizer):
         if self._fl_check is not None:
             self._fl_check.settle()
         self._fl_state = StepState.IDLE if before is StepState.REDUCING else before
-        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        self._fl_count_anew()
 
     def _fl_synchronize(self) -> None:
         """End the engine's step and put its results into the gradients, unless they are there already."""
@@ -228,14 +274,25 @@ class GradientReduction(Optimizer):
         if self._fl_overlap is not None:
             self._fl_overlap.flush()
         if self._fl_state is not StepState.REDUCING:
-            self._fl_begin()
-        sparse.agree()
+            self._fl_begin(engine)
+        self._fl_refuse_unreduced()
         submitted = engine.pending
+        new, self._fl_new = self._fl_new, []
+        for parameter in new if sparse.gathered is None else ():
+            name = self._fl_names[parameter]
+            if name not in submitted:
+                sparse.take(name, parameter)  # a new hook may have come too late to note a sparse gradient
+        sparse.agree()
         for parameter, name in self._fl_names.items():
             if name not in submitted and parameter not in sparse.under_way:
                 self._fl_hand_over(engine, parameter)
         self._fl_state = StepState.IDLE
-        self._fl_passes_left = dict.fromkeys(self._fl_names, self._fl_passes)
+        self._fl_count_anew()
+
+    def _fl_refuse_unreduced(self) -> None:
+        """Raise ``UsageError`` if a parameter of the optimizer has a gradient that this step does not reduce."""
+        if self._fl_engine is not None:
+            self._fl_roster.refuse_unreduced(self.__dict__["param_groups"])
 
     def _fl_end_step(self, engine: Engine) -> None:
         """End the engine's step, and begin to compare parameters, which nothing changes now."""
@@ -311,10 +368,10 @@ def _flush_all() -> None:
 context.before_shutdown(_flush_all)
 
 
-def refuse_twice(names: Mapping[Tensor, str]) -> None:
-    """Raise ``ConfigError`` if another distributed optimizer that is not closed already has one of the parameters."""
+def refuse_twice(names: Mapping[Tensor, str], but: GradientReduction | None = None) -> None:
+    """Raise ``ConfigError`` if a distributed optimizer that is not closed, ``but`` one, has one of the parameters."""
     with _live_lock:
-        others = list(_live)
+        others = [other for other in _live if other is not but]
     for other in others:
         for parameter, name in names.items():
             if parameter in other._fl_names:

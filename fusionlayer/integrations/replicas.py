@@ -103,6 +103,10 @@ class Replicas:
             every = _gathered_digests(tensors, transport)
             broadcast_from_0([x for x, row in zip(tensors.values(), every, strict=True) if len({*row}) > 1], transport)
 
+    def add(self, named: Mapping[str, Tensor]) -> None:
+        """Compare these parameters too, from the next round on. All ranks add the same ones in the same step."""
+        self.named.update({name: x for name, x in named.items() if _has_memory(x)})
+
     def check(self, put: Put) -> ReplicaCheck | None:
         """Return what compares the parameters while training runs, or None if that is switched off."""
         return ReplicaCheck(self.named, self.every, put, strict=self.broadcast) if self.every else None

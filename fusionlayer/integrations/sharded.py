@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, overload
 
 import torch
@@ -125,13 +126,18 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Average gradients, update this rank's part of the weights, and gather all; return what ``closure`` returns.
 
-        A parameter without a gradient counts as zeros.
+        A parameter without a gradient counts as zeros. One that is frozen now does not move.
+
+        Raises:
+            UsageError: a group has other parameters than when the optimizer was made.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         transport = self._fl_transport
+        for each, part in zip(self.param_groups, self._fl_parts, strict=True):
+            part.check(each["params"])
         if self._fl_check is not None:
             self._fl_check.begin()
             self._fl_check.settle()
@@ -140,7 +146,10 @@ class ShardedOptimizer(Optimizer):
             part.reduce(self._fl_gradients, transport, seed)
         for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
+        held = [part.frozen() for part in self._fl_parts]
         self._fl_inner.step()
+        for part, values in zip(self._fl_parts, held, strict=True):
+            part.put_back(values)
         for index, part in enumerate(self._fl_parts):
             seed = derive_seed(self._fl_step, index, 1)
             part.gather(self._fl_weights, transport, seed)
@@ -203,7 +212,7 @@ class _Part:
         first = params[0]
         total = sum(p.numel() for p in params)
         chunk = max(1, -(-total // (transport.size * align))) * align
-        self._params = params
+        self._params = list(params)  # a copy: a user may append to the group's list
         self._replica = torch.zeros(transport.size * chunk, dtype=first.dtype, device=first.device)
         self._views = [
             piece.view_as(p)
@@ -226,7 +235,6 @@ class _Part:
 
     def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
         """Give ``main`` the average of its gradients over ranks."""
-        self._check_views()
         pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self._params, strict=True) if p.grad is not None]
         if len(pairs) < len(self._params):
             self._gradients.zero_()
@@ -252,8 +260,29 @@ class _Part:
             mine = self.main.to(self._replica.dtype)
             halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=_PIECE)
 
-    def _check_views(self) -> None:
-        """Raise ``UsageError`` if a parameter is no longer a view of the flat tensor, as after ``model.to(...)``."""
+    def frozen(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the places in ``main`` of this rank's elements of frozen parameters, with copies of their values."""
+        found = []
+        main = self.main.detach()
+        for p, view in zip(self._params, self._views, strict=True):
+            if not p.requires_grad:
+                first = view.storage_offset() - self._own.storage_offset()
+                place = main[max(0, first) : max(0, first + p.numel())]
+                found.append((place, place.clone()))
+        return found
+
+    def put_back(self, values: list[tuple[Tensor, Tensor]]) -> None:
+        """Give frozen parameters the values that ``frozen`` returned: weight decay and momentum have moved them."""
+        for place, value in values:
+            place.copy_(value)
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        """Raise ``UsageError`` if the group has other parameters now, or their memory is no longer the flat tensor."""
+        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+            raise UsageError(
+                f"a group of a ShardedOptimizer has {len(params)} parameters, not the {len(self._params)} that it was "
+                "made with; its parts are cut already: make a new one"
+            )
         for p, view in zip(self._params, self._views, strict=True):
             if p.data_ptr() != view.data_ptr():
                 raise UsageError(

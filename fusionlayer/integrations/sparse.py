@@ -43,7 +43,7 @@ class SparseGradients:
         self.by_name: ByName | None = None
         """Operations by name; None: this job does not use them, so no gradient is gathered."""
         self._engine = engine
-        self._make_dense = make_dense
+        self._make_dense = self._asked_dense = make_dense
         self._noted: set[str] = set()
         self.gathered: frozenset[str] | None = None
         """Names of the gradients that are gathered; None until the end of the first step."""
@@ -85,6 +85,10 @@ class SparseGradients:
             self._make_dense = self._make_dense or can
             self._noted.clear()
         return self.gathered
+
+    def decide_anew(self) -> None:
+        """Treat the step that begins as a first one: its plan is new, and ranks decide together again."""
+        self.gathered, self._make_dense = None, self._asked_dense
 
     def end(self) -> dict[Tensor, Callable[[], Tensor]]:
         """Begin the next step; return, by parameter, the functions that wait for the gradients gathered in this one."""

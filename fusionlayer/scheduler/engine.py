@@ -16,14 +16,14 @@ from torch import Tensor
 from .. import codecs, collectives
 from ..codecs import Codec, PartsCodec
 from ..collectives import UNSCALED, Scaling
-from ..errors import UsageError
+from ..errors import PlanMismatch, UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
-from .failure import located
+from .failure import located, tensors_that_differ
 from .fusing import check_pairs, fuse
 from .lane import Lane
 from .memory import Memory
@@ -108,6 +108,7 @@ class Engine:
         self.rank = transport.rank
         self.size = transport.size
         self.step = 0
+        self._why = ""  # why the tensors have changed, until the ranks have agreed on that
         self.plan: FusionPlan | None = None
         self._next_plan: FusionPlan | None = None
         if plan is not None:
@@ -144,6 +145,57 @@ class Engine:
         plan.check(self._tensors.values(), self.size)
         check_pairs(plan)
         self._next_plan = plan
+
+    def enrol(
+        self,
+        tensors: Sequence[TensorInfo],
+        why: str,
+        *,
+        codec: Codec | Mapping[str, Codec],
+        plan: FusionPlan | None = None,
+        plan_controller: PlanController | None = None,
+    ) -> None:
+        """Sum these tensors from now on; all ranks call it before the first gradient of the same step.
+
+        That step is as a first one: it learns the order of arrival, and the ranks compare before the first payload.
+        Each tensor keeps its error feedback. Until the results of the last step are taken, its buckets stay.
+
+        Args:
+            tensors: every tensor of a step from now on; none, and steps are empty.
+            why: what has changed on this rank, for the errors of ranks where it has not.
+            codec, plan, plan_controller: as for a new engine.
+
+        Raises:
+            UsageError: the step has gradients already.
+            ConfigError: the plan is for other tensors or ranks.
+            PlanMismatch, TransportError: as from ``synchronize``, if no tensors are left.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self._arrived:
+            raise UsageError(f"the tensors of step {self.step} change after its first gradient; change them before")
+        known, self._tensors = self._tensors, {tensor.name: tensor for tensor in tensors}
+        try:
+            if plan is not None:
+                self.switch(plan)
+        except BaseException:
+            self._tensors = known
+            raise
+        self._why = why
+        self._codec = codec
+        self.plan, self._next_plan = None, plan
+        self.plan_controller = plan_controller
+        self._watch = None if plan_controller is None else StepTimer()
+        self._codecs, self._codecs_change = [], False
+        self._buffers, self._bucket_of = [], {}
+        self._order = SendOrder(0, len(self._lanes))
+        if not tensors:
+            # No gradient will begin this step, so the ranks agree at once.
+            self.plan, self._next_plan = FusionPlan((), self.size), None
+            try:
+                self._agree_first(partial(self._agree, self.step, self.plan)).wait()
+            except BaseException as error:
+                self._fail(error)
 
     @property
     def pending(self) -> AbstractSet[str]:
@@ -553,7 +605,12 @@ class Engine:
             codec = self._codec if isinstance(self._codec, Codec) else [self._codec[name] for name in names]
             facts += [codec, self._algorithm, self._ahead, str(self._planner)]
         with self._timeline.span("NEGOTIATE_ALLREDUCE"):
-            transport.agree("the fusion plan (model, codec, options)", *facts)
+            try:
+                transport.agree("the fusion plan (model, codec, options)", *facts, why=self._why)
+            except PlanMismatch as error:
+                differences = tensors_that_differ(self._tensors.values(), transport)
+                raise PlanMismatch(f"{error}{differences}", error.ranks) from None
+        self._why = ""
 
     def _agree_and_plan(self, step: int, transport: Transport) -> None:
         """Compare, take rank 0's order of arrival, plan with it, and compare the plans.

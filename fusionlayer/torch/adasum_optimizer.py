@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, UsageError
-from ..integrations.parameters import name_parameters
+from ..integrations.enrolment import Roster
 from . import mpi_ops as ops
 from .adasum import check_world
 from .basics import size
@@ -27,7 +27,8 @@ def adasum_optimizer(
 
     It is the same object. Each rank takes the step of the wrapped optimizer with its own gradients. The changes of the
     parameters travel, so momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1).
-    Parameters without a gradient count as not moved. The learning rate is that of one rank.
+    Parameters without a gradient count as not moved. The learning rate is that of one rank. Parameters may be unfrozen
+    or added later, on all ranks before the same step.
 
     Args:
         optimizer: any optimizer.
@@ -40,12 +41,13 @@ def adasum_optimizer(
     check_world(size())
     if codec_of(compression) is not None:
         raise ConfigError(f"op=Adasum with {compression}; it scales tensors by their products: give none, fp16 or bf16")
-    names = name_parameters(optimizer, named_parameters)
+    roster = Roster(optimizer.param_groups, named_parameters)
+    names = roster.reduced(optimizer.param_groups)
     base = type(optimizer)
     vars(optimizer).pop("step", None)  # a scheduler's wrapper there would bypass the class's new step()
     optimizer.__class__ = type(base.__name__, (_Adasum, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Adasum)
-    optimizer._fl_names = dict(sorted(names.items(), key=lambda item: item[1]))
+    optimizer._fl_roster, optimizer._fl_names = roster, _sorted(names)
     optimizer._fl_compression = compression
     return optimizer
 
@@ -53,12 +55,16 @@ def adasum_optimizer(
 class _Adasum(Optimizer):
     """Overrides of the wrapped optimizer's class; it precedes that class in the method resolution order."""
 
+    _fl_roster: Roster
     _fl_names: dict[Tensor, str]
     _fl_compression: Any
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take the step of the wrapped optimizer, then replace its changes by the Adasum of all ranks' changes."""
         self._opt_called = True
+        if self._fl_roster.changed(self.param_groups):
+            # Those that are frozen now stay: their changes are zeros, also where only some ranks have frozen them.
+            self._fl_names = _sorted({**self._fl_names, **self._fl_roster.reduced(self.param_groups)})
         starts = [parameter.detach().clone() for parameter in self._fl_names]
         result = super().step(closure, **kwargs) if closure is not None else super().step(**kwargs)
         with torch.no_grad():
@@ -82,3 +88,7 @@ class _Adasum(Optimizer):
         """Raise ``UsageError``: ``step`` has to reduce."""
         raise UsageError("skip_synchronize() with op=Adasum, which reduces steps, not gradients; call step() alone")
         yield
+
+
+def _sorted(names: dict[Tensor, str]) -> dict[Tensor, str]:
+    return dict(sorted(names.items(), key=lambda item: item[1]))

@@ -120,7 +120,7 @@ class _StandingIn:
     def _make_steps(self, key: _Key, count: int) -> None:
         """Make steps of one optimizer until it has begun ``count``; runs on the optimizer's thread."""
         optimizer = self._optimizers[key]
-        device = next(iter(optimizer._fl_names)).device
+        device = optimizer._fl_roster.device
         # The current device belongs to a thread, so this one sets it. REDUCING: backward had begun a step before join;
         # that step counts as begun but has to be ended.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

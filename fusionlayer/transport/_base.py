@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
 
@@ -39,6 +40,7 @@ class Transport(ABC):
         purpose: what the next collective calls are for. A user that makes different calls of equal sizes sets it before
             them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
             nothing to what is sent. Over NCCL, which cannot tell messages apart, only calls on CPU tensors differ.
+        why: what led this rank to the next exchanges, for the errors of ranks that make other calls.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Transport(ABC):
     bytes_sent: int = 0
     sequence: int = 0
     purpose: str = ""
+    why: str = ""
     _nodes: tuple[tuple[int, ...], ...] | None = None
 
     @abstractmethod
@@ -158,17 +161,28 @@ class Transport(ABC):
                 kept[name] = torch.empty(nbytes, dtype=torch.uint8)
         return cast(Tensor, kept[name][:nbytes])
 
-    def agree(self, what: str, *facts: object) -> None:
+    @contextmanager
+    def doing(self, purpose: str, why: str = "") -> Iterator[None]:
+        """Let the calls of the block have this ``purpose`` and ``why``: they pair with no call that is for another."""
+        before, self.purpose, self.why = (self.purpose, self.why), purpose, why
+        try:
+            yield
+        finally:
+            self.purpose, self.why = before
+
+    def agree(self, what: str, *facts: object, why: str = "") -> None:
         """Check that ``facts`` (see ``wire.digest``) and the wire version are equal on all ranks.
 
-        Call it before anything depends on them.
+        Call it before anything depends on them. ``why`` says what led this rank to the call; a rank that makes another
+        call instead reads it in its error.
 
         Raises:
             PlanMismatch: they differ. Every rank raises it; it names the ranks that differ and ``what``.
         """
         mine = torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
         every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
-        self.all_gather(mine, every)
+        with self.doing(f"an agreement on {what}", why):
+            self.all_gather(mine, every)
         differ = [rank for rank in range(self.size) if not torch.equal(every[rank], every[0])]
         if differ:
             hashes = ", ".join(f"rank {rank}: {bytes(every[rank].tolist()).hex()[:12]}" for rank in range(self.size))

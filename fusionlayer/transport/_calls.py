@@ -25,6 +25,7 @@ class Call:
         recvs: bytes expected from each rank, by the same rules.
         partner: the other rank of a send or a receive; None for a collective call.
         purpose: what the transport's user does with a collective call, if it has said so (``Transport.purpose``).
+        why: what led this rank to the call, for the errors of other ranks; it may differ between ranks.
     """
 
     what: str
@@ -32,6 +33,7 @@ class Call:
     recvs: tuple[int, ...] = ()
     partner: int | None = None
     purpose: str = ""
+    why: str = ""
 
     @classmethod
     def exchange(
@@ -91,7 +93,9 @@ class Call:
         """Return why this rank's call and the ``other`` rank's call can never complete together, or None."""
         if self.partner is None and other.partner is None:
             if self.purpose != other.purpose:
-                mine, theirs = self.purpose or self.what, other.purpose or other.what
+                mine, theirs = (
+                    (call.purpose or call.what) + (f" ({call.why})" if call.why else "") for call in (self, other)
+                )
                 return f"rank {rank} is in {mine}, rank {other_rank} in {theirs}"
             if self.what != other.what:
                 return f"rank {rank} is in {self.what}, rank {other_rank} in {other.what}"

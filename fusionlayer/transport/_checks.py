@@ -25,8 +25,8 @@ def checked_peers(asked: bool | None, rank: int, nodes: Sequence[Sequence[int]])
     """Return the ranks to which, and from which, messages of ``rank`` carry a checksum.
 
     Args:
-        asked: the setting ``checksum``. None: between ranks of different nodes, where it takes less than 1 % of a step.
-            Between ranks of one node messages travel through its memory, and a checksum takes several per cent.
+        asked: the setting ``checksum``. None: between ranks of different nodes. Between ranks of one node messages
+            travel through its memory, where they come to no harm.
         rank: this rank.
         nodes: the ranks of each node.
     """

@@ -91,6 +91,8 @@ class LinkedTransport(Transport):
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
+        if self.why:
+            call = replace(call, why=self.why)
         with _InCall(self, call, counted=True):
             if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
                 recvs[self.rank].copy_(sends[self.rank])

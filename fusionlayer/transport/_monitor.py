@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -62,14 +63,15 @@ class _Monitor:
 
     def __init__(self) -> None:
         self._begin()
-        forks.at_exit(self._stop)
 
     def _begin(self) -> None:
+        forks.at_exit(self._stop)  # a forked child may make transports of its own
         # Guards _watches, _leaving, _kept, _thread and _stores: any thread adds and removes watches while the monitor's
         # thread reads them. Not held while watches tick, since a tick may wait for the store. Reentrant, because the
         # garbage collector may end a dropped transport, and so call remove(), on the thread that holds it.
         self._lock = threading.RLock()
-        self._woken = threading.Event()
+        # A queue of this kind, unlike an event, may be put to in the middle of another call of the same thread.
+        self._woken: SimpleQueue[None] = SimpleQueue()
         self._watches: list[Watched] = []
         self._leaving: list[Watched] = []
         self._kept: list[Watched] = []
@@ -133,23 +135,25 @@ class _Monitor:
 
     def wake(self) -> None:
         """Let the thread tick all watches now. Any thread may call it."""
-        self._woken.set()
+        self._woken.put(None)
 
     def _run(self) -> None:
         while True:
-            # Cleared before the lists are read: a watch that comes after the reading sets it again and is not missed.
-            self._woken.clear()
+            # Emptied before the lists are read, so that a watch which comes after the reading is not missed.
+            while not self._woken.empty():
+                self._woken.get()
             with self._lock:
                 leaving, self._leaving = self._leaving, []
                 watches = list(self._watches)
-                if not leaving and not watches:
+                if not (leaving or watches or self._leaving):
                     self._thread = None
                     return
             for watch in leaving:
                 self._attempt(watch.leave_store, lambda: None)
             for watch in watches:
                 self._attempt(watch.tick, watch.store_failed)
-            self._woken.wait(min((watch.pause() for watch in watches), default=0))
+            with suppress(Empty):
+                self._woken.get(timeout=min((watch.pause() for watch in watches), default=0))
 
     def _attempt(self, work: Callable[[], None], store_failed: Callable[[], None]) -> None:
         try:

@@ -64,9 +64,13 @@ def decode_state(text: bytes, size: int) -> Mapping[str, Any]:
 
 
 def _call(given: dict[str, Any], size: int) -> Call:
-    call = Call(given["what"], tuple(given["sends"]), tuple(given["recvs"]), given["partner"], given["purpose"])
+    sizes = tuple(given["sends"]), tuple(given["recvs"])
+    call = Call(given["what"], *sizes, given["partner"], given["purpose"], given["why"])
     lengths = (*call.sends, *call.recvs)
-    _require(type(call.what) is type(call.purpose) is str and all(type(length) is int for length in lengths))
+    _require(
+        type(call.what) is type(call.purpose) is type(call.why) is str
+        and all(type(length) is int for length in lengths)
+    )
     _require(call.partner is None or type(call.partner) is int and 0 <= call.partner < size)
     most = size if call.partner is None else 1
     _require(len(call.sends) in (0, most) and len(call.recvs) in (0, most))

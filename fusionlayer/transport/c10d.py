@@ -118,7 +118,8 @@ class C10dTransport(LinkedTransport):
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         nccl = self._rendezvous.nccl and not self._checksum
         if self._rendezvous.gloo or not nccl:
-            yield "cpu", GlooLink(connecting, self.rank, self.size, self.timeout, self._node, self._checked)
+            place = (self.rank, self.size, self.timeout, self._node)
+            yield "cpu", GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
         if nccl:
             yield "cuda", NcclLink(connecting.store, self.rank, self.size, self.timeout)
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -104,6 +105,8 @@ class LocalTransport(Transport):
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
+        if self.why:
+            call = replace(call, why=self.why)
         offered: list[Sequence[Tensor]] = self._begin(call, sends)
         for source, recv in enumerate(recvs):
             if recv.numel():

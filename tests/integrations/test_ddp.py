@@ -303,6 +303,19 @@ def check_refusals(rank: int, world: int) -> None:
     with pytest.raises(fl.FusionLayerError, match="closed"):
         loss_of(model, rank, 1).backward()
 
+    plain = make_model()
+    plain[0].bias.requires_grad_(False)
+    model = DistributedDataParallel(plain)
+    hook = fl.ddp.register(model, "int8")
+    loss_of(model, rank, 0).backward()
+    plain[0].bias.requires_grad_(True)
+    with pytest.raises(fl.UsageError, match="gradient '0.bias' is not reduced.*wrap the model and register"):
+        loss_of(model, rank, 1).backward()
+    plain[0].bias.requires_grad_(False)
+    plain[0].bias.grad = None
+    loss_of(model, rank, 2).backward()
+    hook.close()
+
     for odd in (
         {"codec": "int8"},
         {"codec": "int4", "rounding": "stochastic"},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -20,7 +21,7 @@ from torch.optim import SGD
 import fusionlayer as fl
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_optimizer_results import plan_of
-from tests.integrations.training import loss_of, make_model, train
+from tests.integrations.training import loss_of, make_model, train, weights
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
@@ -35,8 +36,8 @@ def join(rank: int, world: int, folder: str, **settings: str) -> None:
     fl.init()
 
 
-def wrap(model: nn.Module, **options: Any) -> Any:
-    return fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+def wrap(model: nn.Module, part: nn.Module | None = None, **options: Any) -> Any:
+    return fl.DistributedOptimizer(SGD((part or model).parameters(), lr=0.1), model.named_parameters(), **options)
 
 
 def described(error: fl.TransportError) -> dict[str, Any]:
@@ -159,7 +160,24 @@ def check_disagreements(rank: int, world: int) -> None:
             wrap(make_model(), **(option if odd else {}))
 
     model = make_model()
-    train(model, wrap(model), rank, range(2))  # and those who agree train on
+    model[0].requires_grad_(False)
+    optimizer = wrap(model, codec="int8")
+    train(model, optimizer, rank, range(2))
+    if odd:
+        model[0].weight.requires_grad_(True)
+    before = weights(model)
+    with pytest.raises(fl.TransportError, match=r"rank 1 (is )?in an agreement.*\('0.weight' now require gradients\)"):
+        train(model, optimizer, rank, [2])
+    assert torch.equal(weights(model), before)
+
+    model = make_model()
+    optimizer = wrap(model, model[2])
+    train(model, optimizer, rank, range(2))  # and those who agree train on
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    train(model, optimizer, rank, range(2))
+    mine = weights(model)
+    dist.broadcast(mine, 0)
+    assert torch.equal(mine, weights(model))
 
 
 def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:

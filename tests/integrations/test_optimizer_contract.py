@@ -316,14 +316,6 @@ def test_scheduler_before_the_first_step_still_warns() -> None:
             scheduler.step()
 
 
-def test_adding_a_parameter_group_is_refused() -> None:
-    @on_ranks()
-    def rank_main(rank: int) -> None:
-        optimizer = wrap(make_model())
-        with pytest.raises(fl.UsageError, match="before wrapping"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
 def test_wrapping_the_same_parameters_twice_is_refused_until_the_first_is_closed() -> None:
     @on_ranks()
     def rank_main(rank: int) -> None:

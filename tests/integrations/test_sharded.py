@@ -302,9 +302,31 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     optimizer = make([w])
     with pytest.raises(fl.UsageError, match="when it is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    with pytest.raises(fl.UsageError, match="has 2 parameters, not the 1"):
+        optimizer.step()
+    del optimizer.param_groups[0]["params"][1]
     w.data = torch.ones(3)
     with pytest.raises(fl.UsageError, match=r"other memory.*model\.to"):
         optimizer.step()
+
+
+def test_parameters_that_are_frozen_later_do_not_move() -> None:
+    """Neither by weight decay nor by moments, on no rank; the others move on."""
+
+    def body(transport: Transport) -> None:
+        optimizer, model = train(transport, 2, {})
+        frozen = [model[0].bias, model[2].weight]
+        before = [p.detach().clone() for p in model.parameters()]
+        give_gradients(model, transport.rank, 2)
+        for p in frozen:
+            p.requires_grad_(False)
+            p.grad = None
+        optimizer.step()
+        moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+        assert moved == [True, False, False, True, True, True]
+
+    over_threads(3, body)
 
 
 def test_ranks_that_disagree_are_told() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.torch import adasum
 from fusionlayer.transport import Transport, local
-from tests.integrations.training import make_model, train, weights
+from tests.integrations.training import CLASSES, fill, make_model, train, weights
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -136,8 +136,8 @@ def test_optimizer_adds_up_steps() -> None:
     assert torch.allclose(results[0], weights(models[0]), rtol=1e-5, atol=1e-7)
 
 
-def test_optimizer_says_what_it_cannot() -> None:
-    def rank_main(rank: int) -> None:
+def test_optimizer_says_what_it_cannot_and_takes_parameters_that_come_later() -> None:
+    def rank_main(rank: int) -> Tensor:
         hvd.init()
         model = make_model()
 
@@ -156,6 +156,15 @@ def test_optimizer_says_what_it_cannot() -> None:
         before = model[0].weight.detach().clone()
         train(model, optimizer, rank, [0])
         assert not torch.equal(model[0].weight, before)
-        hvd.shutdown()
 
-    local.run(rank_main, 2)
+        model.requires_grad_(True)
+        model.append(nn.Linear(CLASSES, CLASSES).requires_grad_(False))
+        fill(model)
+        optimizer.add_param_group({"params": list(model[3].parameters())})
+        train(model, optimizer, rank, [1])
+        model[3].weight.requires_grad_(True)
+        train(model, optimizer, rank, [2])
+        hvd.shutdown()
+        return weights(model)
+
+    assert torch.equal(*local.run(rank_main, 2))

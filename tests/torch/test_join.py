@@ -245,6 +245,37 @@ def test_sparse_gradients_are_gathered(batches: tuple[int, ...], op: hvd.ReduceO
 
 
 @pytest.mark.short
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_table_that_is_unfrozen_later_is_gathered(passes: int) -> None:
+    def training(model: Ranker, optimizer: Any, losses: Callable[[int], list[Tensor]]) -> list[Tensor]:
+        for step in range(4):
+            model.table.weight.requires_grad_(step > 1)
+            optimizer.zero_grad()
+            for loss in losses(step):
+                loss.backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    def body(rank: int) -> list[Tensor]:
+        model = Ranker(sparse=True)
+        model.table.weight.requires_grad_(False)
+        optimizer = distributed(model, backward_passes_per_step=passes)
+        found = training(model, optimizer, lambda step: [model.loss(rank, step * passes + i) for i in range(passes)])
+        assert optimizer._fl_sparse.gathered == {"table.weight"}
+        optimizer.close()
+        return found
+
+    model = Ranker(sparse=False)
+    plain = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    expected = training(
+        model, plain, lambda step: [model.loss(rank, step * passes + i) / 2 for rank in (0, 1) for i in range(passes)]
+    )
+    for found in over_ranks(2, body):
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q)
+
+
+@pytest.mark.short
 def test_an_optimizer_of_sparse_gradients_alone_and_what_cannot_be() -> None:
     def body(rank: int) -> Tensor:
         model = Ranker(sparse=True)

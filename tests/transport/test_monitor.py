@@ -1,0 +1,57 @@
+"""The thread that looks after the watches, without any ranks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from fusionlayer.transport import _monitor
+
+pytestmark = pytest.mark.short
+
+
+def make_watch() -> Mock:
+    return Mock(**{"pause.return_value": 0.001})
+
+
+def test_a_transport_may_be_dropped_in_the_middle_of_any_line() -> None:
+    # As the garbage collector does it, which may run on any thread, in any line.
+    monitor = _monitor._Monitor()
+    kept, dropped = make_watch(), [make_watch() for _ in range(200)]
+    monitor._watches += dropped
+    lines = set()
+
+    def drop(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename not in (_monitor.__file__, threading.__file__):
+            return None
+        lines.add((frame.f_code.co_name, frame.f_lineno))
+        if dropped:
+            monitor.remove(dropped.pop())
+        return drop
+
+    def add_and_remove() -> None:
+        sys.settrace(drop)
+        monitor.add(kept)
+        while dropped:
+            monitor.wake()
+        monitor.remove(kept)
+        sys.settrace(None)
+
+    threading.settrace(drop)
+    try:
+        training = threading.Thread(target=add_and_remove, daemon=True)
+        training.start()
+    finally:
+        training.join(10)
+        threading.settrace(None)  # type: ignore[arg-type]
+    assert not training.is_alive(), "a thread waits for a lock that it holds"
+    thread = monitor._thread
+    if thread is not None:
+        thread.join(10)
+    assert monitor._thread is None and not monitor._watches and not monitor._leaving
+    assert {"add", "wake", "remove", "_run"} <= {name for name, _ in lines}
