@@ -142,7 +142,7 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
 
     def meet() -> tuple[Store, Store]:
         kept = _store or _connect(place, timeout, environ)
-        store = PrefixStore(f"fusionlayer/{_joined}", kept)
+        store = _meeting(kept)
         _await_all(store, place, timeout, deadline)
         return kept, store
 
@@ -158,6 +158,11 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
     while _published:  # all ranks have read it
         _published.pop().unlink(missing_ok=True)
     return store
+
+
+def _meeting(kept: Store) -> Store:
+    """Return the part of the store that the current call of ``make_store`` is for."""
+    return PrefixStore(f"fusionlayer/{_joined}", kept)
 
 
 def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> None:
@@ -244,6 +249,8 @@ def _greet(store: Store, place: Place, timeout: float) -> str:
         name = store.get(token).decode()
         store.set(f"{name}/met/{place.rank}", "")
         return name
+    # The others must not blame rank 0 while it waits here for one that does not come.
+    _meeting(PrefixStore(token, store)).set("here/0", Identity.own().encode())
     answered: dict[int, bytes] = {}
     missing = set(range(1, place.size))
     while missing and time.monotonic() < end:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import fusionlayer as fl
 from fusionlayer import launch
@@ -435,6 +435,22 @@ def test_use_before_init_is_refused() -> None:
 
 
 # ---- a store that outlives the processes ----------------------------------------------------------------------------
+
+
+@pytest.mark.short
+def test_rank_0_has_come_while_it_waits_for_a_rank_that_does_not() -> None:
+    store = HashStore()
+
+    def greet(rank: int) -> bool:
+        try:
+            name = launch._greet(store, Place(rank, 3, rank, 3, "torchrun"), 1.0)
+        except TransportError as error:
+            assert rank == 0 and error.ranks == (2,)
+            return True
+        return launch._meeting(PrefixStore(name, store)).check(["here/0"])
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(greet, range(2))) == [True, True]
 
 
 @pytest.mark.short
