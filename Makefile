@@ -27,7 +27,7 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 demo: install ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is passed on
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: install ## the fast tier, about six minutes: every property once; what to run before a push
+test: install ## the fast tier, under ten minutes: every property once; what to run before a push
 	$(PYTEST) -n 3 -m "not gpu and not exhaustive" $(ARGS)
 
 test-exhaustive: install ## the cases that the fast tier leaves out
