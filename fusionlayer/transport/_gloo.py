@@ -107,7 +107,8 @@ class GlooLink(ExchangeLink):
         super().__init__(rank, size, timeout, checked)
         self._sums_checked = sums_checked
         self._node = node
-        self._connecting = connecting  # has the store, to which gloo turns again if it connects as it goes
+        # It has the store, to which gloo turns again if it connects as it goes.
+        self._connecting: Connecting | None = connecting
         self._memory: SharedMemory | None = None
         self._has_invited = False
         # Guards _group in close(): two threads may close at once, and only one of them may shut the group down.
@@ -204,9 +205,11 @@ class GlooLink(ExchangeLink):
                 if "Timed out" in str(error):
                     break
         # The group's threads may be in a collective until it times out, and the group's destructor waits for them. A
-        # thread of its own drops the last reference, so that close() does not wait that long.
-        last = [group]
+        # thread of its own drops the last reference, so that close() does not wait that long. After the group, which
+        # uses it, the store goes: its connection must not wait for the garbage collector. Lists are cleared backwards.
+        last: list[Any] = [self._connecting, group]
         del group
+        self._connecting = None
         ending = threading.Thread(target=last.clear, name="fusionlayer gloo", daemon=True)
         ending.start()
         # A daemon thread that is still in the destructor when Python exits aborts the process. So wait a moment.

@@ -88,10 +88,10 @@ class Connecting:
         self._what = what
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._in_vain = threading.Event()
+        self._in_vain = in_vain = threading.Event()
 
-        def give_up() -> None:
-            self._in_vain.set()
+        def give_up() -> None:  # without a reference to self, as the watch keeps it
+            in_vain.set()
             interrupt()
 
         self.watch = Watch(
