@@ -66,8 +66,8 @@ class _Monitor:
 
     def _begin(self) -> None:
         forks.at_exit(self._stop)  # a forked child may make transports of its own
-        # Guards _watches, _leaving, _kept, _thread and _stores: any thread adds and removes watches while the monitor's
-        # thread reads them. Not held while watches tick, since a tick may wait for the store. Reentrant, because the
+        # Guards the lists and dicts below and _thread: any thread adds and removes watches while the monitor's thread
+        # reads them. Not held while watches tick, since a tick may wait for the store. Reentrant, because the
         # garbage collector may end a dropped transport, and so call remove(), on the thread that holds it.
         self._lock = threading.RLock()
         # A queue of this kind, unlike an event, may be put to in the middle of another call of the same thread.
@@ -80,11 +80,12 @@ class _Monitor:
         self.cause: Cause | None = None
         self._thread: threading.Thread | None = None
         self._stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
+        self._meeting_stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
         self._has_stumbled = False
 
     def begin_child(self) -> None:
         """Forget the parent's watches: this process was forked, and its copy of the lock may be held for ever."""
-        forks.keep(list(self._stores.values()))
+        forks.keep([*self._stores.values(), *self._meeting_stores.values()])
         self._begin()
 
     def own_store(self, store: dist.Store) -> dist.Store:
@@ -92,14 +93,28 @@ class _Monitor:
 
         A client serves one request at a time, so the thread must not share one with threads that wait in theirs.
         """
+        return self._client(self._stores, store, STORE_PATIENCE)
+
+    def meeting_store(self, store: dist.Store, timeout: float) -> dist.Store:
+        """Return the client of a store by which this process's transports meet; none of its requests waits for a key.
+
+        It may be slow while many processes start, so it waits ``timeout`` seconds for an answer. All transports share
+        it, because a client is a connection, and torch's store looks up the name of each new one: on a network with a
+        slow name server nobody gets an answer from the store meanwhile.
+        """
+        return self._client(self._meeting_stores, store, timeout)
+
+    def _client(
+        self, clients: WeakKeyDictionary[dist.Store, dist.Store], store: dist.Store, patience: float
+    ) -> dist.Store:
         with self._lock:
-            known = self._stores.get(store)
+            known = clients.get(store)
         if known is None:
             # Not under the lock: a store whose keeper is stopped would keep all other transports waiting.
             known = store.clone()  # type: ignore[attr-defined]
-            known.set_timeout(timedelta(seconds=STORE_PATIENCE))
+            known.set_timeout(timedelta(seconds=patience))
         with self._lock:
-            return self._stores.setdefault(store, known)
+            return clients.setdefault(store, known)
 
     def add(self, watch: Watched) -> None:
         """Tick this watch from now on. Any thread may call it."""

@@ -68,7 +68,7 @@ class Connecting:
 
     Attributes:
         watch: the watch over the ranks, which have met.
-        store: a client of the store for the keys of the connections alone.
+        store: for the keys of the connections alone, over a client that other transports use too: no request may wait.
 
     Raises:
         TransportError: ranks did not come or are gone, or the store does not answer.
@@ -128,6 +128,12 @@ class Connecting:
         except Overdue:
             self._in_vain.set()
             raise LinkError(self._rendezvous.rank, f"no connections within {self._timeout:g} s") from None
+
+    def waiting_store(self) -> dist.Store:
+        """Return ``store`` over a client of its own, for a library whose requests wait for keys."""
+        own: dist.Store = self._rendezvous.store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(timedelta(seconds=self._timeout))
+        return dist.PrefixStore(self._rendezvous.name, own)
 
     def _meet(self) -> dist.Store:
         """Wait for the other ranks; return a client of the store for the connections.

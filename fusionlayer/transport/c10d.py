@@ -121,7 +121,7 @@ class C10dTransport(LinkedTransport):
             place = (self.rank, self.size, self.timeout, self._node)
             yield "cpu", GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
         if nccl:
-            yield "cuda", NcclLink(connecting.store, self.rank, self.size, self.timeout)
+            yield "cuda", NcclLink(connecting.waiting_store(), self.rank, self.size, self.timeout)
 
 
 def make_default_group(

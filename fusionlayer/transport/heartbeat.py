@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -140,10 +139,7 @@ class Watch:
         """
         deadline = time.monotonic() + timeout
         own = dist.PrefixStore(self._name, monitor.own_store(self._met_by))
-        # A client of its own: a client that waits for an answer blocks every other thread that uses it, and peers may
-        # wait for what those threads write. The monitor's gives up too soon: a store is slow while processes start.
-        store: dist.Store = self._met_by.clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=timeout))
+        store = monitor.meeting_store(self._met_by, timeout)
         self._store = dist.PrefixStore(self._name, store)
         self._store.set("ask", "")
         self._store.compare_set("cause", "", "")

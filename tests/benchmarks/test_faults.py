@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from benchmarks.faults import __main__ as command
 from benchmarks.faults.attacks import ATTACKS, FRONTS, controls, kill
 from benchmarks.faults.cost import lines
+from benchmarks.faults.fronts import PLAIN
 from benchmarks.faults.job import Outcome, Phase
 from benchmarks.faults.ports import Scanner, listening
 from benchmarks.faults.soak import growth
@@ -142,6 +145,19 @@ def test_what_is_bad_on_purpose_is_judged_so() -> None:
         assert kind in row["verdict"], (round_.what, row)
     assert rows[-1]["verdict"] == ["ok"] and rows[-1]["ending"] == "error", rows[-1]
     assert [rank["kind"] for rank in rows[-1]["ranks"]] == ["raised", "silent", "raised"]
+
+
+@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_what_is_bad_on_purpose_is_judged_so")
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command.main(["--smoke", "--out", str(tmp_path), "--hardware", "test"])
+    out = capfd.readouterr().out
+    assert "| kill " in out and "| bit flip " in out
+    (result,) = tmp_path.glob("faults_test_*.json")
+    rows = json.loads(result.read_text())["rows"]
+    assert len(rows) == sum(theme.few for theme in ATTACKS.values()) and PLAIN in {row["front"] for row in rows}
+    assert (tmp_path / "plots" / "faults.svg").exists()
 
 
 @exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_a_growth_is_a_slope_after_warm_up")

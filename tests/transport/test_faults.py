@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fusionlayer.errors import TransportError
 from fusionlayer.transport import C10dTransport
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
 
@@ -261,9 +262,18 @@ def fail_apart(rank: int, world: int, slow: int) -> None:
 
 
 FAST = [(3, 1, 2, signal.SIGSTOP, "tcp"), (3, 0, 2, signal.SIGKILL, "tcp")]
+CASES = [
+    *FAST,
+    *(
+        (world, lost, (lost + 1) % world, how, "tcp" if how == signal.SIGKILL or lost == 0 else "file")
+        for world in (3, 4)
+        for lost in range(world)
+        for how in (signal.SIGSTOP, signal.SIGKILL)
+    ),
+]
 
 
-@pytest.mark.parametrize("world, lost, slow, how, store", FAST)
+@pytest.mark.parametrize("world, lost, slow, how, store", tiered(CASES, lambda *case: case in FAST))
 def test_the_culprit_is_the_same_on_every_rank(
     world: int, lost: int, slow: int, how: signal.Signals, store: str
 ) -> None:
