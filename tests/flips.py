@@ -38,20 +38,25 @@ class Flips:
         self.lengths: list[int] = []
         self.done = False
         self._at: int | None = None
+        self._length: int | None = None
         self._bit = 0
         self._kept: list[Tensor] = []
         # Guards all of it: an optimizer's lanes send at the same time.
         self._lock = threading.Lock()
 
-    def arm(self, at: int | None = None, bit: int = 0) -> None:
-        """Count messages from 0 again; of message ``at`` flip bit ``bit``, modulo its length. None flips nothing."""
+    def arm(self, at: int | None = None, bit: int = 0, length: int | None = None) -> None:
+        """Count messages from 0 again, and flip bit ``bit``, modulo its length, of message ``at``.
+
+        Lanes send at the same time, so a message may have another place in another run. ``length`` names the first
+        message of so many bytes instead. With neither nothing is flipped.
+        """
         with self._lock:
-            self.lengths, self.done, self._at, self._bit = [], False, at, bit
+            self.lengths, self.done, self._at, self._bit, self._length = [], False, at, bit, length
 
     def disarm(self) -> None:
         """Flip nothing from here on; ``done`` and ``lengths`` stay."""
         with self._lock:
-            self._at = None
+            self._at = self._length = None
 
     def __enter__(self) -> Flips:
         self._original = original = GlooLink.__init__
@@ -69,7 +74,7 @@ class Flips:
     def _pass(self, message: Tensor) -> Tensor:
         with self._lock:
             self.lengths.append(message.numel())
-            if len(self.lengths) - 1 != self._at:
+            if len(self.lengths) - 1 != self._at and (message.numel() != self._length or self.done):
                 return message
             self.done = True
             damaged = message.clone()  # the sender's own memory stays as it is

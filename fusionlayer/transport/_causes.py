@@ -33,5 +33,5 @@ class Cause:
 
     def among(self, identities: Mapping[int, Identity]) -> Diagnosis | None:
         """Return the finding for a transport over these processes; None if no culprit is one of them."""
-        ranks = tuple(rank for rank, identity in identities.items() if identity in self.culprits)
+        ranks = tuple(sorted(rank for rank, identity in identities.items() if identity in self.culprits))
         return Diagnosis(ranks, self.text, True) if ranks else None

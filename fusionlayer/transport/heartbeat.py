@@ -372,7 +372,8 @@ class Watch:
         return ask.decode(errors="replace"), cause
 
     def _complain(self, what: str) -> None:
-        if not self._has_complained:
+        # Once this rank leaves, the last one to leave may delete the keys at any time.
+        if not self._has_complained and self._farewell is None:
             self._has_complained = True
             _logger.warning("rank %d: %s is missing in the store or makes no sense", self.rank, what)
 

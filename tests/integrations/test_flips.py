@@ -139,16 +139,18 @@ def flip_bits(rank: int, world: int, folder: str, settings: str, cases: list[str
     found: dict[str, list[Any]] = {case: [] for case in cases}
     with Flips() as flips:
         for case in cases:
-            at, bit, lengths = None, 0, list[int]()
+            lengths: list[int] = []
             for number in range(rounds + 1):
-                if number and rank == SENDER:
-                    long = lengths.index(max(lengths))
-                    at = long if rounds == 1 else chosen.randrange(len(lengths))
-                    # In the middle, and in the exponent if the message has floats.
-                    bit = lengths[at] // 8 * 32 + 30 if rounds == 1 else chosen.randrange(8 * lengths[at])
                 fl.init()
                 fl.context.transport().barrier()
-                flips.arm(at, bit)
+                if not number or rank != SENDER:
+                    flips.arm()
+                elif rounds == 1:
+                    # In the middle, and in the exponent if the message has floats.
+                    flips.arm(bit=max(lengths) // 8 * 32 + 30, length=max(lengths))
+                else:
+                    at = chosen.randrange(len(lengths))
+                    flips.arm(at, chosen.randrange(8 * lengths[at]))
                 end = run(rank, case, flips)
                 lengths = lengths or flips.lengths
                 found[case].append((end, flips.done))
@@ -178,7 +180,7 @@ def assert_told_or_harmless(found: list[dict[str, list[Any]]], rounds: int) -> d
             if rounds == 1:
                 assert all(links), (case, now)
                 if case != "hvd":  # Horovod's error has no ranks
-                    assert all(len(ranks) == 2 and SENDER in ranks and ranks == now[0][2] for *_, ranks in now), now
+                    assert all(len(ranks) == 2 and SENDER in ranks and ranks == now[0][2] for *_, ranks in now), repr(now)
             told[case] += 1
     return told
 
@@ -220,8 +222,8 @@ def test_without_checksums_the_same_flips_go_unnoticed(tmp_path: Path) -> None:
     """So the tests above see checksums at work, and nothing else."""
     cases, settings = ["all_reduce", "optimizer raw"], "{checksum: false, timeout: 20}"
     for each in run_ranks(flip_bits, WORLD, str(tmp_path), settings, cases, 1, timeout=60):
-        for (value, _, _), (other, error, _) in ([end for end, _ in ends] for ends in each.values()):
-            assert value != other and not error
+        for case, (((value, _, _), _), ((other, error, _), _)) in each.items():
+            assert value != other and not error, case
 
 
 def differ(rank: int, world: int) -> None:
