@@ -162,14 +162,13 @@ def _begin_child() -> None:
     """Leave the job of the parent to it: this process was forked, and has neither its threads nor its connections."""
     global _job, _lock, _is_parents
     _lock = threading.RLock()
-    if _job is None:
-        return
-    _is_parents, job, _job = True, _job, None
-    forks.keep(job)
     if dist.is_available() and dist.is_initialized():
-        # Their destructors wait for threads, too.
+        # Torch's groups wait for threads, too, when they are freed. A group of our backend may be there without a job.
         forks.keep(dict(dist.distributed_c10d._world.pg_map))
         forks.keep(dist.distributed_c10d._get_default_store())
+    if _job is not None:
+        _is_parents, job, _job = True, _job, None
+        forks.keep(job)
 
 
 os.register_at_fork(after_in_child=_begin_child)

@@ -77,7 +77,9 @@ def picture(rows: Sequence[Row]) -> Figure:
         faults.barh(places, wrong, height=0.28, color=colour, label=name)
     times.set_yticks(range(len(attacks)), attacks)
     times.invert_yaxis()
-    times.set(xscale="log", xlabel="seconds from the attack to the last error")
+    if any(row["seconds"] is not None for row in rows):
+        times.set(xscale="log")
+    times.set(xlabel="seconds from the attack to the last error")
     faults.set(xlabel="% of rounds that hang, abort, blame wrongly,\nare late or silently wrong", xlim=(0, 100))
     times.grid(axis="x", linewidth=0.4, alpha=0.6)
     faults.legend(loc="lower right")

@@ -14,7 +14,7 @@ from tests.transport.test_connecting import free_port
 pytestmark = pytest.mark.medium
 
 WORKER = """
-import os, sys, torch, torch.multiprocessing as mp
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 import fusionlayer as fl
@@ -23,6 +23,16 @@ from fusionlayer import context
 from fusionlayer.errors import UsageError
 
 torch.set_num_threads(1)  # a pool of threads would not be there in the child
+def ended(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+# A group of the backend, before there is a job: torch's destructor of it would wait for threads of the parent.
+dist.init_process_group("fusionlayer")
+dist.all_reduce(torch.ones(3))
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+assert ended(child) == 3
 fl.init(20)
 model = nn.Linear(30, 10)
 optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), codec="int8")
@@ -48,9 +58,6 @@ def refused():
         else:
             os._exit(90 + list(uses).index(name))
     transport.close()
-
-def ended(child):
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 step(torch.ones(2, 30))
 is_child = False
