@@ -25,6 +25,7 @@ from benchmarks.lab import Network, why_not
 
 from .attacks import ATTACKS, controls
 from .controller import lab_field, local_field
+from .isolation import leave
 from .job import Job, Outcome
 from .rounds import Round, Rounds
 from .summary import picture, table_of, worst
@@ -148,4 +149,4 @@ def _tell(row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    driver.leave(main)
+    leave("benchmarks.faults", main)

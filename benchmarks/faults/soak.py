@@ -20,6 +20,7 @@ from benchmarks import driver
 from benchmarks.arguments import count
 
 from .controller import Run, local_field
+from .isolation import leave
 from .job import Job, Phase
 from .worker import EVERY, SOAK
 
@@ -116,4 +117,4 @@ def _slope(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
 
 
 if __name__ == "__main__":
-    driver.leave(main)
+    leave("benchmarks.faults.soak", main)
