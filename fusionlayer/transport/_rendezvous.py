@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from .. import outages
 from ..bounded import Overdue, bounded
 from ..errors import TransportError
+from ..processes import Identity
 from ._calls import Call
 from ._link import LinkError
-from ._signs import Diagnosis, lost_store
+from ._signs import Diagnosis
 from .heartbeat import Watch
 
 __all__ = ["Connecting", "Rendezvous"]
@@ -39,6 +40,7 @@ class Rendezvous:
         rank: this process.
         size: number of processes.
         store_rank: the rank whose process keeps the store; None if none of them does.
+        known: processes of ranks that have met before, by another name.
     """
 
     store: dist.Store
@@ -46,11 +48,14 @@ class Rendezvous:
     rank: int
     size: int
     store_rank: int | None
+    known: Mapping[int, Identity] = field(default_factory=dict)
 
     def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
         """Return a rendezvous of some of the processes, including this one, under another name."""
         store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None
-        return replace(self, name=name, rank=ranks.index(self.rank), size=len(ranks), store_rank=store_rank)
+        known = {place: self.known[rank] for place, rank in enumerate(ranks) if rank in self.known}
+        own = ranks.index(self.rank)
+        return replace(self, name=name, rank=own, size=len(ranks), store_rank=store_rank, known=known)
 
 
 class Connecting:
@@ -102,6 +107,7 @@ class Connecting:
             timeout,
             stall_warning,
             rendezvous.store_rank,
+            rendezvous.known,
             is_overdue=is_overdue,
             interrupt=give_up,
         )
@@ -141,7 +147,7 @@ class Connecting:
         Raises:
             TransportError: ranks did not come or are gone, or the store does not answer.
         """
-        rendezvous, watch = self._rendezvous, self.watch
+        watch = self.watch
         try:
             store, finding = bounded(
                 lambda: watch.meet(self._timeout), self._deadline + _LAST_LOOK, name="meeting of ranks"
@@ -149,7 +155,7 @@ class Connecting:
         except Overdue:
             raise self.error(watch.judge_here()) from None
         except RuntimeError as error:
-            raise self.error(self._own(error) or lost_store(rendezvous.store, rendezvous.store_rank)) from error
+            raise self.error(self._own(error) or watch.judge_here()) from error
         if finding:
             raise self.error(finding)
         return store

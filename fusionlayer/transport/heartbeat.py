@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -74,6 +75,7 @@ class Watch:
         timeout: seconds a call may wait; the interval is an eighth of it, at least 0.25 and at most 5 seconds.
         stall_warning: seconds of waiting after which a warning is logged.
         store_rank: rank whose process keeps a TCP store, or None.
+        known: processes of ranks that have met before, by another name.
         is_overdue: returns whether work whose call has returned has run out of time. The monitor's thread calls it.
         interrupt: makes the call in flight fail. The monitor's thread calls it.
     """
@@ -87,6 +89,7 @@ class Watch:
         timeout: float,
         stall_warning: float,
         store_rank: int | None,
+        known: Mapping[int, Identity] = MappingProxyType({}),
         *,
         is_overdue: Callable[[], bool],
         interrupt: Callable[[], None],
@@ -105,7 +108,7 @@ class Watch:
         self._stall_warning = stall_warning
         self._interrupt = interrupt
         self._identity = Identity.own()
-        self._identities = {rank: self._identity}
+        self._identities = {**known, rank: self._identity}
         self._has_complained = False
         # Keys of this transport's store that it need not keep once all ranks have left, beside those of the watch.
         self.keys: set[str] = set()
@@ -159,18 +162,21 @@ class Watch:
 
     def _await_all(self, deadline: float, timeout: float) -> Diagnosis | None:
         """Return when the identities of all ranks are known, None then; or why some cannot be."""
-        missing = self.others()
+        missing, come = self.others(), [self.rank]
         next_news = 0.0
         while missing and not self._store.check([f"who/{rank}" for rank in missing]):
             now = time.monotonic()
             if now >= next_news or now > deadline:
                 next_news = now + _NEWS_POLL
-                self._learn(rank for rank in missing if self._store.check([f"who/{rank}"]))
-                missing = [rank for rank in missing if rank not in self._identities]
-                told = (state for state in self.read_states(list(self._identities)).values() if "text" in state)
-                for state in told:
-                    return Diagnosis(tuple(state["ranks"]), state["text"], True)
-                if self.see_gone():
+                news = [rank for rank in missing if self._store.check([f"who/{rank}"])]
+                self._learn(news)
+                come += news
+                missing = [rank for rank in missing if rank not in news]
+                for state in self.read_states(come).values():
+                    if "text" in state:
+                        return Diagnosis(tuple(state["ranks"]), state["text"], True)
+                # A rank does not come, because it has failed in another transport: of that this process hears, too.
+                if self.see_gone() or (missing and self.because()):
                     return self.judge_here()
             if missing and now > deadline:
                 text = f"ranks {missing} did not come within {timeout:g} s; make it on every rank of the group"
@@ -203,6 +209,11 @@ class Watch:
         return judge([sign for sign in seen if sign.rank == self._store_rank] or seen, self._place.call) or (
             self._lost_store
         )
+
+    @property
+    def known(self) -> dict[int, Identity]:
+        """The processes of the ranks that have met here."""
+        return dict(self._identities)
 
     def enter(self, call: Call, sequence: int) -> None:
         """Note that a call begins. The calling thread calls it for each message, so it does not touch the store."""
