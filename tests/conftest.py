@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Generator
 from contextlib import nullcontext
@@ -19,6 +20,10 @@ settings.load_profile("fusionlayer")
 
 # The tests that need more threads ask for them. Others would wait for threads on the same core, see below.
 torch.set_num_threads(1)
+
+# Torch's store looks up the name of each process that connects, and answers nobody meanwhile. Where a name server loses
+# a question, the C library asks again after five seconds, unless it is told to be quicker.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 # A job that a shell has put into the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

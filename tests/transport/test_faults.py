@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fusionlayer.errors import TransportError
+from fusionlayer.processes import Identity
 from fusionlayer.transport import C10dTransport
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
@@ -282,6 +283,25 @@ def test_the_culprit_is_the_same_on_every_rank(
     for rank, outcome in enumerate(outcomes):
         if rank != lost:
             assert outcome.error[0] == "TransportError" and outcome.attributes["ranks"] == (lost,), outcomes
+
+
+def fail_or_go_on(rank: int, world: int, apart: bool) -> None:
+    if apart:  # processes of other hosts, which nobody can look up
+        own = Identity(os.getpid(), f"host{rank}", f"place {rank}", "")
+        Identity.own = classmethod(lambda _: own)  # type: ignore[assignment, method-assign]
+    transport = C10dTransport(timeout=4)
+    checkpoint("made")
+    if rank == 0:
+        transport.duplicate()
+    else:
+        transport.barrier()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_who_waits_for_the_next_transport_blames_the_rank_that_was_lost_in_this_one(apart: bool) -> None:
+    """Rank 2 does not come to the next one because rank 1 is gone."""
+    outcomes = outcomes_of(fail_or_go_on, 3, apart, signals={(1, "made"): signal.SIGKILL}, store="tcp")
+    assert [outcomes[rank].attributes["ranks"] for rank in (0, 2)] == [(1,), (1,)], outcomes
 
 
 def run_out_of_files(rank: int, world: int) -> None:
