@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +20,8 @@ Result = TypeVar("Result")
 _LOOK = 0.05
 # Seconds in all that the exit of the process waits for calls that were given up.
 _LAST_WAIT = 2.0
+# A signal that nothing else uses, for _park.
+_PARKING = signal.SIGRTMAX
 
 _given_up: list[threading.Thread] = []
 
@@ -73,10 +77,21 @@ def bounded(
 
 
 def _join_all() -> None:
-    # A thread that comes back from C++ while Python ends aborts the process. So wait for those that end soon.
+    # A thread that comes back from C++ while Python ends aborts the process. So wait for those that end soon, and keep
+    # the others where they are.
     end = time.monotonic() + _LAST_WAIT
     for thread in _given_up:
         thread.join(max(end - time.monotonic(), 0))
+        if thread.is_alive() and thread.ident is not None:
+            _park(thread.ident)
+
+
+def _park(thread: int) -> None:
+    """Have a thread stay in a signal's handler, which is a function of C that never returns, until the process ends."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(_PARKING, ctypes.cast(libc.pause, ctypes.c_void_p))
+    signal.pthread_kill(thread, _PARKING)
 
 
 os.register_at_fork(after_in_child=_given_up.clear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -10,6 +11,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -178,6 +180,9 @@ def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> N
     try:
         while not store.check(list(here.values())):
             time.sleep(_POLL)
+            if store.check(["failed"]):
+                store.add("heard", 1)
+                raise TransportError(*json.loads(store.get("failed")))
             late = time.monotonic() > deadline
             for rank, key in here.items():
                 if rank not in seen and store.check([key]):
@@ -192,12 +197,22 @@ def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> N
         if store.add("seen", 1) == place.size:
             for key in ("seen", *here.values()):
                 store.delete_key(key)
-    except TransportError:
+    except TransportError as error:
+        _announce(store, place, error, others=len(seen.keys() - {place.rank, *error.ranks}))
         raise
     except RuntimeError as error:
         ranks = [] if _kept_by_launcher(os.environ) else [0]
         text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
         raise TransportError(text, ranks) from error
+
+
+def _announce(store: Store, place: Place, error: TransportError, others: int) -> None:
+    """Tell the others why the ranks cannot meet. Rank 0, which may keep the store, stays until they have read it."""
+    with suppress(RuntimeError):
+        store.set("failed", json.dumps([str(error), error.ranks]))
+        end = time.monotonic() + _LAST_LOOK / 2
+        while place.rank == 0 and store.add("heard", 0) < others and time.monotonic() < end:
+            time.sleep(_POLL)
 
 
 def _kept_by_launcher(environ: Mapping[str, str]) -> bool:

@@ -118,9 +118,14 @@ class _File:
                     file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
                 except OSError as error:
                     raise ConfigError(f"timeline {path} cannot be written: {error.strerror}; name a file") from error
-                file._text.seek(file._end)
-                file._text.truncate()
-                file._text.write("" if file._end else "[\n")
+                try:
+                    if file._end:
+                        file._text.seek(file._end)
+                        file._text.truncate()
+                    else:
+                        file._text.write("[\n")
+                except OSError as error:
+                    file._give_up(file._text, error)
             file._users += 1
             return file
 

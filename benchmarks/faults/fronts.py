@@ -121,8 +121,11 @@ class Backend(Plain):
 
     def join(self) -> None:
         rules = [{"op": "all_reduce", "min_bytes": 1, **rule_of(self.codec)}]
-        # No timeout: FUSIONLAYER_TIMEOUT is the smaller one.
-        dist.init_process_group("fusionlayer", pg_options={"rules": rules})
+        # Torch has its processes meet before it asks the backend, so that wait has torch's time-out. For all that comes
+        # later FUSIONLAYER_TIMEOUT is the smaller one.
+        early = any(phase.name in ("start", "grouping") for _, phase in self.job.holds)
+        timeout = timedelta(seconds=self.job.timeout) if early else None
+        dist.init_process_group("fusionlayer", timeout=timeout, pg_options={"rules": rules})
 
 
 class Group(Plain):

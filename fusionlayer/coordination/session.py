@@ -40,6 +40,8 @@ from .table import OperationTable
 
 __all__ = ["Session"]
 
+# Seconds that the coordinator has, beyond the limit of patience, to say itself that this has passed.
+_GRACE = 1.0
 _BEGIN = Signature("begin")
 
 
@@ -91,6 +93,7 @@ class Session:
         self._lock = threading.Lock()
         self._table = OperationTable()
         self._state = SessionState.RUNNING
+        self._patience = patience or Patience()
         self._why: FusionLayerError | None = None
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._begun: Begun = {}
@@ -104,7 +107,7 @@ class Session:
             self._connection = end
         else:
             center = end if isinstance(end, Center) else None
-            self._coordinator = Coordinator(self.size, center, fusion_bytes, patience or Patience(), self._deliver)
+            self._coordinator = Coordinator(self.size, center, fusion_bytes, self._patience, self._deliver)
         self._requester = Requester(self._coordinator, self._connection, cache_capacity)
         self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
         self._thread.start()
@@ -369,9 +372,21 @@ class Session:
     def _next_response(self) -> Response | None:
         if self._connection is None:
             return self._responses.get()
-        message = self._connection.receive()
+        began, limit = time.monotonic(), self._patience.limit
+
+        def is_silent() -> bool:
+            nonlocal began
+            if not self._table.running:
+                began = time.monotonic()
+            return limit is not None and time.monotonic() - began > limit + _GRACE
+
+        message = self._connection.receive(None if limit is None else is_silent)
         if message is None:
             damage, cause = self._connection.damage, self._transport.cause()
+            if limit is not None and is_silent() and cause is None:
+                text = f"rank {self.rank}: rank 0, which coordinates, has not answered for {limit:g} s; is it stopped?"
+                self._end(TransportError(text, [0]))
+                return None
             if damage is not None:
                 why = Reason(damaged(damage, 0, self.rank), (0, self.rank))
                 self._connection.send(write_farewell(why))

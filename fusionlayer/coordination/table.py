@@ -33,6 +33,11 @@ class OperationTable:
         """Number of operations whose results have not been fetched."""
         return len(self._unfetched)
 
+    @property
+    def running(self) -> int:
+        """Number of operations that no response has taken."""
+        return len(self._running)
+
     def has(self, key: Key) -> bool:
         """Return whether an operation with that key is under way."""
         return key in self._asked

@@ -38,6 +38,8 @@ _NEWS_POLL = 0.1
 _GRACE = 0.5
 # Seconds that a failed call waits for the store if the process that keeps it is seen to be gone or stopped.
 _HOPELESS = 0.5
+# Seconds that a failed call waits for the store if the processes of this host show who is lost.
+_CERTAIN = 1.5
 # Seconds that the process with the store gives the others to read the cause before it reports its own failure.
 _ANNOUNCE = 0.5
 
@@ -257,7 +259,7 @@ class Watch:
             finding = self.judge_here()
             if waited > _HOPELESS and set(self._lost_store.ranks) & {sign.rank for sign in self._seen_first}:
                 return finding
-            if waited > (STORE_PATIENCE if finding is not self._lost_store else 3 * self.interval + STORE_PATIENCE):
+            if waited > (_CERTAIN if finding is not self._lost_store else 3 * self.interval + STORE_PATIENCE):
                 return finding
         assert self._finding is not None
         while self._cause and time.monotonic() - started < _ANNOUNCE and self.is_awaited():

@@ -11,13 +11,14 @@ import hmac
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -94,12 +95,25 @@ class Connection:
                     self.socket.sendall(prefix, socket.MSG_MORE)
                     self.socket.sendall(message)
 
-    def receive(self) -> memoryview | None:
-        """Wait for the next message and return it; None if the peer has closed its end or is gone, or of ``damage``."""
+    def receive(self, is_in_vain: Callable[[], bool] | None = None) -> memoryview | None:
+        """Wait for the next message and return it; None if the peer has closed its end or is gone, or of ``damage``.
+
+        Args:
+            is_in_vain: whether to wait no longer, and return None; asked four times a second.
+        """
         while (message := self._next()) is None:
-            if self.damage or not self._fill():
+            if self.damage or (is_in_vain and not self._await(is_in_vain)) or not self._fill():
                 return None
         return message
+
+    def _await(self, is_in_vain: Callable[[], bool]) -> bool:
+        """Return True when the socket is readable, and False when the wait for that is in vain."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        while not poll.poll(250):
+            if is_in_vain():
+                return False
+        return True
 
     def received(self) -> list[memoryview] | None:
         """Return the messages that have come, None as in ``receive``. Call it when the socket is readable."""
