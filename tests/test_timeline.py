@@ -137,6 +137,15 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
     assert told == f"timeline {tmp_path / 'trace'}.0 ends here: File too large; training goes on without it"
 
 
+def test_a_device_that_is_full_ends_the_timeline_and_nothing_else(tmp_path: Path) -> None:
+    """It can be neither cut off nor written to."""
+    (tmp_path / "trace.0").symlink_to("/dev/full")
+    for _ in range(2):
+        timeline = Timeline(str(tmp_path / "trace"), rank=0)
+        timeline.record("SPAN", 0, 1)
+        timeline.close()
+
+
 def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="timeline .*none/trace.0 cannot be written: No such file or directory"):
         Timeline(str(tmp_path / "none" / "trace"), rank=0)

@@ -165,7 +165,8 @@ def compress(
 
     Raises:
         ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
-        PlanMismatch: from the first forward or backward, ranks disagree on codecs.
+        PlanMismatch: from the first forward or backward, ranks disagree on codecs, or on parameters: their names,
+            shapes or types.
         UsageError: from forward, something other than an optimizer's step changed weights that travel as differences.
         TransportError: from forward and backward, a peer was lost, stopped or late.
     """
@@ -198,6 +199,8 @@ def compress(
             gather = kind(gathering, shards, number) if gathering else None
             scatter = ReduceScatter(reducing, shards, number) if reducing else None
             by_shards[shards] = _Module(shards, gather, scatter)
+            for direction in filter(None, (gathering, reducing)):
+                direction.parameters += map(_describe, shards.names, shards.parameters)
         ours = by_shards[shards]
         if ours.gather:
             module.set_custom_all_gather(ours.gather)  # type: ignore[arg-type]
@@ -206,6 +209,10 @@ def compress(
     if broadcast:
         _unite(by_shards)
     return FSDPCompression(list(by_shards.values()), gathering, reducing)
+
+
+def _describe(name: str, parameter: Tensor) -> str:
+    return f"{name} {tuple(parameter.shape)} {parameter.dtype}"
 
 
 def _unite(modules: Iterable[Shards]) -> None:

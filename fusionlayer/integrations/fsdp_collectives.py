@@ -42,6 +42,9 @@ class Direction:
         choice: the codec.
         differences: whether the codec encodes differences.
         ranks_per_node: as ``context.transport`` takes it.
+
+    Attributes:
+        parameters: name, shape and type of each parameter that travels. Ranks compare them with the codec.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Direction:
         self.choice = choice
         self.differences = differences
         self.bytes_sent = 0
+        self.parameters: list[str] = []
         self._what = what
         self._ranks_per_node = ranks_per_node
         self._agreed: weakref.WeakSet[Transport] = weakref.WeakSet()
@@ -58,10 +62,11 @@ class Direction:
         return f"differences, {self.choice}" if self.differences else str(self.choice)
 
     def over(self, group: dist.ProcessGroup) -> Transport:
-        """Return the transport over ``group``; at its first use, its ranks compare codecs."""
+        """Return the transport over ``group``; at its first use, its ranks compare codecs and parameters."""
         transport = context.transport(group, self._ranks_per_node)
         if transport not in self._agreed:
-            transport.agree(f"the codec of FSDP's {self._what}", self._what, self, self._ranks_per_node)
+            facts = (self._what, self, self._ranks_per_node, *self.parameters)
+            transport.agree(f"the codec or the parameters of FSDP's {self._what}", *facts)
             self._agreed.add(transport)
         return transport
 

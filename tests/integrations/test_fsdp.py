@@ -495,14 +495,17 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def differ(rank: int, world: int) -> None:
-    model = sharded(init_device_mesh("cpu", (world,)))
-    fl.fsdp.compress(model, weights="int8" if rank == 1 else "zip")
-    with pytest.raises(PlanMismatch, match="the codec of FSDP's weights differs over ranks") as error:
-        model(batch(rank, 0)[0])
-    assert error.value.ranks == (1,)
+    for what in ("codec", "type"):
+        odd = rank == 1 and what
+        mesh = init_device_mesh("cpu", (world,))
+        model = sharded(mesh, dtype=torch.bfloat16 if odd == "type" else torch.float32)
+        fl.fsdp.compress(model, weights="zip" if odd == "codec" else "int8")
+        with pytest.raises(PlanMismatch, match="the codec or the parameters of FSDP's weights differs") as error:
+            model(batch(rank, 0)[0].to(next(model.parameters()).dtype))
+        assert error.value.ranks == (1,)
 
 
-def test_ranks_that_ask_for_other_codecs_are_named() -> None:
+def test_a_rank_with_another_codec_or_another_type_is_named() -> None:
     run_ranks(differ, 3)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -451,6 +452,25 @@ def test_rank_0_has_come_while_it_waits_for_a_rank_that_does_not() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(greet, range(2))) == [True, True]
+
+
+@pytest.mark.short
+def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
+    """It may keep the store. Who comes to it later than rank 0 has given up blames the same rank."""
+    store = HashStore()
+    told = threading.Event()
+
+    def meet(rank: int) -> tuple[int, ...]:
+        with pytest.raises(TransportError) as error:
+            launch._await_all(store, Place(rank, 3), 1.0, time.monotonic() + (0.3 if rank == 0 else 20))
+        if rank == 0:
+            assert store.check(["heard"])
+            told.set()
+        return error.value.ranks
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(meet, (0, 2))) == [(1,), (1,)]
+    assert told.is_set()
 
 
 @pytest.mark.short

@@ -76,6 +76,21 @@ def test_a_rank_that_is_killed_ends_the_others_operations() -> None:
         assert found[rank].attributes["ranks"] == (1,) and "rank 1 is lost" in found[rank].error[1], found[rank]
 
 
+def ask_in_vain(rank: int, world: int) -> None:
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "0.5"
+    hvd.init()
+    hvd.allreduce(torch.ones(3), name="before")
+    checkpoint("now")
+    hvd.allreduce(torch.ones(3), name="after")
+
+
+@pytest.mark.medium
+def test_a_coordinator_that_is_stopped_is_named_where_waits_have_a_limit() -> None:
+    found = outcomes_of(ask_in_vain, 2, signals={(0, "now"): signal.SIGSTOP}, timeout=50)
+    assert found[1].attributes["ranks"] == (0,), found
+    assert "rank 1: rank 0, which coordinates, has not answered for 0.5 s" in found[1].error[1], found
+
+
 def leave(rank: int, world: int) -> str:
     hvd.init()
     if rank == 1:
