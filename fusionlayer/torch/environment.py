@@ -19,7 +19,7 @@ VARIABLES: Mapping[str, str] = {
     "HOROVOD_CACHE_CAPACITY": "names that ranks remember of each other; 4096 without it",
     "HOROVOD_STALL_CHECK_DISABLE": "1: no warning when ranks wait for others",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds of waiting until that warning; `stall_warning` without it",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds of waiting for ranks, rank 0 among them, until everything fails; 0, as without it: never",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds of waiting for ranks (rank 0, too) until all fails; 0: never",
     "HOROVOD_TIMELINE": "file for a timeline, `.<rank>` appended; DYNAMIC: none before `start_timeline`",
     "HOROVOD_AUTOTUNE": "1: as `autotune: true`",
     "HOROVOD_AUTOTUNE_LOG": "file for what autotune tries",
