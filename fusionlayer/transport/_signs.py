@@ -45,12 +45,21 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A piece of evidence about one rank. ``kind`` is a key of ``_KINDS``."""
+    """A piece of evidence about one rank.
+
+    Attributes:
+        rank: that rank.
+        kind: a key of ``_KINDS``, or "alike": the rank makes the same call as this one, so nothing speaks against it.
+        text: the evidence, as a clause.
+        ranks: those that the rank names, or that differ.
+        call: the call in which the rank differs from this one.
+    """
 
     rank: int
     kind: str
     text: str
     ranks: tuple[int, ...] = ()
+    call: Call | None = None
 
 
 def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
@@ -60,11 +69,24 @@ def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
         signs = [sign for sign in signs if sign.rank == call.partner] or signs
     for kind, final in _KINDS.items():
         found = [sign for sign in signs if sign.kind == kind]
-        if found and kind in ("told", "conflict"):
+        if found and kind == "told":
             return Diagnosis(found[0].ranks, found[0].text, final)
+        if found and kind == "conflict":
+            return Diagnosis(_odd(found, any(sign.kind == "alike" for sign in signs)), found[0].text, final)
         if found:
             return Diagnosis(tuple(sign.rank for sign in found), "; ".join(sign.text for sign in found), final)
     return None
+
+
+def _odd(conflicts: list[Sign], some_are_alike: bool) -> tuple[int, ...]:
+    """Return the one rank that differs from all others, if it is one; else the two that were compared first."""
+    first = conflicts[0]
+    if len(conflicts) == 1:
+        return (first.rank,) if some_are_alike else first.ranks
+    agree = all(
+        first.call and each.call and not first.call.conflict(first.rank, each.call, each.rank) for each in conflicts
+    )
+    return tuple(rank for rank in first.ranks if rank != first.rank) if agree and not some_are_alike else first.ranks
 
 
 def lost_store(store: dist.Store, store_rank: int | None) -> Diagnosis:

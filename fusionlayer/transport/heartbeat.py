@@ -40,6 +40,8 @@ _GRACE = 0.5
 _HOPELESS = 0.5
 # Seconds that a failed call waits for the store if the processes of this host show who is lost.
 _CERTAIN = 1.5
+# Seconds for which a rank that differs from another one waits for the calls of the rest.
+_COMPARING = 0.5
 # Seconds that the process with the store gives the others to read the cause before it reports its own failure.
 _ANNOUNCE = 0.5
 
@@ -164,7 +166,7 @@ class Watch:
 
     def _await_all(self, deadline: float, timeout: float) -> Diagnosis | None:
         """Return when the identities of all ranks are known, None then; or why some cannot be."""
-        missing, come = self.others(), [self.rank]
+        missing, come, before = self.others(), [self.rank], monitor.cause
         next_news = 0.0
         while missing and not self._store.check([f"who/{rank}" for rank in missing]):
             now = time.monotonic()
@@ -177,10 +179,14 @@ class Watch:
                 for state in self.read_states(come).values():
                     if "text" in state:
                         return Diagnosis(tuple(state["ranks"]), state["text"], True)
-                # A rank does not come, because it has failed in another transport: of that this process hears, too.
-                if self.see_gone() or (missing and self.because()):
+                # A rank does not come, because it has failed in another transport: of that this process hears, too. What
+                # it has heard before may be over.
+                if self.see_gone() or (missing and monitor.cause is not before and self.because()):
                     return self.judge_here()
             if missing and now > deadline:
+                told = self.because()
+                if told and set(told.ranks) <= set(missing):
+                    return told
                 text = f"ranks {missing} did not come within {timeout:g} s; make it on every rank of the group"
                 return Diagnosis(tuple(missing), text, True)
             time.sleep(_MEETING_POLL)
@@ -439,7 +445,7 @@ class Watch:
             conflict = mine.conflict(self.rank, theirs, rank)
             if conflict:
                 ranks = tuple(sorted((self.rank, rank)))
-                return Sign(rank, "conflict", f"{conflict}; make the same calls on every rank", ranks)
+                return Sign(rank, "conflict", f"{conflict}; make the same calls on every rank", ranks, theirs)
         if failed:
             return Sign(rank, "failed", f"rank {rank} failed and does not know why")
         if behind:
@@ -447,7 +453,7 @@ class Watch:
             return Sign(rank, "late", f"rank {rank} is alive but late: {at}")
         if call and call.partner == rank and (theirs is None or theirs.partner != self.rank):
             return Sign(rank, "late", f"rank {rank} is alive but late: it has not made the matching call")
-        return None
+        return Sign(rank, "alike", "") if mine and theirs else None
 
     def _look_at(self, rank: int) -> Sign | None:
         identity = self._identities.get(rank)
@@ -538,6 +544,10 @@ class _Inquiry:
             elif sign is not None:
                 self.signs.append(sign)
         self._open = still_open
+        kinds = {sign.kind for sign in self.signs} - {"alike"}
+        # Where calls differ, those of all ranks show which one is the odd one.
+        if kinds == {"conflict"} and still_open and waited < _COMPARING:
+            return False
         # A rank that has failed may still write why. There is no need to wait for that if other signs tell the cause.
-        known = self.signs and "silent" not in waiting_for
-        return not still_open or bool(known) or any(sign.kind in EVIDENT for sign in self.signs)
+        known = kinds and "silent" not in waiting_for
+        return not still_open or bool(known) or not kinds.isdisjoint(EVIDENT)
