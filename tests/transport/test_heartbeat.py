@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fusionlayer.processes import Identity
 from fusionlayer.transport._calls import Call
+from fusionlayer.transport._causes import Cause
 from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
 from fusionlayer.transport._states import UNREADABLE
 from fusionlayer.transport.heartbeat import Watch, _Progress
@@ -30,6 +31,11 @@ SILENT = Sign(3, "silent", "rank 3 is silent")
 LATE = Sign(4, "late", "rank 4 is late")
 FAILED = Sign(5, "failed", "rank 5 failed")
 TOLD = Sign(6, "told", "rank 9 is gone", (9,))
+ALIKE = Sign(4, "alike", "")
+
+
+def differs(rank: int, n: int) -> Sign:
+    return Sign(rank, "conflict", f"rank {rank} differs", tuple(sorted((3, rank))), Call.all_reduce(torch.zeros(n)))
 
 
 @pytest.mark.parametrize(
@@ -41,11 +47,27 @@ TOLD = Sign(6, "told", "rank 9 is gone", (9,))
         ([FAILED, LATE, SILENT], (3,)),
         ([FAILED, LATE], (4,)),
         ([FAILED, Sign(7, "failed", "rank 7 failed")], (5, 7)),
+        # Rank 3 judges: who makes another call than all others is the odd one, rank 3 itself or another.
+        ([FAILED, ALIKE, differs(1, 5)], (1,)),
+        ([FAILED, differs(1, 5)], (1, 3)),
+        ([differs(1, 5), differs(2, 5)], (3,)),
+        ([differs(1, 5), differs(2, 6)], (1, 3)),
+        ([differs(1, 5), differs(2, 5), ALIKE], (1, 3)),
     ],
 )
 def test_a_cause_is_blamed_before_its_consequences(signs: list[Sign], ranks: tuple[int, ...]) -> None:
     finding = judge(signs, None)
     assert finding is not None and finding.ranks == ranks
+
+
+def test_a_cause_names_the_same_ranks_in_one_order_on_all() -> None:
+    """Each rank knows itself first."""
+    processes = {rank: Identity(100 + rank, "host", "", "") for rank in range(3)}
+    cause = Cause.of(Diagnosis((1, 2), "a message was damaged", True), processes)
+    for own in range(3):
+        found = cause.among({own: processes[own], **processes})
+        assert found is not None and found.ranks == (1, 2)
+    assert cause.among({0: processes[0]}) is None
 
 
 def test_nothing_speaks_against_anybody() -> None:
