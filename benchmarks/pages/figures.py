@@ -1,0 +1,78 @@
+"""Figures in the sentences of README and docs: each is what a result file has, or is listed as a definition.
+
+``figures.yaml`` has three parts. ``measured`` says for texts of a page which expressions their numbers come from.
+``defined`` lists texts whose numbers are not measured, with the reason. ``everywhere`` has patterns of figures that are
+definitions on every page, such as a link's rate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.pages.found import NAMES, ROOT
+
+__all__ = ["problems", "read", "texts"]
+
+MAP = Path(__file__).with_name("figures.yaml")
+
+_UNITS = (
+    *("x", "×", "%", "per cent", "times", "ns", "us", "µs", "ms", "s", "min", "h", "seconds?", "minutes?", "hours?"),
+    *("[kKMGT]i?[Bb]", "[KMGT]?B/s", "[KMG]iB/s", "[kMG]bit/s", "bits?", "bytes?"),
+)
+_NUMBER = r"[-+]?\d+(?:[.,]\d+)*"
+FIGURE = re.compile(rf"(?<![\w.,/-])({_NUMBER})[ -]?({'|'.join(_UNITS)})(?![\w/])")
+_ALONE = re.compile(rf"(?<![\w.,]){_NUMBER}")
+_UNSEEN = re.compile(r"^```.*?^```$|<!-- table: .*?<!-- end of table -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", re.M | re.S)
+
+
+def texts() -> dict[str, str]:
+    """Return the pages whose figures are checked, by their path in the repository."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def read() -> Mapping[str, Any]:
+    """Return what ``figures.yaml`` says."""
+    found: Mapping[str, Any] = yaml.safe_load(MAP.read_text())
+    return found
+
+
+def problems(page: str, text: str, known: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each figure of a page that no entry explains, and for each entry that is wrong or not needed."""
+    if page in known["defined"] and isinstance(known["defined"][page], str):  # of the whole page
+        return
+    hidden = _UNSEEN.sub(lambda place: "\N{MIDDLE DOT}" * len(place[0]), text)
+    hidden, text = (re.sub(r"\s", " ", each) for each in (hidden, text))
+    explained: list[tuple[int, int]] = []
+    measured = known["measured"].get(page, {})
+    for words in [*measured, *known["defined"].get(page, {})]:
+        places = [place.span() for place in re.finditer(re.escape(words).replace(r"\ ", r"\s+"), text)]
+        if not places:
+            yield f"{page} does not say {words!r}, which figures.yaml explains"
+        explained += places
+    for words, expressions in measured.items():
+        yield from _wrong(page, words, [expressions] if isinstance(expressions, str) else expressions)
+    for figure in FIGURE.finditer(hidden):
+        start, end = figure.span()
+        if any(re.fullmatch(pattern, figure[0]) for pattern in known["everywhere"]):
+            continue
+        if not any(a <= start and end <= b for a, b in explained):
+            around = text[max(0, start - 40) : end + 20].strip()
+            yield f"{page} says {figure[0]!r} (... {around} ...): figures.yaml has neither its result nor its reason"
+
+
+def _wrong(page: str, words: str, expressions: list[str]) -> Iterator[str]:
+    numbers = [number[0] for number in _ALONE.finditer(words)]
+    if len(numbers) != len(expressions):
+        yield f"{page}: {words!r} has {len(numbers)} numbers, but {len(expressions)} expressions"
+        return
+    for number, expression in zip(numbers, expressions, strict=True):
+        value = float(eval(expression, {"__builtins__": {}}, NAMES))
+        digits = len(number.partition(".")[2])
+        if abs(value - float(number)) > 0.501 * 10.0**-digits:
+            yield f"{page}: {words!r}: {number} should be {value:.{digits}f}, which is {expression}"

@@ -1,0 +1,91 @@
+"""What was measured: rows of the committed result files, by theme and by what identifies a row."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["NAMES", "ROOT", "Record", "mean", "minutes", "over", "result", "rows", "the"]
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+
+
+class Record(dict[str, Any]):
+    """A row whose keys are attributes, too: ``row.speedup.median``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no {name!r}; there are {', '.join(self)}") from None
+
+
+@functools.cache
+def result(theme: str) -> Record:
+    """Return the newest result of a theme, such as ``training-gpt-2x1``: its ``title`` and its ``rows``.
+
+    Raises:
+        LookupError: there is none.
+    """
+    paths = sorted(RESULTS.glob(f"{theme}_*.json"), key=lambda path: path.stem.rsplit("_", 1)[1])
+    if not paths:
+        raise LookupError(f"no result {theme}_<hardware>_<date>.json in {RESULTS}")
+    found: Record = json.loads(paths[-1].read_text(), object_hook=Record)
+    found["path"] = paths[-1]
+    return found
+
+
+def rows(theme: str, **keys: object) -> list[Record]:
+    """Return the rows of a theme's newest result that have these values."""
+    return [row for row in result(theme).rows if all(row.get(key) == value for key, value in keys.items())]
+
+
+def the(theme: str, **keys: object) -> Record:
+    """Return the only row that has these values.
+
+    Raises:
+        LookupError: there is none, or more than one.
+    """
+    found = rows(theme, **keys)
+    if len(found) != 1:
+        raise LookupError(f"{theme} has {len(found)} rows with {keys}; expected one")
+    return found[0]
+
+
+def mean(theme: str, column: str, **keys: object) -> float:
+    """Return the mean of a column over the rows that have these values."""
+    return statistics.fmean(float(row[column]) for row in rows(theme, **keys))
+
+
+def over(theme: str, column: str, first: dict[str, object], second: dict[str, object]) -> float:
+    """Return by what part the first rows' mean is above the second rows'."""
+    return mean(theme, column, **first) / mean(theme, column, **second) - 1
+
+
+TRAINING, CONVERGENCE = "training-gpt-2x1", "convergence-gpt-2x1-adamw"
+
+
+def minutes(method: str, rate: str, goal: float) -> float:
+    """Return how long training takes until the loss, the mean over seeds, is at ``goal`` or below.
+
+    Losses are those of convergence runs. Each step takes as long as the training benchmark has measured at this rate;
+    overlap computes the same values.
+    """
+    runs = rows(CONVERGENCE, method=method.removesuffix("+overlap"))
+    steps: Iterable[float] = [step for step, _ in runs[0].losses]
+    means = [statistics.fmean(run.losses[place][1] for run in runs) for place, _ in enumerate(runs[0].losses)]
+    reached = next(step for step, loss in zip(steps, means, strict=True) if loss <= goal)
+    seconds: float = the(TRAINING, method=method, rate=rate).step_seconds
+    return reached * seconds / 60
+
+
+NAMES: dict[str, Any] = {
+    **{function.__name__: function for function in (abs, max, mean, min, minutes, over, result, rows, sum, the)},
+    "median": statistics.median,
+}
+"""What expressions of ``figures.yaml`` may use."""

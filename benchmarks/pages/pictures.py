@@ -1,0 +1,87 @@
+"""Pictures of README and docs, each drawn from result files without measuring anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+
+from benchmarks import ablation, hops, missing, plots, sharded_losses
+from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, mean, result, rows, the
+from benchmarks.sharded import __main__ as sharded
+from benchmarks.tensor_parallel import __main__ as tensor_parallel
+from benchmarks.zipped import __main__ as zipped
+from fusionlayer.cli import drawing
+
+__all__ = ["FOLDER", "PICTURES"]
+
+FOLDER = RESULTS / "plots"
+
+BARS = {
+    "ddp": "DDP, f32",
+    "ddp-bf16": "DDP, torch's bf16 hook",
+    "int8": "fusionlayer, int8",
+    "int4": "fusionlayer, int4",
+    "powersgd": "DDP, torch's PowerSGD hook",
+}
+"""The methods of README's picture, the slowest first."""
+
+
+def headline() -> Figure:
+    """Return steps per second of five methods at 100 Mbit/s, as bars, with their final losses."""
+    rates = {method: 1 / the(TRAINING, rate="100mbit", method=method).step_seconds for method in BARS}
+    order = sorted(BARS, key=rates.__getitem__, reverse=True)
+    base = mean(CONVERGENCE, "final", method="ddp")
+    figure = drawing.figure(7.5, 2.5)
+    axes = figure.subplots()
+    colours = [drawing.PALETTE[0] if "fusionlayer" in BARS[method] else drawing.GREY for method in order]
+    axes.barh(range(len(order)), [rates[method] for method in order], color=colours)
+    axes.set_yticks(range(len(order)), [BARS[method] for method in order])
+    texts = []
+    for method in order:
+        times = the(TRAINING, rate="100mbit", method=method).speedup.median
+        text = f"{rates[method]:.2f}" + (f" ({times:.3g}x)" if method != "ddp" else "")
+        if method != "ddp" and rows(CONVERGENCE, method=method):
+            more = mean(CONVERGENCE, "final", method=method) / base - 1
+            text += f", loss {more:+.1%}" if abs(more) > 0.005 else ", same loss"
+        texts.append(text)
+    drawing.name_bars(axes, texts, [rates[method] for method in order])
+    times = the(TRAINING, rate="100mbit", method="int4").speedup.median
+    axes.set(xlabel="training steps per second on a link of 100 Mbit/s", xticks=range(0, 4))
+    figure.suptitle(f"int4 makes {times:.1f} times as many steps as DDP, and ends at the same loss", x=0.01, ha="left")
+    return figure
+
+
+def _training(draw: Callable[[plots.Setting, list[plots.Row]], Figure], theme: str) -> Figure:
+    ((setting, found),) = plots.settings_of(rows(theme)).items()
+    return draw(setting, found)
+
+
+def _time_to_loss() -> Figure:
+    ((setting, found),) = plots.settings_of(rows(TRAINING)).items()
+    curves: dict[str, list[plots.Row]] = {}
+    for row in rows(CONVERGENCE):
+        curves.setdefault(row.method, []).append(row)
+    figure = plots.time_to_loss(setting, found, curves)
+    assert figure is not None
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "headline": headline,
+    **{
+        f"{name}_{theme}": lambda draw=draw, theme=theme: _training(draw, f"training-{theme}")
+        for name, draw in (("speedup", plots.speedup), ("breakdown", plots.breakdown), ("bytes", plots.bytes_sent))
+        for theme in ("gpt-2x1", "gpt-2x2", "resnet-4x1")
+    },
+    "time-to-loss_gpt-2x1": _time_to_loss,
+    "ablation-gpt-2x1": lambda: ablation.picture(rows("ablation-gpt-2x1"), "gpt, dgc"),
+    "hops": lambda: hops.picture(rows("hops")),
+    "missing": lambda: missing.picture(rows("missing"), 0.01),
+    "sharded-2x2": lambda: sharded.picture(rows("sharded-2x2")),
+    "sharded-losses": lambda: sharded_losses.curves(rows("sharded-losses"), result("sharded-losses").title),
+    "tensor-parallel-2x1": lambda: tensor_parallel.picture(rows("tensor-parallel-2x1")),
+    "zipped": lambda: zipped.ratios([row for row in rows("zipped") if "size" in row]),
+    "zipped-late": lambda: zipped.designs([row for row in rows("zipped") if "split" in row]),
+}
+"""The files of ``benchmarks/results/plots``, without their ending, and what draws them."""
