@@ -21,11 +21,11 @@ __all__ = ["problems", "read", "texts"]
 MAP = Path(__file__).with_name("figures.yaml")
 
 _UNITS = (
-    *("x", "×", "%", "per cent", "times", "ns", "us", "µs", "ms", "s", "min", "h", "seconds?", "minutes?", "hours?"),
+    *("×", "%", "per cent", "times", "ns", "us", "µs", "ms", "s", "min", "h", "seconds?", "minutes?", "hours?"),
     *("[kKMGT]i?[Bb]", "[KMGT]?B/s", "[KMG]iB/s", "[kMG]bit/s", "bits?", "bytes?"),
 )
 _NUMBER = r"[-+]?\d+(?:[.,]\d+)*"
-FIGURE = re.compile(rf"(?<![\w.,/-])({_NUMBER})[ -]?({'|'.join(_UNITS)})(?![\w/])")
+FIGURE = re.compile(rf"(?<![\w.,/-])({_NUMBER})(x|[ -]?({'|'.join(_UNITS)}))(?![\w/])")
 _ALONE = re.compile(rf"(?<![\w.,]){_NUMBER}")
 _UNSEEN = re.compile(r"^```.*?^```$|<!-- table: .*?<!-- end of table -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", re.M | re.S)
 
@@ -51,7 +51,7 @@ def problems(page: str, text: str, known: Mapping[str, Any]) -> Iterator[str]:
     explained: list[tuple[int, int]] = []
     measured = known["measured"].get(page, {})
     for words in [*measured, *known["defined"].get(page, {})]:
-        places = [place.span() for place in re.finditer(re.escape(words).replace(r"\ ", r"\s+"), text)]
+        places = [place.span() for place in re.finditer(rf"(?<![\d.,]){re.escape(words)}", text)]
         if not places:
             yield f"{page} does not say {words!r}, which figures.yaml explains"
         explained += places
@@ -72,7 +72,7 @@ def _wrong(page: str, words: str, expressions: list[str]) -> Iterator[str]:
         yield f"{page}: {words!r} has {len(numbers)} numbers, but {len(expressions)} expressions"
         return
     for number, expression in zip(numbers, expressions, strict=True):
-        value = float(eval(expression, {"__builtins__": {}}, NAMES))
+        value = float(eval(expression, {"__builtins__": {}, **NAMES}))
         digits = len(number.partition(".")[2])
         if abs(value - float(number)) > 0.501 * 10.0**-digits:
             yield f"{page}: {words!r}: {number} should be {value:.{digits}f}, which is {expression}"

@@ -9,7 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NAMES", "ROOT", "Record", "mean", "minutes", "over", "result", "rows", "the"]
+__all__ = [
+    *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "TRAINING", "Record"),
+    *("end", "errors", "mean", "minutes", "more", "result", "rows", "the"),
+]
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -62,12 +65,23 @@ def mean(theme: str, column: str, **keys: object) -> float:
     return statistics.fmean(float(row[column]) for row in rows(theme, **keys))
 
 
-def over(theme: str, column: str, first: dict[str, object], second: dict[str, object]) -> float:
-    """Return by what part the first rows' mean is above the second rows'."""
-    return mean(theme, column, **first) / mean(theme, column, **second) - 1
+def more(theme: str, column: str, **keys: object) -> float:
+    """Return by what part a mean is above another: the key that has a pair of values says of which and above which."""
+    ((pair, (one, other)),) = ((key, value) for key, value in keys.items() if isinstance(value, tuple))
+    return mean(theme, column, **{**keys, pair: one}) / mean(theme, column, **{**keys, pair: other}) - 1
+
+
+def errors(theme: str) -> list[float]:
+    """Return the errors of projected steps, without their signs, in per cent."""
+    return [abs(float(row.error.removesuffix("%"))) for row in rows(theme)]
 
 
 TRAINING, CONVERGENCE = "training-gpt-2x1", "convergence-gpt-2x1-adamw"
+
+
+def end(method: str) -> float:
+    """Return the final loss of a method, the mean over seeds."""
+    return mean(CONVERGENCE, "final", method=method)
 
 
 def minutes(method: str, rate: str, goal: float) -> float:
@@ -84,8 +98,12 @@ def minutes(method: str, rate: str, goal: float) -> float:
     return reached * seconds / 60
 
 
+CODECS = ("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco", "dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto")
+
 NAMES: dict[str, Any] = {
-    **{function.__name__: function for function in (abs, max, mean, min, minutes, over, result, rows, sum, the)},
+    "CODECS": CODECS,
+    **{each.__name__: each for each in (abs, end, errors, float, max, mean, min, minutes, more, result, rows, sum, the)},
+    "fmean": statistics.fmean,
     "median": statistics.median,
 }
 """What expressions of ``figures.yaml`` may use."""

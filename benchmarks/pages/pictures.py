@@ -7,7 +7,7 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from benchmarks import ablation, hops, missing, plots, sharded_losses
-from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, mean, result, rows, the
+from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, end, result, rows, the
 from benchmarks.sharded import __main__ as sharded
 from benchmarks.tensor_parallel import __main__ as tensor_parallel
 from benchmarks.zipped import __main__ as zipped
@@ -31,7 +31,7 @@ def headline() -> Figure:
     """Return steps per second of five methods at 100 Mbit/s, as bars, with their final losses."""
     rates = {method: 1 / the(TRAINING, rate="100mbit", method=method).step_seconds for method in BARS}
     order = sorted(BARS, key=rates.__getitem__, reverse=True)
-    base = mean(CONVERGENCE, "final", method="ddp")
+    base = end("ddp")
     figure = drawing.figure(7.5, 2.5)
     axes = figure.subplots()
     colours = [drawing.PALETTE[0] if "fusionlayer" in BARS[method] else drawing.GREY for method in order]
@@ -42,7 +42,7 @@ def headline() -> Figure:
         times = the(TRAINING, rate="100mbit", method=method).speedup.median
         text = f"{rates[method]:.2f}" + (f" ({times:.3g}x)" if method != "ddp" else "")
         if method != "ddp" and rows(CONVERGENCE, method=method):
-            more = mean(CONVERGENCE, "final", method=method) / base - 1
+            more = end(method) / base - 1
             text += f", loss {more:+.1%}" if abs(more) > 0.005 else ", same loss"
         texts.append(text)
     drawing.name_bars(axes, texts, [rates[method] for method in order])

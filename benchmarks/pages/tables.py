@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.pages.found import CONVERGENCE, TRAINING, Record, mean, minutes, rows, the
+from benchmarks.pages.found import CONVERGENCE, TRAINING, Record, end, minutes, rows, the
 
 __all__ = ["HEADLINE", "TABLES", "fill"]
 
@@ -29,7 +29,7 @@ def _interval(ratio: Record) -> str:
 
 
 def _loss(method: str) -> str:
-    return f"{mean(CONVERGENCE, 'final', method=method):.3f}" if rows(CONVERGENCE, method=method) else "not measured"
+    return f"{end(method):.3f}" if rows(CONVERGENCE, method=method) else "not measured"
 
 
 def headline() -> Lines:
@@ -68,7 +68,7 @@ def training() -> Lines:
 
 def time_to_loss() -> Lines:
     """Minutes until the loss that PowerSGD ends with."""
-    goal = mean(CONVERGENCE, "final", method="powersgd")
+    goal = end("powersgd")
     yield f"minutes until loss {goal:.3f}", "100 Mbit/s", "1 Gbit/s"
     for method in ("ddp", "powersgd", "int4+overlap", "int4", "int8"):
         yield _NOTES.get(method, method), *(f"{minutes(method, rate, goal):.3g}" for rate in ("100mbit", "1gbit"))
