@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import ablation, hops, missing, plots, sharded_losses
 from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, end, result, rows, the
+from benchmarks.pages.tables import HEADLINE
 from benchmarks.sharded import __main__ as sharded
 from benchmarks.tensor_parallel import __main__ as tensor_parallel
 from benchmarks.zipped import __main__ as zipped
@@ -17,26 +18,17 @@ __all__ = ["FOLDER", "PICTURES"]
 
 FOLDER = RESULTS / "plots"
 
-BARS = {
-    "ddp": "DDP, f32",
-    "ddp-bf16": "DDP, torch's bf16 hook",
-    "int8": "fusionlayer, int8",
-    "int4": "fusionlayer, int4",
-    "powersgd": "DDP, torch's PowerSGD hook",
-}
-"""The methods of README's picture, the slowest first."""
-
 
 def headline() -> Figure:
     """Return steps per second of five methods at 100 Mbit/s, as bars, with their final losses."""
-    rates = {method: 1 / the(TRAINING, rate="100mbit", method=method).step_seconds for method in BARS}
-    order = sorted(BARS, key=rates.__getitem__, reverse=True)
+    rates = {method: 1 / the(TRAINING, rate="100mbit", method=method).step_seconds for method in HEADLINE}
+    order = sorted(HEADLINE, key=rates.__getitem__, reverse=True)
     base = end("ddp")
     figure = drawing.figure(7.5, 2.5)
     axes = figure.subplots()
-    colours = [drawing.PALETTE[0] if "fusionlayer" in BARS[method] else drawing.GREY for method in order]
+    colours = [drawing.PALETTE[0] if "fusionlayer" in HEADLINE[method] else drawing.GREY for method in order]
     axes.barh(range(len(order)), [rates[method] for method in order], color=colours)
-    axes.set_yticks(range(len(order)), [BARS[method] for method in order])
+    axes.set_yticks(range(len(order)), [HEADLINE[method] for method in order])
     texts = []
     for method in order:
         times = the(TRAINING, rate="100mbit", method=method).speedup.median

@@ -17,11 +17,11 @@ Lines = Iterator[Sequence[str]]
 HEADLINE = {
     "ddp": "DDP, f32",
     "ddp-bf16": "DDP, torch's bf16 hook",
-    "int8": "fusionlayer, `int8`",
-    "int4": "fusionlayer, `int4`",
-    "powersgd": "DDP, torch's PowerSGD hook, rank 4",
+    "int8": "fusionlayer, int8",
+    "int4": "fusionlayer, int4",
+    "ddp-powersgd": "DDP, torch's PowerSGD hook",
 }
-"""The methods that README compares, and what it calls them. Results of November 2026 call torch's hook ``powersgd``."""
+"""The methods that README compares, the slowest first, and what it calls them."""
 
 
 def _interval(ratio: Record) -> str:
@@ -40,18 +40,19 @@ def headline() -> Lines:
         yield (
             name,
             f"{1 / slow.step_seconds:.2f}",
-            f"{slow.speedup.median:.3g}x",
-            f"{fast.speedup.median:.3g}x",
+            f"{slow.speedup.median:#.3g}x",
+            f"{fast.speedup.median:#.3g}x",
             f"{slow.bytes_per_step / 1e6:.3g}",
             _loss(method),
         )
 
 
 ALL_METHODS = (
-    *("ddp-fp16", "ddp-bf16", "powersgd", "horovod", "bf16", "int8", "int8+overlap", "int4", "int4+overlap", "mxfp4"),
+    *("ddp-fp16", "ddp-bf16", "ddp-powersgd", "horovod"),
+    *("bf16", "int8", "int8+overlap", "int4", "int4+overlap", "mxfp4"),
     *("topk", "sidco", "dgc", "dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto", "auto+fidelity=aggressive"),
 )
-_NOTES = {"powersgd": "ddp-powersgd, rank 4", "topk": "topk, density 0.01"}
+_NOTES = {"ddp-powersgd": "ddp-powersgd, rank 4", "topk": "topk, density 0.01"}
 
 
 def training() -> Lines:
@@ -68,9 +69,9 @@ def training() -> Lines:
 
 def time_to_loss() -> Lines:
     """Minutes until the loss that PowerSGD ends with."""
-    goal = end("powersgd")
+    goal = end("ddp-powersgd")
     yield f"minutes until loss {goal:.3f}", "100 Mbit/s", "1 Gbit/s"
-    for method in ("ddp", "powersgd", "int4+overlap", "int4", "int8"):
+    for method in ("ddp", "ddp-powersgd", "int4+overlap", "int4", "int8"):
         yield _NOTES.get(method, method), *(f"{minutes(method, rate, goal):.3g}" for rate in ("100mbit", "1gbit"))
 
 
