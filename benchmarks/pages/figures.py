@@ -56,7 +56,7 @@ def problems(page: str, text: str, known: Mapping[str, Any]) -> Iterator[str]:
             yield f"{page} does not say {words!r}, which figures.yaml explains"
         explained += places
     for words, expressions in measured.items():
-        yield from _wrong(page, words, [expressions] if isinstance(expressions, str) else expressions)
+        yield from _wrong(page, words, expressions)
     for figure in FIGURE.finditer(hidden):
         start, end = figure.span()
         if any(re.fullmatch(pattern, figure[0]) for pattern in known["everywhere"]):
@@ -66,13 +66,14 @@ def problems(page: str, text: str, known: Mapping[str, Any]) -> Iterator[str]:
             yield f"{page} says {figure[0]!r} (... {around} ...): figures.yaml has neither its result nor its reason"
 
 
-def _wrong(page: str, words: str, expressions: list[str]) -> Iterator[str]:
+def _wrong(page: str, words: str, expressions: str) -> Iterator[str]:
     numbers = [number[0] for number in _ALONE.finditer(words)]
-    if len(numbers) != len(expressions):
-        yield f"{page}: {words!r} has {len(numbers)} numbers, but {len(expressions)} expressions"
+    found = eval(expressions, {"__builtins__": {}, **NAMES})
+    values = found if isinstance(found, tuple) else (found,)
+    if len(numbers) != len(values):
+        yield f"{page}: {words!r} has {len(numbers)} numbers, but {len(values)} expressions"
         return
-    for number, expression in zip(numbers, expressions, strict=True):
-        value = float(eval(expression, {"__builtins__": {}, **NAMES}))
+    for number, value in zip(numbers, values, strict=True):
         digits = len(number.partition(".")[2])
         if abs(value - float(number)) > 0.501 * 10.0**-digits:
-            yield f"{page}: {words!r}: {number} should be {value:.{digits}f}, which is {expression}"
+            yield f"{page}: {words!r}: {number} should be {value:.{digits}f}, which is {expressions}"

@@ -87,9 +87,24 @@ def errors(theme: str) -> list[float]:
 TRAINING, CONVERGENCE = "training-gpt-2x1", "convergence-gpt-2x1-adamw"
 
 
-def end(method: str) -> float:
+SGD = "convergence-gpt-2x1-sgd"
+
+
+def end(method: str, theme: str = CONVERGENCE) -> float:
     """Return the final loss of a method, the mean over seeds."""
-    return mean(CONVERGENCE, "final", method=method)
+    return mean(theme, "final", method=method)
+
+
+def speedup(method: str, rate: str, setting: str = "gpt-2x1") -> float:
+    """Return how many times as many steps a method makes as DDP does."""
+    median: float = the(f"training-{setting}", method=method, rate=rate).speedup.median
+    return median
+
+
+def zipped(call: str, size: int, rate: str = "100mbit") -> float:
+    """Return how many times as fast a zipped collective is as the native one, the median over rounds."""
+    seconds = the("zipped", call=call, size=size, rate=rate).seconds
+    return statistics.median(native / own for native, own in zip(seconds.native, seconds.zipped, strict=True))
 
 
 def minutes(method: str, rate: str, goal: float) -> float:
@@ -112,8 +127,8 @@ CODECS = (
 )
 
 NAMES: dict[str, Any] = {
-    "CODECS": CODECS,
-    **{each.__name__: each for each in (end, errors, mean, minutes, more, rows, the)},
+    **{"ADAMW": CONVERGENCE, "SGD": SGD, "CODECS": CODECS},
+    **{each.__name__: each for each in (end, errors, mean, minutes, more, rows, speedup, the, zipped)},
     **{each.__name__: each for each in (float, max, min)},
     "fmean": statistics.fmean,
     "median": statistics.median,

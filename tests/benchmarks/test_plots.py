@@ -86,7 +86,7 @@ def test_speedup_has_every_method_with_its_interval() -> None:
     names = [label.get_text() for label in slow.get_yticklabels()]
     assert len(names) == len(all_methods()) - 2, "all but DDP and its repetition"
     assert "alone (limit)" in names and "ddp" not in names
-    assert [slow.get_title(), fast.get_title()] == ["100 Mbit/s", "1 Gbit/s"]
+    assert [axes.get_title(loc="left") for axes in (slow, fast)] == ["100 Mbit/s", "1 Gbit/s"]
     assert_apart(figure, [*slow.get_yticklabels(), *slow.texts])
     bars, *_ = (container for container in slow.containers if isinstance(container, BarContainer))
     medians = {row["method"]: row["speedup"]["median"] for row in ROWS}
@@ -109,7 +109,7 @@ def test_breakdown_adds_up_to_the_step() -> None:
     assert codec == pytest.approx([0, 30, 0])
     assert wait == pytest.approx([3750, 0, 0])
     figure = plots.breakdown(SETTING, plots.settings_of(ROWS)[SETTING])
-    assert [axes.get_title() for axes in figure.axes] == ["100 Mbit/s", "1 Gbit/s"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["100 Mbit/s", "1 Gbit/s"]
     for axes in figure.axes:
         assert_apart(figure, [*axes.texts, *axes.get_yticklabels()])
 
