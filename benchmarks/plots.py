@@ -198,12 +198,15 @@ def time_to_loss(setting: Setting, rows: Sequence[Row], curves: Mapping[str, Seq
     used = {row["method"].removesuffix(OVERLAP) for _, group in links for row in group}
     colours = dict(zip(sorted(used), itertools.cycle(drawing.PALETTE)))
     goal = max(statistics.fmean(run["final"] for run in curves[method]) for method in used)
+    firsts = []
     for axes, (link, group) in zip(panels[0], links, strict=True):
+        arrivals = {}
         for row in group:
             minutes = row["step_seconds"] / 60
             kin = row["method"].removesuffix(OVERLAP)
             steps, low, mean, high = _band(curves[kin])
             reached = next(step for step, loss in zip(steps, mean, strict=True) if loss <= goal) * minutes
+            arrivals[reached] = row["method"]
             x = [step * minutes for step in steps]
             label = f"{row['method']}: {reached:.3g} min"
             axes.plot(x, mean, ":" if kin != row["method"] else "-", label=label, color=colours[kin])
@@ -215,8 +218,9 @@ def time_to_loss(setting: Setting, rows: Sequence[Row], curves: Mapping[str, Seq
         axes.minorticks_off()
         axes.grid(axis="y")
         _fastest_first(axes, f"until loss {goal:.3f}")
+        firsts.append(f"{arrivals[min(arrivals)]} at {link}")
     panels[0][0].set_ylabel("validation loss\n(mean and range over seeds)")
-    figure.suptitle(f"{setting.title}: loss against time", x=0.01, ha="left")
+    figure.suptitle(f"{setting.title}: the first at loss {goal:.3f} is {', '.join(firsts)}", x=0.01, ha="left")
     return figure
 
 

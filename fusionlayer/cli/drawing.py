@@ -122,6 +122,7 @@ def name_bars(axes: Axes, texts: list[str], values: list[float]) -> None:
     room = max(values)
     for place, (text, value) in enumerate(zip(texts, values, strict=True)):
         axes.text(value + 0.015 * room, place, text, va="center")
+    axes.set_ylim(-0.6, len(texts) - 0.4)
     axes.set_xlim(0, room * (1.06 + 0.018 * max(map(len, texts))))
 
 
