@@ -213,7 +213,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> Figure:
         drawing.name_lines(line[-1])
     for axes in panels[-1]:
         axes.set_xlabel("workers")
-    title = "Each hop of a ring adds an error, two_shot adds none (grey: other methods)"
+    title = "Error of an all-reduce by number of workers (grey: other methods)"
     figure.suptitle(title, x=0.01, ha="left")
     return figure
 

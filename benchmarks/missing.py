@@ -101,7 +101,7 @@ def picture(rows: Sequence[dict[str, Any]], density: float) -> Figure:
         ylabel="tensors of which nothing\nis sent, % of all",
         ylim=(-3, 100),
     )
-    title = f"Top-k of density {density:g} behind fusion sends nothing of many tensors"
+    title = f"Tensors of which top-k behind fusion sends nothing, density {density:g}"
     figure.suptitle(title, x=0.01, ha="left")
     drawing.name_lines(axes)
     return figure

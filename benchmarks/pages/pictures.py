@@ -59,6 +59,24 @@ def _time_to_loss() -> Figure:
     return figure
 
 
+TITLES = {
+    "ablation-gpt-2x1": "Planners that fuse wait less than wfbp, which sends every tensor by itself",
+    "hops": "Each hop of a ring adds an error, two_shot adds none (grey: other methods)",
+    "missing": "Top-k behind fusion sends nothing of many tensors, with feedback of fewer",
+    "sharded-2x2": "Sharded training: sdp4bit sends least and makes the most steps",
+    "sharded-losses": "Four bits both ways end near f32, weights themselves in 4 bits do not",
+    "tensor-parallel-2x1": "Compressed activations make more steps; cutting them into pieces does not",
+    "zipped": "Zipping pays for large messages, and the switcher mostly finds out where",
+    "zipped-late": "All-to-all when one rank is late: design 2 has the least left to do",
+}
+"""What these pictures show, as the results of November 2026 are; read them again when there are newer ones."""
+
+
+def _titled(name: str, figure: Figure) -> Figure:
+    figure.suptitle(TITLES[name], x=0.01, ha="left")
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "headline": headline,
     **{
@@ -67,13 +85,15 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         for theme in ("gpt-2x1", "gpt-2x2", "resnet-4x1")
     },
     "time-to-loss_gpt-2x1": _time_to_loss,
-    "ablation-gpt-2x1": lambda: ablation.picture(rows("ablation-gpt-2x1"), "gpt, dgc"),
-    "hops": lambda: hops.picture(rows("hops")),
-    "missing": lambda: missing.picture(rows("missing"), 0.01),
-    "sharded-2x2": lambda: sharded.picture(rows("sharded-2x2")),
-    "sharded-losses": lambda: sharded_losses.curves(rows("sharded-losses"), result("sharded-losses").title),
-    "tensor-parallel-2x1": lambda: tensor_parallel.picture(rows("tensor-parallel-2x1")),
-    "zipped": lambda: zipped.ratios([row for row in rows("zipped") if "size" in row]),
-    "zipped-late": lambda: zipped.designs([row for row in rows("zipped") if "split" in row]),
+    "ablation-gpt-2x1": lambda: _titled("ablation-gpt-2x1", ablation.picture(rows("ablation-gpt-2x1"), "gpt, dgc")),
+    "hops": lambda: _titled("hops", hops.picture(rows("hops"))),
+    "missing": lambda: _titled("missing", missing.picture(rows("missing"), 0.01)),
+    "sharded-2x2": lambda: _titled("sharded-2x2", sharded.picture(rows("sharded-2x2"))),
+    "sharded-losses": lambda: _titled(
+        "sharded-losses", sharded_losses.curves(rows("sharded-losses"), result("sharded-losses").title)
+    ),
+    "tensor-parallel-2x1": lambda: _titled("tensor-parallel-2x1", tensor_parallel.picture(rows("tensor-parallel-2x1"))),
+    "zipped": lambda: _titled("zipped", zipped.ratios([row for row in rows("zipped") if "size" in row])),
+    "zipped-late": lambda: _titled("zipped-late", zipped.designs([row for row in rows("zipped") if "split" in row])),
 }
 """The files of ``benchmarks/results/plots``, without their ending, and what draws them."""

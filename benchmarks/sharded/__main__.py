@@ -105,7 +105,7 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     right.barh(names, megabytes, 0.7, color=colours)
     drawing.name_bars(right, [f"{value:.3g}" for value in megabytes], megabytes)
     right.set(xlabel="what leaves a node in a step, MB")
-    figure.suptitle("Sharded training: the fewer bytes leave a node, the more steps", x=0.01, ha="left")
+    figure.suptitle("Sharded training: steps, and what leaves a node", x=0.01, ha="left")
     return figure
 
 

@@ -86,6 +86,7 @@ def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     """Return speed-ups of whole activations as bars, and what pieces change of them as lines, a row for each rate."""
     rates = list(dict.fromkeys(row["rate"] for row in found))
     figure = drawing.figure(8.5, 2.6 * len(rates))
+    figure.suptitle("Tensor parallelism: steps with compressed activations", x=0.01, ha="left")
     for (left, right), rate in zip(figure.subplots(len(rates), 2, squeeze=False), rates, strict=True):
         mine = [row for row in found if row["rate"] == rate]
         whole = sorted((row for row in mine if row["piece"] is None), key=lambda row: row["speedup"]["median"])

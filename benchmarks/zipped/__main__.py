@@ -163,7 +163,7 @@ def ratios(rows: Sequence[Row]) -> Figure:
     figure.axes[0].set_ylim(bottom=0)  # of all panels, after all lines
     figure.axes[0].set_ylabel("times as fast as the native call")
     figure.axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.suptitle("Zipping pays for large messages, and the switcher finds out where", x=0.01, ha="left")
+    figure.suptitle("Zipped and switched collectives beside native ones", x=0.01, ha="left")
     return figure
 
 
@@ -181,7 +181,7 @@ def designs(rows: Sequence[Row]) -> Figure:
         axes.grid(axis="y")
     figure.axes[0].set_ylim(bottom=0)
     figure.axes[0].set_ylabel("from its arrival to the end, ms")
-    figure.suptitle("All-to-all with a late rank: design 2 has the least left to do", x=0.01, ha="left")
+    figure.suptitle("All-to-all when one rank is late", x=0.01, ha="left")
     for axes in figure.axes[-1:]:
         drawing.name_lines(axes)
     return figure
