@@ -34,7 +34,7 @@ def _loss(method: str) -> str:
 
 def headline() -> Lines:
     """Steps, bytes and loss of five methods."""
-    yield "gradients by", "steps per second", "over DDP", "over DDP at 1 Gbit/s", "MB sent in a step", "final loss"
+    yield "gradients by", "steps/s", "over DDP", "at 1 Gbit/s", "MB a step", "final loss"
     for method, name in HEADLINE.items():
         slow, fast = (the(TRAINING, rate=rate, method=method) for rate in ("100mbit", "1gbit"))
         yield (
@@ -112,6 +112,19 @@ TABLES: dict[str, Callable[[], Lines]] = {
     function.__name__: function for function in (headline, training, time_to_loss, losses, horovod, tensor_parallel)
 }
 
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table whose columns line up in a terminal, too: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def row(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        return f"| {' | '.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])} |\n"
+
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return "".join([row(lines[0]), f"|{rule}|\n", *map(row, lines[1:])])
+
+
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
@@ -125,8 +138,6 @@ def fill(page: str) -> str:
     def write(place: re.Match[str]) -> str:
         if place[2] not in TABLES:
             raise LookupError(f"no table {place[2]!r}; there are {', '.join(TABLES)}")
-        first, *others = TABLES[place[2]]()
-        lines = [first, ["---"] * len(first), *others]
-        return place[1] + "".join(f"| {' | '.join(line)} |\n" for line in lines) + place[4]
+        return f"{place[1]}\n{_markdown([*TABLES[place[2]]()])}\n{place[4]}"  # some readers need the blank lines
 
     return _PLACE.sub(write, page)
