@@ -21,6 +21,7 @@ def test_tables_and_figures_are_those_of_the_result_files() -> None:
     wrong = [page for page, text in pages.items() if tables.fill(text) != text]
     assert not wrong, "write them anew with 'python -m benchmarks.pages'"
     assert not [problem for page, text in pages.items() for problem in figures.problems(page, text, known)]
+    assert not [*figures.strays(known)]
     shown = {name for text in pages.values() for name in re.findall(r"<!-- table: (\w+) -->", text)}
     assert shown == set(tables.TABLES), "a table that no page shows"
 
@@ -55,6 +56,17 @@ def test_a_reason_is_given_for_every_definition() -> None:
     known = yaml.safe_load(Path(figures.MAP).read_text())
     for reasons in known["defined"].values():
         assert all(len(reason) > 5 for reason in (reasons.values() if isinstance(reasons, dict) else [reasons]))
+
+
+def test_a_figure_of_the_page_of_results_is_near_one_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = figures.ROOT / "benchmarks/results/README.md"
+    text = page.read_text()
+    assert "477 ms" in text
+    read = Path.read_text
+    stale = text.replace("477 ms", "471.3 ms")
+    monkeypatch.setattr(Path, "read_text", lambda path: stale if path == page else read(path))
+    (problem,) = figures.strays(figures.read())
+    assert "says '471.3 ms'" in problem
 
 
 @exhaustive(guarded_by="tests/test_pages.py::test_tables_and_figures_are_those_of_the_result_files")

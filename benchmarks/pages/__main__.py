@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (ROOT / page).write_text(filled)
             print(page)
         wrong += figures.problems(page, filled, figures.read())
+    wrong += figures.strays(figures.read())
     if not options.no_pictures:
         _draw(options.only)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)

@@ -3,6 +3,9 @@
 ``figures.yaml`` has three parts. ``measured`` says for texts of a page which expressions their numbers come from.
 ``defined`` lists texts whose numbers are not measured, with the reason. ``everywhere`` has patterns of figures that are
 definitions on every page, such as a link's rate.
+
+The page of the result files itself has hundreds of figures. There a figure must be near a number of a file that its
+section links to. That is less than an expression for each, but finds what is stale or mistyped.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks.pages.found import NAMES, ROOT
+from benchmarks.pages.found import NAMES, RESULTS, ROOT, load
 
-__all__ = ["problems", "read", "texts"]
+__all__ = ["problems", "read", "strays", "texts"]
 
 MAP = Path(__file__).with_name("figures.yaml")
 
@@ -77,3 +80,47 @@ def _wrong(page: str, words: str, expressions: str) -> Iterator[str]:
         digits = len(number.partition(".")[2])
         if abs(value - float(number)) > 0.501 * 10.0**-digits:
             yield f"{page}: {words!r}: {number} should be {value:.{digits}f}, which is {expressions}"
+
+
+def strays(known: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each figure of benchmarks/results/README.md that no file of its section has."""
+    page = "benchmarks/results/README.md"
+    reasons = known["defined"].get(page, {})
+    for section in re.split(r"^(?=## )", (ROOT / page).read_text(), flags=re.M):
+        files = [RESULTS / f"{name}.json" for name in re.findall(r"\]\(([\w.-]+)\.md\)", section)]
+        values = {abs(value) for path in files if path.exists() for row in load(path).rows for value in _numbers(row)}
+        values |= {abs(float(number)) for path in files if path.exists() for number in _NUMBERS(_table(path))}
+        hidden = _UNSEEN.sub(lambda place: "\N{MIDDLE DOT}" * len(place[0]), section)
+        for figure in FIGURE.finditer(hidden):
+            around = " ".join(section[max(0, figure.start() - 50) : figure.end() + 20].split())
+            if any(re.fullmatch(pattern, figure[0]) for pattern in known["everywhere"]):
+                continue
+            if any(words in around for words in reasons):
+                continue
+            digits = len(figure[1].partition(".")[2])
+            wanted, near = abs(float(figure[1])), 0.501 * 10.0**-digits
+            if not any(abs(form - wanted) <= near for value in values for form in _forms(value)):
+                yield f"{page} says {figure[0]!r} (... {around} ...), which no file has that the section links to"
+
+
+def _forms(value: float) -> tuple[float, ...]:
+    """Return a value as a text may print it: in per cent, above or below 1, in milliseconds, in MB."""
+    return value, 100 * value, 100 * abs(value - 1), 1e3 * value, 1e-6 * value
+
+
+def _table(path: Path) -> str:
+    return path.with_suffix(".md").read_text()
+
+
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?").findall
+
+
+def _numbers(found: object) -> Iterator[float]:
+    """Yield what a row says as a whole; single rounds, which are lists, would match any figure."""
+    if isinstance(found, dict):
+        for each in found.values():
+            yield from _numbers(each)
+    elif isinstance(found, str):
+        yield from map(float, _NUMBERS(found))
+    elif isinstance(found, (int, float)):
+        yield float(found)
