@@ -41,6 +41,7 @@ STEPS = 'the("training-gpt-2x1", rate="100mbit", method="int4").speedup.median'
         ("int4 is fast", {"6.4 times": STEPS}, {}, "does not say '6.4 times'"),
         ("a link of 100 Mbit/s, `5 ms`\n```\n3x\n```\n", {}, {}, ""),
         ("6.4 to 6.5 times", {"6.4 to 6.5 times": STEPS}, {}, "2 numbers, but 1 expressions"),
+        ("6.4 times", {"6.4 times": 'speedup("int3", "100mbit")'}, {}, "has 0 rows"),
         ("<!-- table: headline -->\n3 %<!-- end of table -->", {}, {}, ""),
     ],
 )

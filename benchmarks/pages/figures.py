@@ -30,6 +30,7 @@ _UNITS = (
 _NUMBER = r"[-+]?\d+(?:[.,]\d+)*"
 FIGURE = re.compile(rf"(?<![\w.,/-])({_NUMBER})(x|[ -]?({'|'.join(_UNITS)}))(?![\w/])")
 _ALONE = re.compile(rf"(?<![\w.,]){_NUMBER}")
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?").findall
 _UNSEEN = re.compile(r"^```.*?^```$|<!-- table: .*?<!-- end of table -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", re.M | re.S)
 
 
@@ -71,7 +72,11 @@ def problems(page: str, text: str, known: Mapping[str, Any]) -> Iterator[str]:
 
 def _wrong(page: str, words: str, expressions: str) -> Iterator[str]:
     numbers = [number[0] for number in _ALONE.finditer(words)]
-    found = eval(expressions, {"__builtins__": {}, **NAMES})
+    try:
+        found = eval(expressions, {"__builtins__": {}, **NAMES})
+    except (LookupError, AttributeError, NameError, TypeError, ValueError) as error:
+        yield f"{page}: {words!r}: {expressions} fails: {error}"
+        return
     values = found if isinstance(found, tuple) else (found,)
     if len(numbers) != len(values):
         yield f"{page}: {words!r} has {len(numbers)} numbers, but {len(values)} expressions"
@@ -89,7 +94,8 @@ def strays(known: Mapping[str, Any]) -> Iterator[str]:
     for section in re.split(r"^(?=## )", (ROOT / page).read_text(), flags=re.M):
         files = [RESULTS / f"{name}.json" for name in re.findall(r"\]\(([\w.-]+)\.md\)", section)]
         values = {abs(value) for path in files if path.exists() for row in load(path).rows for value in _numbers(row)}
-        values |= {abs(float(number)) for path in files if path.exists() for number in _NUMBERS(_table(path))}
+        tables = [path.with_suffix(".md").read_text() for path in files if path.exists()]
+        values |= {float(number) for table in tables for number in _NUMBERS(table)}
         hidden = _UNSEEN.sub(lambda place: "\N{MIDDLE DOT}" * len(place[0]), section)
         for figure in FIGURE.finditer(hidden):
             around = " ".join(section[max(0, figure.start() - 50) : figure.end() + 20].split())
@@ -106,13 +112,6 @@ def strays(known: Mapping[str, Any]) -> Iterator[str]:
 def _forms(value: float) -> tuple[float, ...]:
     """Return a value as a text may print it: in per cent, above or below 1, in milliseconds, in MB."""
     return value, 100 * value, 100 * abs(value - 1), 1e3 * value, 1e-6 * value
-
-
-def _table(path: Path) -> str:
-    return path.with_suffix(".md").read_text()
-
-
-_NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?").findall
 
 
 def _numbers(found: object) -> Iterator[float]:

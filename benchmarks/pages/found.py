@@ -16,6 +16,12 @@ __all__ = [
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
+TRAINING, CONVERGENCE, SGD = "training-gpt-2x1", "convergence-gpt-2x1-adamw", "convergence-gpt-2x1-sgd"
+CODECS = (
+    *("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco"),
+    *("dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto"),
+)
+"""Methods of the training benchmark that compress, without overlap."""
 
 
 class Record(dict[str, Any]):
@@ -44,9 +50,11 @@ def result(theme: str) -> Record:
 def load(path: Path) -> Record:
     """Return a result file's content, with the names that methods have today."""
     found: Record = json.loads(path.read_text(), object_hook=Record)
-    old = found.get("environment", {}).get("date", "") in ("2026-11-20", "2026-11-21", "2026-11-22")
+    date = found.get("environment", {}).get("date", "9999")
     for row in found.rows:
-        if old and row.get("method") == "powersgd":  # then torch's hook had this name, which is a codec's now
+        if (
+            date <= "2026-11-22" and row.get("method") == "powersgd"
+        ):  # then torch's hook had this name, which is a codec's now
             row["method"] = "ddp-powersgd"
     return found
 
@@ -84,12 +92,6 @@ def errors(theme: str) -> list[float]:
     return [abs(float(row.error.removesuffix("%"))) for row in rows(theme)]
 
 
-TRAINING, CONVERGENCE = "training-gpt-2x1", "convergence-gpt-2x1-adamw"
-
-
-SGD = "convergence-gpt-2x1-sgd"
-
-
 def end(method: str, theme: str = CONVERGENCE) -> float:
     """Return the final loss of a method, the mean over seeds."""
     return mean(theme, "final", method=method)
@@ -120,11 +122,6 @@ def minutes(method: str, rate: str, goal: float) -> float:
     seconds: float = the(TRAINING, method=method, rate=rate).step_seconds
     return reached * seconds / 60
 
-
-CODECS = (
-    *("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco"),
-    *("dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto"),
-)
 
 NAMES: dict[str, Any] = {
     **{"ADAMW": CONVERGENCE, "SGD": SGD, "CODECS": CODECS},
