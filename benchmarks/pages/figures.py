@@ -28,7 +28,7 @@ _UNITS = (
     *("[kKMGT]i?[Bb]", "[KMGT]?B/s", "[KMG]iB/s", "[kMG]bit/s", "bits?", "bytes?"),
 )
 _NUMBER = r"[-+]?\d+(?:[.,]\d+)*"
-FIGURE = re.compile(rf"(?<![\w.,/-])({_NUMBER})(x|[ -]?({'|'.join(_UNITS)}))(?![\w/])")
+FIGURE = re.compile(rf"(?<![\w.,/^-])({_NUMBER})(x|[ -]?({'|'.join(_UNITS)}))(?![\w/])")
 _ALONE = re.compile(rf"(?<![\w.,]){_NUMBER}")
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?").findall
 _UNSEEN = re.compile(r"^```.*?^```$|<!-- table: .*?<!-- end of table -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", re.M | re.S)
