@@ -35,7 +35,7 @@ GREY = "#999999"
 SIZE = 9.0
 """Of all text, in points."""
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib's type lists every setting
     "axes.axisbelow": True,
     "axes.grid": False,
     "axes.spines.right": False,
@@ -93,7 +93,7 @@ def name_lines(axes: Axes, gap: float = 1.25) -> None:
         gap: least distance of two names, in heights of a letter.
     """
     lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
-    ends = [line.get_xydata()[-1] for line in lines]  # type: ignore[index]
+    ends: Any = [line.get_xydata()[-1] for line in lines]  # type: ignore[index]
     axes.get_ylim()  # settles the limits
     own = axes.transAxes.inverted().transform(axes.transData.transform(ends))[:, 1]
     height = axes.get_position().height * axes.get_figure(root=True).get_figheight() * 72  # type: ignore[union-attr]
