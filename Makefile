@@ -46,8 +46,9 @@ lint: install ## style, types, import layers; changes nothing
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/lint-imports
 
-docs: install ## write anew what is made from code
+docs: install ## write anew what is made from code and from result files
 	$(BIN)/python -c "from fusionlayer.config import describe; print(describe(), end='')" > docs/config.md
+	$(BIN)/python -m benchmarks.pages
 
 format: install ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff check --fix .

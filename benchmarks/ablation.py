@@ -25,12 +25,12 @@ import fusionlayer as fl
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS
 from benchmarks.training.cell import Cell
 from benchmarks.training.methods import COMPUTE
 from benchmarks.training.summary import interval
 from benchmarks.training.workloads import MODELS
 from benchmarks.variants import SEPARATOR
+from fusionlayer.cli import drawing
 from fusionlayer.plan import FusionPlan
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.plans import make_plan
@@ -122,19 +122,22 @@ def picture(found: Sequence[Mapping[str, Any]], what: str) -> Figure:
     """Return waiting by planner, predicted and measured, one panel for each rate."""
     rates = list(dict.fromkeys(row["rate"] for row in found))
     most = max(sum(row["rate"] == rate for row in found) for rate in rates)
-    figure = Figure(figsize=(4.6 * len(rates), 1.2 + 0.36 * most))
+    figure = drawing.figure(4.4 * len(rates), 1.2 + 0.36 * most)
     for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
         mine = [row for row in found if row["rate"] == rate][::-1]
-        for place, row in enumerate(mine):
-            own = 1e3 * row["waiting"]
-            errors = [[own - 1e3 * row["waiting_interval"][0]], [1e3 * row["waiting_interval"][1] - own]]
-            label = {"label": "measured"} if place == 0 else {}
-            axes.barh(place, own, 0.6, xerr=errors, color=COLOURS[0], error_kw={"lw": 0.8}, **label)
-            label = {"label": "predicted"} if place == 0 else {}
-            axes.plot(1e3 * row["predicted_waiting"], place, "D", color=COLOURS[1], markersize=4, **label)
+        places = range(len(mine))
+        own = [1e3 * row["waiting"] for row in mine]
+        below = [value - 1e3 * row["waiting_interval"][0] for value, row in zip(own, mine, strict=True)]
+        above = [1e3 * row["waiting_interval"][1] - value for value, row in zip(own, mine, strict=True)]
+        axes.barh(
+            places, own, 0.6, xerr=[below, above], color=drawing.PALETTE[0], error_kw={"lw": 0.8}, label="measured"
+        )
+        predicted = [1e3 * row["predicted_waiting"] for row in mine]
+        axes.plot(predicted, places, "D", color=drawing.PALETTE[1], label="predicted")
         names = ["\n".join([", ".join(row["planners"][:2]), ", ".join(row["planners"][2:])]).strip() for row in mine]
-        axes.set_yticks(range(len(mine)), names)
-        axes.set(xlabel="waiting, ms", title=f"{what}, {rate or 'no limit'}")
+        axes.set_yticks(places, names)
+        axes.set(xlabel="waiting in a step, ms", title=rate or "no limit")
+    figure.suptitle(f"{what}: how long training waits, by planner", x=0.01, ha="left")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from .plots import STYLE, save
+from fusionlayer.cli import drawing
+
+from .plots import save
 from .quiet import refuse_if_busy
 from .report import Environment, table, write
 
@@ -75,7 +76,7 @@ def finish(
         page = path.with_suffix(".md")
         page.write_text("\n".join([page.read_text(), *more]))
     for name, draw in (pictures or {}).items():
-        with rc_context(STYLE):  # type: ignore[arg-type]
+        with drawing.style():
             save(draw(), options.out / "plots" / name)
     print(f"wrote {path}", file=sys.stderr)
 

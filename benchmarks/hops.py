@@ -21,7 +21,7 @@ from torch import Tensor
 import fusionlayer as fl
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
-from benchmarks.plots import COLOURS, MARKERS
+from fusionlayer.cli import drawing
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.omnireduce import OmniReduce
 from fusionlayer.transport import local
@@ -61,7 +61,8 @@ METHODS = {
     "omnireduce": Method("omnireduce", {}, "omnireduce"),
     "dynamiq": Method("dynamiq"),
 }
-LINES = {name: (i, "--" if name in ("mxfp8 agreed", "thc", "omnireduce") else "-") for i, name in enumerate(METHODS)}
+SHOWN = ("int4", "mxfp4", "mxfp8", "taco", "dynamiq", "int8")
+"""The methods that the picture names, all others are grey; six lines can be told apart."""
 RUN, GROUP = 256, 16
 
 
@@ -189,27 +190,31 @@ def by_workers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def picture(rows: Sequence[dict[str, Any]]) -> Figure:
     """Return vNMSE against the number of workers: a panel for each kind of data and collective, a line for a codec."""
-    figure = Figure(figsize=(10, 6.4))
+    figure = drawing.figure(10, 5.6)
     panels = figure.subplots(len(DATA), len(ALGORITHMS), sharex=True, sharey=True)
     worlds = sorted({row["workers"] for row in rows})
     for line, data in zip(panels, DATA, strict=True):
         for axes, algorithm in zip(line, ALGORITHMS, strict=True):
-            for name, (i, dashes) in LINES.items():
+            for name in sorted(METHODS, key=(*SHOWN, *METHODS).index, reverse=True):
                 way = METHODS[name].algorithm or algorithm
                 mine = [r for r in rows if (r["data"], r["algorithm"], r["codec"]) == (data, way, name)]
                 x, y = [r["workers"] for r in mine], [r["vNMSE"] for r in mine]
-                label = f"{name}, {mine[0]['bits']:g} bits"
-                colour, thick = COLOURS[i % len(COLOURS)], 2 if name == "dynamiq" else 1.1
-                axes.plot(x, y, dashes, color=colour, marker=MARKERS[i], markersize=4, linewidth=thick, label=label)
+                if name in SHOWN:
+                    label = f"{name}, {mine[0]['bits']:g} bits"
+                    axes.plot(x, y, color=drawing.PALETTE[SHOWN.index(name)], label=label)
+                else:
+                    axes.plot(x, y, color=drawing.GREY, linewidth=0.7)
             axes.set(title=f"{algorithm}, {data}", xscale="log", yscale="log")
-            axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+            axes.grid(axis="y")
             axes.set_xticks([world for world in worlds if world & (world - 1) == 0])
             axes.xaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()
-        line[0].set_ylabel("vNMSE of the sum")
+        line[0].set_ylabel("squared error of the sum\nover its squared norm")
+        drawing.name_lines(line[-1])
     for axes in panels[-1]:
         axes.set_xlabel("workers")
-    panels[0][-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    title = "Error of an all-reduce by number of workers (grey: other methods)"
+    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
-from benchmarks.plots import COLOURS, MARKERS
 from benchmarks.training.workloads import MODELS, make_workload
+from fusionlayer.cli import drawing
 
 __all__ = ["main", "missing_rates"]
 
@@ -86,17 +86,24 @@ def missing_rates(model: str, density: float, steps: int) -> list[dict[str, Any]
 
 def picture(rows: Sequence[dict[str, Any]], density: float) -> Figure:
     """Return the missing rate against the fusion degree, a line for each model."""
-    figure = Figure(figsize=(7.5, 3.4))
+    figure = drawing.figure(7.5, 3.2)
     axes = figure.subplots()
     for i, (model, feedback) in enumerate(dict.fromkeys((row["model"], row["feedback"]) for row in rows)):
         mine = [row for row in rows if (row["model"], row["feedback"]) == (model, feedback)]
         x, y = ([100 * row[key] for row in mine] for key in ("degree", "missing"))
-        label = f"{model}, behind fusion{', with feedback' if feedback else ''}"
-        axes.plot(x, y, color=COLOURS[i], marker=MARKERS[i], linestyle=":" if feedback else "-", label=label)
-    axes.plot([0, 100], [0, 0], color="black", linestyle="--", label="ahead of fusion")
-    axes.set(xlabel="fusion degree, %", ylabel="tensors missing, %", ylim=(-3, 100))
-    axes.set_title(f"Tensors of which nothing is sent, density {density:g}")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        label = f"{model}{', with feedback' if feedback else ''}"
+        axes.plot(
+            x, y, color=drawing.PALETTE[i], marker="os^Dv"[i % 5], linestyle=":" if feedback else "-", label=label
+        )
+    axes.plot([0, 100], [0, 0], color=drawing.GREY, label="ahead of fusion")
+    axes.set(
+        xlabel="tensors that a buffer holds, % of all",
+        ylabel="tensors of which nothing\nis sent, % of all",
+        ylim=(-3, 100),
+    )
+    title = f"Tensors of which top-k behind fusion sends nothing, density {density:g}"
+    figure.suptitle(title, x=0.01, ha="left")
+    drawing.name_lines(axes)
     return figure
 
 

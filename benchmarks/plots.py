@@ -1,4 +1,4 @@
-"""Pictures of result files, each as PNG and SVG.
+"""Pictures of result files, as SVG.
 
     python -m benchmarks.plots benchmarks/results/*.json --out benchmarks/results/plots
 
@@ -9,7 +9,7 @@ results of ``benchmarks.convergence`` beside them: validation loss against time.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,34 +18,24 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from benchmarks.lab import Network
-from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, PEERS
+from benchmarks.pages.found import load
+from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, NULL, PEERS
 from benchmarks.training.workloads import MODELS, Text
 from benchmarks.variants import OVERLAP
+from fusionlayer.cli import drawing
 
 __all__ = ["Setting", "breakdown", "bytes_sent", "draw", "main", "save", "settings_of", "speedup", "time_to_loss"]
 
 Row = Mapping[str, Any]
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart; yellow, hard to see on white, is
-# left out. Where they repeat, markers and dashes differ.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "os^Dvp*XPh<>"
-COMPUTE_COLOUR, CODEC_COLOUR, WAIT_COLOUR = "#999999", "#E69F00", "#0072B2"
-
-STYLE = {
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.constrained_layout.use": True,
-    "font.size": 9,
-    "legend.frameon": False,
-    "svg.hashsalt": "fusionlayer",
-}
+COMPUTE_COLOUR, CODEC_COLOUR, WAIT_COLOUR = drawing.GREY, drawing.PALETTE[4], drawing.PALETTE[0]
+OURS, THEIRS, LIMIT = drawing.PALETTE[0], drawing.GREY, "#dddddd"
 
 
 @dataclass(frozen=True, order=True)
@@ -94,66 +84,62 @@ def _by_link(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return [(link, list(group)) for link, group in groupby(rows, key=_link)]
 
 
-def _line(method: str, methods: Sequence[str]) -> dict[str, Any]:
-    """Return how a method's line looks: peers dashed and hollow, fusionlayer solid, dotted with overlap."""
-    kin = dict.fromkeys(name.removesuffix(OVERLAP) for name in methods if (name in PEERS) == (method in PEERS))
-    index = list(kin).index(method.removesuffix(OVERLAP))
-    dashes = "--" if method in PEERS else ":" if method.endswith(OVERLAP) else "-"
-    colour = COLOURS[index % len(COLOURS)]
-    hollow = method in PEERS or method.endswith(OVERLAP)
-    marker = MARKERS[(index + 3 * (method in PEERS)) % len(MARKERS)]
-    return {"color": colour, "linestyle": dashes, "marker": marker, "markerfacecolor": "white" if hollow else colour}
+def _colour(method: str) -> str:
+    """Return fusionlayer's colour or that of what it is compared with."""
+    return LIMIT if method == COMPUTE else THEIRS if method in PEERS or method in ALWAYS else OURS
 
 
 def speedup(setting: Setting, rows: Sequence[Row]) -> Figure:
-    """Return speed-up over DDP against bandwidth, with 95 % intervals; both axes are logarithmic."""
-    methods = [row["method"] for row in _by_link(rows)[0][1] if row["method"] != BASELINE]
-    figure = Figure(figsize=(7.5, max(4.2, 0.6 + 0.2 * len(methods))))  # the legend has a line for each
-    axes = figure.subplots()
-    limited = [row for row in rows if row["rate"]] or rows
-    rates = {_link(row): _megabits(row) if row["rate"] else 1.0 for row in limited}
-    for place, method in enumerate(methods):
-        mine = [row for row in limited if row["method"] == method]
-        shift = 1.012 ** (place - len(methods) / 2)  # side by side, so that intervals can be told apart
-        x = [rates[_link(row)] * shift for row in mine]
-        y = [row["speedup"]["median"] for row in mine]
-        below = [row["speedup"]["median"] - row["speedup"]["low"] for row in mine]
-        above = [row["speedup"]["high"] - row["speedup"]["median"] for row in mine]
-        label = f"{method} (limit)" if method == COMPUTE else method
-        axes.errorbar(
-            x, y, yerr=(below, above), label=label, capsize=2, markersize=5, linewidth=1.2, **_line(method, methods)
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(title=setting.title, ylabel="steps per second, DDP = 1", xscale="log", yscale="log")
-    axes.set_xlabel("bandwidth of each host")
-    axes.set_xlim(min(rates.values()) / 1.4, max(rates.values()) * 1.4)
-    axes.set_xticks(list(rates.values()), list(rates))
-    axes.minorticks_off()
-    top = max(row["speedup"]["high"] for row in limited)
-    bottom = min(row["speedup"]["low"] for row in limited)
-    axes.set_ylim(bottom / 1.2, top * 1.2)
-    ticks = [2.0**power for power in range(-6, 10) if bottom / 1.2 <= 2.0**power <= top * 1.2]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-    handles, labels = axes.get_legend_handles_labels()
-    first = {row["method"]: row["speedup"]["median"] for row in reversed(limited)}
-    order = sorted(range(len(labels)), key=lambda i: -first[methods[i]])
-    axes.legend([handles[i] for i in order], [labels[i] for i in order], loc="center left", bbox_to_anchor=(1.01, 0.5))
+    """Return speed-up over DDP with 95 % intervals: a panel for each bandwidth, a bar for each method, sorted."""
+    links = _by_link([row for row in rows if row["rate"]] or rows)
+    methods = [row["method"] for row in sorted(links[0][1], key=_median) if row["method"] not in (BASELINE, NULL)]
+    figure = drawing.figure(max(6.8, 1.8 + 3.1 * len(links)), 1.2 + 0.2 * len(methods))
+    panels = figure.subplots(1, len(links), squeeze=False, sharey=True)[0]
+    for axes, (link, group) in zip(panels, links, strict=True):
+        found = {row["method"]: row["speedup"] for row in group}
+        medians = [found[method]["median"] for method in methods]
+        below = [found[method]["median"] - found[method]["low"] for method in methods]
+        above = [found[method]["high"] - found[method]["median"] for method in methods]
+        names = [f"{method} (limit)" if method == COMPUTE else method for method in methods]
+        axes.barh(names, medians, xerr=[below, above], color=list(map(_colour, methods)), error_kw={"lw": 0.8})
+        ends = [found[method]["high"] for method in methods]
+        drawing.name_bars(axes, [f"{median:#.3g}" for median in medians], ends)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set(title=link, xlabel="steps per second, DDP = 1")
+    figure.suptitle(_statement(setting, links[0]), x=0.01, ha="left")
+    _key(figure, {"fusionlayer": OURS, "torch and Horovod": THEIRS, "no communication": LIMIT})
     return figure
 
 
+def _median(row: Row) -> float:
+    median: float = row["speedup"]["median"]
+    return median
+
+
+def _statement(setting: Setting, link: tuple[str, Sequence[Row]]) -> str:
+    """Return what fusionlayer's plainest codec gains, in words."""
+    gains = [row["speedup"]["median"] for row in link[1] if row["method"] == "int4"]
+    return f"{setting.title}" + (f": int4 makes {gains[0]:.1f} times as many steps at {link[0]}" if gains else "")
+
+
+def _key(figure: Figure, colours: Mapping[str, str]) -> None:
+    """Say below the panels which colour is what."""
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+
+
 def breakdown(setting: Setting, rows: Sequence[Row]) -> Figure:
-    """Return what the time of a step goes to, a panel for each bandwidth.
+    """Return what the time of a step goes to: a panel for each bandwidth, a bar for each method without variations.
 
     Computing is what the step takes without communication; what is longer is time in which training waits for the
     network, some of it, but at most what codecs took, for codecs.
     """
-    links = _by_link(rows)
-    height = 1.1 + 0.24 * max(len(group) for _, group in links)
-    figure = Figure(figsize=(1.6 + 3.2 * len(links), height))
-    panels = figure.subplots(1, len(links), squeeze=False, sharey=True)
-    for axes, (link, group) in zip(panels[0], links, strict=True):
-        names = [row["method"] for row in group]
+    links = _by_link([row for row in rows if "+" not in row["method"] and row["method"] != NULL])
+    order = [row["method"] for row in sorted(links[0][1], key=lambda row: -row["step_seconds"])]
+    figure = drawing.figure(max(6.8, 1.8 + 3.1 * len(links)), 1.2 + 0.2 * len(order))
+    panels = figure.subplots(1, len(links), squeeze=False, sharey=True)[0]
+    for axes, (link, group) in zip(panels, links, strict=True):
+        group = sorted(group, key=lambda row: order.index(row["method"]))
         steps = [1e3 * row["step_seconds"] for row in group]
         compute = [min(step, 1e3 * row["compute_seconds"]) for step, row in zip(steps, group, strict=True)]
         codec = [
@@ -162,39 +148,31 @@ def breakdown(setting: Setting, rows: Sequence[Row]) -> Figure:
         ]
         wait = [step - part - other for step, part, other in zip(steps, compute, codec, strict=True)]
         both = [part + other for part, other in zip(compute, codec, strict=True)]
-        axes.barh(names, compute, color=COMPUTE_COLOUR, label="computing")
-        axes.barh(names, codec, left=compute, color=CODEC_COLOUR, label="codec, at most")
-        axes.barh(names, wait, left=both, color=WAIT_COLOUR, label="waiting for the network")
-        _values(axes, steps, "{:.0f}")
-        axes.set(title=link, xlabel="ms a step")
-    panels[0][0].invert_yaxis()
-    figure.suptitle(setting.title)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        axes.barh(order, compute, color=COMPUTE_COLOUR)
+        axes.barh(order, codec, left=compute, color=CODEC_COLOUR)
+        axes.barh(order, wait, left=both, color=WAIT_COLOUR)
+        drawing.name_bars(axes, [f"{step:.0f}" for step in steps], steps)
+        axes.set(title=link, xlabel="time of a step, ms")
+    figure.suptitle(f"{setting.title}: what a step's time goes to", x=0.01, ha="left")
+    _key(figure, {"computing": COMPUTE_COLOUR, "codec, at most": CODEC_COLOUR, "waiting for the network": WAIT_COLOUR})
     return figure
 
 
 def bytes_sent(setting: Setting, rows: Sequence[Row]) -> Figure:
-    """Return the bytes that a host sends in each step, as its network device has counted them."""
+    """Return the bytes that a host sends in each step, as its network device has counted them, the most first."""
     link, group = _by_link(rows)[0]
     group = [row for row in group if row["method"] not in ALWAYS or row["method"] == BASELINE]
+    group = sorted(group, key=lambda row: row["bytes_per_step"])
     names = [row["method"] for row in group]
-    figure = Figure(figsize=(5.6, 0.9 + 0.24 * len(group)))
+    figure = drawing.figure(6.5, 1.2 + 0.2 * len(group))
     axes = figure.subplots()
-    colours = [WAIT_COLOUR if name not in PEERS else COMPUTE_COLOUR for name in names]
     megabytes = [row["bytes_per_step"] / 1e6 for row in group]
-    axes.barh(names, megabytes, color=colours)
-    _values(axes, megabytes, "{:.3g}")
-    axes.set(title=setting.title, xlabel=f"MB sent by each host in a step (fusionlayer blue), {link}")
-    axes.invert_yaxis()
+    axes.barh(names, megabytes, color=list(map(_colour, names)))
+    drawing.name_bars(axes, [f"{value:.3g}" for value in megabytes], megabytes)
+    axes.set(xlabel=f"sent by each host in a step at {link}, MB")
+    figure.suptitle(f"{setting.title}: what a step sends", x=0.01, ha="left")
+    _key(figure, {"fusionlayer": OURS, "torch and Horovod": THEIRS})
     return figure
-
-
-def _values(axes: Axes, values: Sequence[float], form: str) -> None:
-    """Write each bar's value behind it."""
-    room = max(values)
-    for place, value in enumerate(values):
-        axes.text(value + 0.02 * room, place, form.format(value), va="center", fontsize=8)
-    axes.set_xlim(0, 1.2 * room)
 
 
 def time_to_loss(setting: Setting, rows: Sequence[Row], curves: Mapping[str, Sequence[Row]]) -> Figure | None:
@@ -208,37 +186,51 @@ def time_to_loss(setting: Setting, rows: Sequence[Row], curves: Mapping[str, Seq
         rows: training results of one setting.
         curves: method -> its convergence runs, one for each seed.
     """
+    seeds = max((len(runs) for runs in curves.values()), default=0)
+    sure = {method for method, runs in curves.items() if len(runs) == seeds}  # those with fewer seeds are left out
     links = [
-        (link, [row for row in group if row["method"].removesuffix(OVERLAP) in curves])
-        for link, group in _by_link(rows)
+        (link, [row for row in group if row["method"].removesuffix(OVERLAP) in sure]) for link, group in _by_link(rows)
     ]
     if not all(group for _, group in links):
         return None
-    figure = Figure(figsize=(0.8 + 4.2 * len(links), 4.4))
+    figure = drawing.figure(0.8 + 4.2 * len(links), 3.6)
     panels = figure.subplots(1, len(links), squeeze=False, sharey=True)
     used = {row["method"].removesuffix(OVERLAP) for _, group in links for row in group}
+    colours = dict(zip(sorted(used), itertools.cycle(drawing.PALETTE)))
     goal = max(statistics.fmean(run["final"] for run in curves[method]) for method in used)
+    firsts = []
     for axes, (link, group) in zip(panels[0], links, strict=True):
-        methods = [row["method"] for row in group]
+        arrivals = {}
         for row in group:
             minutes = row["step_seconds"] / 60
-            steps, low, mean, high = _band(curves[row["method"].removesuffix(OVERLAP)])
+            kin = row["method"].removesuffix(OVERLAP)
+            steps, low, mean, high = _band(curves[kin])
             reached = next(step for step, loss in zip(steps, mean, strict=True) if loss <= goal) * minutes
-            line = _line(row["method"], methods)
+            arrivals[reached] = row["method"]
             x = [step * minutes for step in steps]
             label = f"{row['method']}: {reached:.3g} min"
-            axes.plot(x, mean, label=label, linewidth=1.3, markersize=4, markevery=(0.1, 0.2), **line)
-            axes.fill_between(x, low, high, color=line["color"], alpha=0.15, linewidth=0)
+            axes.plot(x, mean, ":" if kin != row["method"] else "-", label=label, color=colours[kin])
+            axes.fill_between(x, low, high, color=colours[kin], alpha=0.15, linewidth=0)
         axes.axhline(goal, color="black", linewidth=0.8)
-        axes.set(title=link, xlabel="minutes of training", xscale="log")
+        axes.set(title=link, xlabel="time of training, minutes", xscale="log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.minorticks_off()
-        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-        axes.legend(title=f"until loss {goal:.3f}", loc="upper right", fontsize=7)
-    panels[0][0].set_ylabel("validation loss (mean and range over seeds)")
-    figure.suptitle(setting.title)
+        axes.grid(axis="y")
+        _fastest_first(axes, f"until loss {goal:.3f}")
+        firsts.append(f"{arrivals[min(arrivals)]} at {link}")
+    panels[0][0].set_ylabel("validation loss\n(mean and range over seeds)")
+    figure.suptitle(f"{setting.title}: the first at loss {goal:.3f} is {', '.join(firsts)}", x=0.01, ha="left")
     return figure
+
+
+def _fastest_first(axes: Axes, title: str) -> None:
+    """Name the lines beside the panel, in the order of the minutes that their labels tell."""
+    lines = sorted(
+        (line for line in axes.get_lines() if ":" in str(line.get_label())),
+        key=lambda line: float(str(line.get_label()).split()[-2]),
+    )
+    axes.legend(handles=lines, title=title, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.5)
 
 
 def _band(runs: Sequence[Row]) -> tuple[list[float], list[float], list[float], list[float]]:
@@ -264,11 +256,11 @@ def _same_training(setting: Setting, title: str) -> bool:
 
 
 def draw(results: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
-    """Write all pictures that the result files' contents give into ``out``; return the paths of the PNGs."""
+    """Write all pictures that the result files' contents give into ``out``; return their paths."""
     training = [row for result in results for row in result["rows"] if "speedup" in row]
     convergence = [result for result in results if all("losses" in row and "seed" in row for row in result["rows"])]
     written: list[Path] = []
-    with rc_context(STYLE):  # type: ignore[arg-type]
+    with drawing.style():
         for setting, rows in settings_of(training).items():
             figures: dict[str, Figure | None] = {
                 "speedup": speedup(setting, rows),
@@ -288,11 +280,11 @@ def draw(results: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
 
 
 def save(figure: Figure, stem: Path) -> Path:
-    """Write ``stem``.svg and ``stem``.png; return the latter."""
+    """Write ``stem``.svg; return its path. Call it within ``drawing.style()``."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(stem.with_suffix(".png"), dpi=150)
-    return stem.with_suffix(".png")
+    path = stem.with_name(f"{stem.name}.svg")
+    drawing.save(figure, path)
+    return path
 
 
 def main() -> int:
@@ -306,9 +298,9 @@ def main() -> int:
     results = []
     for path in options.results:
         try:
-            result = json.loads(path.read_text())
-            results.append({"title": result["title"], "rows": result["rows"]})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            result = load(path)
+            results.append({"title": result.title, "rows": result.rows})
+        except (OSError, ValueError, AttributeError) as error:
             parser.error(f"{path} is no result file ({error}); give JSON files that a benchmark has written")
     written = draw(results, options.out)
     if not written:

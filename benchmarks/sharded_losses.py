@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
-from benchmarks.plots import COLOURS, MARKERS, STYLE
 from benchmarks.report import write
+from fusionlayer.cli import drawing
 
 __all__ = ["VARIANTS", "curves", "main", "summarize"]
 
@@ -130,28 +129,19 @@ def summarize(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def curves(found: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Return validation loss against steps, the mean over seeds, a line for each variant."""
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7.5, 4.2))
-        axes = figure.subplots()
-        for place, name in enumerate(dict.fromkeys(row["variant"] for row in found)):
-            runs = [row["validation_losses"] for row in found if row["variant"] == name]
-            steps = [step for step, _ in runs[0]]
-            losses = [statistics.fmean(run[i][1] for run in runs) for i in range(len(steps))]
-            axes.plot(
-                steps,
-                losses,
-                label=f"{name}  {losses[-1]:.3f}",
-                color=COLOURS[place % len(COLOURS)],
-                marker=MARKERS[place % len(MARKERS)],
-                linestyle="--" if name == BASELINE else "-",
-                markersize=4,
-                linewidth=1.2,
-            )
-        axes.set(xlabel="steps", ylabel="validation loss", yscale="log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.set_title(title, fontsize=8)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="loss at the end")
+    figure = drawing.figure(7.5, 3.4)
+    axes = figure.subplots()
+    for place, name in enumerate(dict.fromkeys(row["variant"] for row in found)):
+        runs = [row["validation_losses"] for row in found if row["variant"] == name]
+        steps = [step for step, _ in runs[0]]
+        losses = [statistics.fmean(run[i][1] for run in runs) for i in range(len(steps))]
+        colour = drawing.GREY if name == BASELINE else drawing.PALETTE[place % len(drawing.PALETTE)]
+        axes.plot(steps, losses, label=f"{name}, {losses[-1]:.3f} at the end", color=colour)
+    axes.set(xlabel="steps of training", ylabel="validation loss, mean over seeds", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    figure.suptitle(title, x=0.01, ha="left")
+    drawing.name_lines(axes)
     return figure
 
 

@@ -267,6 +267,7 @@ MUTANTS: list[Mutant] = [
         "cli/",
         ("breakdown.py", "count = len(kept) - 1", "count = len(kept)", "seconds of a step"),
         ("hosts.py", "or int(slots) < 1:", "or int(slots) < 0:", "hosts of no slots"),
+        ("drawing.py", "top -= step", "top -= 0 * step", "names of lines overlap"),
     ),
 ]
 

@@ -30,6 +30,7 @@ from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+USING = (ROOT / "docs/using.md").read_text()
 PAGES = [
     *("README.md", "CONTRIBUTING.md", "tests/README.md", "benchmarks/README.md", "benchmarks/lab/README.md"),
     "profiles/README.md",
@@ -72,23 +73,26 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
             def forward(self, x: Tensor) -> Tensor:
                 return super().forward(x).square().mean()
 
-        data = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(rank))
-        names: dict[str, Any] = {"torch": torch, "GPT": Loss, "config": 5, "data": data}
+        data = torch.randn(96, 5, generator=torch.Generator().manual_seed(0))
+        names: dict[str, Any] = {"torch": torch, "GPT": Loss, "config": 5, "data": data, **vars(torch.utils.data)}
         exec(code, names)
         names["optimizer"].close()
+        drawn[rank] = {*names["sampler"]}
         return [parameter.detach() for parameter in names["model"].parameters()]
 
     begun: dict[int, list[Tensor]] = {}
+    drawn: dict[int, set[int]] = {}
     first, *others = fl.transport.local.run(train, world)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert sum(map(len, drawn.values())) == len(set().union(*drawn.values())) == 96, "each rank has data of its own"
     assert not torch.equal(begun[0][0], begun[1][0]), "without a seed each rank has a model of its own at first"
     assert not torch.equal(first[0], begun[0][0]), "nothing was learnt"
     torch.testing.assert_close(first[0], begun[0][0], rtol=0, atol=1e-2)
 
 
 @pytest.mark.short
-def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
-    hook, overlap, reduction, codec, sharded = blocks(README, "python")
+def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
+    hook, overlap, reduction, codec, sharded = blocks(USING, "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -205,9 +209,6 @@ def hold_backend(rank: int, world: int, port: int) -> None:
 
 @pytest.mark.medium
 def test_the_commands_of_the_readme_run() -> None:
-    build_info = next(line for line in README.splitlines() if line.startswith("python -c"))
-    out = subprocess.run([sys.executable, *shlex.split(build_info)[1:]], capture_output=True, text=True, timeout=60)
-    assert out.returncode == 0 and out.stdout.startswith(f"fusionlayer {fl.__version__}"), out
     command = re.search(r"`(torchrun [^`]*train_gpt[^`]*)`", README)
     assert command is not None
     script = [str(ROOT / part) if part.startswith("examples/") else part for part in shlex.split(command[1])]
@@ -215,7 +216,9 @@ def test_the_commands_of_the_readme_run() -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *script[1:], *small]
     out = subprocess.run(run, capture_output=True, text=True, timeout=55)
     assert out.returncode == 0 and "replicas          identical" in out.stdout, out
-    for target in re.findall(r"^make (\S+)", README, re.MULTILINE):
+    targets = re.findall(r"^make (\S+)", README, re.MULTILINE)
+    assert targets == ["demo"]
+    for target in targets:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=20)
 
 
@@ -224,8 +227,9 @@ def test_the_commands_of_the_readme_run() -> None:
 @needs_namespaces
 @pytest.mark.timeout(240)
 @exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
-def test_the_benchmarks_of_the_readme_run() -> None:
-    commands = [shlex.split(line)[1:] for line in README.splitlines() if line.startswith("python -m benchmarks")]
+def test_the_benchmarks_of_the_page_on_results_run() -> None:
+    page = (ROOT / "docs/results.md").read_text()
+    commands = [shlex.split(line)[1:] for line in page.splitlines() if line.startswith("python -m benchmarks")]
     assert [words[1] for words in commands] == ["benchmarks.lab", "benchmarks.training"]
     lab, training = commands
     split = lab.index("--") + 1

@@ -7,6 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from fusionlayer.cli import drawing
+
 from .verdict import FAILURES, GOALS
 
 __all__ = ["picture", "table_of", "worst"]
@@ -57,11 +59,11 @@ def worst(rows: Sequence[Row]) -> Iterator[str]:
 def picture(rows: Sequence[Row]) -> Figure:
     """Return seconds from the attack to the last rank's error, by kind of attack, beside DDP's; and what was wrong."""
     attacks = list(dict.fromkeys(row["attack"] for row in rows))
-    figure = Figure(figsize=(9, 0.9 + 0.45 * len(attacks)))
+    figure = drawing.figure(9, 0.9 + 0.45 * len(attacks))
     times, faults = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for shift, ours, name, colour, marker in (
-        (-0.15, True, OURS, "#0072B2", "o"),
-        (0.15, False, THEIRS, "#D55E00", "x"),
+        (-0.15, True, OURS, drawing.PALETTE[0], "o"),
+        (0.15, False, THEIRS, drawing.PALETTE[1], "x"),
     ):
         x, y = [], []
         wrong = []
@@ -79,8 +81,8 @@ def picture(rows: Sequence[Row]) -> Figure:
     times.invert_yaxis()
     if any(row["seconds"] is not None for row in rows):
         times.set(xscale="log")
-    times.set(xlabel="seconds from the attack to the last error")
+    times.set(xlabel="from the attack to the last error, s")
     faults.set(xlabel="% of rounds that hang, abort, blame wrongly,\nare late or silently wrong", xlim=(0, 100))
-    times.grid(axis="x", linewidth=0.4, alpha=0.6)
+    times.grid(axis="x")
     faults.legend(loc="lower right")
     return figure

@@ -27,10 +27,10 @@ from matplotlib.figure import Figure
 from benchmarks import driver
 from benchmarks.arguments import count
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS
 from benchmarks.quiet import pressure
 from benchmarks.training.summary import interval
 from examples.gpt import Config
+from fusionlayer.cli import drawing
 
 from .variants import BASELINE, VARIANTS, counted, parts_of
 from .worker import Job, as_json
@@ -89,22 +89,23 @@ def columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     """Return speed-ups and bytes as bars."""
-    figure = Figure(figsize=(9, 0.8 + 0.32 * len(found)))
+    figure = drawing.figure(8.5, 1.1 + 0.26 * len(found))
     left, right = figure.subplots(1, 2, sharey=True)
     mine = list(found)[::-1]
     names = [row["variant"] for row in mine]
-    colours = ["#999999" if VARIANTS[name].weights is None else COLOURS[0] for name in names]
-    middles = [row["speedup"]["median"] for row in mine]
-    errors = [
-        [row["speedup"]["median"] - row["speedup"]["low"] for row in mine],
-        [row["speedup"]["high"] - row["speedup"]["median"] for row in mine],
-    ]
-    left.barh(names, middles, 0.6, xerr=errors, color=colours, error_kw={"lw": 0.8})
+    colours = [drawing.GREY if VARIANTS[name].weights is None else drawing.PALETTE[0] for name in names]
+    ratios = [row["speedup"] for row in mine]
+    middles = [ratio["median"] for ratio in ratios]
+    errors = [[r["median"] - r["low"] for r in ratios], [r["high"] - r["median"] for r in ratios]]
+    left.barh(names, middles, 0.7, xerr=errors, color=colours, error_kw={"lw": 0.8})
+    drawing.name_bars(left, [f"{middle:#.3g}" for middle in middles], [ratio["high"] for ratio in ratios])
     left.axvline(1, color="black", linewidth=0.8)
     left.set(xlabel=f"steps per second, {BASELINE} = 1")
-    right.barh(names, [row["sent"] / 1e6 for row in mine], 0.6, color=colours)
-    right.set(xlabel="MB that leave a node in a step")
-    right.set_xscale("log")
+    megabytes = [row["sent"] / 1e6 for row in mine]
+    right.barh(names, megabytes, 0.7, color=colours)
+    drawing.name_bars(right, [f"{value:.3g}" for value in megabytes], megabytes)
+    right.set(xlabel="what leaves a node in a step, MB")
+    figure.suptitle("Sharded training: steps, and what leaves a node", x=0.01, ha="left")
     return figure
 
 

@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS, MARKERS
 from benchmarks.quiet import pressure
 from benchmarks.training.summary import interval
+from fusionlayer.cli import drawing
 
 from .model import Shape
 from .variants import BASELINE, parse, variants
@@ -85,28 +85,32 @@ def columns(row: Mapping[str, Any]) -> dict[str, str]:
 def picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     """Return speed-ups of whole activations as bars, and what pieces change of them as lines, a row for each rate."""
     rates = list(dict.fromkeys(row["rate"] for row in found))
-    figure = Figure(figsize=(9, 2.8 * len(rates)))
+    figure = drawing.figure(8.5, 2.6 * len(rates))
+    figure.suptitle("Tensor parallelism: steps with compressed activations", x=0.01, ha="left")
     for (left, right), rate in zip(figure.subplots(len(rates), 2, squeeze=False), rates, strict=True):
         mine = [row for row in found if row["rate"] == rate]
-        whole = [row for row in mine if row["piece"] is None][::-1]
-        middles = [row["speedup"]["median"] for row in whole]
-        errors = [
-            [row["speedup"]["median"] - row["speedup"]["low"] for row in whole],
-            [row["speedup"]["high"] - row["speedup"]["median"] for row in whole],
-        ]
-        colours = [COLOURS[0] if row["codec"] != BASELINE else "#999999" for row in whole]
-        left.barh([row["codec"] for row in whole], middles, 0.6, xerr=errors, color=colours, error_kw={"lw": 0.8})
+        whole = sorted((row for row in mine if row["piece"] is None), key=lambda row: row["speedup"]["median"])
+        ratios = [row["speedup"] for row in whole]
+        errors = [[r["median"] - r["low"] for r in ratios], [r["high"] - r["median"] for r in ratios]]
+        colours = [drawing.PALETTE[0] if row["codec"] != BASELINE else drawing.GREY for row in whole]
+        middles = [ratio["median"] for ratio in ratios]
+        left.barh([row["codec"] for row in whole], middles, 0.7, xerr=errors, color=colours, error_kw={"lw": 0.8})
+        drawing.name_bars(left, [f"{middle:.2f}" for middle in middles], [ratio["high"] for ratio in ratios])
         left.axvline(1, color="black", linewidth=0.8)
-        left.set(xlabel=f"steps per second, {BASELINE} f32 = 1", title=rate or "no limit")
+        left.set(xlabel=f"steps per second, {BASELINE} f32 = 1", title=f"{rate or 'no limit'}: whole activations")
         cut = [codec for codec in dict.fromkeys(row["codec"] for row in mine if row["piece"])]
         for place, codec in enumerate(cut):
             line = sorted((row["piece"], row["over_whole"]) for row in mine if row["codec"] == codec and row["piece"])
             y = [ratio["median"] for _, ratio in line]
             bars = [[r["median"] - r["low"] for _, r in line], [r["high"] - r["median"] for _, r in line]]
-            style = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 4, "linewidth": 1.2}
+            style: dict[str, Any] = {"color": drawing.PALETTE[place], "marker": "os^Dv"[place % 5]}
             right.errorbar([piece / 1024 for piece, _ in line], y, yerr=bars, label=codec, capsize=2, **style)
         right.axhline(1, color="black", linewidth=0.8)
-        right.set(xlabel="KiB of an activation in a piece", ylabel="whole = 1", title=rate or "no limit")
+        right.set(
+            xlabel="size of a piece, KiB",
+            ylabel="steps per second,\nwhole = 1",
+            title=f"{rate or 'no limit'}: in pieces",
+        )
         if cut:
             right.set_xscale("log", base=2)
             right.xaxis.set_major_formatter("{x:g}")

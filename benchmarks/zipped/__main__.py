@@ -27,9 +27,9 @@ from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.collective.cell import in_words
 from benchmarks.lab import Network, launch, why_not
-from benchmarks.plots import COLOURS, MARKERS
 from benchmarks.quiet import pressure
 from benchmarks.report import table
+from fusionlayer.cli import drawing
 
 from .worker import CALLS, Cell
 
@@ -142,7 +142,7 @@ def late_line(row: Row) -> Row:
 def ratios(rows: Sequence[Row]) -> Figure:
     """Return native over zipped time by size: a panel for each rate, a line for a collective, its choices as bars."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure = Figure(figsize=(4.2 * len(rates), 3.4))
+    figure = drawing.figure(1.6 + 3.4 * len(rates), 3.2)
     for axes, rate in zip(figure.subplots(1, len(rates), sharey=True, squeeze=False)[0], rates, strict=True):
         for i, call in enumerate(CALLS):
             mine = [row for row in rows if (row["rate"], row["call"]) == (rate, call)]
@@ -154,35 +154,36 @@ def ratios(rows: Sequence[Row]) -> Figure:
                     )
                     for row in mine
                 ]
-                axes.plot(
-                    sizes, middle, dashes, color=COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1.3, label=label
-                )
+                axes.plot(sizes, middle, dashes, color=drawing.PALETTE[i], marker="os^"[i % 3], label=label)
         axes.axhline(1.0, color="black", linewidth=0.6)
-        axes.set(title=rate, xscale="log", xlabel="bytes that a worker sends natively")
+        axes.set(title=rate, xlabel="size that a worker sends natively")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda size, _: in_words(int(size)))
-        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.grid(axis="y")
     figure.axes[0].set_ylim(bottom=0)  # of all panels, after all lines
-    figure.axes[0].set_ylabel("native time / time")
+    figure.axes[0].set_ylabel("times as fast as the native call")
     figure.axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.suptitle("Zipped and switched collectives beside native ones", x=0.01, ha="left")
     return figure
 
 
 def designs(rows: Sequence[Row]) -> Figure:
     """Return the time after a late rank's arrival by its delay: a panel for each split, a line for each form."""
     splits = list(dict.fromkeys(row["split"] for row in rows))
-    figure = Figure(figsize=(4.2 * len(splits), 3.4))
+    figure = drawing.figure(1.2 + 3.4 * len(splits), 3.2)
     for axes, split in zip(figure.subplots(1, len(splits), sharey=True, squeeze=False)[0], splits, strict=True):
         mine = [row for row in rows if row["split"] == split]
         for i, form in enumerate(("native", "design 1", "design 2")):
             middle = [1e3 * statistics.median(row["seconds"][form]) for row in mine]
             delays = [1e3 * row["delay"] for row in mine]
-            axes.plot(delays, middle, color=COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1.3, label=form)
+            axes.plot(delays, middle, color=(drawing.GREY, *drawing.PALETTE)[i], marker="os^"[i], label=form)
         axes.set(title=f"{split} splits", xlabel="one rank is late by, ms")
-        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.grid(axis="y")
     figure.axes[0].set_ylim(bottom=0)
     figure.axes[0].set_ylabel("from its arrival to the end, ms")
-    figure.axes[-1].legend()
+    figure.suptitle("All-to-all when one rank is late", x=0.01, ha="left")
+    for axes in figure.axes[-1:]:
+        drawing.name_lines(axes)
     return figure
 
 

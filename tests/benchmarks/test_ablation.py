@@ -64,4 +64,4 @@ def test_all_of_it_in_small(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert sorted(name for row in rows for name in row["planners"]) == fl.planners.names()
     assert all(row["waiting"] > 0 and row["bytes_per_step"] > 0 for row in rows)
-    assert (tmp_path / "plots" / "ablation-gpt-small-2x1.png").stat().st_size > 5000
+    assert (tmp_path / "plots" / "ablation-gpt-small-2x1.svg").stat().st_size > 5000

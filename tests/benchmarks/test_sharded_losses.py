@@ -40,9 +40,8 @@ def test_losses_are_compared_with_those_of_the_same_seed() -> None:
 
 def test_a_line_for_every_variant() -> None:
     (axes,) = curves(FOUND, "title").axes
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["uncompressed  2.500", "sdp4bit  2.520", "qw  6.000"]
+    ends = ["uncompressed, 2.500 at the end", "sdp4bit, 2.520 at the end", "qw, 6.000 at the end"]
+    assert [text.get_text() for text in axes.texts] == ends
     for line, losses in zip(axes.lines, ([5.0, 2.5], [5.04, 2.52], [12.0, 6.0]), strict=True):
         assert list(line.get_ydata()) == pytest.approx(losses)
 
@@ -61,7 +60,7 @@ def test_the_example_is_given_every_option_and_results_are_written(
     assert sharded_losses.main(arguments) == 0
     assert asked == [(VARIANTS[name], seed) for seed in (0, 1) for name in ("uncompressed", "sdp4bit")]
     names = {path.name for path in tmp_path.rglob("*.*")}
-    assert {"sharded-losses.png", "sharded-losses.svg"} < names
+    assert "sharded-losses.svg" in names
     assert sum(name.startswith("sharded-losses_here_") for name in names) == 2
     assert "sdp4bit" in capsys.readouterr().out
     with pytest.raises(SystemExit):

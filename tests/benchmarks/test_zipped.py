@@ -66,4 +66,4 @@ def test_a_little_of_everything(tmp_path: Path) -> None:
     }
     assert {r["split"] for r in rows if "split" in r} == {"even", "uneven"}
     assert all(len(seconds) == 2 for r in rows for seconds in r["seconds"].values())
-    assert (tmp_path / "plots" / "zipped.png").exists() and (tmp_path / "plots" / "zipped-late.png").exists()
+    assert (tmp_path / "plots" / "zipped.svg").exists() and (tmp_path / "plots" / "zipped-late.svg").exists()

@@ -1,0 +1,1 @@
+"""What README and docs show of the result files: tables, pictures, and figures in sentences."""

@@ -1,0 +1,133 @@
+"""What was measured: rows of the committed result files, by theme and by what identifies a row."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "TRAINING", "Record"),
+    *("end", "errors", "load", "mean", "minutes", "more", "result", "rows", "the"),
+]
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+TRAINING, CONVERGENCE, SGD = "training-gpt-2x1", "convergence-gpt-2x1-adamw", "convergence-gpt-2x1-sgd"
+CODECS = (
+    *("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco"),
+    *("dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto"),
+)
+"""Methods of the training benchmark that compress, without overlap."""
+
+
+class Record(dict[str, Any]):
+    """A row whose keys are attributes, too: ``row.speedup.median``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no {name!r}; there are {', '.join(self)}") from None
+
+
+@functools.cache
+def result(theme: str) -> Record:
+    """Return the newest result of a theme, such as ``training-gpt-2x1``: its ``title`` and its ``rows``.
+
+    Raises:
+        LookupError: there is none.
+    """
+    paths = sorted(RESULTS.glob(f"{theme}_*.json"), key=lambda path: path.stem.rsplit("_", 1)[1])
+    if not paths:
+        raise LookupError(f"no result {theme}_<hardware>_<date>.json in {RESULTS}")
+    return load(paths[-1])
+
+
+def load(path: Path) -> Record:
+    """Return a result file's content, with the names that methods have today."""
+    found: Record = json.loads(path.read_text(), object_hook=Record)
+    date = found.get("environment", {}).get("date", "9999")
+    for row in found.rows:
+        if (
+            date <= "2026-11-22" and row.get("method") == "powersgd"
+        ):  # then torch's hook had this name, which is a codec's now
+            row["method"] = "ddp-powersgd"
+    return found
+
+
+def rows(theme: str, **keys: object) -> list[Record]:
+    """Return the rows of a theme's newest result that have these values."""
+    return [row for row in result(theme).rows if all(row.get(key) == value for key, value in keys.items())]
+
+
+def the(theme: str, **keys: object) -> Record:
+    """Return the only row that has these values.
+
+    Raises:
+        LookupError: there is none, or more than one.
+    """
+    found = rows(theme, **keys)
+    if len(found) != 1:
+        raise LookupError(f"{theme} has {len(found)} rows with {keys}; expected one")
+    return found[0]
+
+
+def mean(theme: str, column: str, **keys: object) -> float:
+    """Return the mean of a column over the rows that have these values."""
+    return statistics.fmean(float(row[column]) for row in rows(theme, **keys))
+
+
+def more(theme: str, column: str, **keys: object) -> float:
+    """Return by what part a mean is above another: the key that has a pair of values says of which and above which."""
+    ((pair, (one, other)),) = ((key, value) for key, value in keys.items() if isinstance(value, tuple))
+    return mean(theme, column, **{**keys, pair: one}) / mean(theme, column, **{**keys, pair: other}) - 1
+
+
+def errors(theme: str) -> list[float]:
+    """Return the errors of projected steps, without their signs, in per cent."""
+    return [abs(float(row.error.removesuffix("%"))) for row in rows(theme)]
+
+
+def end(method: str, theme: str = CONVERGENCE) -> float:
+    """Return the final loss of a method, the mean over seeds."""
+    return mean(theme, "final", method=method)
+
+
+def speedup(method: str, rate: str, setting: str = "gpt-2x1") -> float:
+    """Return how many times as many steps a method makes as DDP does."""
+    median: float = the(f"training-{setting}", method=method, rate=rate).speedup.median
+    return median
+
+
+def zipped(call: str, size: int, rate: str = "100mbit") -> float:
+    """Return how many times as fast a zipped collective is as the native one, the median over rounds."""
+    seconds = the("zipped", call=call, size=size, rate=rate).seconds
+    return statistics.median(native / own for native, own in zip(seconds.native, seconds.zipped, strict=True))
+
+
+def minutes(method: str, rate: str, goal: float) -> float:
+    """Return how long training takes until the loss, the mean over seeds, is at ``goal`` or below.
+
+    Losses are those of convergence runs. Each step takes as long as the training benchmark has measured at this rate;
+    overlap computes the same values.
+    """
+    runs = rows(CONVERGENCE, method=method.removesuffix("+overlap"))
+    steps: Iterable[float] = [step for step, _ in runs[0].losses]
+    means = [statistics.fmean(run.losses[place][1] for run in runs) for place, _ in enumerate(runs[0].losses)]
+    reached = next(step for step, loss in zip(steps, means, strict=True) if loss <= goal)
+    seconds: float = the(TRAINING, method=method, rate=rate).step_seconds
+    return reached * seconds / 60
+
+
+NAMES: dict[str, Any] = {
+    **{"ADAMW": CONVERGENCE, "SGD": SGD, "CODECS": CODECS},
+    **{each.__name__: each for each in (end, errors, mean, minutes, more, rows, speedup, the, zipped)},
+    **{each.__name__: each for each in (float, max, min)},
+    "fmean": statistics.fmean,
+    "median": statistics.median,
+}
+"""What expressions of ``figures.yaml`` may use."""
