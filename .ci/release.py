@@ -87,9 +87,8 @@ def main(root: Path = ROOT, build: Callable[[Sequence[str]], int] = build) -> in
     version = version_of(root)
     for file in sorted((root / "dist").glob(f"*-{version}*")):
         print(f"{file.relative_to(root)}  {file.stat().st_size:,} bytes")
-    print(
-        f"Nothing was tagged or pushed. What is left, as docs/releasing.md says:\n\ngit tag --sign v{version} --file - <<'END'"
-    )
+    print("Nothing was tagged or pushed. What is left, as docs/releasing.md says:\n")
+    print(f"git tag --sign v{version} --file - <<'END'")
     print(message_of(root, version), "END", f"git push origin v{version}", sep="\n")
     return 0
 

@@ -126,9 +126,12 @@ def option(text: str) -> tuple[str, Any]:
 def writable(text: str) -> str:
     """Return the name of a file that can be written, so that nothing is lost after training; - is standard output."""
     if text != "-":
+        known = os.path.exists(text)
         try:
             with open(text, "ab"):
                 pass
+            if not known:
+                os.unlink(text)
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
     return text

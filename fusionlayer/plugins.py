@@ -71,7 +71,5 @@ def _points(distribution: Distribution, package: str) -> list[EntryPoint]:
     try:
         return [point for point in distribution.entry_points if point.group.startswith("fusionlayer.")]
     except Exception:  # each version of Python has its own for a line without "="
-        _logger.warning(
-            "package %s is left out: its entry_points.txt cannot be read; mend or uninstall the package", package
-        )
+        _logger.warning("package %s is left out: its entry_points.txt cannot be read; mend or uninstall it", package)
         return []
