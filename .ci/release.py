@@ -25,7 +25,7 @@ def version_of(root: Path) -> str:
 def section_of(root: Path, version: str) -> tuple[str, str] | None:
     """Return what stands behind the version in its heading in the changelog, and the text below; None: no heading."""
     text = (root / "CHANGELOG.md").read_text()
-    found = re.search(rf"^## {re.escape(version)}( .*)?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^## {re.escape(version)}( [^\n]*)?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return None if found is None else ((found[1] or "").strip(), found[2].strip())
 
 
