@@ -44,18 +44,25 @@ VALIDATION_PIECES = 256
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
+    with mistakes("train_gpt"):
         result = train(options, join_job())
         if fl.rank() == 0:
             report(result, options.json)
+    fl.shutdown()
+
+
+@contextmanager
+def mistakes(program: str) -> Iterator[None]:
+    """End the process with one line where something fails that its user can mend."""
+    try:
+        yield
     except fl.FusionLayerError as error:
-        sys.exit(f"train_gpt: {error}")
+        sys.exit(f"{program}: {error}")
     except BrokenPipeError:  # the reader of the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(141)
     except OSError as error:
-        sys.exit(f"train_gpt: {error.filename or 'output'}: {error.strerror or error}")
-    fl.shutdown()
+        sys.exit(f"{program}: {error.filename or 'output'}: {error.strerror or error}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -109,7 +116,7 @@ def parse_options() -> argparse.Namespace:
 
 def positive(text: str) -> int:
     """Return a whole number above 0."""
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}; expected a whole number above 0")
     return number

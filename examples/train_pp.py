@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,17 @@ from gpt import GPT, Config, Corpus
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn import functional
-from train_gpt import VALIDATION_PIECES, Traffic, join_job, option, positive, progress, warmup_and_cosine
+from train_gpt import (
+    VALIDATION_PIECES,
+    Traffic,
+    join_job,
+    mistakes,
+    option,
+    positive,
+    progress,
+    warmup_and_cosine,
+    writable,
+)
 
 import fusionlayer as fl
 
@@ -35,12 +44,10 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
+    with mistakes("train_pp"):
         result = train(options, join_job())
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_pp: {error}")
-    if fl.rank() == 0:
-        report(result, options.json)
+        if fl.rank() == 0:
+            report(result, options.json)
     fl.shutdown()
 
 
@@ -63,7 +70,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=Config.layers, help=f"blocks (default {Config.layers})")
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, - for standard output")
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
     options = parser.parse_args()
     for count, name in ((options.batch_size, "--batch-size"), (VALIDATION_PIECES, "validation pieces")):
         if count % options.microbatches:

@@ -106,7 +106,7 @@ def test_train_gpt_plans_as_the_documents_say(tmp_path: Path) -> None:
     assert len(told) == len(commands) == 4
     assert told[0] == told[1], "the plan that was saved is the plan that is used"
     assert "int by" in told[2] and "int by" in told[3]
-    assert (tmp_path / "tried.csv").read_text().count("\n") > 1
+    assert (tmp_path / "tried.csv").read_text().startswith("step,stage,shape,buckets")
 
 
 @pytest.mark.medium
