@@ -24,7 +24,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from gpt import GPT, Config, Corpus
 from torch import Tensor
-from train_gpt import mistakes, positive, writable
+from train_gpt import Parser, mistakes, positive, writable
 from wire import carrier, sent_bytes
 
 import fusionlayer as fl
@@ -50,7 +50,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--deepspeed_config", default=str(Path(__file__).with_name("ds_config.json")))
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     parser.add_argument("--steps", type=positive, default=200, help="optimizer steps (default 200)")

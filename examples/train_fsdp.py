@@ -23,7 +23,18 @@ from gpt import GPT, Config, Corpus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from train_gpt import Traffic, average, join_job, mistakes, positive, progress, validate, warmup_and_cosine, writable
+from train_gpt import (
+    Parser,
+    Traffic,
+    average,
+    join_job,
+    mistakes,
+    positive,
+    progress,
+    validate,
+    warmup_and_cosine,
+    writable,
+)
 
 import fusionlayer as fl
 
@@ -42,7 +53,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--weights", default="sdp4bit", help="what travels: qwd, qw, qwz, a codec, none, or sdp4bit (default) or zero++"
     )

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -65,9 +65,20 @@ def mistakes(program: str) -> Iterator[None]:
         sys.exit(f"{program}: {error.filename or 'output'}: {error.strerror or error}")
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser of docstrings and options whose errors are one line."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--method", choices=("fusionlayer", "ddp"), default="fusionlayer", help="what averages gradients"
     )
@@ -127,7 +138,10 @@ def option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r}; expected KEY=VALUE, such as group_size=64")
-    return key, yaml.safe_load(value)
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a value in YAML, such as 64, true or text") from None
 
 
 def writable(text: str) -> str:

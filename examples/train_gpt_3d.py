@@ -21,7 +21,7 @@ from gpt import GPT, Config, Corpus
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
-from train_gpt import Traffic, average, join_job, mistakes, positive, progress, warmup_and_cosine, writable
+from train_gpt import Parser, Traffic, average, join_job, mistakes, positive, progress, warmup_and_cosine, writable
 from train_pp import Part, cross_entropy
 from train_tp import cut_blocks
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     known = fl.codecs.names()
     parser.add_argument("--tensor-codec", choices=known, default="taco", help="inside layers (default taco)")
     parser.add_argument("--pipeline-codec", choices=known, default="int8", help="between stages (default int8)")

@@ -23,6 +23,7 @@ from gpt import GPT, Block, Config, Corpus
 from torch import Tensor, nn
 from train_gpt import (
     VALIDATION_PIECES,
+    Parser,
     Traffic,
     average,
     join_job,
@@ -52,7 +53,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--codec", choices=CODECS, default="zip", help="of tokens (default zip)")
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.nn import functional
 from train_gpt import (
     VALIDATION_PIECES,
+    Parser,
     Traffic,
     join_job,
     mistakes,
@@ -53,7 +54,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--codec", choices=fl.codecs.names(), default="int8", help="of activations (default int8)")
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"

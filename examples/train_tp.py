@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from train_gpt import (
     VALIDATION_PIECES,
+    Parser,
     Traffic,
     average,
     join_job,
@@ -54,7 +55,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--codec", choices=fl.codecs.names(), default="int8", help="of activations (default int8)")
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"

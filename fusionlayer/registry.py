@@ -8,7 +8,7 @@ import inspect
 import logging
 import pkgutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from . import plugins
@@ -30,6 +30,10 @@ def closest(name: str, known: list[str]) -> str:
 def nearest(name: str, known: list[str]) -> str:
     """Return text for an error message: the known names, and before them the one closest to ``name``."""
     return f"{closest(name, known)}known: {', '.join(known)}"
+
+
+def _packages(found: Sequence[plugins.Offer]) -> str:
+    return " and ".join(offer.package for offer in found)
 
 
 class Registry(Generic[T]):
@@ -85,6 +89,10 @@ class Registry(Generic[T]):
                 _logger.warning("%s", why)
         return sorted([*self._factories, *self._presets])
 
+    def offered(self) -> dict[str, str]:
+        """Return the names that installed packages offer, each with name and version of its package."""
+        return {name: _packages(found) for name, found in plugins.offers(self._group).items()}
+
     def knows(self, name: str) -> bool:
         """Return whether ``get`` takes ``name``."""
         self._import_all()
@@ -136,8 +144,7 @@ class Registry(Generic[T]):
                 return self._offered.get(name, "")
             self._offered[name] = ""  # its module may look up names while it is being imported
             was_bound = self._is_bound(name)
-            package = " and ".join(offer.package for offer in offers)
-            lead = f"{self.kind} {name!r} of package {package} cannot be used: "
+            lead = f"{self.kind} {name!r} of package {_packages(offers)} cannot be used: "
             try:
                 if len(offers) > 1:
                     raise ConfigError("both offer this name; uninstall one of them")

@@ -15,7 +15,7 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
-from fusionlayer.cli import main
+from fusionlayer.cli import doctor, main
 from fusionlayer.collectives import gathers
 from fusionlayer.errors import ConfigError
 from fusionlayer.scheduler import planners
@@ -163,6 +163,16 @@ def test_a_broken_package_is_one_line_and_harms_no_other(
     with pytest.raises(ConfigError, match=f"^{re.escape(BROKEN[fault])}$"):
         codecs.get("torn")
     assert codecs.get("e5m2") and codecs.get("raw").lossless
+
+
+def test_doctor_tells_what_packages_offer(install: Install) -> None:
+    install("toys", TOYS, ENTRY_POINTS + MORE)
+    install("missing", {}, "[fusionlayer.codecs]\ntorn = torn\n")
+    found = {finding.name: (finding.state, finding.detail) for finding in doctor._plugins()}
+    fine = ("codec e5m2", "collective toy_sum", "gathering collective toy_gather", "planner toy_pairs")
+    assert {name: found.pop(name) for name in fine} == dict.fromkeys(fine, ("ok", "toys 1.5"))
+    assert found["codec torn"][0] == "FAIL" and BROKEN["missing"] in found.pop("codec torn")[1]
+    assert not found
 
 
 def test_a_name_that_two_packages_offer_is_refused(install: Install) -> None:
