@@ -27,7 +27,7 @@ from train_gpt import (
     Parser,
     Traffic,
     average,
-    join_job,
+    join_launched_job,
     mistakes,
     positive,
     progress,
@@ -45,7 +45,7 @@ def main() -> None:
     """Run the command line."""
     options = parse_options()
     with mistakes("train_fsdp"):
-        result = train(options, join_job())
+        result = train(options, join_launched_job())
         if fl.rank() == 0:
             report(result, options.json)
     fl.shutdown()
@@ -70,10 +70,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--validate-every", type=positive, help="steps between two looks at the validation loss")
     parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
-    options = parser.parse_args()
-    if options.width % options.heads:
-        parser.error(f"--heads {options.heads} does not divide --width {options.width}; choose another")
-    return options
+    return parser.parse_model()
 
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -63,6 +63,10 @@ def mistakes(program: str) -> Iterator[None]:
         sys.exit(141)
     except OSError as error:
         sys.exit(f"{program}: {error.filename or 'output'}: {error.strerror or error}")
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        sys.exit(f"{program}: the model does not fit into memory; choose a smaller one, such as by --width")
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,6 +78,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+    def parse_model(self) -> argparse.Namespace:
+        """Return the options, if the heads of attention fit the model's width."""
+        options = self.parse_args()
+        if options.width % options.heads:
+            self.error(f"--heads {options.heads} does not divide --width {options.width}; choose another")
+        return options
 
 
 def parse_options() -> argparse.Namespace:
@@ -117,9 +128,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--untied", action="store_true", help="give the output layer weights of its own")
     parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
-    options = parser.parse_args()
-    if options.width % options.heads:
-        parser.error(f"--heads {options.heads} does not divide --width {options.width}; choose another")
+    options = parser.parse_model()
     if options.autotune_log and not options.autotune:
         parser.error("--autotune-log is for --autotune; give both")
     return options
@@ -171,6 +180,14 @@ def join_job() -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // fl.local_size()))
     return torch.device("cpu")
+
+
+def join_launched_job() -> torch.device:
+    """Join as ``join_job`` does, but only a job that a launcher has started: meshes need a process group."""
+    device = join_job()
+    if not dist.is_initialized():
+        raise fl.ConfigError("nothing has started this process as one of several; use torchrun --nproc-per-node N")
+    return device
 
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -21,7 +21,17 @@ from gpt import GPT, Config, Corpus
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
-from train_gpt import Parser, Traffic, average, join_job, mistakes, positive, progress, warmup_and_cosine, writable
+from train_gpt import (
+    Parser,
+    Traffic,
+    average,
+    join_launched_job,
+    mistakes,
+    positive,
+    progress,
+    warmup_and_cosine,
+    writable,
+)
 from train_pp import Part, cross_entropy
 from train_tp import cut_blocks
 
@@ -32,7 +42,7 @@ def main() -> None:
     """Run the command line."""
     options = parse_options()
     with mistakes("train_gpt_3d"):
-        result = train(options, join_job())
+        result = train(options, join_launched_job())
         if fl.rank() == 0:
             print(f"mesh              {' x '.join(map(str, result['shape']))} ranks: data, pipeline, tensor")
             print(f"training loss     {result['train_loss']:.4f}, mean of the last {min(10, result['steps'])} steps")
@@ -63,7 +73,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there")
-    options = parser.parse_args()
+    options = parser.parse_model()
     if options.batch_size % options.microbatches:
         parser.error(f"--microbatches {options.microbatches} does not divide --batch-size {options.batch_size}")
     return options

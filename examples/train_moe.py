@@ -78,7 +78,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
-    return parser.parse_args()
+    return parser.parse_model()
 
 
 class Mixture(nn.Module):

@@ -25,7 +25,7 @@ from train_gpt import (
     VALIDATION_PIECES,
     Parser,
     Traffic,
-    join_job,
+    join_launched_job,
     mistakes,
     option,
     positive,
@@ -46,7 +46,7 @@ def main() -> None:
     """Run the command line."""
     options = parse_options()
     with mistakes("train_pp"):
-        result = train(options, join_job())
+        result = train(options, join_launched_job())
         if fl.rank() == 0:
             report(result, options.json)
     fl.shutdown()
@@ -72,7 +72,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
-    options = parser.parse_args()
+    options = parser.parse_model()
     for count, name in ((options.batch_size, "--batch-size"), (VALIDATION_PIECES, "validation pieces")):
         if count % options.microbatches:
             parser.error(f"--microbatches {options.microbatches} does not divide {name} {count}; choose another")

@@ -28,7 +28,7 @@ from train_gpt import (
     Parser,
     Traffic,
     average,
-    join_job,
+    join_launched_job,
     mistakes,
     option,
     positive,
@@ -47,7 +47,7 @@ def main() -> None:
     """Run the command line."""
     options = parse_options()
     with mistakes("train_tp"):
-        result = train(options, join_job())
+        result = train(options, join_launched_job())
         if fl.rank() == 0:
             report(result, options.json)
     fl.shutdown()
@@ -73,7 +73,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
-    return parser.parse_args()
+    return parser.parse_model()
 
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
