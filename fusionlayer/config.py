@@ -198,7 +198,7 @@ def blame(settings: Config, *keys: str, environ: Mapping[str, str] = os.environ)
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that begin as fusionlayer's do and mean nothing, each with the known one that is nearest."""
     return {
-        name: f"{closest(name, [*VARIABLES])}`fusionlayer.config.VARIABLES` has all"
+        name: f"{closest(name, [*VARIABLES])}docs/config.md lists all"
         for name in sorted(environ)
         if name.startswith("FUSIONLAYER_") and name not in VARIABLES
     }

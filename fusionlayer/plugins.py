@@ -57,10 +57,12 @@ def _scan(path: tuple[str, ...]) -> dict[str, dict[str, tuple[Offer, ...]]]:
         # Most packages offer nothing to us. Their metadata are not parsed: that takes time, and may fail.
         if "[fusionlayer." not in (distribution.read_text("entry_points.txt") or ""):
             continue
-        package = f"{distribution.metadata['Name']} {distribution.version}"
-        if package in seen:
+        name = distribution.metadata["Name"]
+        key = name.lower().replace("-", "_")
+        if key in seen:  # another version further along the path, which Python does not import either
             continue
-        seen.add(package)
+        seen.add(key)
+        package = f"{name} {distribution.version}"
         for point in _points(distribution, package):
             group = found.setdefault(point.group, {})
             group[point.name] = (*group.get(point.name, ()), Offer(package, point))

@@ -145,5 +145,5 @@ def test_a_variable_that_is_misspelt_is_named_once(
     named = [record.getMessage() for record in caplog.records if "TIMEUOT" in record.getMessage()]
     assert named == [
         "environment variable FUSIONLAYER_TIMEUOT is unknown and has no effect; did you mean 'FUSIONLAYER_TIMEOUT'? "
-        "`fusionlayer.config.VARIABLES` has all"
+        "docs/config.md lists all"
     ]
