@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive test-all test-short lint docs format bench bench-smoke gpu wheel clean
+.PHONY: help install demo test test-exhaustive test-all test-short lint docs format bench bench-smoke gpu wheel release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
@@ -69,6 +69,9 @@ gpu: ## build, test and measure with the CUDA device and the torch of $(PYTHON);
 
 wheel: install ## dist/fusionlayer-*.whl, for every Python on this kind of machine
 	$(BIN)/python -m pip wheel . --no-deps -w dist
+
+release: install ## a release as a dry run: checks, sdist, wheels, site, and the command of the tag; pushes nothing
+	@$(BIN)/python .ci/release.py
 
 clean: ## remove what was built and cached, .venv excepted
 	rm -rf build dist *.egg-info fusionlayer/lib .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

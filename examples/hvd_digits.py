@@ -20,7 +20,10 @@ import torch.utils.data.distributed
 from sklearn.datasets import load_digits
 from torch import Tensor, nn, optim
 
-hvd: Any = importlib.import_module("horovod.torch" if "--horovod" in sys.argv else "fusionlayer.torch")
+try:
+    hvd: Any = importlib.import_module("horovod.torch" if "--horovod" in sys.argv else "fusionlayer.torch")
+except ModuleNotFoundError as error:
+    sys.exit(f"hvd_digits: {error.name} is not installed; install it, or leave --horovod out")
 
 
 def parse_options() -> argparse.Namespace:
@@ -37,7 +40,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--gradient-predivide-factor", type=float, default=1.0, help="divide so much before the sum")
     parser.add_argument("--batches-per-allreduce", type=int, default=1, help="passes before each reduction (default 1)")
     parser.add_argument("--log-interval", type=int, default=10, metavar="N", help="batches (default 10)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("batch_size", "epochs", "batches_per_allreduce", "log_interval"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}; expected a whole number above 0")
+    return options
 
 
 class Net(nn.Module):

@@ -19,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
-hvd: Any = importlib.import_module("horovod.torch" if "--horovod" in sys.argv else "fusionlayer.torch")
+try:
+    hvd: Any = importlib.import_module("horovod.torch" if "--horovod" in sys.argv else "fusionlayer.torch")
+except ModuleNotFoundError as error:
+    sys.exit(f"hvd_synthetic_benchmark: {error.name} is not installed; install it, or leave --horovod out")
 
 
 def parse_options() -> argparse.Namespace:
@@ -35,7 +38,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--num-warmup-batches", type=int, default=3, help="not timed (default 3)")
     parser.add_argument("--num-batches-per-iter", type=int, default=5, help="timed together (default 5)")
     parser.add_argument("--num-iters", type=int, default=5, help="(default 5)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("width", "image_size", "batch_size", "num_batches_per_iter", "num_iters"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}; expected a whole number above 0")
+    return options
 
 
 class Bottleneck(nn.Module):

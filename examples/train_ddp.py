@@ -15,6 +15,8 @@ import fusionlayer as fl
 def main(codec: str = "int8", steps: int = 100) -> None:
     """Fit a small network to a smooth function of eight numbers; each rank draws data of its own."""
     fl.init()
+    if fl.size() == 1:
+        sys.exit("train_ddp: DDP needs several processes; use torchrun --nproc-per-node 2")
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
     model = DistributedDataParallel(network)
@@ -36,4 +38,7 @@ def main(codec: str = "int8", steps: int = 100) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "int8")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "int8")
+    except fl.FusionLayerError as error:
+        sys.exit(f"train_ddp: {error}")

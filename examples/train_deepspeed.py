@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from gpt import GPT, Config, Corpus
 from torch import Tensor
+from train_gpt import Parser, mistakes, positive, writable
 from wire import carrier, sent_bytes
 
 import fusionlayer as fl
@@ -37,30 +37,28 @@ def main() -> None:
     options = parse_options()
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size()))
-    try:
+    with mistakes("train_deepspeed"):
         result = train(options)
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_deepspeed: {error}")
-    if dist.get_rank() == 0:
-        for key, value in result.items():
-            print(f"{key:18}{value}")
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+        if dist.get_rank() == 0:
+            for key, value in result.items():
+                print(f"{key:18}{value}")
+            if options.json:
+                Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
     fl.shutdown()
     dist.destroy_process_group()
 
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--deepspeed_config", default=str(Path(__file__).with_name("ds_config.json")))
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default 200)")
+    parser.add_argument("--steps", type=positive, default=200, help="optimizer steps (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
-    parser.add_argument("--width", type=int, default=Config.width, help=f"of the model (default {Config.width})")
-    parser.add_argument("--layers", type=int, default=Config.layers, help=f"blocks (default {Config.layers})")
-    parser.add_argument("--context", type=int, default=Config.context, help=f"tokens (default {Config.context})")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
+    parser.add_argument("--width", type=positive, default=Config.width, help=f"of the model (default {Config.width})")
+    parser.add_argument("--layers", type=positive, default=Config.layers, help=f"blocks (default {Config.layers})")
+    parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there")
     return parser.parse_args()
 
 

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,18 @@ from gpt import GPT, Config, Corpus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from train_gpt import Traffic, average, join_job, positive, progress, validate, warmup_and_cosine
+from train_gpt import (
+    Parser,
+    Traffic,
+    average,
+    join_launched_job,
+    mistakes,
+    positive,
+    progress,
+    validate,
+    warmup_and_cosine,
+    writable,
+)
 
 import fusionlayer as fl
 
@@ -34,18 +44,16 @@ TYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
-        result = train(options, join_job())
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_fsdp: {error}")
-    if fl.rank() == 0:
-        report(result, options.json)
+    with mistakes("train_fsdp"):
+        result = train(options, join_launched_job())
+        if fl.rank() == 0:
+            report(result, options.json)
     fl.shutdown()
 
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--weights", default="sdp4bit", help="what travels: qwd, qw, qwz, a codec, none, or sdp4bit (default) or zero++"
     )
@@ -61,11 +69,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--validate-every", type=positive, help="steps between two looks at the validation loss")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, - for standard output")
-    options = parser.parse_args()
-    if options.width % options.heads:
-        parser.error(f"--heads {options.heads} does not divide --width {options.width}; choose another")
-    return options
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
+    return parser.parse_model()
 
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --codec int8
     mpirun -n 2 python examples/train_gpt.py --codec int4 --codec-option group_size=64
+    torchrun --nproc-per-node 2 examples/train_gpt.py --codec auto --save-plan plan.yaml
+    torchrun --nproc-per-node 2 examples/train_gpt.py --plan plan.yaml
+    torchrun --nproc-per-node 2 examples/train_gpt.py --codec int8 --autotune
     torchrun --nproc-per-node 2 examples/train_gpt.py --method ddp
 
+What is left out is taken from the environment, such as FUSIONLAYER_CODEC or FUSIONLAYER_PLAN (docs/config.md).
 One process per device: a GPU each where there are enough, else the CPU's cores are shared out. Nothing is downloaded.
 """
 
@@ -18,10 +22,11 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,22 +44,61 @@ VALIDATION_PIECES = 256
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
+    with mistakes("train_gpt"):
         result = train(options, join_job())
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_gpt: {error}")
-    if fl.rank() == 0:
-        report(result, options.json)
+        if fl.rank() == 0:
+            report(result, options.json)
     fl.shutdown()
+
+
+@contextmanager
+def mistakes(program: str) -> Iterator[None]:
+    """End the process with one line where something fails that its user can mend."""
+    try:
+        yield
+    except fl.FusionLayerError as error:
+        sys.exit(f"{program}: {error}")
+    except BrokenPipeError:  # the reader of the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
+    except OSError as error:
+        sys.exit(f"{program}: {error.filename or 'output'}: {error.strerror or error}")
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        sys.exit(f"{program}: the model does not fit into memory; choose a smaller one, such as by --width")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of docstrings and options whose errors are one line."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+    def parse_model(self) -> argparse.Namespace:
+        """Return the options, if the heads of attention fit the model's width."""
+        options = self.parse_args()
+        if options.width % options.heads:
+            self.error(f"--heads {options.heads} does not divide --width {options.width}; choose another")
+        return options
 
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--method", choices=("fusionlayer", "ddp"), default="fusionlayer", help="what averages gradients"
     )
-    parser.add_argument("--codec", choices=fl.codecs.names(), default="int8", help="what travels (default int8)")
+    parser.add_argument(
+        "--codec",
+        choices=["auto", *fl.codecs.names()],
+        default=None if {"FUSIONLAYER_CODEC", "FUSIONLAYER_CONFIG"} & os.environ.keys() else "int8",
+        help="what travels; auto: chosen by costs measured in the first steps (default: as configured, else int8)",
+    )
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
     )
@@ -65,7 +109,12 @@ def parse_options() -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="encode each gradient as it arrives, ahead of fusion (default: chosen by codec)",
     )
+    parser.add_argument("--fidelity", choices=("lossless", "near_lossless", "aggressive"), help="of --codec auto")
     parser.add_argument("--planner", choices=fl.planners.names(), help="how gradients are fused (default: configured)")
+    parser.add_argument("--plan", metavar="FILE", help="fusion plan, which names its codecs, in place of a planner")
+    parser.add_argument("--save-plan", metavar="FILE", type=writable, help="write the plan of the last step there")
+    parser.add_argument("--autotune", action="store_true", help="search for the fastest buckets while training runs")
+    parser.add_argument("--autotune-log", metavar="FILE.csv", type=writable, help="write what --autotune tries there")
     parser.add_argument(
         "--overlap-forward", action="store_true", help="let the next forward begin before all gradients have arrived"
     )
@@ -78,16 +127,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
     parser.add_argument("--untied", action="store_true", help="give the output layer weights of its own")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, - for standard output")
-    options = parser.parse_args()
-    if options.width % options.heads:
-        parser.error(f"--heads {options.heads} does not divide --width {options.width}; choose another")
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
+    options = parser.parse_model()
+    if options.autotune_log and not options.autotune:
+        parser.error("--autotune-log is for --autotune; give both")
     return options
 
 
 def positive(text: str) -> int:
     """Return a whole number above 0."""
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}; expected a whole number above 0")
     return number
@@ -98,7 +147,24 @@ def option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r}; expected KEY=VALUE, such as group_size=64")
-    return key, yaml.safe_load(value)
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a value in YAML, such as 64, true or text") from None
+
+
+def writable(text: str) -> str:
+    """Return the name of a file that can be written, so that nothing is lost after training; - is standard output."""
+    if text != "-":
+        known = os.path.exists(text)
+        try:
+            with open(text, "ab"):
+                pass
+            if not known:
+                os.unlink(text)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    return text
 
 
 def join_job() -> torch.device:
@@ -116,6 +182,14 @@ def join_job() -> torch.device:
     return torch.device("cpu")
 
 
+def join_launched_job() -> torch.device:
+    """Join as ``join_job`` does, but only a job that a launcher has started: meshes need a process group."""
+    device = join_job()
+    if not dist.is_initialized():
+        raise fl.ConfigError("nothing has started this process as one of several; use torchrun --nproc-per-node N")
+    return device
+
+
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Train as ``options`` say; return what was measured, losses averaged over workers."""
     torch.manual_seed(options.seed)
@@ -127,6 +201,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=options.learning_rate)
 
     # The one difference between the methods. With fusionlayer it takes two statements, and the model stays as it is.
+    # Arguments that are None take what is configured, by variables or by a file.
     if options.method == "ddp":
         model = DistributedDataParallel(network) if fl.size() > 1 else network
     else:
@@ -139,6 +214,9 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             algorithm=options.algorithm,
             ahead=options.ahead,
             planner=options.planner,
+            plan=options.plan,
+            fidelity=options.fidelity,
+            autotune=fl.Autotune(log=options.autotune_log) if options.autotune else None,
             overlap_forward=network if options.overlap_forward else None,
             **dict(options.codec_option),
         )
@@ -162,11 +240,16 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             advance(losses[-1], seconds[-1])
     sent = traffic.stop(options.steps)
 
+    plan = getattr(optimizer, "fusion_plan", None)  # of the last step; None for one worker, and with DDP
+    if options.save_plan and plan is not None and fl.rank() == 0:
+        plan.to_yaml(options.save_plan)
+
     dense = 2 * (fl.size() - 1) / fl.size() * 4 * parameters
     return {
         "method": options.method,
         "codec": options.codec if options.method == "fusionlayer" else None,
         "codec_options": dict(options.codec_option),
+        "fusion_plan": plan and in_words(plan),
         "workers": fl.size(),
         "device": str(device.type),
         "parameters": parameters,
@@ -240,7 +323,13 @@ class Traffic:
 
 def label(options: argparse.Namespace) -> str:
     """Return the method in words."""
-    return "DDP, f32" if options.method == "ddp" else f"fusionlayer, {options.codec}"
+    return "DDP, f32" if options.method == "ddp" else f"fusionlayer, {options.plan or options.codec or 'as configured'}"
+
+
+def in_words(plan: fl.FusionPlan) -> str:
+    """Return how many buckets a plan has, and how they travel."""
+    ways = Counter(f"{bucket.codec} by {bucket.algorithm}" for bucket in plan.buckets)
+    return ", ".join(f"{count} of {way}" for way, count in ways.most_common())
 
 
 @contextmanager
@@ -284,6 +373,8 @@ def report(result: dict[str, Any], path: str | None) -> None:
     print(f"training loss     {result['train_loss']:.4f}, mean of the last {min(10, result['steps'])} steps")
     print(f"validation loss   {result['validation_loss']:.4f}")
     print(f"median step       {result['step_seconds'] * 1e3:.1f} ms")
+    if result["fusion_plan"]:
+        print(f"buckets           {result['fusion_plan']}")
     if sent:
         print(f"sent per step     {sent / 1e6:.3f} MB by each worker: all that {device} carried, protocol included")
         print(f"compression       {dense / sent:.2f}x, beside {dense / 1e6:.3f} MB of a dense f32 ring all-reduce")

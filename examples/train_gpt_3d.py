@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,17 @@ from gpt import GPT, Config, Corpus
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
-from train_gpt import Traffic, average, join_job, positive, progress, warmup_and_cosine
+from train_gpt import (
+    Parser,
+    Traffic,
+    average,
+    join_launched_job,
+    mistakes,
+    positive,
+    progress,
+    warmup_and_cosine,
+    writable,
+)
 from train_pp import Part, cross_entropy
 from train_tp import cut_blocks
 
@@ -32,24 +41,22 @@ import fusionlayer as fl
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
-        result = train(options, join_job())
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_gpt_3d: {error}")
-    if fl.rank() == 0:
-        print(f"mesh              {' x '.join(map(str, result['shape']))} ranks: data, pipeline, tensor")
-        print(f"training loss     {result['train_loss']:.4f}, mean of the last {min(10, result['steps'])} steps")
-        print(f"median step       {result['step_seconds'] * 1e3:.1f} ms")
-        if result["bytes_per_step"]:
-            print(f"sent per step     {result['bytes_per_step'] / 1e6:.3f} MB by each rank, protocol included")
-        if options.json:
-            Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    with mistakes("train_gpt_3d"):
+        result = train(options, join_launched_job())
+        if fl.rank() == 0:
+            print(f"mesh              {' x '.join(map(str, result['shape']))} ranks: data, pipeline, tensor")
+            print(f"training loss     {result['train_loss']:.4f}, mean of the last {min(10, result['steps'])} steps")
+            print(f"median step       {result['step_seconds'] * 1e3:.1f} ms")
+            if result["bytes_per_step"]:
+                print(f"sent per step     {result['bytes_per_step'] / 1e6:.3f} MB by each rank, protocol included")
+            if options.json:
+                Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
     fl.shutdown()
 
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     known = fl.codecs.names()
     parser.add_argument("--tensor-codec", choices=known, default="taco", help="inside layers (default taco)")
     parser.add_argument("--pipeline-codec", choices=known, default="int8", help="between stages (default int8)")
@@ -65,8 +72,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=Config.layers, help=f"blocks (default {Config.layers})")
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
-    options = parser.parse_args()
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there")
+    options = parser.parse_model()
     if options.batch_size % options.microbatches:
         parser.error(f"--microbatches {options.microbatches} does not divide --batch-size {options.batch_size}")
     return options

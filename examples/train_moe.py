@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,19 @@ from typing import Any
 import torch
 from gpt import GPT, Block, Config, Corpus
 from torch import Tensor, nn
-from train_gpt import VALIDATION_PIECES, Traffic, average, join_job, option, positive, progress, warmup_and_cosine
+from train_gpt import (
+    VALIDATION_PIECES,
+    Parser,
+    Traffic,
+    average,
+    join_job,
+    mistakes,
+    option,
+    positive,
+    progress,
+    warmup_and_cosine,
+    writable,
+)
 
 import fusionlayer as fl
 
@@ -33,18 +44,16 @@ DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
+    with mistakes("train_moe"):
         result = train(options, join_job())
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_moe: {error}")
-    if fl.rank() == 0:
-        report(result, options.json)
+        if fl.rank() == 0:
+            report(result, options.json)
     fl.shutdown()
 
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--codec", choices=CODECS, default="zip", help="of tokens (default zip)")
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
@@ -68,8 +77,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=Config.layers, help=f"blocks (default {Config.layers})")
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, - for standard output")
-    return parser.parse_args()
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
+    return parser.parse_model()
 
 
 class Mixture(nn.Module):

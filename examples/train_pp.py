@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,18 @@ from gpt import GPT, Config, Corpus
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn import functional
-from train_gpt import VALIDATION_PIECES, Traffic, join_job, option, positive, progress, warmup_and_cosine
+from train_gpt import (
+    VALIDATION_PIECES,
+    Parser,
+    Traffic,
+    join_launched_job,
+    mistakes,
+    option,
+    positive,
+    progress,
+    warmup_and_cosine,
+    writable,
+)
 
 import fusionlayer as fl
 
@@ -35,18 +45,16 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
-        result = train(options, join_job())
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_pp: {error}")
-    if fl.rank() == 0:
-        report(result, options.json)
+    with mistakes("train_pp"):
+        result = train(options, join_launched_job())
+        if fl.rank() == 0:
+            report(result, options.json)
     fl.shutdown()
 
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--codec", choices=fl.codecs.names(), default="int8", help="of activations (default int8)")
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
@@ -63,8 +71,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=Config.layers, help=f"blocks (default {Config.layers})")
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, - for standard output")
-    options = parser.parse_args()
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
+    options = parser.parse_model()
     for count, name in ((options.batch_size, "--batch-size"), (VALIDATION_PIECES, "validation pieces")):
         if count % options.microbatches:
             parser.error(f"--microbatches {options.microbatches} does not divide {name} {count}; choose another")

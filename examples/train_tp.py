@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from train_gpt import VALIDATION_PIECES, Traffic, average, join_job, option, positive, progress, warmup_and_cosine
+from train_gpt import (
+    VALIDATION_PIECES,
+    Parser,
+    Traffic,
+    average,
+    join_launched_job,
+    mistakes,
+    option,
+    positive,
+    progress,
+    warmup_and_cosine,
+    writable,
+)
 
 import fusionlayer as fl
 
@@ -35,18 +46,16 @@ from fusionlayer.integrations.tensor_parallel import Channel, ColwiseParallel, R
 def main() -> None:
     """Run the command line."""
     options = parse_options()
-    try:
-        result = train(options, join_job())
-    except (fl.FusionLayerError, FileNotFoundError) as error:
-        sys.exit(f"train_tp: {error}")
-    if fl.rank() == 0:
-        report(result, options.json)
+    with mistakes("train_tp"):
+        result = train(options, join_launched_job())
+        if fl.rank() == 0:
+            report(result, options.json)
     fl.shutdown()
 
 
 def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--codec", choices=fl.codecs.names(), default="int8", help="of activations (default int8)")
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
@@ -63,8 +72,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=Config.layers, help=f"blocks (default {Config.layers})")
     parser.add_argument("--heads", type=positive, default=Config.heads, help=f"per block (default {Config.heads})")
     parser.add_argument("--context", type=positive, default=Config.context, help=f"tokens (default {Config.context})")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, - for standard output")
-    return parser.parse_args()
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
+    return parser.parse_model()
 
 
 def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

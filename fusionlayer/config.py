@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 import yaml
 
 from . import records
 from .errors import ConfigError
-from .registry import nearest
+from .registry import closest, nearest
 
-__all__ = ["TRANSPORTS", "VARIABLES", "Config", "describe", "load", "unknown_variables"]
+__all__ = ["TRANSPORTS", "VARIABLES", "Config", "blame", "describe", "load", "unknown_variables"]
 
 TRANSPORTS = ("c10d", "mpi", "horovod")
-
-VARIABLES: Mapping[str, str] = {
-    "FUSIONLAYER_CONFIG": "file with the settings above",
-    "FUSIONLAYER_TIMEOUT": "seconds that a collective waits for its peers",
-    "FUSIONLAYER_STALL_WARNING": "seconds until late ranks are named; `inf`: never",
-    "FUSIONLAYER_TIMELINE": "file for a timeline",
-    "FUSIONLAYER_TRANSPORT": "what moves bytes between processes: `c10d`, `mpi` or `horovod`",
-    "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
-    "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
-    "FUSIONLAYER_CUDA": "when building: auto (default), 1 (fail without nvcc), 0",
-    "FUSIONLAYER_NVCC": "when building: the nvcc to use",
-    "FUSIONLAYER_CUDA_ARCHS": 'when building: GPUs to compile for, as "80 90"',
-    "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
-}
-"""The environment variables of fusionlayer, and what each does."""
 
 
 def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
@@ -57,6 +45,11 @@ class Config:
         "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "tapered"
     )
     planner_options: Mapping[str, Any] = _setting("options of that planner; sizes in bytes", factory=dict)
+    plan: str | None = _setting(
+        "file with a fusion plan for an optimizer, in place of `planner`; it names its own codecs, in place of `codec` "
+        "too",
+        None,
+    )
     profile: str | None = _setting(
         "file with measured costs of the model, for planning by costs; null: the first steps are measured", None
     )
@@ -85,20 +78,14 @@ class Config:
         None,
     )
     transport: str = _setting(
-        "what moves bytes between processes: `c10d` (gloo and NCCL), `mpi` (mpi4py; start by mpirun) or `horovod`; "
-        "`FUSIONLAYER_TRANSPORT` overrides it",
+        "what moves bytes between processes: `c10d` (gloo and NCCL), `mpi` (mpi4py; start by mpirun) or `horovod`",
         "c10d",
     )
-    timeout: float = _setting(
-        "seconds that a collective waits for its peers; `FUSIONLAYER_TIMEOUT` overrides it", 300.0
-    )
+    timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
     stall_warning: float = _setting(
-        "seconds of waiting after which late ranks are named in a warning; `FUSIONLAYER_STALL_WARNING` overrides it",
-        60.0,
+        "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0
     )
-    timeline: str | None = _setting(
-        "file for a timeline in Chrome's trace format, `.<rank>` appended; `FUSIONLAYER_TIMELINE` overrides it", None
-    )
+    timeline: str | None = _setting("file for a timeline in Chrome's trace format, `.<rank>` appended", None)
     ranks_per_node: int | None = _setting(
         "ranks that share a node, counted in rank order; null: those that share a host and its network", None
     )
@@ -126,36 +113,92 @@ class Config:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1, or null")
 
 
+_OTHERS: Mapping[str, str] = {
+    "FUSIONLAYER_CONFIG": "file with settings",
+    "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
+    "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
+    "FUSIONLAYER_CUDA": "when building: auto (default), 1 (fail without nvcc), 0",
+    "FUSIONLAYER_NVCC": "when building: the nvcc to use",
+    "FUSIONLAYER_CUDA_ARCHS": 'when building: GPUs to compile for, as "80 90"',
+    "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
+}
+_KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in fields(Config)}
+VARIABLES: Mapping[str, str] = {
+    **_OTHERS,
+    **{variable: Config.__dataclass_fields__[key].metadata["help"] for variable, key in _KEYS.items()},
+}
+"""The environment variables of fusionlayer, and what each does. Every setting has one."""
+
+# A variable takes the place of these keys of the file too: they would not fit what it names, or would hide it.
+_REPLACED = {
+    "codec": ("codec_options", "policy", "plan"),
+    "policy": ("plan",),
+    "planner": ("planner_options", "plan"),
+}
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
 def load(environ: Mapping[str, str] = os.environ) -> Config:
     """Return the settings of this process: those of the file, with those of single variables over them.
 
     Raises:
-        ConfigError: the file cannot be read, has an unknown key or a value of the wrong kind.
+        ConfigError: the file cannot be read, or a key is unknown, or a value is of the wrong kind or out of range.
     """
-    values: dict[str, Any] = {}
-    for variable, key in (("FUSIONLAYER_TIMEOUT", "timeout"), ("FUSIONLAYER_STALL_WARNING", "stall_warning")):
-        if environ.get(variable):
-            try:
-                values[key] = float(environ[variable])
-            except ValueError:
-                raise ConfigError(f"{variable}={environ[variable]!r}; expected a number of seconds") from None
-    if environ.get("FUSIONLAYER_TIMELINE"):
-        values["timeline"] = environ["FUSIONLAYER_TIMELINE"]
-    if environ.get("FUSIONLAYER_TRANSPORT"):
-        values["transport"] = environ["FUSIONLAYER_TRANSPORT"]
     path = environ.get("FUSIONLAYER_CONFIG")
     try:
         given = (records.read(path, "config") or {}) if path else {}
     except ConfigError as error:
         raise ConfigError(f"FUSIONLAYER_CONFIG={path}: {error}") from None
     settings = records.build(Config, given, f"config {path}")
-    return records.build(Config, {**vars(settings), **values}, "config in the environment")
+    chosen = {key: environ[variable] for variable, key in _KEYS.items() if environ.get(variable)}
+    replaced = {key for name in chosen for key in _REPLACED.get(name, ())} - chosen.keys()
+    default = vars(Config())
+    settings = replace(settings, **{key: default[key] for key in replaced})
+    for key, text in chosen.items():
+        variable = f"FUSIONLAYER_{key.upper()}"
+        values = {**vars(settings), key: _value(variable, text, typing.get_type_hints(Config)[key])}
+        settings = records.build(Config, values, f"{variable}={text}")
+    return settings
+
+
+def _value(variable: str, text: str, hint: Any) -> Any:
+    """Return what the ``text`` of a variable means for a setting of the type ``hint``."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if text == "null" and type(None) in kinds:
+        return None
+    if str in kinds:
+        return text
+    try:
+        if bool in kinds:
+            return _WORDS[text.lower()]
+        if float in kinds or int in kinds:
+            return int(text) if int in kinds else float(text)
+        return yaml.safe_load(text)
+    except (ValueError, KeyError, yaml.YAMLError):
+        expected = "1 or 0" if bool in kinds else "a number" if {int, float} & {*kinds} else "keys and values, as YAML"
+        raise ConfigError(f"{variable}={text!r}; expected {expected}") from None
+
+
+@contextmanager
+def blame(settings: Config, *keys: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Let a ``ConfigError`` of the block begin with where the settings ``keys`` come from, such as a variable.
+
+    A user who has set a variable, and has no such argument in the script, would not know else what is meant.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        found, default = load(environ), Config()
+        set_here = [key for key in keys if getattr(settings, key) == getattr(found, key) != getattr(default, key)]
+        names = [f"FUSIONLAYER_{key.upper()}" for key in set_here]
+        names = [name for name in names if environ.get(name)] or ["FUSIONLAYER_CONFIG"] * bool(set_here)
+        raise ConfigError(": ".join([*(f"{name}={environ.get(name)}" for name in names), str(error)])) from error
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that begin as fusionlayer's do and mean nothing, each with the known one that is nearest."""
     return {
-        name: nearest(name, [*VARIABLES])
+        name: f"{closest(name, [*VARIABLES])}docs/config.md lists all"
         for name in sorted(environ)
         if name.startswith("FUSIONLAYER_") and name not in VARIABLES
     }
@@ -172,16 +215,41 @@ def describe() -> str:
         [
             "# Configuration",
             "",
-            "`FUSIONLAYER_CONFIG` names a YAML file with any of these keys. Arguments given in code win over it; the",
-            "variables named below win over the file. An unknown key is an error.",
+            "What is set in more than one place counts in this order:",
+            "",
+            "1. an argument in code, such as `codec=` of `fl.DistributedOptimizer`;",
+            "2. an environment variable;",
+            "3. the file that `FUSIONLAYER_CONFIG` names;",
+            "4. the default.",
+            "",
+            "So a script that names no codec can be tried with another one without an edit:",
+            "",
+            "```",
+            "FUSIONLAYER_CODEC=int4 torchrun --nproc-per-node 2 examples/train_gpt.py",
+            "```",
+            "",
+            "## Settings",
+            "",
+            "The file is YAML, with any of these keys. An unknown key is an error. The variable of each key is",
+            "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_PLAN`, `FUSIONLAYER_AUTOTUNE`.",
             "",
             "| key | type | default | meaning |",
             "|---|---|---|---|",
             *rows,
             "",
+            "In a variable, 1, true, yes and on mean true; 0, false, no and off mean false; `null` means null. Keys",
+            "and values are YAML: `FUSIONLAYER_CODEC_OPTIONS='{group_size: 64}'`. An empty variable changes nothing.",
+            "",
+            "Some settings go together. `FUSIONLAYER_CODEC` replaces the `codec_options`, `policy` and `plan` of",
+            "the file too, `FUSIONLAYER_POLICY` its `plan`, and `FUSIONLAYER_PLANNER` its `planner_options` and",
+            "`plan`. A plan wins over a codec, also over one that code names, because it names codecs itself. The",
+            "codec `auto` is for optimizers: calls on single tensors that name no codec send them as they are.",
+            "",
+            "## Other variables",
+            "",
             "| variable | meaning |",
             "|---|---|",
-            *(f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items()),
+            *(f"| `{name}` | {meaning} |" for name, meaning in _OTHERS.items()),
             "",
         ]
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import codecs, collectives, context
+from . import codecs, collectives, config, context
 from .codecs import Codec, CodecOptions, Part, PartsCodec
 from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
@@ -71,8 +71,9 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
         return codec
     if codec is None:
         settings = context.settings()
-        codec, options = settings.codec, {**settings.codec_options, **options}
-    if codec == "auto":
+        with config.blame(settings, "codec", "codec_options"):
+            return make_codec(settings.codec, {**settings.codec_options, **options})
+    if codec == AUTO:
         raise ConfigError("codec 'auto' chooses for the gradients of a DistributedOptimizer; give a codec's name here")
     return codecs.get(codec, **options)
 
@@ -146,7 +147,12 @@ def _travelling(
     if codec == AUTO:
         chosen = codecs.get("zip", **options).bare
         return chosen, switcher_of(transport, chosen)
-    return make_codec(codec, options).bare, None
+    return _configured(codec, options).bare, None
+
+
+def _configured(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
+    """Return the codec of a single tensor. The configured codec "auto" is for an optimizer's gradients, not for it."""
+    return make_codec("raw" if codec is None and context.settings().codec == AUTO else codec, options)
 
 
 def switcher(group: Group = None) -> Switcher:
@@ -196,7 +202,7 @@ def all_reduce(
         chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     else:
         if codec != AUTO:
-            make_codec(codec, codec_options)  # a wrong name is an error, though this type travels as it is
+            _configured(codec, codec_options)  # a wrong name is an error, though this type travels as it is
         chosen, chooser = codecs.get("raw"), None
     if chooser is not None:
         if algorithm not in (None, "switched"):

@@ -16,7 +16,7 @@ from fusionlayer.scheduler import planners
 pytestmark = pytest.mark.short
 
 PACKAGE = {
-    "__init__.py": "from fusionlayer.registry import Registry\nregistry = Registry('animal', __name__)",
+    "__init__.py": "from fusionlayer.registry import Registry\nregistry = Registry('animal', __name__, 'animals')",
     "cat.py": "from . import registry\nregistry.add('cat', lambda legs=4: f'cat on {legs} legs')",
     "dog.py": "from . import registry\nregistry.add_preset('kitten', 'cat', legs=3)",
 }

@@ -83,4 +83,6 @@ def _policy_of(given: Any) -> CallPolicy:
         return _default
     if dist.is_initialized() and isinstance(dist.group.WORLD, CompressingGroup):
         return dist.group.WORLD.policy
-    return CallPolicy.of(config.load().backend)
+    settings = config.load()
+    with config.blame(settings, "backend"):
+        return CallPolicy.of(settings.backend)

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import __version__, codecs, config, launch, native
+from .. import __version__, codecs, collectives, config, launch, native
 from ..codecs import Codec
 from ..errors import FusionLayerError
 from ..functional import Sum, all_reduce
 from ..planning.profiler import describe_machine
+from ..registry import Registry
+from ..scheduler import planners
 from ..transport import local
 from ..transport._interfaces import ipv4_addresses
 from . import environment
@@ -50,7 +52,7 @@ class Finding:
     """The state of one thing.
 
     Attributes:
-        section: "versions", "core", "network", "codecs", "transports" or "environment".
+        section: "versions", "core", "network", "codecs", "plugins", "transports" or "environment".
         name: of the thing.
         state: "ok", "none", "note" or "FAIL".
         detail: version, value, or what is wrong and what to do.
@@ -95,7 +97,7 @@ def report(as_json: bool) -> int:
 
 def diagnose() -> list[Finding]:
     """Return the findings about this installation, machine and environment."""
-    return [*_versions(), *_core(), *_network(), *_codecs(), *_transports(), *_environment()]
+    return [*_versions(), *_core(), *_network(), *_codecs(), *_plugins(), *_transports(), *_environment()]
 
 
 def _names(findings: list[Finding]) -> str:
@@ -188,6 +190,18 @@ def _codecs() -> Iterator[Finding]:
             return f"{bits:.3g} bits an element, {loss}"
 
         yield _tried("codecs", name, try_it)
+
+
+def _plugins() -> Iterator[Finding]:
+    """Tell what other packages offer, and whether it can be used."""
+    for registry in (codecs.registry, collectives.registry, collectives.gathers, planners.registry):
+        for name, package in registry.offered().items():
+
+            def try_it(registry: Registry[Any] = registry, name: str = name, package: str = package) -> str:
+                registry.get(name)
+                return package
+
+            yield _tried("plugins", f"{registry.kind} {name}", try_it)
 
 
 def _round_trip(codec: Codec, device: torch.device) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import shlex
@@ -15,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import codecs
 from ..errors import ConfigError, FusionLayerError
+from ..plan import FusionPlan
+from ..planning.codec_rules import AUTO
 from ..transport._interfaces import ipv4_addresses, reachable_names
 from . import doctor
 from .arguments import Parser, check_file, check_folder, count, positive
@@ -209,7 +213,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     tuning = parser.add_argument_group("settings, by environment variables that the job reads").add_argument
     tuning("--fusion-threshold-mb", type=float, metavar="MB", help="HOROVOD_FUSION_THRESHOLD")
     tuning("--cache-capacity", type=positive, metavar="N", help="HOROVOD_CACHE_CAPACITY")
-    tuning("--autotune", action="store_true", help="HOROVOD_AUTOTUNE")
+    tuning("--codec", metavar="NAME", help="FUSIONLAYER_CODEC, of gradients for which the program names none")
+    tuning("--plan", metavar="FILE", help="FUSIONLAYER_PLAN")
+    tuning("--autotune", action="store_true", help="HOROVOD_AUTOTUNE, FUSIONLAYER_AUTOTUNE")
     tuning("--autotune-log-file", metavar="FILE", help="HOROVOD_AUTOTUNE_LOG")
     tuning("--timeline-filename", metavar="FILE", help="FUSIONLAYER_TIMELINE")
     tuning("--no-stall-check", action="store_true", help="HOROVOD_STALL_CHECK_DISABLE, FUSIONLAYER_STALL_WARNING=inf")
@@ -248,6 +254,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that flags stand for."""
+    if options.codec is not None and options.codec != AUTO:
+        codecs.get(options.codec)
+    if options.plan is not None:
+        FusionPlan.from_yaml(options.plan)
     threshold = options.fusion_threshold_mb
     if threshold is not None and not threshold >= 0:
         raise ConfigError(f"--fusion-threshold-mb {threshold}; expected megabytes of at least 0")
@@ -256,7 +266,10 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
     settings = {
         "HOROVOD_FUSION_THRESHOLD": None if threshold is None else int(threshold * (1 << 20)),
         "HOROVOD_CACHE_CAPACITY": options.cache_capacity,
+        "FUSIONLAYER_CODEC": options.codec,
+        "FUSIONLAYER_PLAN": options.plan,
         "HOROVOD_AUTOTUNE": "1" if options.autotune else None,
+        "FUSIONLAYER_AUTOTUNE": "1" if options.autotune else None,
         "HOROVOD_AUTOTUNE_LOG": options.autotune_log_file,
         "FUSIONLAYER_TIMELINE": options.timeline_filename,
         "HOROVOD_STALL_CHECK_DISABLE": "1" if options.no_stall_check else None,
@@ -268,6 +281,8 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": options.network_interface,
         "NCCL_SOCKET_IFNAME": options.network_interface,
     }
+    if options.autotune_log_file:
+        settings["FUSIONLAYER_AUTOTUNE_OPTIONS"] = json.dumps({"log": options.autotune_log_file})
     return {name: str(value) for name, value in settings.items() if value is not None}
 
 

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     )
     add_cluster(parser)
     parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks that the plan is for")
-    parser.add_argument("--planner", choices=planners.names(), default="safusion", help="default safusion")
+    parser.add_argument("--planner", default="safusion", metavar="NAME", help="default safusion")
     parser.add_argument(
         "--planner-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the planner; repeatable"
     )

@@ -15,7 +15,6 @@ from ..planning.collective_phases import ALGORITHMS
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
-from ..scheduler import planners
 from .arguments import above_zero, join, names, numbers, positive, seconds
 from .tables import print_table
 
@@ -48,7 +47,7 @@ def add_parser(commands: Any) -> None:
         "--codec", type=names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
     )
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), help="collective (default: as the engine chooses)")
-    parser.add_argument("--planner", choices=planners.names(), help="how gradients are fused (default: configured)")
+    parser.add_argument("--planner", metavar="NAME", help="how gradients are fused (default: configured)")
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
     parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")

@@ -1,4 +1,4 @@
-"""Codecs: what the bytes of a message mean. ``names`` lists them, ``options`` what they take; ``get`` makes one."""
+"""Codecs: what the bytes of a message mean. ``get`` makes one, ``names`` lists them."""
 
 from ._base import Codec, registry
 from ._capabilities import (
@@ -35,10 +35,12 @@ __all__ = [
     "VariableSizeCodec",
     "ZippedCodec",
     "get",
+    "knows",
     "names",
     "options",
 ]
 
 get = registry.get
+knows = registry.knows
 names = registry.names
 options = registry.options

@@ -25,7 +25,7 @@ __all__ = ["Codec", "registry", "remember"]
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-registry: Registry[Codec] = Registry("codec", __package__)
+registry: Registry[Codec] = Registry("codec", __package__, "fusionlayer.codecs")
 
 
 @dataclass(frozen=True)

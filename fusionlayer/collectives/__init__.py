@@ -10,6 +10,7 @@ from ._base import (
     gathers,
     get,
     get_gather,
+    is_gather,
     registry,
 )
 from .reduction import UNSCALED, Scaling, choose, reduce_flat, reduce_scatter_flat, scale_, usual
@@ -27,6 +28,8 @@ __all__ = [
     "gather_names",
     "get",
     "get_gather",
+    "is_gather",
+    "knows",
     "names",
     "reduce_flat",
     "reduce_scatter_flat",
@@ -34,5 +37,6 @@ __all__ = [
     "usual",
 ]
 
+knows = registry.knows
 names = registry.names
 gather_names = gathers.names

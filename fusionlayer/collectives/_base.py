@@ -24,6 +24,7 @@ __all__ = [
     "gathers",
     "get",
     "get_gather",
+    "is_gather",
     "registry",
     "split_evenly",
 ]
@@ -78,8 +79,8 @@ class Gather(Protocol):
 Reduce = TypeVar("Reduce", bound=AllReduce)
 Takes = Callable[[Codec, int], bool]
 
-registry: Registry[AllReduce] = Registry("collective", __package__)
-gathers: Registry[Gather] = Registry("gathering collective", __package__)
+registry: Registry[AllReduce] = Registry("collective", __package__, "fusionlayer.collectives")
+gathers: Registry[Gather] = Registry("gathering collective", __package__, "fusionlayer.gathers")
 _demands: dict[str, tuple[Takes, str]] = {}
 
 
@@ -128,9 +129,14 @@ def gather_collective(name: str) -> Callable[[Gather], Gather]:
     return register
 
 
+def is_gather(name: str) -> bool:
+    """Return whether the collective ``name`` carries messages that were encoded ahead of fusion."""
+    return gathers.knows(name)
+
+
 def get(name: str) -> AllReduce:
     """Return the collective of flat tensors called ``name``; raise ``ConfigError`` if there is none."""
-    if name in gathers.names():
+    if not registry.knows(name) and is_gather(name):
         raise ConfigError(
             f"algorithm {name!r} carries tensors that were encoded one by one, ahead of fusion, and cannot sum a flat "
             f"tensor; use ahead=True, or choose one of: {', '.join(registry.names())}"
@@ -140,7 +146,7 @@ def get(name: str) -> AllReduce:
 
 def get_gather(name: str) -> Gather:
     """Return the collective of messages called ``name``; raise ``ConfigError`` if there is none."""
-    if name in registry.names():
+    if not is_gather(name) and registry.knows(name):
         raise ConfigError(
             f"algorithm {name!r} sums a flat tensor and cannot carry tensors that were encoded ahead of fusion; use "
             f"ahead=False, or choose one of: {', '.join(gathers.names())}"

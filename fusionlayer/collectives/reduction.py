@@ -12,7 +12,7 @@ from ..codecs import Codec
 from ..transport import Transport
 from ..wire import DTYPE_CODES
 from . import halves
-from ._base import AllReduce, check_pair, gathers, get, get_gather
+from ._base import AllReduce, check_pair, get, get_gather, is_gather
 
 __all__ = ["UNSCALED", "Scaling", "choose", "reduce_flat", "reduce_scatter_flat", "scale_", "usual"]
 
@@ -48,7 +48,7 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
             codec. Costs of a codec, in place of the codec, are taken as they are.
     """
     if ahead is None:
-        ahead = codec.ahead if algorithm is None else algorithm in gathers.names()
+        ahead = codec.ahead if algorithm is None else is_gather(algorithm)
     if ahead:
         name = algorithm or "gather"
         get_gather(name)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from .. import codecs, context
+from .. import codecs, collectives, context
 from ..codecs import Codec
-from ..config import Config
+from ..config import Config, blame
 from ..errors import ConfigError
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
@@ -121,9 +121,16 @@ def make_planning(
     ahead = options.ahead if options.ahead is not None else settings.ahead
     planner = _planner(options.planner, settings)
     plan = FusionPlan.from_yaml(options.plan) if isinstance(options.plan, (str, Path)) else options.plan
+    if plan is None and settings.plan is not None:
+        with blame(settings, "plan"):
+            plan = FusionPlan.from_yaml(settings.plan)
+            plan.without(idle).check(tensors, size)
     if plan is not None and idle:
         plan = plan.without(idle)
     first = codec if isinstance(codec, Codec) else _by_rules(codec, tensors)
+    with blame(settings, *(key for key in ("algorithm", "ahead") if getattr(options, key) is None)):
+        for each in [first] if isinstance(first, Codec) else first.values():
+            collectives.choose(each, size, algorithm, ahead=ahead)
     by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
     if isinstance(codec, CodecRules) and plan is None and not (algorithm is None and ahead is None):
         raise ConfigError(
@@ -152,7 +159,9 @@ def make_planning(
         )
         profile = options.profile if options.profile is not None else settings.profile
         if profile is not None and not changed:
-            plan = by_measuring.plan_by(Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile)
+            with blame(settings, *([] if options.profile is not None else ["profile"])):
+                measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
+                plan = by_measuring.plan_by(measured)
     if tuning is not None:
         plan_controller = Autotuner(
             tensors,
@@ -184,7 +193,8 @@ def autotuning(asked: bool | Autotune | None) -> Autotune | None:
     if asked is not None and not isinstance(asked, bool):
         raise ConfigError(f"autotune={asked!r}; expected True, False or fusionlayer.Autotune(...)")
     wanted = settings.autotune if asked is None else asked
-    return Autotune.of(settings.autotune_options) if wanted else None
+    with blame(settings, "autotune_options"):
+        return Autotune.of(settings.autotune_options) if wanted else None
 
 
 def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
@@ -197,13 +207,15 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
     if policy is not None:
         if options.codec_options or fidelity is not None:
             raise ConfigError("codec options and fidelity stand in the policy's file; leave them out of the arguments")
-        return CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
+        with blame(settings, *([] if options.policy is not None else ["policy"])):
+            return CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
     if (settings.codec if options.codec is None else options.codec) == AUTO:
         if options.codec_options:
             raise ConfigError(
                 f"codec 'auto' takes no options, got {dict(options.codec_options)}; name them in a policy"
             )
-        return CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity)
+        with blame(settings, *([] if fidelity is not None else ["fidelity"])):
+            return CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity)
     if fidelity is not None:
         raise ConfigError(f"fidelity={fidelity!r} is for codec='auto'; leave it out when you name a codec")
     return make_codec(options.codec, options.codec_options).bare
@@ -214,7 +226,8 @@ def _planner(planner: str | Planner | None, settings: Config) -> Planner:
         return planner
     if planner is not None:
         return planners.get(planner)
-    return planners.get(settings.planner, **settings.planner_options)
+    with blame(settings, "planner", "planner_options"):
+        return planners.get(settings.planner, **settings.planner_options)
 
 
 def _by_rules(policy: CodecRules, tensors: Sequence[TensorInfo]) -> dict[str, Codec]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives, context
 from ..codecs import Codec, CodecOptions
-from ..config import Config
+from ..config import Config, blame
 from ..errors import ConfigError, UsageError
 from ..functional import make_codec, refuse_unknown
 from ..plan import Bucket, FusionPlan, Slot
@@ -92,6 +92,12 @@ def register(
             f"the configured policy {settings.policy} gives each gradient a codec, which DDP's buckets cannot have; "
             "give ddp.register a codec, or wrap the optimizer in DistributedOptimizer"
         )
+    if settings.plan is not None:
+        with blame(settings, "plan"):
+            raise ConfigError(
+                f"the configured plan {settings.plan} is for DistributedOptimizer; with ddp.register DDP makes the "
+                "buckets: leave the plan out, or wrap the optimizer"
+            )
     transport = context.transport(model.process_group)
     tuning = autotuning(autotune)
     options = GradientOptions(
@@ -106,8 +112,9 @@ def register(
     if tuning is None or transport.size == 1:
         chosen = make_codec(codec, codec_options)
         ahead = settings.ahead if ahead is None else ahead
-        algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
-        ahead = algorithm in collectives.gather_names()
+        with blame(settings, *([] if algorithm is not None else ["algorithm"])):
+            algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
+        ahead = collectives.is_gather(algorithm)
         template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
         # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
         options = replace(options, codec=chosen, codec_options={}, planner=Config.planner, autotune=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .. import context
 from ..codecs import Codec, CodecOptions
+from ..deprecations import deprecated
 from ..errors import ConfigError
 from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
 from ..plan import FusionPlan
@@ -141,7 +141,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}; expected at least 1")
     if num_groups:
-        warnings.warn("num_groups is deprecated; give groups=<number>", DeprecationWarning, stacklevel=2)
+        deprecated("num_groups", "give groups=<number>")
         groups = groups if groups is not None else num_groups
     if not isinstance(broadcast, bool):
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")

@@ -51,7 +51,7 @@ class BucketCosts:
     @property
     def ahead(self) -> bool:
         """Whether the thread that computes encodes each gradient as it arrives."""
-        return self.algorithm in collectives.gather_names()
+        return collectives.is_gather(self.algorithm)
 
     def encode(self, elements: float) -> float:
         """Return seconds of packing and encoding so many elements on one rank."""
@@ -146,7 +146,7 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
         ConfigError: the codec was not measured with any options.
     """
     bits = _bits(codec)
-    measured = {name: codecs.get(name).bare for name in profile.codecs if name in codecs.names()}
+    measured = {name: codecs.get(name).bare for name in profile.codecs if codecs.knows(name)}
     alike = [name for name, other in measured.items() if other.name == codec.name]
     best = min(
         alike, key=lambda name: (measured[name] != codec.bare, abs(profile.codecs[name].bits - bits)), default=""

@@ -208,11 +208,10 @@ class OnlinePlanner(PlanController):
         found = [codec_of(bucket) for bucket in self._present.buckets]
         if isinstance(self._codec, CodecRules):
             found += self._codec.allowed({name: codecs.get(name) for name in CANDIDATES}).values()
-        known = codecs.names()
         by_name: dict[str, Codec] = {}
         for codec in found:
             name = short_name(codec)
-            by_name.setdefault(name if name in known else codec.name, codec)
+            by_name.setdefault(name if codecs.knows(name) else codec.name, codec)
         return by_name
 
     # ---- on rank 0 --------------------------------------------------------------------------------------------------

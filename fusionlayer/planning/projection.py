@@ -79,7 +79,7 @@ class Method:
         profile.codec(codec)
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise ConfigError(f"unknown algorithm {algorithm!r}; {nearest(algorithm, list(ALGORITHMS))}")
-        if algorithm is not None and codec in codecs.names():
+        if algorithm is not None and codecs.knows(codec):
             collectives.choose(codecs.get(codec), 2, algorithm, ahead=None)
         settings = Config()
         options = settings.planner_options if planner in (None, settings.planner) else {}

@@ -44,7 +44,7 @@ def choose_codecs(
 
     "auto" chooses among the codecs that the profile has costs for, each with its default options and collective.
     """
-    candidates = {name: codecs.get(name) for name in profile.codecs if name in codecs.names()}
+    candidates = {name: codecs.get(name) for name in profile.codecs if codecs.knows(name)}
     known: dict[Codec, BucketCosts] = {}
 
     def seconds(codec: Codec, tensor: TensorInfo) -> float:
@@ -95,7 +95,7 @@ def select(
     alone = choose_codecs(profile, policy, scenario, workers, measured)
     if not any(choice.auto for choice in alone.values()):
         return Selection(alone, *planned(alone), verdict="")
-    candidates = {name: codecs.get(name) for name in profile.codecs if name in codecs.names()}
+    candidates = {name: codecs.get(name) for name in profile.codecs if codecs.knows(name)}
     ways = {
         name: {tensor: replace(choice, codec=codec) if choice.auto else choice for tensor, choice in alone.items()}
         for name, codec in policy.allowed(candidates).items()

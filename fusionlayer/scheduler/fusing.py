@@ -47,7 +47,7 @@ def fuse(
     buckets: list[Bucket] = []
     for each, pool in pools.items():
         collective = collectives.choose(each, workers, algorithm, ahead=ahead)
-        goes_ahead = collective in collectives.gather_names()
+        goes_ahead = collectives.is_gather(collective)
         known = None if costs is None else costs(each, collective).within(tensors, pool)
         align = slot_alignment(each, goes_ahead)
         runs = planner(pool, known)

@@ -109,7 +109,7 @@ class _Names(type):
     def __getattr__(cls, name: str) -> CodecCompressor:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name not in codecs.names():
+        if not codecs.knows(name):
             raise AttributeError(f"Compression has no {name!r}; it has none, fp16, bf16, {', '.join(codecs.names())}")
         return CodecCompressor(name)
 

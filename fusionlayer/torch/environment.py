@@ -73,10 +73,10 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     timeline = environ.get("HOROVOD_TIMELINE", "")
     if timeline and timeline != "DYNAMIC" and job.timeline is None:
         found["timeline"] = timeline
-    if _is_set(environ, "HOROVOD_AUTOTUNE"):
+    if _is_set(environ, "HOROVOD_AUTOTUNE") and not environ.get("FUSIONLAYER_AUTOTUNE"):
         found["autotune"] = True
-        if environ.get("HOROVOD_AUTOTUNE_LOG"):
-            found["autotune_options"] = {"log": environ["HOROVOD_AUTOTUNE_LOG"], **job.autotune_options}
+    if found.get("autotune", job.autotune) and environ.get("HOROVOD_AUTOTUNE_LOG"):
+        found["autotune_options"] = {"log": environ["HOROVOD_AUTOTUNE_LOG"], **job.autotune_options}
     job = replace(job, **found)
     level = environ.get("HOROVOD_LOG_LEVEL", "").lower()
     if level:

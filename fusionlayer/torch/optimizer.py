@@ -29,7 +29,7 @@ __all__ = ["DistributedOptimizer"]
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = Compression.none,
+    compression: Any = None,
     backward_passes_per_step: int = 1,
     op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -47,7 +47,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     Args:
         optimizer: any optimizer over parameters of one device.
         named_parameters: ``model.named_parameters()``.
-        compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a codec: ``.int8``, ``.topk(0.01)``.
+        compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a codec: ``.int8``, ``.topk(0.01)``. None takes
+            the configured one: ``none`` without ``FUSIONLAYER_CODEC`` or a file.
         backward_passes_per_step: number of backward passes whose gradients are accumulated before they are reduced.
         op: ``Average``, ``Sum`` or ``Adasum``. With ``Adasum`` the ranks' steps are reduced, not their gradients.
         gradient_predivide_factor: with ``Average``, gradients are divided by it before the sum. The rest of the
@@ -76,7 +77,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
                 f"op=Adasum with process_set={process_set}, gradient_predivide_factor={gradient_predivide_factor}, "
                 f"{options}; it combines the steps of all ranks, not gradients: leave these out"
             )
-        return adasum_optimizer(optimizer, named_parameters, compression)
+        return adasum_optimizer(optimizer, named_parameters, compression or Compression.none)
     if groups is not None and not isinstance(groups, int):
         groups = list(groups)
     transport: Transport | None = None
@@ -86,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     distributed = _optimizer.DistributedOptimizer(
         optimizer,
         named_parameters,
-        codec=_codec(compression),
+        codec=None if compression is None else _codec(compression),
         op=functional.Sum if chosen is Sum else functional.Average,
         backward_passes_per_step=backward_passes_per_step,
         gradient_predivide_factor=gradient_predivide_factor,

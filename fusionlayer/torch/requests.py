@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from ..codecs import Codec, Part, PartsCodec
 from ..collectives import Scaling, reduce_flat
 from ..coordination import Reduce
 from ..coordination.operation import DTYPES
+from ..deprecations import deprecated
 from ..errors import ConfigError, FusionLayerError
 from ..seeds import derive_seed
 from ..transport import Transport
@@ -60,8 +60,8 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     if average is not None:
         if op is not None:
             raise ConfigError("got both op and average; average is deprecated: give op alone")
-        # Level 4 is the operation's caller. Below it: the operation, the function that names its arguments, choose_op.
-        warnings.warn("average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        # Below the user: the operation, the function that names its arguments, and choose_op.
+        deprecated("average", "give op=hvd.Average or op=hvd.Sum", frames=3)
         return ReduceOp.Average if average else ReduceOp.Sum
     if op is None:
         return ReduceOp.Average

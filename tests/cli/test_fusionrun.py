@@ -182,7 +182,8 @@ def test_flags_are_variables_that_the_job_reads() -> None:
     flags = (
         "--fusion-threshold-mb 0.5 --cache-capacity 9 --autotune --autotune-log-file a.csv --timeline-filename t.json"
     )
-    flags += " --no-stall-check --stall-check-shutdown-time-seconds 50 --log-level debug --network-interfaces eth7,eth8"
+    flags += " --codec int4 --no-stall-check"
+    flags += " --stall-check-shutdown-time-seconds 50 --log-level debug --network-interfaces eth7,eth8"
     (agent,) = fusionrun.plan(fusionrun._parse(["-np", "2", *flags.split(), "--gloo", "true"]), {})
     told = agent.environment
     assert told == {
@@ -190,6 +191,9 @@ def test_flags_are_variables_that_the_job_reads() -> None:
         "HOROVOD_CACHE_CAPACITY": "9",
         "HOROVOD_AUTOTUNE": "1",
         "HOROVOD_AUTOTUNE_LOG": "a.csv",
+        "FUSIONLAYER_AUTOTUNE": "1",
+        "FUSIONLAYER_AUTOTUNE_OPTIONS": '{"log": "a.csv"}',
+        "FUSIONLAYER_CODEC": "int4",
         "FUSIONLAYER_TIMELINE": "t.json",
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "FUSIONLAYER_STALL_WARNING": "inf",
@@ -201,6 +205,7 @@ def test_flags_are_variables_that_the_job_reads() -> None:
     }
     settings = config.load(told)
     assert (settings.timeline, settings.timeout, settings.stall_warning) == ("t.json", 50, float("inf"))
+    assert (settings.codec, settings.autotune, settings.autotune_options) == ("int4", True, {"log": "a.csv"})
 
 
 @pytest.mark.short

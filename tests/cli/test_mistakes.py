@@ -131,6 +131,7 @@ RUNS = (
     *("-np 2 --reset-limit x python", "-np 2 --fusion-threshold-mb nan python", "-np 2 --log-level loud python"),
     *("-np 2 --cycle-time-ms 3 python", "-np 2 --mpi python", "-np 2 --frobnicate python", "-np 2 -p 99999 python"),
     *("-np 2 --network-interface none9 python", "-np 2 --output-filename PLAN python", "-np 2 -H n:2 -i NONE python"),
+    *("-np 2 --codec int44 python", "-np 2 --plan NONE python", "-np 2 --plan LIST python"),
     *("-np 2 --timeline-filename PLAN/x python", "-np 2 --autotune-log-file FOLDER python"),
 )
 PROGRAMS = {"none-such-program": 127, "./none-such": 127, "PROGRAM": 126, "FOLDER": 126, "python PROGRAM.py": 2}

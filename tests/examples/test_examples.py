@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,18 @@ from tests.tiers import exhaustive, tiered
 from .places import EXAMPLES, NAMESPACES_WORK
 
 FIELDS = {
-    *("method", "codec", "codec_options", "workers", "device", "parameters", "steps", "batch_size", "seed"),
+    *(
+        "method",
+        "codec",
+        "codec_options",
+        "fusion_plan",
+        "workers",
+        "device",
+        "parameters",
+        "steps",
+        "batch_size",
+        "seed",
+    ),
     *("train_loss", "validation_loss", "step_seconds", "network_device", "bytes_per_step", "bytes_per_step_dense"),
     *("compression_ratio", "replicas_identical", "torch", "fusionlayer"),
 }
@@ -68,6 +81,35 @@ def test_train_gpt_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.timeout(240)
+@exhaustive(guarded_by="tests/integrations/test_configured.py::test_a_wrong_value_is_told_with_its_variable")
+def test_train_gpt_plans_as_the_documents_say(tmp_path: Path) -> None:
+    """The commands of two pages, in their order: the second of planning.md uses the plan that the first has saved."""
+    root = EXAMPLES.parent
+    pages = (root / "docs" / "planning.md").read_text() + (root / "docs" / "config.md").read_text()
+    commands = re.findall(r"^(?:(\w+)=(\w+) )?(torchrun .*examples/train_gpt.py.*)$", pages, re.MULTILINE)
+    small = ["--width", "32", "--layers", "1", "--heads", "2"]
+    told = []
+    for variable, value, command in commands:
+        _, *words = shlex.split(command.replace("examples/", f"{EXAMPLES}/"))
+        steps = "12" if "auto" in words else "3"  # auto chooses after seven
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *small, "--steps", steps],
+            cwd=tmp_path,
+            env={**os.environ, **({variable: value} if variable else {})},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        told += re.findall(r"^buckets +(\d.*)$", done.stdout, re.MULTILINE)
+    assert len(told) == len(commands) == 4
+    assert told[0] == told[1], "the plan that was saved is the plan that is used"
+    assert "int by" in told[2] and "int by" in told[3]
+    assert (tmp_path / "tried.csv").read_text().startswith("step,stage,shape,buckets")
+
+
+@pytest.mark.medium
 @pytest.mark.timeout(120)
 @exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
 def test_train_ddp_learns() -> None:
@@ -88,7 +130,10 @@ def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--codec", "int9"], "invalid choice: 'int9'"),
         (["--codec-option", "group_size"], "'group_size'; expected KEY=VALUE"),
+        (["--codec-option", "x=[1"], "'x=[1'; expected a value in YAML"),
         (["--steps", "0"], "0; expected a whole number above 0"),
+        (["--json", "/proc/x"], "argument --json: /proc/x cannot be written: No such file or directory"),
+        (["--autotune-log", "tried.csv"], "--autotune-log is for --autotune; give both"),
         (["--heads", "3"], "--heads 3 does not divide --width 128"),
     ],
 )
@@ -101,7 +146,8 @@ def test_wrong_options_are_refused(
     with pytest.raises(SystemExit) as ended:
         train_gpt.parse_options()
     assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
+    (told,) = capsys.readouterr().err.splitlines()
+    assert complaint in told
 
 
 @pytest.mark.short

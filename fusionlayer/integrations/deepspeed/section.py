@@ -166,7 +166,7 @@ def _check_role(role: str, traffic: RoleCodec) -> None:
         where = f"{role}.algorithm={algorithm!r}"
         if role != "gradients":
             raise _error(f"{where}; only all-reduces of gradients have a choice: leave it out")
-        if algorithm not in collectives.names():
+        if not collectives.knows(algorithm):
             raise _error(f"{where}; {nearest(algorithm, collectives.names())}")
     try:
         if traffic.compresses:

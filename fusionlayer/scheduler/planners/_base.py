@@ -14,7 +14,7 @@ from ._costs import Pipeline, StepCosts
 
 __all__ = ["Planner", "registry"]
 
-registry: Registry[Planner] = Registry("planner", __package__)
+registry: Registry[Planner] = Registry("planner", __package__, "fusionlayer.planners")
 
 
 @dataclass(frozen=True)

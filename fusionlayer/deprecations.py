@@ -1,0 +1,20 @@
+"""The one way in which a name of fusionlayer tells that it is deprecated. docs/compatibility.md has the policy."""
+
+from __future__ import annotations
+
+import warnings
+
+__all__ = ["deprecated"]
+
+
+def deprecated(old: str, instead: str, *, gone: str | None = None, frames: int = 1) -> None:
+    """Warn the user whose code uses ``old``, by a ``DeprecationWarning`` at that line.
+
+    Args:
+        old: what is deprecated, as users write it.
+        instead: what users write in its place, as an imperative: "give groups=<number>".
+        gone: the first version that may lack it; None: it stays, since another library has this name too.
+        frames: functions of fusionlayer between the user's line and this function.
+    """
+    when = "" if gone is None else f" and may go in {gone}"
+    warnings.warn(f"{old} is deprecated{when}; {instead}", DeprecationWarning, stacklevel=frames + 2)

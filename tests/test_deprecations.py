@@ -1,0 +1,35 @@
+"""Deprecations: what a warning says, and that the page of them lists every one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "compatibility.md").read_text()
+
+pytestmark = pytest.mark.short
+
+
+def test_a_former_module_still_works_and_tells_what_to_write() -> None:
+    (warning,) = re.findall(r"^```\n(.*)\n```$", PAGE, re.MULTILINE)
+    sys.modules.pop("fusionlayer.scheduler.policy", None)
+    with pytest.warns(DeprecationWarning, match=f"^{re.escape(warning)}$"):
+        former = importlib.import_module("fusionlayer.scheduler.policy")
+    from fusionlayer import CodecRule, CodecRules
+
+    assert (former.Policy, former.Rule) == (CodecRules, CodecRule)
+
+
+def test_every_deprecation_is_on_the_page_and_made_by_the_one_helper() -> None:
+    listed = re.findall(r"^\| `([\w.]+)`.*\| 0\.\d+ \|", PAGE, re.MULTILINE)
+    found = []
+    for path in (ROOT / "fusionlayer").rglob("*.py"):
+        text = path.read_text()
+        found += re.findall(r'\bdeprecated\("([\w.]+)"', text)
+        assert "DeprecationWarning" not in text or path.name == "deprecations.py", path
+    assert sorted(listed) == sorted(found)
