@@ -85,8 +85,8 @@ def told(found: list[Forecast] | str, step: float) -> str:
     best = found[0]
     if not 1 - _TRUSTED < best.modelled / step < 1 + _TRUSTED:
         return (
-            f"No prediction: the simulation gives {_ms(best.modelled)} ms for the recorded step of {_ms(step)} ms, so it "
-            "knows too little of it."
+            f"No prediction: a simulation of the recorded step gives {_ms(best.modelled)} ms in place of {_ms(step)} "
+            "ms, so something it does not know takes the time."
         )
     from_what = (
         f"The prediction is a simulation at the measured {_rate(best.rate)}, with codecs measured on this machine; for "

@@ -23,6 +23,7 @@ MODELLED = ("dense", "one_shot", "two_shot", "ring", "butterfly")
 
 _REPEATS = 3
 _SMALL = 1 << 12
+_APART = 2
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,12 @@ def forecast(step: RecordedStep, names: Sequence[str]) -> list[Forecast]:
 
 def _link(buckets: Sequence[RecordedBucket]) -> LinkCost:
     """Return the link by which the recorded exchanges took as long as they did."""
-    line = AlphaBeta.through([(b.sent, b.exchanged) for b in buckets if b.sent and b.exchanged] or [(1.0, 1e-9)])
+    points = [(bucket.sent, bucket.exchanged) for bucket in buckets if bucket.sent and bucket.exchanged]
+    sizes = [sent for sent, _ in points]
+    if points and max(sizes) > _APART * min(sizes):
+        line = AlphaBeta.through(points)
+    else:  # sizes that are much alike do not tell latency from rate, and most of the time is the rate's
+        line = AlphaBeta(0.0, sum(seconds for _, seconds in points) / max(sum(sizes), 1.0))
     # one_shot exchanges once; all others pass over the network there and back.
     latency = line.alpha / (1 if all(bucket.algorithm == "one_shot" for bucket in buckets) else 2)
     return LinkCost(latency, 0.0, 0.0, AlphaBeta(latency, line.beta), AlphaBeta(2 * latency, line.beta))
