@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.timeline import Timeline
 from fusionlayer.transport import LocalTransport, Transport
 from tests.disk import room_for
+from tests.packaging.project_tree import ROOT
 from tests.ranks import over_threads
 from tests.spans import spans_of
 
@@ -216,19 +218,20 @@ def test_encoding_is_not_taken_for_sending(
         assert len([span for span in spans if span["name"] == "ALLREDUCE"]) == 1
 
 
-def test_torchs_profiler_sees_what_is_done_for_which_bucket(tmp_path: Path) -> None:
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.profiler import ProfilerActivity, profile
-
+def test_torchs_profiler_sees_what_is_done_for_which_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(transport: Transport) -> None:
         timeline = Timeline(None, transport.rank)
         with timeline.bucket_span(transport, step=0, bucket=3):
             fusionlayer.collectives.get("one_shot")(torch.ones(256), fusionlayer.codecs.get("int8"), transport)
 
-    everywhere = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as found:
+    def train(steps: int) -> None:
         over_threads(2, body)
         fusionlayer.codecs.get("int8").compress(torch.ones(256))
-    names = [event.name for event in found.events() if event.name.startswith("fusionlayer")]
+
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/timeline.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(code, {"train": train})
+    events = json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["name"].startswith("fusionlayer")]
     of_bucket = [f"fusionlayer: {what} bucket 3" for what in ("all-reduce", "encode", "wire", "decode")]
     assert sorted(names) == sorted([*of_bucket, *of_bucket, "fusionlayer: encode"])

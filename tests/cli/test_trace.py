@@ -318,14 +318,20 @@ def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
     text = (ROOT / "docs/timeline.md").read_text()
     found = re.search(r"^FUSIONLAYER_TIMELINE=(\S+) torchrun (.*)\nfusionlayer (.*)$", text, re.MULTILINE)
     assert found is not None
-    file, run, trace = found[1], found[2].split(), found[3].split()
+    file, run = found[1], found[2].split()
     script = [str(ROOT / part) if part.startswith("examples/") else part for part in run]
     small = ["--steps", "6", "--width", "32", "--layers", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *script, *small]
     variables = {**os.environ, "FUSIONLAYER_TIMELINE": file}
     subprocess.run(command, cwd=tmp_path, env=variables, check=True, capture_output=True, timeout=55)
     main_of_cli = "import sys; from fusionlayer.cli import main; sys.exit(main())"
-    told = subprocess.run(
-        [sys.executable, "-c", main_of_cli, *trace], cwd=tmp_path, capture_output=True, text=True, timeout=55
-    )
-    assert told.returncode == 0 and told.stdout.count("Buckets of rank") == 2, told
+    for words in re.findall(r"^fusionlayer (trace .*)$", text, re.MULTILINE):
+        told = subprocess.run(
+            [sys.executable, "-c", main_of_cli, *words.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=55,
+        )
+        assert told.returncode == 0 and told.stdout.count("Buckets of rank") == 2, told
+    assert (tmp_path / "step.svg").exists() and (tmp_path / "all.json").exists()
