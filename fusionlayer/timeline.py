@@ -1,4 +1,8 @@
-"""Records what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto)."""
+"""Records what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto) and in torch's profiler.
+
+Code that works for a bucket without knowing it, such as a codec, says what it does by ``with here.doing(...)``. While
+nothing records, that makes one C object and calls nothing in Python.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,95 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
+
+import torch
+from torch.autograd import profiler
 
 from . import forks
 from .errors import ConfigError
 
-__all__ = ["Timeline"]
+__all__ = ["Timeline", "carried", "here"]
 
 _logger = logging.getLogger("fusionlayer")
 
 _NOTHING = nullcontext()
+_PREFIX = "fusionlayer: "
+_IN_PROFILES = {
+    "ALLREDUCE": "all-reduce",
+    "MEMCPY_IN_FUSION_BUFFER": "pack",
+    "MEMCPY_OUT_FUSION_BUFFER": "unpack",
+    "NEGOTIATE_ALLREDUCE": "compare plans",
+}
+"""What torch's profiler calls spans whose name in the timeline is Horovod's."""
+_encode = json.JSONEncoder(default=str).encode
+# A context that torch's profiler sees, by its name. It costs a fifth of a microsecond while no profiler is active.
+_profiled: Callable[[str], AbstractContextManager[object]] = getattr(
+    torch._C._profiler, "_RecordFunctionFast", nullcontext
+)
+
+
+class _CountsBytes(Protocol):
+    bytes_sent: int
+
+
+class _Here(threading.local):
+    """What records the work of the calling thread.
+
+    Attributes:
+        doing: returns a context for a piece of work: "fusionlayer: encode", "decode", "recode" or "wire". Only torch's
+            profiler sees it, unless the thread works for a bucket whose timeline is enabled. Contexts within another
+            one are not recorded in timelines.
+    """
+
+    def __init__(self) -> None:
+        self.doing: Callable[[str], AbstractContextManager[object]] = _profiled
+
+
+here = _Here()
+
+
+def carried(work: Callable[[], None]) -> Callable[[], None]:
+    """Return ``work`` for another thread, where it is recorded as work for the calling thread's bucket."""
+    doing = here.doing
+    if not isinstance(doing, _Parts):
+        return work
+    parts = doing
+
+    def run() -> None:
+        here.doing = _Parts(parts.timeline, parts.transport, parts.details)
+        try:
+            work()
+        finally:
+            here.doing = _profiled
+
+    return run
 
 
 class Timeline:
     """Writes one event for each span. Any thread may record.
 
     All timelines of a process with the same path share one file. Where the file can no longer be written, as on a full
-    disk, a warning says so once, and nothing more is recorded: what is timed goes on.
+    disk, a warning says so once, and nothing more is recorded: what is timed goes on. While torch's profiler is active
+    it gets the spans too, with or without a file.
 
     Args:
-        path: file to write, with ``.rank`` appended, so that each rank has its own. None: calls have no effect.
+        path: file to write, with ``.rank`` appended, so that each rank has its own. None: there is no file.
         rank: this rank, the process id in the trace.
 
     Raises:
         ConfigError: the file cannot be opened.
 
     Attributes:
-        enabled: whether anything is recorded.
+        enabled: whether anything is written.
     """
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._rank = rank
-        self._file = _File.join(f"{path}.{rank}") if path else None
+        self._file = _File.join(f"{path}.{rank}", rank) if path else None
         self.enabled = self._file is not None
         if self.enabled:
             forks.at_exit(self.close)
@@ -49,68 +107,151 @@ class Timeline:
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return a context that records the time and CPU time of its body, on the calling thread's row.
 
-        Details that JSON cannot hold, such as a codec, are written as strings.
+        Details that JSON cannot hold, such as a codec, are written as strings. Within ``bucket_span`` the details of
+        the bucket are added.
         """
-        return self._span(name, details) if self.enabled else _NOTHING
+        if not (self.enabled or profiler._is_profiler_enabled):
+            return _NOTHING
+        doing = here.doing
+        return _Span(self, name, {**doing.details, **details} if isinstance(doing, _Parts) else details)
 
-    @contextmanager
-    def _span(self, name: str, details: Mapping[str, Any]) -> Iterator[None]:
-        start, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        try:
-            yield
-        finally:
-            busy = (time.thread_time_ns() - cpu) / 1000
-            self._write(name, start, time.perf_counter_ns(), threading.current_thread().name, details, tdur=busy)
+    def bucket_span(self, transport: _CountsBytes, **details: Any) -> AbstractContextManager[None]:
+        """Return the context ALLREDUCE, in which codecs and ``transport`` record what they do, with its details."""
+        return _BucketSpan(self, transport, details) if self.enabled or profiler._is_profiler_enabled else _NOTHING
+
+    def part(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Return the context of a part of the bucket that this thread works for; codecs record nothing within it."""
+        doing = here.doing
+        return doing(name, details) if isinstance(doing, _Parts) else _NOTHING
 
     def record(self, name: str, start: int, end: int, *, row: str | None = None, **details: Any) -> None:
         """Record a span that is over. Times are of ``perf_counter_ns``; ``row``: None is the calling thread's row."""
         self._write(name, start, end, row or threading.current_thread().name, details)
 
-    def _write(self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], **more: float) -> None:
+    def note_clock(self, offset: int, error: int, ranks: int) -> None:
+        """Write by how many nanoseconds rank 0's clock is ahead of this one, and how wrong that may be."""
+        if self._file is not None:
+            # The stamps of spans stay as they are: whoever reads several files adds the offset.
+            args = {"offset_us": offset / 1000, "error_us": error / 1000, "ranks": ranks}
+            self._file.write(_metadata("clock", self._rank, 0, **args))
+
+    def _write(
+        self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], busy: int | None = None
+    ) -> None:
         file = self._file
-        if file is None:
-            return
-        event = {
-            "name": name,
-            "ph": "X",
-            "ts": start / 1000,
-            "dur": (end - start) / 1000,
-            **more,
-            "pid": self._rank,
-            "tid": row,
-            "args": details,
-        }
-        file.write(json.dumps(event, default=str) + ",\n")
+        if file is not None:
+            cpu = "" if busy is None else f', "tdur": {busy / 1000}'
+            file.write_span(
+                row,
+                f'{{"name": {_encode(name)}, "ph": "X", "ts": {start / 1000}, "dur": {(end - start) / 1000}{cpu}, '
+                f'"pid": {self._rank}, "args": {_encode(details)}',
+            )
 
     def close(self) -> None:
         """End this timeline; complete the file if no other timeline writes to it. A second call does nothing."""
         file, self._file = self._file, None
         self.enabled = False
         if file is not None:
-            end = {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
-            file.leave(json.dumps(end) + "\n]\n")
+            file.leave()
             forks.not_at_exit(self.close)
+
+
+class _Span:
+    """Records its body in the timeline, if that is enabled, and in torch's profiler, if one is active."""
+
+    __slots__ = ("_cpu", "_details", "_name", "_profile", "_start", "_timeline")
+
+    def __init__(self, timeline: Timeline, name: str, details: dict[str, Any]) -> None:
+        self._timeline, self._name, self._details = timeline, name, details
+        title = _PREFIX + _IN_PROFILES.get(name, name.lower())
+        self._profile = _profiled(f"{title} bucket {details['bucket']}" if "bucket" in details else title)
+
+    def __enter__(self) -> None:
+        self._profile.__enter__()
+        self._start, self._cpu = time.perf_counter_ns(), time.thread_time_ns()
+
+    def __exit__(self, *error: Any) -> None:
+        busy, end = time.thread_time_ns() - self._cpu, time.perf_counter_ns()
+        row = threading.current_thread().name
+        self._timeline._write(self._name, self._start, end, row, self._details, busy)
+        self._profile.__exit__(*error)
+
+
+class _BucketSpan(_Span):
+    """The work for one bucket. On this thread ``here.doing`` records its parts."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, timeline: Timeline, transport: _CountsBytes, details: dict[str, Any]) -> None:
+        super().__init__(timeline, "ALLREDUCE", details)
+        self._parts = _Parts(timeline, transport, details)
+
+    def __enter__(self) -> None:
+        here.doing = self._parts
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        here.doing = _profiled
+
+
+class _Parts:
+    """Makes the spans of what a thread does for a bucket; it stands in ``here.doing`` meanwhile."""
+
+    def __init__(self, timeline: Timeline, transport: _CountsBytes, details: dict[str, Any]) -> None:
+        self.timeline, self.transport, self.details = timeline, transport, details
+        self.inside = False
+
+    def __call__(self, name: str, more: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+        return _NOTHING if self.inside else _Part(self, name.removeprefix(_PREFIX).upper(), more or {})
+
+
+class _Part(_Span):
+    """A span that no other span of ``here.doing`` lies in."""
+
+    __slots__ = ("_parts", "_sent")
+
+    def __init__(self, parts: _Parts, name: str, more: Mapping[str, Any]) -> None:
+        super().__init__(parts.timeline, name, {**parts.details, **more})
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        self._parts.inside = True
+        self._sent = self._parts.transport.bytes_sent
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._parts.inside = False
+        if self._name == "WIRE":
+            self._details["bytes"] = self._parts.transport.bytes_sent - self._sent
+        super().__exit__(*error)
+
+
+def _metadata(kind: str, rank: int, row: int = 0, **args: object) -> str:
+    return _encode({"name": kind, "ph": "M", "pid": rank, "tid": row, "args": args}) + ",\n"
 
 
 class _File:
     """A trace file that is complete whenever no timeline uses it. A later timeline continues it."""
 
     _all: dict[str, _File] = {}
-    # Guards _all, and every file's _text, _users and _end: several threads write to one file.
+    # Guards _all, and every file's _text, _users, _rows and _end: several threads write to one file.
     _lock = threading.Lock()
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: int) -> None:
         self._path = path
+        self._rank = rank
         self._users = 0
+        self._rows: dict[str, int] = {}
         self._text: TextIO | None = None
         self._end = 0
         self._failed = False
 
     @classmethod
-    def join(cls, path: str) -> _File:
+    def join(cls, path: str, rank: int) -> _File:
         """Return the open file for a path, with one more user."""
         with cls._lock:
-            file = cls._all.setdefault(path, cls(path))
+            file = cls._all.setdefault(path, cls(path, rank))
             if file._text is None and not file._failed:
                 # Cut off what leave() has appended, and go on from there; start anew if the file was removed.
                 file._end = file._end if Path(path).exists() else 0
@@ -123,30 +264,44 @@ class _File:
                         file._text.seek(file._end)
                         file._text.truncate()
                     else:
-                        file._text.write("[\n")
+                        file._rows.clear()
+                        file._text.write("[\n" + _metadata("process_name", rank, name=f"rank {rank}"))
                 except OSError as error:
                     file._give_up(file._text, error)
             file._users += 1
             return file
 
     def write(self, text: str) -> None:
-        """Append ``text``. It does nothing once the file is closed."""
+        """Append ``text``, whole lines. It does nothing once the file is closed."""
         with self._lock:
-            if self._text is not None:
-                try:
-                    self._text.write(text)
-                except OSError as error:
-                    self._give_up(self._text, error)
+            self._append(text)
 
-    def leave(self, text: str) -> None:
-        """Give up one use. After the last one, append ``text`` and close the file."""
+    def write_span(self, row: str, text: str) -> None:
+        """Append an event that lacks its row and its end. Rows are numbered as they appear, and named before that."""
+        with self._lock:
+            number = self._rows.get(row)
+            if number is None:
+                number = self._rows[row] = len(self._rows) + 1
+                self._append(_metadata("thread_name", self._rank, number, name=row))
+            self._append(f'{text}, "tid": {number}}},\n')
+
+    def _append(self, text: str) -> None:
+        if self._text is not None:
+            try:
+                self._text.write(text)
+            except OSError as error:
+                self._give_up(self._text, error)
+
+    def leave(self) -> None:
+        """Give up one use. After the last one, complete the file and close it."""
         with self._lock:
             self._users -= 1
             file = self._text
             if self._users == 0 and file is not None:
                 try:
                     self._end = file.tell()
-                    file.write(text)
+                    # JSON takes no comma before the bracket, so an event ends the list.
+                    file.write(_metadata("process_name", self._rank, name=f"rank {self._rank}").rstrip(",\n") + "\n]\n")
                     file.close()
                     self._text = None
                 except OSError as error:

@@ -33,7 +33,8 @@ MUTANTS: list[Mutant] = [
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
         ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
         ("outages.py", "return used + _FEW_FILES > ", "return used > ", "a lack of files is named"),
-        ("timeline.py", '"dur": (end - start) / 1000,', '"dur": (end - start) / 1024,', "durations in timelines"),
+        ("timeline.py", '"dur": {(end - start) / 1000}', '"dur": {(end - start) / 1024}', "durations in timelines"),
+        ("timeline.py", "here.doing = _Parts(parts.tim", "_ = _Parts(parts.tim", "a helper's exchanges have no bucket"),
     ),
     *_of(
         "codecs/",
@@ -55,6 +56,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "transport/",
+        ("_clocks.py", "start + end) // 2,", "start + end),", "clocks of hosts"),
         ("_monitor.py", "threading.RLock()", "threading.Lock()", "a dropped transport waits for its own thread"),
         ("heartbeat.py", 'compare_set("cause", "", enc', 'compare_set("cause", "x", enc', "one cause for all"),
         (
@@ -314,6 +316,7 @@ LIKELY = {
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
     "cli/breakdown.py": "cli/test_trace.py",
+    "transport/_clocks.py": "transport/test_clocks.py",
     "cli/hosts.py": "cli/test_fusionrun.py",
     "torch/sync_batch_norm.py": "torch/test_functions.py",
     "torch/requests.py": "torch/test_behaviours.py",

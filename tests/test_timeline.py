@@ -1,38 +1,53 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import fusionlayer
+from fusionlayer import native
 from fusionlayer.errors import ConfigError
 from fusionlayer.timeline import Timeline
+from fusionlayer.transport import LocalTransport, Transport
 from tests.disk import room_for
+from tests.packaging.project_tree import ROOT
+from tests.ranks import over_threads
+from tests.spans import spans_of
 
 pytestmark = pytest.mark.short
 
 
 def test_spans_become_complete_events(tmp_path: Path) -> None:
     timeline = Timeline(str(tmp_path / "trace"), rank=3)
+    timeline.note_clock(-1500, 20, ranks=4)
     with timeline.span("OUTER", step=1), timeline.span("INNER", codec=fusionlayer.codecs.get("bf16")):
         pass
     with pytest.raises(KeyError), timeline.span("FAILED"):
         raise KeyError
     timeline.close()
     timeline.close()
-    inner, outer, failed, process = json.loads((tmp_path / "trace.3").read_text())
+    events = json.loads((tmp_path / "trace.3").read_text())
+    process, clock, row, inner, outer, failed, end = events
     assert [inner["name"], outer["name"], failed["name"]] == ["INNER", "OUTER", "FAILED"]
     assert inner["args"] == {"codec": "bf16()"} and outer["args"] == {"step": 1}
     for event in (inner, outer, failed):
-        assert (event["ph"], event["pid"], event["tid"]) == ("X", 3, "MainThread")
+        assert (event["ph"], event["pid"], event["tid"]) == ("X", 3, row["tid"])
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
     assert 0 <= inner["tdur"] <= outer["tdur"], "the thread's own CPU time"
-    assert process == {"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}
+    assert process == end == {"name": "process_name", "ph": "M", "pid": 3, "tid": 0, "args": {"name": "rank 3"}}
+    assert clock["args"] == {"offset_us": -1.5, "error_us": 0.02, "ranks": 4}
+    assert (row["name"], row["args"]) == ("thread_name", {"name": "MainThread"})
+    assert all(type(event["tid"]) is int for event in events), "viewers sort and name rows by numbers"
 
 
 def test_a_disabled_timeline_does_nothing_and_asks_nothing_of_its_details() -> None:
@@ -57,9 +72,10 @@ def test_what_began_on_another_thread_has_a_row_of_its_own(tmp_path: Path) -> No
     timeline.record("SET", 5_000, 12_500)
     timeline.close()
     timeline.record("LATE", start, end, row="bucket 7")
-    inner, queue, exact, _ = json.loads((tmp_path / "trace.0").read_text())
+    inner, queue, exact = spans_of(tmp_path / "trace.0")
     assert (exact["ts"], exact["dur"]) == (5.0, 7.5), "microseconds"
-    assert (queue["name"], queue["ph"], queue["tid"], queue["args"]) == ("QUEUE", "X", "bucket 7", {"step": 1})
+    assert (queue["name"], queue["ph"], queue["row"], queue["args"]) == ("QUEUE", "X", "bucket 7", {"step": 1})
+    assert inner["row"] == exact["row"] == "MainThread"
     assert queue["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= queue["ts"] + queue["dur"] + 1e-3
 
 
@@ -74,8 +90,7 @@ def test_threads_write_whole_events(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     timeline.close()
-    events = json.loads((tmp_path / "trace.0").read_text())
-    assert sorted(event["args"]["number"] for event in events[:-1]) == sorted([0, 1, 2, 3] * 50)
+    assert sorted(span["args"]["number"] for span in spans_of(tmp_path / "trace.0")) == sorted([0, 1, 2, 3] * 50)
 
 
 def test_a_closed_timeline_takes_no_more(tmp_path: Path) -> None:
@@ -84,12 +99,12 @@ def test_a_closed_timeline_takes_no_more(tmp_path: Path) -> None:
         timeline.close()
     with timeline.span("LATE"):
         pass
-    assert len(json.loads((tmp_path / "trace.0").read_text())) == 1
+    assert spans_of(tmp_path / "trace.0") == []
 
 
 def test_timelines_of_one_file_share_it(tmp_path: Path) -> None:
     def names() -> list[str]:
-        return [event["name"] for event in json.loads((tmp_path / "trace.0").read_text())]
+        return [span["name"] for span in spans_of(tmp_path / "trace.0")]
 
     first, second = (Timeline(str(tmp_path / "trace"), rank=0) for _ in range(2))
     with first.span("A"):
@@ -98,12 +113,12 @@ def test_timelines_of_one_file_share_it(tmp_path: Path) -> None:
     with first.span("LATE"), second.span("B"):
         pass
     second.close()
-    assert names() == ["A", "B", "process_name"]
+    assert names() == ["A", "B"]
     third = Timeline(str(tmp_path / "trace"), rank=0)
     with third.span("C"):
         pass
     third.close()
-    assert names() == ["A", "B", "C", "process_name"]
+    assert names() == ["A", "B", "C"]
 
 
 def test_without_a_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +133,7 @@ def test_without_a_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_process_that_forgets_to_close_leaves_a_whole_file(tmp_path: Path) -> None:
     code = "import sys; from fusionlayer.timeline import Timeline\nwith Timeline(sys.argv[1], 0).span('A'): pass"
     subprocess.run([sys.executable, "-c", code, tmp_path / "trace"], check=True)
-    assert [event["name"] for event in json.loads((tmp_path / "trace.0").read_text())] == ["A", "process_name"]
+    assert [span["name"] for span in spans_of(tmp_path / "trace.0")] == ["A"]
 
 
 @pytest.mark.parametrize("spans", [1, 1000])  # found when it is closed, and while it records
@@ -149,3 +164,74 @@ def test_a_device_that_is_full_ends_the_timeline_and_nothing_else(tmp_path: Path
 def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="timeline .*none/trace.0 cannot be written: No such file or directory"):
         Timeline(str(tmp_path / "none" / "trace"), rank=0)
+
+
+# ---- what a bucket's time goes into ---------------------------------------------------------------------------------
+
+
+class ClockOfWork(threading.local):
+    """A clock of each thread that only work moves: no test waits for it."""
+
+    now = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now
+
+    def thread_time_ns(self) -> int:
+        return 0
+
+    def works(self, milliseconds: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``call``, which takes so long by this clock."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            self.now += 1_000_000 * milliseconds
+            return call(*args, **options)
+
+        return timed
+
+
+@pytest.mark.parametrize("algorithm, pieces", [("two_shot", 1), ("ring", 2)])
+def test_encoding_is_not_taken_for_sending(
+    algorithm: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ClockOfWork()
+    monkeypatch.setattr("fusionlayer.timeline.time", clock)
+    for verb, milliseconds in (("encode", 5), ("recode", 30), ("decode", 200)):
+        monkeypatch.setattr(native, verb, clock.works(milliseconds, getattr(native, verb)))
+    monkeypatch.setattr(LocalTransport, "_begin", clock.works(7000, LocalTransport._begin))
+    codec = fusionlayer.codecs.get("int8")
+    numel = pieces * 3 * (1 << 16)
+
+    def body(transport: Transport) -> None:
+        timeline = Timeline(str(tmp_path / "trace"), transport.rank)
+        reduce = fusionlayer.collectives.get(algorithm)
+        with timeline.bucket_span(transport, step=1, bucket=2):
+            reduce(torch.ones(numel), codec, transport)
+        timeline.close()
+
+    over_threads(3, body)
+    for rank in range(3):
+        spans = spans_of(tmp_path / f"trace.{rank}")
+        lengths = {(span["name"], span["dur"] / 1000) for span in spans if span["name"] != "ALLREDUCE"}
+        assert lengths == {("ENCODE", 5), ("RECODE", 30), ("DECODE", 200), ("WIRE", 7000)}, "milliseconds"
+        assert all({"step": 1, "bucket": 2}.items() <= span["args"].items() for span in spans), "also of a helper's"
+        assert len([span for span in spans if span["name"] == "ALLREDUCE"]) == 1
+
+
+def test_torchs_profiler_sees_what_is_done_for_which_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(transport: Transport) -> None:
+        timeline = Timeline(None, transport.rank)
+        with timeline.bucket_span(transport, step=0, bucket=3):
+            fusionlayer.collectives.get("one_shot")(torch.ones(256), fusionlayer.codecs.get("int8"), transport)
+
+    def train(steps: int) -> None:
+        over_threads(2, body)
+        fusionlayer.codecs.get("int8").compress(torch.ones(256))
+
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/timeline.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(code, {"train": train})
+    events = json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["name"].startswith("fusionlayer")]
+    of_bucket = [f"fusionlayer: {what} bucket 3" for what in ("all-reduce", "encode", "wire", "decode")]
+    assert sorted(names) == sorted([*of_bucket, *of_bucket, "fusionlayer: encode"])

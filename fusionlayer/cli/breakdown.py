@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["PHASES", "Breakdown", "BucketTimes", "break_down"]
+__all__ = [
+    "CODEC",
+    "KINDS",
+    "LATE",
+    "NETWORK",
+    "OTHER",
+    "PACKING",
+    "PHASES",
+    "Breakdown",
+    "BucketTimes",
+    "break_down",
+    "exchanges",
+]
 
 PHASES = {
     "FORWARD": "forward",
@@ -22,10 +34,25 @@ PHASES = {
 }
 """Spans of the training thread, and what the breakdown calls them (SAFusion, figure 15)."""
 
+NETWORK, LATE, CODEC, PACKING, OTHER = KINDS = ("network", "late ranks", "codec", "packing", "other")
+"""What a communication thread does. Where two of them overlap, as when pieces are pipelined, the first one counts."""
+
+_PARTS = {
+    "WIRE": NETWORK,
+    "ENCODE": CODEC,
+    "DECODE": CODEC,
+    "RECODE": CODEC,
+    "MEMCPY_IN_FUSION_BUFFER": PACKING,
+    "MEMCPY_OUT_FUSION_BUFFER": PACKING,
+}
 _BUCKET = "ALLREDUCE"
 _NANOSECOND = 1e-3  # microseconds; by rounding a span may end after the next one has begun
 
 Span = Mapping[str, Any]
+Job = tuple[int, int]
+"""Step and bucket."""
+Piece = tuple[float, float, str]
+"""Start and end in microseconds, and kind."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +61,29 @@ class BucketTimes:
 
     Attributes:
         index: of the bucket.
-        start: when a communication thread took it, counted from the start of backward.
+        ready: when its last gradient was there, counted from the start of backward.
+        start: when a communication thread took it.
         end: when it was done.
         waited: how long the training thread waited for it.
-        phases: of the communication thread, by the name of their span; "other" is the time between them.
+        phases: of the communication thread, by ``KINDS``; they add up to ``end - start``.
+        exchanged: as long as it had the network, shared fairly with other buckets that were there at the same time.
+        sent: bytes that this rank sent.
+        elements: of the bucket; 0 where the timeline does not say, as for gradients that were encoded ahead.
+        codec: its codec with options.
+        algorithm: its collective, in capitals.
     """
 
     index: int
+    ready: float
     start: float
     end: float
     waited: float
     phases: Mapping[str, float]
+    exchanged: float
+    sent: float
+    elements: int
+    codec: str
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +95,12 @@ class Breakdown:
         steps: number of steps in the means.
         step: from one step's beginning to the next one's.
         phases: of the training thread, each without the phases nested in it; they add up to ``step``.
+        exposed: what communication threads did while the training thread waited, by ``KINDS``; these add up to the
+            phase "exposed communication".
+        exposed_by_bucket: the same by the bucket that they worked for.
         communication: how long at least one bucket was under way, hidden or not.
+        lanes: number of communication threads.
+        overlaps_forward: whether the next forward runs while buckets are under way.
         buckets: in the order of their numbers.
     """
 
@@ -64,7 +108,11 @@ class Breakdown:
     steps: int
     step: float
     phases: Mapping[str, float]
+    exposed: Mapping[str, float]
+    exposed_by_bucket: Mapping[int, Mapping[str, float]]
     communication: float
+    lanes: int
+    overlaps_forward: bool
     buckets: tuple[BucketTimes, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,13 +120,16 @@ class Breakdown:
         return asdict(self)
 
 
-def break_down(spans: Sequence[Span], skip: int, source: str) -> Breakdown:
+def break_down(
+    spans: Sequence[Span], skip: int, source: str, latest: Mapping[tuple[int, int, int], float] | None = None
+) -> Breakdown:
     """Return the mean step of ``spans``, complete events of one rank with times in microseconds.
 
     Args:
         spans: of all threads, in any order.
         skip: number of first steps to leave out.
         source: name of the file, for error messages.
+        latest: when the last rank came to the exchange (step, bucket, number), by this rank's clock; None: unknown.
 
     Raises:
         ConfigError: too few steps, or spans of something other than an optimizer's training.
@@ -101,15 +152,38 @@ def break_down(spans: Sequence[Span], skip: int, source: str) -> Breakdown:
         phases[PHASES[name]] += seconds / count
     step = (last - first) / 1e6 / count
     phases["other"] = step - sum(phases.values())
-    jobs = [span for span in own if span["name"] == _BUCKET]
+    jobs = {_job(span): span for span in spans if span["name"] == _BUCKET}
+    work = _work(spans, jobs, threads, latest or {})
+    waits = [span for span in own if span["name"] == "WAIT"]
+    by_bucket = _exposed(waits, jobs, work)
+    forwards = [span for span in own if span["name"] == "FORWARD"]
     return Breakdown(
         rank=int(training[0]["pid"]),
         steps=count,
         step=step,
         phases=phases,
-        communication=_union(jobs) / count,
-        buckets=tuple(_buckets(jobs, own, _backward_begins(training), set(kept[:-1]))),
+        exposed={kind: sum(found[kind] for found in by_bucket.values()) / count for kind in KINDS},
+        exposed_by_bucket={
+            bucket: {kind: found[kind] / count for kind in KINDS} for bucket, found in sorted(by_bucket.items())
+        },
+        communication=_union([span for span in own if span["name"] == _BUCKET]) / count,
+        lanes=len({span["tid"] for span in jobs.values()}),
+        overlaps_forward=any(f["ts"] <= w["ts"] < f["ts"] + f["dur"] for w in waits for f in forwards[:3]),
+        buckets=tuple(_buckets(jobs, work, spans, _backward_begins(training), set(kept[:-1]))),
     )
+
+
+def exchanges(spans: Sequence[Span]) -> Iterator[tuple[tuple[int, int, int], Span]]:
+    """Yield the exchanges of buckets, each with its step, its bucket and its number in that bucket."""
+    numbers: Counter[Job] = Counter()
+    for span in sorted((span for span in spans if span["name"] == "WIRE"), key=_start):
+        step, bucket = _job(span)
+        yield (step, bucket, numbers[step, bucket]), span
+        numbers[step, bucket] += 1
+
+
+def _job(span: Span) -> Job:
+    return span["args"]["step"], span["args"]["bucket"]
 
 
 def _start(span: Span) -> float:
@@ -156,49 +230,140 @@ def _exclusive(spans: Sequence[Span]) -> list[tuple[str, float]]:
 def _union(spans: Sequence[Span]) -> float:
     """Return the seconds that at least one of the spans covers."""
     total, end = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span["ts"]):
+    for span in sorted(spans, key=_start):
         stop = span["ts"] + span["dur"]
         total += max(0.0, stop - max(end, span["ts"]))
         end = max(end, stop)
     return total / 1e6
 
 
+# ---- communication threads ------------------------------------------------------------------------------------------
+
+
+def _work(
+    spans: Sequence[Span], jobs: Mapping[Job, Span], training: set[Any], latest: Mapping[tuple[int, int, int], float]
+) -> dict[Job, list[Piece]]:
+    """Return what was done for each bucket: pieces that follow on each other, from its span's start to its end."""
+    parts: dict[Job, list[Piece]] = defaultdict(list)
+    for key, span in exchanges(spans):
+        start, end = span["ts"], span["ts"] + span["dur"]
+        come = min(max(start, latest.get(key, start)), end)
+        parts[key[:2]] += [(start, come, LATE), (come, end, NETWORK)]
+    for span in spans:
+        kind = _PARTS.get(span["name"], NETWORK)
+        if kind != NETWORK and span["tid"] not in training:
+            parts[_job(span)].append((span["ts"], span["ts"] + span["dur"], kind))
+    return {job: _in_turn(span["ts"], span["ts"] + span["dur"], parts[job]) for job, span in jobs.items()}
+
+
+def _in_turn(begin: float, end: float, parts: Sequence[Piece]) -> list[Piece]:
+    """Return pieces that cover ``begin`` to ``end``; where ``parts`` overlap the first of ``KINDS`` counts."""
+    changes = [(begin, OTHER, 1), (end, OTHER, -1)]
+    for start, stop, kind in parts:
+        changes += [(start, kind, 1), (stop, kind, -1)]
+    found: list[Piece] = []
+    under_way: Counter[str] = Counter()
+    at = begin
+    for time, kind, change in sorted(changes, key=lambda each: each[0]):
+        now = min(max(time, begin), end)
+        if now > at:
+            found.append((at, now, next((kind for kind in KINDS if under_way[kind] > 0), OTHER)))
+            at = now
+        under_way[kind] += change
+    return found
+
+
+def _exposed(
+    waits: Sequence[Span], jobs: Mapping[Job, Span], work: Mapping[Job, list[Piece]]
+) -> dict[int, dict[str, float]]:
+    """Return the seconds of ``waits`` by the bucket that delayed them and by what was done for it.
+
+    A bucket may wait in line behind others of its communication thread; these delay it then.
+    """
+    rows: dict[Any, list[tuple[float, float, str, int]]] = defaultdict(list)
+    for job, span in sorted(jobs.items(), key=lambda item: item[1]["ts"]):
+        rows[span["tid"]] += [(*piece, job[1]) for piece in work[job]]
+    found: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
+    for wait in waits:
+        begin, end, index = wait["ts"], wait["ts"] + wait["dur"], wait["args"]["bucket"]
+        left = wait["dur"] / 1e6
+        sender = jobs.get(_job(wait))
+        row = [] if sender is None else rows[sender["tid"]]
+        for start, stop, kind, bucket in row[max(0, bisect_left(row, begin, key=lambda piece: piece[1])) :]:
+            if start >= end:
+                break
+            seconds = (min(stop, end) - max(start, begin)) / 1e6
+            found[bucket][kind] += seconds
+            left -= seconds
+        found[index][OTHER] += left
+    return found
+
+
+def _shares(work: Mapping[Job, list[Piece]]) -> Mapping[Job, float]:
+    """Return the seconds for which each bucket had the network: while n buckets use it, each has 1 / n of it."""
+    used = [(start, end, job) for job, pieces in work.items() for start, end, kind in pieces if kind == NETWORK]
+    changes = sorted((at, job) for start, end, job in used for at in (start, end))
+    found: dict[Job, float] = defaultdict(float)
+    using: set[Job] = set()
+    last = 0.0
+    for at, job in changes:
+        for each in using:
+            found[each] += (at - last) / 1e6 / len(using)
+        last = at
+        using ^= {job}
+    return found
+
+
 def _buckets(
-    jobs: Sequence[Span], spans: Sequence[Span], backward: Mapping[int, float], steps: set[int]
+    jobs: Mapping[Job, Span],
+    work: Mapping[Job, list[Piece]],
+    spans: Sequence[Span],
+    backward: Mapping[int, float],
+    steps: set[int],
 ) -> list[BucketTimes]:
     times: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    threads: dict[str, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span["ts"]):
-        threads[span["tid"]].append(span)
-    for job in jobs:
-        step, index = job["args"]["step"], job["args"]["bucket"]
+    shares = _shares(work)
+    sent: Counter[Job] = Counter()
+    facts: dict[int, tuple[int, str, str]] = {}
+    ready = {job: span["ts"] for job, span in jobs.items()}
+    for span in spans:
+        details = span["args"]
+        if span["name"] == "WIRE":
+            sent[_job(span)] += details["bytes"]
+        elif span["name"] == "QUEUE":
+            ready[_job(span)] = span["ts"]
+        elif span["name"] == "WAIT" and details["step"] in steps:
+            times[details["bucket"]]["waited"].append(span["dur"] / 1e6)
+        elif "codec" in details and "bucket" in details:
+            facts[details["bucket"]] = (details.get("elements", 0), details["codec"], span["name"])
+    for (step, index), span in jobs.items():
         if step not in steps or step not in backward:
             continue
-        end = job["ts"] + job["dur"]
-        row = threads[job["tid"]]
-        inside = row[bisect_left(row, job["ts"], key=_start) : bisect_left(row, end, key=_start)]
-        parts: dict[str, float] = defaultdict(float)
-        for name, seconds in _exclusive(inside):
-            parts["other" if name == _BUCKET else name] += seconds
-        times[index]["start"].append((job["ts"] - backward[step]) / 1e6)
-        times[index]["end"].append((end - backward[step]) / 1e6)
-        for name, seconds in parts.items():
-            times[index][f"phase {name}"].append(seconds)
-    for span in spans:
-        if span["name"] == "WAIT" and span["args"]["step"] in steps:
-            times[span["args"]["bucket"]]["waited"].append(span["dur"] / 1e6)
+        found = times[index]
+        for name, at in (("ready", ready[step, index]), ("start", span["ts"]), ("end", span["ts"] + span["dur"])):
+            found[name].append((at - backward[step]) / 1e6)
+        for kind in KINDS:
+            found[kind].append(sum(end - start for start, end, each in work[step, index] if each == kind) / 1e6)
+        found["exchanged"].append(shares.get((step, index), 0.0))
+        found["sent"].append(sent[step, index])
     return [
-        BucketTimes(
-            index,
-            statistics.median(found["start"]),
-            statistics.median(found["end"]),
-            statistics.median(found["waited"] or [0.0]),
-            {
-                name.removeprefix("phase "): statistics.median(values)
-                for name, values in found.items()
-                if name.startswith("phase ")
-            },
-        )
+        _bucket(index, found, *facts.get(index, (0, "", "")))
         for index, found in sorted(times.items())
         if found["start"]
     ]
+
+
+def _bucket(index: int, found: Mapping[str, list[float]], elements: int, codec: str, algorithm: str) -> BucketTimes:
+    return BucketTimes(
+        index=index,
+        ready=statistics.median(found["ready"]),
+        start=statistics.median(found["start"]),
+        end=statistics.median(found["end"]),
+        waited=statistics.median(found["waited"] or [0.0]),
+        phases={kind: statistics.median(found[kind]) for kind in KINDS},
+        exchanged=statistics.median(found["exchanged"]),
+        sent=statistics.median(found["sent"]),
+        elements=elements,
+        codec=codec,
+        algorithm=algorithm,
+    )

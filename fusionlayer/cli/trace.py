@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import json
+import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .arguments import count
-from .breakdown import Breakdown, break_down
+from . import timelines
+from .arguments import check_file, count
+from .breakdown import CODEC, KINDS, LATE, NETWORK, OTHER, PACKING, Breakdown, break_down
 from .tables import print_table
+from .timelines import Recording
+from .verdict import predicted, told, verdict
 
 __all__ = ["add_parser"]
 
@@ -21,14 +25,15 @@ Write the timelines with FUSIONLAYER_TIMELINE=trace.json; each rank makes a file
 (ui.perfetto.dev) and chrome://tracing show as well. "other" is what lies between the spans: data, gradient clipping,
 whatever else the training loop does. The loss counts as backward.
 """
+_WIDTH = 80
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
     parser = commands.add_parser(
         "trace",
-        help="break steps down into forward, backward, compression and exposed communication, from timelines",
-        description="Break the mean step of a run down, from the timelines of its ranks.",
+        help="tell from timelines what steps wait for, and break them down",
+        description="Tell what the mean step of a run waits for, and break it down, from the timelines of its ranks.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,74 +44,114 @@ def add_parser(commands: Any) -> None:
         "--skip", type=count, default=3, metavar="N", help="first steps to leave out: they plan and warm up (default 3)"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--plot", type=Path, metavar="OUT.svg", help="draw one step of all ranks (needs matplotlib)")
+    parser.add_argument(
+        "--merge", type=Path, metavar="OUT.json", help="write one timeline of all ranks, by the clock of rank 0"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the breakdown that ``options`` ask for."""
-    ranks = [_break_down(path, options.skip) for path in _files(options.timelines)]
+    """Print what ``options`` ask for."""
+    for option in ("plot", "merge"):
+        if getattr(options, option):
+            check_file(getattr(options, option), f"--{option}")
+    recordings = timelines.read(timelines.files(options.timelines))
+    latest = timelines.latest_exchanges(recordings)
+    ranks = [_break_down(recording, options.skip, latest) for recording in recordings]
+    found = predicted(ranks[0], recordings[0].ranks)
     if options.json:
-        print(json.dumps([rank.as_dict() for rank in ranks], indent=1))
-        return
-    _print_phases(ranks)
-    for rank in ranks:
-        _print_buckets(rank)
+        forecast = found if isinstance(found, str) else [asdict(each) for each in found]
+        whole = {"verdict": verdict(ranks), "prediction": forecast, "ranks": [rank.as_dict() for rank in ranks]}
+        print(json.dumps(whole, indent=1))
+    else:
+        _say(verdict(ranks))
+        _say(told(found, ranks[0].step))
+        for note in _notes(recordings):
+            _say(note)
+        print()
+        _print_phases(ranks)
+        for rank in ranks:
+            _print_buckets(rank)
+    if options.merge:
+        timelines.merge(recordings, options.merge)
+    if options.plot:
+        from .step_picture import draw
+
+        draw(options.plot, recordings, ranks, verdict(ranks))
 
 
-def _files(names: Sequence[str]) -> list[Path]:
-    files = []
-    for name in names:
-        found = [Path(name)] if Path(name).is_file() else [Path(path) for path in glob.glob(f"{glob.escape(name)}.*")]
-        ranks = [path for path in found if path.is_file()]
-        if not ranks:
-            raise ConfigError(f"no timeline {name} and none of a rank, {name}.0; run with FUSIONLAYER_TIMELINE={name}")
-        files += sorted(ranks, key=lambda path: (len(path.name), path.name))
-    return files
+def _say(text: str) -> None:
+    print(textwrap.fill(text, _WIDTH))
 
 
-def _break_down(path: Path, skip: int) -> Breakdown:
+def _notes(recordings: Sequence[Recording]) -> list[str]:
+    """Return what the reader must know of the files."""
+    notes = []
+    cut = [recording.path.name for recording in recordings if recording.cut]
+    if cut:
+        notes.append(
+            f"Incomplete: {', '.join(cut)} end{'s' * (len(cut) == 1)} in the middle: the run was killed or still goes "
+            "on. Whole steps count."
+        )
+    known = [recording.ranks for recording in recordings if recording.ranks is not None]
+    if known and len(recordings) < known[0]:
+        notes.append(
+            f"These are {len(recordings)} of {known[0]} ranks, so waiting for late ranks counts as waiting for the "
+            "network."
+        )
+    elif len(recordings) > 1 and any(recording.offset is None for recording in recordings):
+        notes.append(
+            "The clocks of the ranks were not measured, so waiting for late ranks counts as waiting for the network."
+        )
+    error = max(recording.error for recording in recordings)
+    if error:
+        notes.append(f"Clocks of hosts were compared to {error / 1e3:.2g} ms when training began.")
+    return notes
+
+
+def _break_down(recording: Recording, skip: int, latest: dict[tuple[int, int, int], float]) -> Breakdown:
+    offset = recording.offset or 0.0
     try:
-        events = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"timeline {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no timeline of fusionlayer: it is no text") from error
-    except ValueError as error:
-        raise ConfigError(f"timeline {path} is not complete: {error}; a run that ends orderly completes it") from error
-    try:
-        spans = [event for event in events if event["ph"] == "X"]
-        if not all({"name", "ts", "dur", "pid", "tid", "args"} <= event.keys() for event in spans):
-            raise LookupError
-        return break_down(spans, skip, str(path))
+        return break_down(
+            recording.spans, skip, str(recording.path), {key: time - offset for key, time in latest.items()}
+        )
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{path} is no timeline of fusionlayer; expected a list of events with ph, name, ts, dur, pid, tid and args"
+            f"{recording.path} is a trace, but no timeline of this version of fusionlayer; record it anew with "
+            "FUSIONLAYER_TIMELINE"
         ) from error
 
 
 def _print_phases(ranks: Sequence[Breakdown]) -> None:
     rows = []
+
+    def add(rank: Breakdown, name: str, seconds: float) -> None:
+        rows.append((f"{rank.rank}", name, f"{1e3 * seconds:.2f}", f"{100 * seconds / rank.step:.0f}"))
+
     for rank in ranks:
         for name, seconds in [*rank.phases.items(), ("step", rank.step)]:
-            rows.append((f"{rank.rank}", name, f"{1e3 * seconds:.2f}", f"{seconds / rank.step:.0%}"))
-        hidden = f"{1e3 * rank.communication:.2f}"
-        rows.append((f"{rank.rank}", "(communication, hidden or not)", hidden, f"{rank.communication / rank.step:.0%}"))
+            add(rank, name, seconds)
+            if name == "exposed communication":
+                for kind in KINDS:
+                    if rank.exposed[kind]:
+                        add(rank, f"- {kind}", rank.exposed[kind])
+        add(rank, "(communication, hidden or not)", rank.communication)
     steps = " and ".join(sorted({str(rank.steps) for rank in ranks}))
-    print_table(f"Mean of {steps} steps", ("rank", "phase", "ms", "of step"), rows, right=(0, 2, 3))
+    print_table(f"Mean of {steps} steps", ("rank", "phase", "ms", "% of step"), rows, right=(0, 2, 3))
 
 
 def _print_buckets(rank: Breakdown) -> None:
-    names = sorted({name for bucket in rank.buckets for name in bucket.phases})
-    rows = [
-        (
-            str(bucket.index),
-            *(f"{1e3 * value:.2f}" for value in (bucket.start, bucket.end, bucket.waited)),
-            *(f"{1e3 * bucket.phases[name]:.2f}" if name in bucket.phases else "" for name in names),
-        )
-        for bucket in rank.buckets
-    ]
-    columns = ("bucket", "starts", "ends", "waited for", *names)
-    title = f"Buckets of rank {rank.rank}: median ms, starts and ends from the start of backward"
+    rows = []
+    for bucket in rank.buckets:
+        network, late, codec = (bucket.phases[kind] for kind in (NETWORK, LATE, CODEC))
+        other = bucket.phases[PACKING] + bucket.phases[OTHER]
+        times = (bucket.start, bucket.end, codec, network, late, other, bucket.waited)
+        sent = f"{bucket.sent / 1e3:.0f}"
+        rows.append((str(bucket.index), sent, *(f"{1e3 * seconds:.2f}" for seconds in times)))
+    names = ("starts", "ends", "codec", "wire", "late", "other", "waits")
+    columns = ("bucket", "kB", *(f"{name} ms" for name in names))
+    title = f"Buckets of rank {rank.rank}: medians; starts and ends count from the start of backward"
     print_table(title, columns, rows, right=range(len(columns)))

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import native
 from ..errors import ConfigError, WireError
 from ..registry import Registry
+from ..timeline import here
 from ..wire import ALIGN, DTYPE_CODES, Plane, WireFormat, lay_out
 from ._encoding import Encoding, piece
 from ._header import seal, verify
@@ -185,18 +186,20 @@ class Codec(ABC):
         """
         self._check_tensors(x, payloads)
         how = Encoding(seed, offset, residual)
-        for rows, start, stop, form in self._runs(x.numel(), payloads, chunk, x.dtype):
-            first = start // chunk * self._numbers(chunk) if start else 0
-            self._encode_rows(piece(x, start, stop), _bodies(rows, form), form, how.part(start, stop, first))
-            if self.header:
-                for row in rows:
-                    self._seal(row, form)
+        with here.doing("fusionlayer: encode"):
+            for rows, start, stop, form in self._runs(x.numel(), payloads, chunk, x.dtype):
+                first = start // chunk * self._numbers(chunk) if start else 0
+                self._encode_rows(piece(x, start, stop), _bodies(rows, form), form, how.part(start, stop, first))
+                if self.header:
+                    for row in rows:
+                        self._seal(row, form)
 
     def decode_chunks(self, payloads: Tensor, out: Tensor, chunk: int, *, dtype: torch.dtype | None = None) -> None:
         """Fill ``out[i * chunk : (i + 1) * chunk]`` from row i of ``payloads``: the inverse of ``encode_chunks``."""
         self._check_tensors(out, payloads)
-        for rows, start, stop, form in self._runs(out.numel(), payloads, chunk, dtype or out.dtype):
-            self._decode_rows(self._verified(rows, form), piece(out, start, stop), form)
+        with here.doing("fusionlayer: decode"):
+            for rows, start, stop, form in self._runs(out.numel(), payloads, chunk, dtype or out.dtype):
+                self._decode_rows(self._verified(rows, form), piece(out, start, stop), form)
 
     def decode_sum(self, payloads: Tensor, out: Tensor, *, dtype: torch.dtype | None = None, add: bool = False) -> None:
         """Fill ``out`` (n,) with the sum of all rows of ``payloads`` (k, capacity), added in their order in f32.
@@ -206,7 +209,8 @@ class Codec(ABC):
         self._check_tensors(out, payloads)
         if out.numel():
             form = self.wire(out.numel(), dtype or out.dtype)
-            self._sum_rows(self._verified(payloads, form), out, form, add)
+            with here.doing("fusionlayer: decode"):
+                self._sum_rows(self._verified(payloads, form), out, form, add)
 
     def recode(
         self,
@@ -231,12 +235,13 @@ class Codec(ABC):
             return
         form, how = self.wire(numel, dtype), Encoding(seed, offset, residual)
         body = piece(payload, form.body, form.capacity)
-        if source is None or source is self or source == self:
-            self._recode_rows(self._verified(payloads, form), body, form, x, how)
-        else:
-            self._recode_foreign(source, payloads, body, form, how)
-        if self.header:
-            self._seal(payload, form)
+        with here.doing("fusionlayer: recode"):
+            if source is None or source is self or source == self:
+                self._recode_rows(self._verified(payloads, form), body, form, x, how)
+            else:
+                self._recode_foreign(source, payloads, body, form, how)
+            if self.header:
+                self._seal(payload, form)
 
     def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
         """Write ``x - base`` into ``payload`` (capacity,), a message of f32, for ranks that have ``base``.

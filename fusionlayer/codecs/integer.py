@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
+from ..timeline import here
 from ..wire import Plane, WireFormat
 from ._base import Codec, registry
 from ._capabilities import TransformCodec
@@ -89,7 +90,8 @@ class Int(TransformCodec, NativeCodec, name="int"):
             )
         form = self.wire(x.numel(), x.dtype)
         spec = self._seeded(form, base.dtype, Encoding(seed, offset))
-        native.encode_difference(spec, form.offsets, x, base, payload[form.body : form.capacity])
+        with here.doing("fusionlayer: encode"):
+            native.encode_difference(spec, form.offsets, x, base, payload[form.body : form.capacity])
         if self.header:
             self._seal(payload, form)
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ..timeline import carried
 from ..transport import Transport
 
 __all__ = ["IN_FLIGHT", "Piece", "cut", "pipeline"]
@@ -110,7 +111,7 @@ class _ThreadWorker(CommWorker):
         self._pool = ThreadPoolExecutor(1, "fusionlayer comm worker")
 
     def send(self, travel: Callable[[], None]) -> Callable[[], object]:
-        return self._pool.submit(travel).result
+        return self._pool.submit(carried(travel)).result
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown()

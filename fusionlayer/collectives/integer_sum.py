@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..codecs import Codec, HomomorphicCodec
 from ..seeds import derive_seed
+from ..timeline import here
 from ..transport import Transport
 from ._base import check_pair, collective, split_evenly
 
@@ -47,7 +48,9 @@ def integer_sum(
     mine = min(numel, (rank + 1) * chunk) - min(numel, rank * chunk)
     total = transport.scratch("sum", nbytes, x.device)
     if mine:
-        agreed.add_codes(incoming, total, mine, x.dtype)
+        with here.doing("fusionlayer: recode"):
+            agreed.add_codes(incoming, total, mine, x.dtype)
     totals = transport.scratch("sums", size * nbytes, x.device).view(size, nbytes)
     transport.all_gather(total, totals)
-    agreed.decode_sums(totals, x, chunk, size)
+    with here.doing("fusionlayer: decode"):
+        agreed.decode_sums(totals, x, chunk, size)

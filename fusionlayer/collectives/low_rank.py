@@ -14,6 +14,7 @@ from ..codecs import Codec, Part
 from ..codecs._low_rank import orthonormal, product, random_factor, square_shape
 from ..codecs.powersgd import PowerSGD
 from ..seeds import derive_seed
+from ..timeline import here
 from ..transport import Transport
 from ._base import check_pair, collective
 from .one_shot import one_shot
@@ -48,26 +49,29 @@ def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
     if codec.parts is None:
         _as_square(x, codec, transport, seed, residual)
         return
-    wanted = x.float() if residual is None else x + residual
-    work = _FactorMessages.of(codec, wanted, seed)
-    for each in work.matrices:
-        torch.mm(each.start, each.matrix.T, out=each.left)
+    with here.doing("fusionlayer: encode"):
+        wanted = x.float() if residual is None else x + residual
+        work = _FactorMessages.of(codec, wanted, seed)
+        for each in work.matrices:
+            torch.mm(each.start, each.matrix.T, out=each.left)
     _sum(work.lefts, codec, transport, derive_seed(seed, 0))
-    for group in work.alike():
-        found = orthonormal(torch.stack([each.left for each in group]))
-        for each, left in zip(group, found, strict=True):
-            torch.mm(each.left.copy_(left), each.matrix, out=each.right)
-    for span, values in work.others:
-        values.copy_(wanted[span])
-    given = None if residual is None else work.rights.clone()
-    lost = None if residual is None else torch.zeros_like(work.rights)
+    with here.doing("fusionlayer: recode"):
+        for group in work.alike():
+            found = orthonormal(torch.stack([each.left for each in group]))
+            for each, left in zip(group, found, strict=True):
+                torch.mm(each.left.copy_(left), each.matrix, out=each.right)
+        for span, values in work.others:
+            values.copy_(wanted[span])
+        given = None if residual is None else work.rights.clone()
+        lost = None if residual is None else torch.zeros_like(work.rights)
     _sum(work.rights, codec, transport, derive_seed(seed, 1), lost)
-    if residual is not None and given is not None and lost is not None:
-        _keep(residual, wanted, work, given.sub_(lost))
-    for each in work.matrices:
-        product(each.left, each.right, x[each.span].view_as(each.matrix))
-    for span, values in work.others:
-        x[span].copy_(values)
+    with here.doing("fusionlayer: decode"):
+        if residual is not None and given is not None and lost is not None:
+            _keep(residual, wanted, work, given.sub_(lost))
+        for each in work.matrices:
+            product(each.left, each.right, x[each.span].view_as(each.matrix))
+        for span, values in work.others:
+            x[span].copy_(values)
     if codec.warm_start:
         _remember(work, seed)
 

@@ -123,7 +123,7 @@ class AheadBuffer(Buffer):
         every = self._exchange(transport)
         results = {}
         for name, gradient in gradients.items():
-            with self._timeline.span("DECODE", tensor=name, bucket=self._index):
+            with self._timeline.part("DECODE", tensor=name):
                 place = self._places[name]
                 out = self._target(place, gradient)
                 self.codec.decode_sum(every[:, place.message.start : place.message.stop], out)

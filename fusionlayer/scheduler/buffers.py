@@ -165,7 +165,7 @@ class FlatBuffer(Buffer):
             return dict(gradients)
         flat = self._make_flat() if self._flat is None else self._flat
         slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
-        with self._timeline.span("MEMCPY_IN_FUSION_BUFFER"):
+        with self._timeline.part("MEMCPY_IN_FUSION_BUFFER"):
             if self._prescale == 1:
                 torch._foreach_copy_(slots, given)
             else:
@@ -175,7 +175,7 @@ class FlatBuffer(Buffer):
                 torch._foreach_zero_(self._gaps)
         self._sum(flat, transport, seed)
         if self._in_place:
-            with self._timeline.span("MEMCPY_OUT_FUSION_BUFFER"):
+            with self._timeline.part("MEMCPY_OUT_FUSION_BUFFER"):
                 torch._foreach_copy_(given, slots)
         return dict(zip(gradients, given if self._in_place else slots, strict=True))
 

@@ -20,7 +20,7 @@ from ..errors import PlanMismatch, UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
-from ..transport import Transport
+from ..transport import Transport, measure_clock
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
 from .failure import located, tensors_that_differ
@@ -128,6 +128,9 @@ class Engine:
         # because no hook runs then. Lanes never take it, so a thread that holds it may wait for a lane.
         self._lock = threading.Lock()
         transport.agree("the number of lanes", lanes)
+        clock = measure_clock(transport, wanted=self._timeline.enabled)
+        if clock is not None:
+            self._timeline.note_clock(*clock, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None
@@ -572,7 +575,7 @@ class Engine:
             timeline.record("QUEUE", ready, now, row=f"bucket {index}", step=step, bucket=index)
         start = time.perf_counter()
         try:
-            with timeline.span("ALLREDUCE", step=step, bucket=index):
+            with timeline.bucket_span(transport, step=step, bucket=index):
                 buffer.run(transport, seed)
         except BaseException:
             try:

@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import forks
 from ..errors import PlanMismatch, TransportError, UsageError
 from ..processes import node_name
+from ..timeline import here
 from ._base import Transport
 from ._calls import Call, peers
 from ._checks import checked_peers
@@ -306,20 +307,22 @@ class _InCall:
     It is a class because every message passes here, and a generator would take three times as long.
     """
 
-    __slots__ = ("_call", "_transport", "_watch")
+    __slots__ = ("_call", "_span", "_transport", "_watch")
 
     def __init__(self, transport: LinkedTransport, call: Call, counted: bool) -> None:
         if transport._failure is not None:
             transport._check_open()
         transport.sequence += counted
         self._transport, self._call, self._watch = transport, call, transport._watch
+        self._span = here.doing("fusionlayer: wire")
         if self._watch is not None:
             self._watch.enter(call, transport.sequence)
 
     def __enter__(self) -> None:
-        pass
+        self._span.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._span.__exit__(None, None, None)
         if self._watch is None:
             return
         if error is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransportError
+from ..timeline import here
 from ._base import Transport
 from ._calls import Call
 from ._sum import sum_in_rank_order
@@ -107,34 +108,38 @@ class LocalTransport(Transport):
         call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
         if self.why:
             call = replace(call, why=self.why)
-        offered: list[Sequence[Tensor]] = self._begin(call, sends)
-        for source, recv in enumerate(recvs):
-            if recv.numel():
-                recv.copy_(offered[source][self.rank])
-        self.bytes_sent += sum(call.sends) - call.sends[self.rank]
-        self._end(recvs)
+        with here.doing("fusionlayer: wire"):
+            offered: list[Sequence[Tensor]] = self._begin(call, sends)
+            for source, recv in enumerate(recvs):
+                if recv.numel():
+                    recv.copy_(offered[source][self.rank])
+            self.bytes_sent += sum(call.sends) - call.sends[self.rank]
+            self._end(recvs)
 
     def all_reduce(self, x: Tensor) -> None:
         call = Call.all_reduce(x, self.purpose)
         flat = x.view(-1)
-        offered: list[Tensor] = self._begin(call, flat)
-        bounds = [flat.numel() * r // self.size for r in range(self.size + 1)]
-        mine = slice(bounds[self.rank], bounds[self.rank + 1])
-        total = torch.empty_like(flat[mine])
-        sum_in_rank_order([other[mine] for other in offered], total)
-        totals: list[Tensor] = self._meet(total, [total])
-        for r, part in enumerate(totals):
-            flat[bounds[r] : bounds[r + 1]].copy_(part)
-        self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
-        self._synchronize([flat])
+        with here.doing("fusionlayer: wire"):
+            offered: list[Tensor] = self._begin(call, flat)
+            bounds = [flat.numel() * r // self.size for r in range(self.size + 1)]
+            mine = slice(bounds[self.rank], bounds[self.rank + 1])
+            total = torch.empty_like(flat[mine])
+            sum_in_rank_order([other[mine] for other in offered], total)
+            totals: list[Tensor] = self._meet(total, [total])
+            for r, part in enumerate(totals):
+                flat[bounds[r] : bounds[r + 1]].copy_(part)
+            self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
+            self._synchronize([flat])
 
     def broadcast(self, x: Tensor, root: int) -> None:
-        offered: list[Tensor] = self._begin(Call.broadcast(x, root, self.size, self.purpose), x)
-        if self.rank == root:
-            self.bytes_sent += (self.size - 1) * x.nbytes
-        else:
-            x.view(-1).copy_(offered[root].view(-1))
-        self._end([x])
+        call = Call.broadcast(x, root, self.size, self.purpose)
+        with here.doing("fusionlayer: wire"):
+            offered: list[Tensor] = self._begin(call, x)
+            if self.rank == root:
+                self.bytes_sent += (self.size - 1) * x.nbytes
+            else:
+                x.view(-1).copy_(offered[root].view(-1))
+            self._end([x])
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
         call = Call.send(x, self.rank, to, tag, self.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +23,7 @@ from fusionlayer.transport.c10d import C10dTransport
 from tests.codecs.toy_sparse import toy_sparse
 from tests.harness import run_ranks
 from tests.ranks import over_threads
+from tests.spans import spans_of
 
 from .engines import MODEL, exact_sum, gradients, make_engine, run_step
 
@@ -303,20 +303,19 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
 
     over_threads(2, body)
     for rank in range(2):
-        events = json.loads((tmp_path / f"trace.{rank}").read_text())
-        spans = [event for event in events if event["ph"] == "X"]
+        spans = spans_of(tmp_path / f"trace.{rank}")
         encodes = [s for s in spans if s["name"] == "ENCODE"]
         order = ["w5", "w0", "w1", "w2", "w3", "w4"]
         assert [s["args"] for s in encodes] == [
             {"tensor": name, "step": step, "bucket": int(name > "w2")} for step in range(2) for name in order
         ]
-        assert all(s["tid"] != "sender" for s in encodes)
-        lane = [s for s in spans if s["tid"] == "sender"]
-        bucket = ["GATHER", "DECODE", "DECODE", "DECODE", "ALLREDUCE"]
+        assert all(s["row"] != "sender" for s in encodes)
+        lane = [s for s in spans if s["row"] == "sender"]
+        bucket = ["WIRE", "GATHER", "DECODE", "DECODE", "DECODE", "ALLREDUCE"]
         assert [s["name"] for s in lane] == ["NEGOTIATE_ALLREDUCE", *bucket * 4]
         assert [s["args"]["tensor"] for s in lane if s["name"] == "DECODE"][:6] == ["w0", "w1", "w2", "w5", "w3", "w4"]
         waits = [s for s in spans if s["name"] == "QUEUE"]
-        assert [s["tid"] for s in waits] == ["bucket 0", "bucket 1"] * 2
+        assert [s["row"] for s in waits] == ["bucket 0", "bucket 1"] * 2
 
 
 # ---- plans, defaults, refusals --------------------------------------------------------------------------------------

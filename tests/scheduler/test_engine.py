@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import threading
 from itertools import product
@@ -22,6 +21,7 @@ from fusionlayer.timeline import Timeline
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
 from tests.ranks import over_threads
+from tests.spans import spans_of
 from tests.tiers import tiered
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
@@ -269,7 +269,7 @@ def test_a_given_plan_names_codec_and_collective() -> None:
         return transport.bytes_sent
 
     payload = codecs.get("bf16").bare.wire(plan.buckets[0].numel).capacity
-    agreed = 2 * 32  # the number of lanes, and the plan
+    agreed = 2 * 32 + 1  # the number of lanes, the plan, and whether there is a timeline
     assert all(sent == payload + agreed for sent in over_threads(2, body))
 
 
@@ -376,22 +376,28 @@ def test_the_timeline_shows_every_bucket_of_every_step(tmp_path: Path) -> None:
 
     over_threads(2, body)
     for rank in range(2):
-        events = json.loads((tmp_path / f"trace.{rank}").read_text())
-        spans = [event for event in events if event["ph"] == "X" and event["tid"] == "sender"]
+        events = spans_of(tmp_path / f"trace.{rank}")
+        spans = [event for event in events if event["row"] == "sender"]
         every = [{"step": s, "bucket": b} for s in range(2) for b in range(2)]
         waits = [event for event in events if event["name"] == "WAIT"]
         assert [wait["args"] for wait in waits] == every
         queued = [event for event in events if event["name"] == "QUEUE"]
         assert [event["args"] for event in queued] == every
-        assert [event["tid"] for event in queued] == ["bucket 0", "bucket 1"] * 2
-        inner = ["MEMCPY_IN_FUSION_BUFFER", "TWO_SHOT", "MEMCPY_OUT_FUSION_BUFFER", "ALLREDUCE"]
+        assert [event["row"] for event in queued] == ["bucket 0", "bucket 1"] * 2
+        parts = ["ENCODE", "WIRE", "RECODE", "WIRE", "DECODE", "TWO_SHOT"]
+        inner = ["MEMCPY_IN_FUSION_BUFFER", *parts, "MEMCPY_OUT_FUSION_BUFFER", "ALLREDUCE"]
         assert [span["name"] for span in spans] == ["NEGOTIATE_ALLREDUCE", *inner * 4]
         outer = [span for span in spans if span["name"] == "ALLREDUCE"]
         assert [span["args"] for span in outer] == [{"step": s, "bucket": b} for s in range(2) for b in range(2)]
         assert {span["pid"] for span in spans} == {rank}
-        assert len({wait["tid"] for wait in waits} - {"sender"}) == 1, "whoever waits is not who sends"
+        assert len({wait["row"] for wait in waits} - {"sender"}) == 1, "whoever waits is not who sends"
+        first = {"step": 0, "bucket": 0}
         codec = [span["args"] for span in spans if span["name"] == "TWO_SHOT"][0]
-        assert codec == {"codec": str(codecs.get("int8")), "elements": plan.buckets[0].numel}
+        assert codec == {**first, "codec": str(codecs.get("int8")), "elements": plan.buckets[0].numel}
+        assert [span["args"] for span in spans if span["name"] == "ENCODE"][0] == first
+        sent = sum(span["args"]["bytes"] for span in spans if span["name"] == "WIRE" and span["args"]["bucket"] == 0)
+        chunk = codecs.get("int8", header=False).wire(-(-plan.buckets[0].numel // 2 // 128) * 128).capacity
+        assert sent == 2 * 2 * chunk, "two steps, two exchanges, half of the chunks each"
         for previous, span in zip(outer, outer[1:], strict=False):
             assert previous["ts"] + previous["dur"] <= span["ts"]
 
