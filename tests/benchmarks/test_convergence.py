@@ -179,6 +179,7 @@ class TestRuns:
             assert losses[0] == ddp[0]
             assert 0 < abs(losses[-1][1] - ddp[-1][1]) < 0.5, method
 
+    @exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
     def test_that_fail_are_told_of(self, capfd: pytest.CaptureFixture[str]) -> None:
         assert command.run("no such codec", 0, Settings(model="small", steps=1), "broken") is None
         assert "unknown codec 'no such codec'" in capfd.readouterr().err

@@ -136,6 +136,7 @@ def test_a_cost_is_within_rounds() -> None:
     Variant.parse("int8+unchecked")
 
 
+@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
 def test_what_is_bad_on_purpose_is_judged_so() -> None:
     """And a rank of fusionlayer's that is killed is told rightly, in the same processes."""
@@ -148,11 +149,11 @@ def test_what_is_bad_on_purpose_is_judged_so() -> None:
     assert [rank["kind"] for rank in rows[-1]["ranks"]] == ["raised", "silent", "raised"]
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_what_is_bad_on_purpose_is_judged_so")
+@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
 @pytest.mark.timeout(300)
 def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command.main(["--smoke", "--out", str(tmp_path), "--hardware", "test"])
+    command.main(["--smoke", "--trust", "--out", str(tmp_path), "--hardware", "test"])
     out = capfd.readouterr().out
     assert "| kill " in out and "| bit flip " in out
     (result,) = tmp_path.glob("faults_test_*.json")

@@ -25,7 +25,7 @@ ROW = re.compile(
 )
 
 
-@exhaustive(guarded_by="tests/examples/test_examples.py::test_train_gpt_under_torchrun")
+@exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
 @pytest.mark.timeout(240)
 def test_table() -> None:
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=230, env={**os.environ, "COLUMNS": "80"})

@@ -52,6 +52,7 @@ def run(*command: str, timeout: float = 100) -> str:
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
+@exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
 def test_train_gpt_under_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     codec = ("--codec", "int4", "--codec-option", "group_size=64")

@@ -30,6 +30,7 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.mpi import mpirun, needs_mpirun
 from tests.tiers import tiered
+from tests.transport.test_connecting import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -251,19 +252,27 @@ def finish(command: list[str], seconds: float = 50, **variables: str) -> str:
 
 
 @pytest.mark.medium
-def test_torchrun_with_configuration_and_timeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", tiered(["by the harness", "by torchrun"], lambda started: started != "by torchrun"))
+def test_torchrun_with_configuration_and_timeline(tmp_path: Path, started: str) -> None:
+    """In the fast tier ranks fork from the harness: tests/test_documents.py starts torchrun."""
     (tmp_path / "settings.yaml").write_text(
         "codec: int\ncodec_options: {bits: 4, rounding: stochastic}\nplanner: wfbp\nplanner_options: {}\n"
         "checksum: true\ntimeout: 77\nthreads: 1\n"
     )
-    script = write(tmp_path, TRAIN + CONFIGURED + AGAIN)
-    printed = finish(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
-        FUSIONLAYER_CONFIG=str(tmp_path / "settings.yaml"),
-        FUSIONLAYER_TIMEOUT="33",
-        FUSIONLAYER_TIMELINE=str(tmp_path / "trace"),
-    )
-    assert sorted(printed.splitlines()) == ["0 2 0 2 True", "1 2 1 2 True"]
+    program = TRAIN + CONFIGURED + AGAIN
+    settings = {
+        "FUSIONLAYER_CONFIG": str(tmp_path / "settings.yaml"),
+        "FUSIONLAYER_TIMEOUT": "33",
+        "FUSIONLAYER_TIMELINE": str(tmp_path / "trace"),
+    }
+    if started == "by torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        printed = sorted(finish([*command, write(tmp_path, program)], **settings).splitlines())
+    else:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        variables = [{**environment("torchrun", rank, 2), **meeting, **settings} for rank in range(2)]
+        printed = run_ranks(run_script, 2, program, variables, backend=None, timeout=50)
+    assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
     for rank in range(2):
         events = json.loads((tmp_path / f"trace.{rank}").read_text())
         names = [event["name"] for event in events]
@@ -288,25 +297,16 @@ def test_mpirun_of_a_shell_that_starts_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nodes", tiered([1, 2], lambda nodes: nodes == 2))
 def test_tasks_that_srun_starts_train_together(tmp_path: Path, nodes: int) -> None:
     """On one node they meet by a file, on several by the name of the first: here both are this host."""
-    script = write(tmp_path, TRAIN + AGAIN)
     job = {"JOB_ID": os.getpid(), "STEP_ID": nodes, "STEP_TASKS_PER_NODE": "2" if nodes == 1 else "1(x2)"}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env=clean_environment(
-                **srun(
-                    rank, 2, **job, LOCALID=rank * (nodes == 1), NODEID=rank * (nodes == 2), STEP_NODELIST="localhost"
-                ),
-                TMPDIR=str(tmp_path),
-            ),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    variables = [
+        {
+            **srun(rank, 2, **job, LOCALID=rank * (nodes == 1), NODEID=rank * (nodes == 2), STEP_NODELIST="localhost"),
+            "TMPDIR": str(tmp_path),
+        }
         for rank in range(2)
     ]
-    printed = [task.communicate(timeout=50)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0]
-    assert printed == [f"{rank} 2 {rank if nodes == 1 else 0} {2 // nodes} True\n" for rank in range(2)]
+    printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50)
+    assert printed == [f"{rank} 2 {rank if nodes == 1 else 0} {2 // nodes} True" for rank in range(2)]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
-import os
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from fusionlayer import native
 from tests.cores import all_cores
 from tests.tiers import exhaustive
 
+ROOT = Path(__file__).resolve().parents[2]
 CSRC = Path(native.__file__).parent / "csrc"
 HOST = Path(__file__).parent / "cuda_on_host"
 COMPILE = (
@@ -29,24 +30,26 @@ SANITIZE = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=
 
 
 @pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+def host_kernels() -> Callable[[str], ctypes.CDLL]:
     """Return a function that gives csrc/cuda as a library for this CPU: "plain" or "sanitized".
 
-    The workers of pytest-xdist compile it once for all.
+    It is compiled when a source or a flag has changed, by the first worker that needs it: half a minute.
     """
-    own = tmp_path_factory.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
     @functools.cache
     def load(build: str) -> ctypes.CDLL:
-        folder = shared / f"cuda_on_host_{build}"
-        folder.mkdir(exist_ok=True)
-        library = folder / "libkernels.so"
+        folder = ROOT / "build" / f"cuda_on_host_{build}"
+        folder.mkdir(parents=True, exist_ok=True)
+        library, made_of = folder / "libkernels.so", folder / "made_of"
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # guards the folder while one worker compiles
-            if not library.exists():
+            sanitize = SANITIZE if build == "sanitized" else ()
+            wanted = digest_of_sources(sanitize)
+            if not made_of.exists() or made_of.read_text() != wanted:
                 with all_cores():
-                    compile_kernels(folder, library, SANITIZE if build == "sanitized" else ())
+                    made_of.unlink(missing_ok=True)
+                    compile_kernels(folder, library, sanitize)
+                    made_of.write_text(wanted)
         loaded = ctypes.CDLL(str(library))
         native.declare(loaded)
         for name in ("fl_build_info", "fl_last_error"):
@@ -62,9 +65,23 @@ def kernels(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes
     return host_kernels(request.param)
 
 
-def compile_kernels(folder: Path, library: Path, sanitize: tuple[str, ...]) -> None:
+def digest_of_sources(sanitize: tuple[str, ...]) -> str:
+    """Return a digest of all that the library is made of: the compiler, its flags, sources and headers."""
+    version = subprocess.run([find_compiler(), "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(version + repr((COMPILE, sanitize)).encode())
+    for path in sorted(path for folder in (CSRC, HOST) for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def find_compiler() -> str:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler, "no C++ compiler: neither g++ nor c++ is on PATH"
+    return compiler
+
+
+def compile_kernels(folder: Path, library: Path, sanitize: tuple[str, ...]) -> None:
+    compiler = find_compiler()
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     compiles = [
         subprocess.Popen(
