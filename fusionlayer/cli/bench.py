@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
 import re
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import __version__, codecs, collectives, context, functional, launch
+from .. import codecs, collectives, context, functional, launch
 from ..errors import ConfigError
-from ..planning.profiler import describe_machine
 from ..transport import Transport
 from .arguments import check_file, names, positive
 from .outputs import check_picture, keep, keep_picture, tell
 from .pictures import draw_bandwidths
 from .progress import Progress
+from .rows import FORMATS, Row, bandwidths, table, title
 from .spawn import RankError, run_on_ranks
-from .tables import Column, Table, add_columns, check_columns, layout, screen_width
-from .units import MEMORY, RATES, SECONDS, in_one_unit, in_words
+from .tables import add_columns, check_columns, screen_width
+from .units import MEMORY, in_words
 
-__all__ = ["Row", "add_parser", "as_bytes"]
+__all__ = ["add_parser", "as_bytes"]
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -60,27 +56,6 @@ kB, MB and GB are powers of 1000, KiB and MiB of 1024. In csv and json times are
 in seconds and bandwidths in GB/s. A codec that cannot travel by an algorithm
 has no row; standard error says why.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row: one collective with one codec at one size. ``--help`` explains the columns."""
-
-    collective: str
-    codec: str
-    algorithm: str
-    dtype: str
-    ranks: int
-    size: int
-    calls: int
-    time_s: float
-    min_s: float
-    max_s: float
-    algbw_gb_s: float
-    busbw_gb_s: float
-    effbw_gb_s: float
-    sent_bytes: int
-    ratio: float
 
 
 def as_bytes(text: str) -> int:
@@ -122,11 +97,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the tensors (default cpu)")
     parser.add_argument("--calls", type=positive, default=20, metavar="N", help="that are timed (default 20)")
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="calls before those (default 5)")
-    parser.add_argument("--format", choices=["text", "csv", "json"], default="text", help="default text")
+    parser.add_argument("--format", choices=[*FORMATS], default="text", help="default text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw effbw against size, as .png, .svg or .pdf"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw effbw against size, as .png, .svg or .pdf")
     add_columns(parser)
     parser.set_defaults(run=run)
 
@@ -179,7 +152,7 @@ def _check(options: argparse.Namespace, ranks: int, writes: bool) -> None:
         check_file(options.out, "--out")
     if options.plot is not None and writes:
         check_picture(options.plot)
-    check_columns([_table([])], options.columns)
+    check_columns([table([])], options.columns)
     for collective in options.collectives:
         if collective not in _KINDS:
             raise ConfigError(f"unknown collective {collective!r}; known: {', '.join(_KINDS)}")
@@ -326,71 +299,11 @@ def _largest_over_ranks(transport: Transport, numbers: list[float]) -> list[floa
 
 
 def _write(options: argparse.Namespace, rows: list[Row]) -> None:
-    text = _FORMATS[options.format](options, rows)
+    text = FORMATS[options.format](rows, options.columns, None if options.out else screen_width())
     if options.out is None:
         tell(text, f"bench.{options.format}")
     else:
         keep(options.out, lambda place: place.write_bytes(text.encode()), "--out")
         print(options.out)
     if options.plot is not None and rows:
-        keep_picture(options.plot, lambda: draw_bandwidths(_title(rows), _bandwidths(rows)))
-
-
-def _as_json(options: argparse.Namespace, rows: Sequence[Row]) -> str:
-    environment = {**describe_machine(), "fusionlayer": __version__}
-    return json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
-
-
-def _as_csv(options: argparse.Namespace, rows: Sequence[Row]) -> str:
-    text = io.StringIO()
-    table = csv.DictWriter(text, [field.name for field in fields(Row)])
-    table.writeheader()
-    table.writerows(asdict(row) for row in rows)
-    return text.getvalue()
-
-
-def _as_text(options: argparse.Namespace, rows: Sequence[Row]) -> str:
-    return layout([_table(rows)], options.columns, None if options.out else screen_width())
-
-
-_FORMATS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], str]] = {
-    "text": _as_text,
-    "csv": _as_csv,
-    "json": _as_json,
-}
-
-
-def _title(rows: Sequence[Row]) -> str:
-    return f"{rows[0].ranks} ranks, {rows[0].dtype}" if rows else "no rows"
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    volume, (size,) = in_one_unit(MEMORY, [row.size for row in rows])
-    unit, times = in_one_unit(SECONDS, *([getattr(row, f"{name}_s") for row in rows] for name in ("time", "min", "max")))
-    names = ("algbw", "busbw", "effbw")
-    rate, bandwidths = in_one_unit(RATES, *([1e9 * getattr(row, f"{name}_gb_s") for row in rows] for name in names))
-    columns = [
-        Column("collective", [row.collective for row in rows], text=True),
-        Column("codec", [row.codec for row in rows], text=True),
-        Column("algorithm", [row.algorithm for row in rows], text=True),
-        Column("size", size, volume),
-        Column("time", times[0], unit),
-        Column("min", times[1], unit, gives_way=2),
-        Column("max", times[2], unit, gives_way=2),
-        *(
-            Column(name, cells, rate, gives_way=int(name == "algbw"))
-            for name, cells in zip(names, bandwidths, strict=True)
-        ),
-        Column("ratio", [f"{row.ratio:.2f}" for row in rows], "x"),
-    ]
-    return Table(_title(rows), columns)
-
-
-def _bandwidths(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return by collective and by codec what is drawn: sizes in bytes, and effbw in bytes per second."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    several = len({row.algorithm for row in rows}) > 1
-    for row in rows:
-        name = f"{row.codec}, {row.algorithm}" if several else row.codec
-        found.setdefault(row.collective, {}).setdefault(name, []).append((row.size, 1e9 * row.effbw_gb_s))
-    return found
+        keep_picture(options.plot, lambda: draw_bandwidths(title(rows), bandwidths(rows)))

@@ -49,6 +49,7 @@ none   not installed, or not asked for: nothing depends on it
 note   worth a look
 FAIL   installed or asked for, and does not work
 
+A codec's error is the share of a Gaussian tensor's energy that it loses.
 The exit status is 0, or 1 if anything has failed.
 """
 
@@ -119,7 +120,7 @@ def diagnose(note: Callable[[float, str], object] = lambda done, what: None) -> 
         "transports": (0.2, _transports),
         "the environment": (0.98, _environment),
     }
-    findings = []
+    findings: list[Finding] = []
     for name, (share, look) in parts.items():
         note(share, name)
         findings += look()
@@ -212,7 +213,7 @@ def _codecs() -> Iterator[Finding]:
         def try_it(name: str = name) -> str:
             codec = codecs.get(name)
             bits, error = _round_trip(codec, torch.device("cpu"))
-            loss = "lossless" if codec.lossless else f"error {error:.2g} of a Gaussian's energy"
+            loss = "lossless" if codec.lossless else f"error {error:.2g}"
             return f"{bits:.3g} bits an element, {loss}"
 
         yield _tried("codecs", name, try_it)

@@ -167,9 +167,7 @@ def _switch(profile: Profile, scenario: Scenario, workers: int) -> list[Table]:
         *(Column(form, column, unit) for form, column in zip(forms, cells, strict=True)),
         Column(f"{_ZIP} pays from", [size or "never" for size in thresholds], volume),
     ]
-    title = (
-        f"Lossless collectives of f32, by bytes that a worker sends: as they are, and by {_ZIP} (ZipCCL, equations 6, 7)"
-    )
+    title = f"Lossless collectives of f32, by bytes that a worker sends: as they are, and by {_ZIP} (ZipCCL, eq. 6, 7)"
     return [Table(title, columns)]
 
 

@@ -83,7 +83,7 @@ def _bars(
 
 def _label(axes: Any, start: float, end: float, whole: float, text: str) -> None:
     """Write the bucket's number where there is room for it."""
-    if end - start > 0.015 * whole:
+    if end - start > 0.02 * whole:
         axes.text((start + end) * 500, 0, text, ha="center", va="center", fontsize=8, color="white")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..planning.autotune.log import TrialRow
@@ -29,7 +29,7 @@ def draw_speedups(title: str, curves: Mapping[str, Curve]) -> Figure:
     figure = drawing.figure(7, 3.4)
     axes = figure.subplots()
     axes.axhline(1, color=drawing.GREY)
-    _draw_lines(axes, {name: curves[name] for name in best})
+    _draw_lines(axes, best, curves)
     workers = sorted({x for curve in curves.values() for x, _ in curve})
     axes.set_xscale("log")
     axes.set_xticks(workers, [f"{count:g}" for count in workers])
@@ -37,8 +37,8 @@ def draw_speedups(title: str, curves: Mapping[str, Curve]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set(xlabel="workers", ylabel=f"steps per second, {BASELINE} = 1")
     of = f" (the {len(best)} fastest of {len(curves)} methods)" if len(best) < len(curves) else ""
-    last = curves[best[0]][-1]
-    axes.set_title(f"{best[0]}: {last[1]:.1f} times the steps of {BASELINE} on {last[0]:g} workers{of}\n{title}")
+    most = max(y for _, y in curves[best[0]])
+    axes.set_title(f"{best[0]} makes up to {most:.1f} times the steps of {BASELINE}{of}\n{title}")
     drawing.name_lines(axes)
     return figure
 
@@ -50,26 +50,30 @@ def draw_bandwidths(title: str, panels: Mapping[str, Mapping[str, Curve]]) -> Fi
         title: what was measured.
         panels: by collective and by codec, sizes in bytes with bytes per second.
     """
-    found = [rate for curves in panels.values() for curve in curves.values() for _, rate in curve]
-    unit = unit_for(RATES, found)
+    unit = unit_for(RATES, [rate for curves in panels.values() for curve in curves.values() for _, rate in curve])
+    every: dict[str, list[tuple[float, float]]] = {}
+    for curves in panels.values():
+        for name, curve in curves.items():
+            every.setdefault(name, []).extend((x, y / RATES[unit]) for x, y in curve)
+    best = _best(every)
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = drawing.figure(4.2 * columns, 2.6 * rows + 0.4)
-    for axes, (collective, curves) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels.items()):
-        best = _best(curves)
-        _draw_lines(axes, {name: [(x, y / RATES[unit]) for x, y in curves[name]] for name in best})
+    for axes, (collective, curves) in zip(
+        figure.subplots(rows, columns, squeeze=False).flat, panels.items(), strict=False
+    ):
+        _draw_lines(axes, best, {name: [(x, y / RATES[unit]) for x, y in curve] for name, curve in curves.items()})
         sizes = sorted({x for curve in curves.values() for x, _ in curve})
-        axes.set_xscale("log")
+        axes.set(xscale="log", yscale="log")
         step = -(-len(sizes) // 5)
         axes.set_xticks(sizes[::step], [in_words(size, MEMORY) for size in sizes[::step]])
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        of = f", the {len(best)} fastest of {len(curves)}" if len(best) < len(curves) else ""
-        axes.set(title=f"{collective}{of}", xlabel="size of the call", ylabel=f"effbw, {unit}")
+        axes.set(title=collective, xlabel="size of the call", ylabel=f"effbw, {unit}")
         drawing.name_lines(axes)
     for axes in list(figure.axes)[len(panels) :]:
         axes.remove()
-    figure.suptitle(f"The network that would be as fast without a codec: {title}", x=0.01, ha="left")
+    of = f" (the {len(best)} fastest of {len(every)} codecs)" if len(best) < len(every) else ""
+    figure.suptitle(f"How fast a network would be as good without a codec{of}: {title}", x=0.01, ha="left")
     return figure
 
 
@@ -84,11 +88,11 @@ def draw_trials(rows: Sequence[TrialRow]) -> Figure:
         "the best plan": [row for row in rows if row.is_best],
     }
     colours = (drawing.GREY, drawing.PALETTE[1], drawing.PALETTE[0])
-    for (label, mine), colour, marker in zip(kinds.items(), colours, _MARKERS):
+    for (label, mine), colour, marker in zip(kinds.items(), colours, _MARKERS, strict=False):
         line = "-" if label == "the best plan" else ""
         x, y = [row.step for row in mine], [row.seconds / SECONDS[unit] for row in mine]
         axes.plot(x, y, linestyle=line, marker=marker, color=colour, label=label)
-    changes = [row for before, row in zip(rows, rows[1:]) if row.best != before.best]
+    changes = [row for before, row in pairwise(rows) if row.best != before.best]
     for row in changes:
         axes.axvline(row.step, color=drawing.GREY, linewidth=0.6, linestyle=":")
         axes.annotate(
@@ -111,12 +115,15 @@ def draw_trials(rows: Sequence[TrialRow]) -> Figure:
 
 
 def _best(curves: Mapping[str, Curve]) -> list[str]:
-    """Return the names of the curves that end highest, the highest first."""
-    return sorted(curves, key=lambda name: -curves[name][-1][1])[:MOST]
+    """Return the names of the curves that reach highest, the highest first."""
+    return sorted(curves, key=lambda name: -max(y for _, y in curves[name]))[:MOST]
 
 
-def _draw_lines(axes: Any, curves: Mapping[str, Curve]) -> None:
-    for (name, curve), colour, marker in zip(curves.items(), drawing.PALETTE, cycle(_MARKERS)):
-        axes.plot([x for x, _ in curve], [y for _, y in curve], marker=marker, color=colour, label=name)
+def _draw_lines(axes: Any, names: Sequence[str], curves: Mapping[str, Curve]) -> None:
+    """Draw a line for each name that has a curve; a name has the same colour in every panel."""
+    for name, colour, marker in zip(names, drawing.PALETTE, _MARKERS, strict=False):
+        if name in curves:
+            axes.plot(
+                [x for x, _ in curves[name]], [y for _, y in curves[name]], color=colour, marker=marker, label=name
+            )
     axes.grid(axis="y")
-

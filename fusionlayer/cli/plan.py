@@ -196,10 +196,10 @@ def compare(
     """Print a table for each rate: the predicted figures of each planner's plan."""
     names = planners.names()
     total = len(scenarios) * len(names)
-    tables = []
+    tables: list[Table] = []
     with Progress("plan", total) as progress:
         for scenario in scenarios:
-            found = []
+            found: list[tuple[FusionPlan, Step]] = []
             for name in names:
                 progress.at(len(tables) * len(names) + len(found), f"{name} at {scenario.rate}")
                 found.append(predicted(profile, planners.get(name), codec, scenario, options))

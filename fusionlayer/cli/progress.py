@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -51,7 +52,7 @@ class Progress:
         self._clock = clock
         self._live = self._file.isatty() and os.environ.get("TERM") != "dumb"
         self._started = clock()
-        self._told = self._started - _REDRAWN if self._live else self._started
+        self._told = -math.inf if self._live else self._started
         self._drawn = False
 
     def __enter__(self) -> Progress:

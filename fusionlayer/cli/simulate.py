@@ -283,4 +283,3 @@ def _spell(first: bool, changes: Sequence[int]) -> str:
         words.append(f"below {place}" if ahead else f"from {place}")
         ahead = not ahead
     return ", ".join(words)
-

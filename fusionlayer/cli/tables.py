@@ -14,7 +14,17 @@ from ..errors import ConfigError
 from ..registry import nearest
 from .arguments import names
 
-__all__ = ["Column", "Table", "add_columns", "check_columns", "layout", "print_table", "print_text", "screen_width", "show"]
+__all__ = [
+    "Column",
+    "Table",
+    "add_columns",
+    "check_columns",
+    "layout",
+    "print_table",
+    "print_text",
+    "screen_width",
+    "show",
+]
 
 _GAP = 2
 _NARROWEST = 24

@@ -45,12 +45,15 @@ def unit_for(ladder: Mapping[str, float], values: Sequence[float]) -> str:
 
 
 def _decimals(values: Sequence[float]) -> int:
-    """Return how many decimals show three digits of a typical number and two of the smallest; 2 at most."""
+    """Return how many decimals show three digits of a typical number and two of the smallest.
+
+    They are 2 at most, and fewer where the largest number would have more than five digits.
+    """
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     if not sizes or all(value == int(value) for value in sizes):
         return 0
     wanted = (2 - _magnitude(statistics.median(sizes)), 1 - _magnitude(min(sizes)))
-    return min(2, max(0, *wanted))
+    return max(0, min(2, 4 - _magnitude(max(sizes)), max(wanted)))
 
 
 def _magnitude(value: float) -> int:

@@ -102,8 +102,7 @@ def measure_profile(
         "model": lambda: measure_step(module, optimizer, lambda _: batch, max(2, sizes.steps // 4), sizes.steps),
         "copy": lambda: measure_copy(elements, repeats),
         **{
-            f"codec {name}": partial(measure_codecs, {name: codec}, elements, repeats)
-            for name, codec in codecs.items()
+            f"codec {name}": partial(measure_codecs, {name: codec}, elements, repeats) for name, codec in codecs.items()
         },
     }
     if transport.size > 1:
