@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        end = "" if message.endswith("?") else ";"
+        self.exit(2, f"{self.prog}: {message}{end} see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Read the arguments; refuse those that this command does not know, where argparse would ask its parent to."""
@@ -62,7 +63,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def join(items: Sequence[object]) -> str:
+def join(items: Iterable[object]) -> str:
     """Return "a,b,c"."""
     return ",".join(map(str, items))
 

@@ -22,6 +22,7 @@ __all__ = ["add_parser"]
 _LOOK = "look"
 
 _EPILOG = """\
+examples:
     fusionlayer autotune tried.csv
     fusionlayer autotune tried.csv --plot tried.svg
 

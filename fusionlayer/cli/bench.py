@@ -35,6 +35,7 @@ _SIZE_OF_A_STARTUP = 1 << 18
 """Bytes that take about as long as a call's startup; only the estimate of the time that is left needs it."""
 
 _EPILOG = """\
+examples:
     fusionlayer bench collectives -np 2
     fusionlayer bench collectives -np 2 --codecs raw,int8,int4 --plot bench.svg
     torchrun --nproc-per-node 2 --no-python fusionlayer bench collectives
@@ -74,7 +75,7 @@ def add_parser(commands: Any) -> None:
     parser = subjects.add_parser(
         "collectives",
         help="time, bandwidth and bytes of collectives, by size, codec and algorithm",
-        description="Measure collectives over the ranks that a launcher has started, or over -np ranks of this host.",
+        description="Measure collectives over the ranks that a launcher has started, or over -np\nranks of this host.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

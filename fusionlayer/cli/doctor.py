@@ -41,6 +41,7 @@ _PATIENCE = 120.0
 _ELEMENTS = 5000
 
 _EPILOG = """\
+examples:
     fusionlayer doctor
     fusionlayer doctor --json
 
@@ -76,7 +77,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="tell what is installed and what of it works here",
-        description="Look at this installation, machine and environment; run every codec and transport for a moment.",
+        description="Look at this installation, machine and environment, and try every codec\n"
+        "and transport for a moment.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -29,8 +29,10 @@ _ZIP = "zip"
 _SWITCH_SIZES = (1 << 20, 16 << 20)
 
 _EPILOG = """\
+examples:
     fusionlayer explain plan.yaml --profile profile.yaml
-    fusionlayer explain plan.yaml --profile profile.yaml --rate 1gbit --plot plan.svg
+    fusionlayer explain plan.yaml --profile profile.yaml --rate 1gbit \\
+        --plot plan.svg
 
 Times count from the start of backward. They are predicted for one thread that
 communicates and has a core of its own.

@@ -30,7 +30,9 @@ from .units import SECONDS, in_one_unit
 __all__ = ["add_parser"]
 
 _EPILOG = """\
-    fusionlayer plan --profile profile.yaml --workers 8 --codec int4 -o plan.yaml
+examples:
+    fusionlayer plan --profile profile.yaml --workers 8 --codec int4 \\
+        -o plan.yaml
     fusionlayer plan --profile profile.yaml --workers 8 --codec int4 --compare
     fusionlayer plan --profile profile.yaml --workers 8 --codec auto \\
         --fidelity aggressive --rate 1gbit -o plan.yaml
@@ -55,7 +57,13 @@ def add_parser(commands: Any) -> None:
     )
     add_cluster(parser)
     parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks that the plan is for")
-    parser.add_argument("--planner", choices=planners.names(), default="safusion", help="default safusion")
+    parser.add_argument(
+        "--planner",
+        choices=planners.names(),
+        default="safusion",
+        metavar="NAME",
+        help=f"{', '.join(planners.names())} (default safusion)",
+    )
     parser.add_argument(
         "--planner-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the planner; repeatable"
     )

@@ -22,6 +22,7 @@ from .progress import Progress
 __all__ = ["add_parser"]
 
 _EPILOG = """\
+examples:
     fusionlayer profile --model gpt --codec raw,int8,int4
     torchrun --nproc-per-node 2 --no-python fusionlayer profile --model gpt
     mpirun -n 2 fusionlayer profile --model mypackage.training:model_and_batch

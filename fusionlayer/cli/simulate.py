@@ -29,6 +29,7 @@ _WORKERS = (2, 8, 64, 256, 1024, 4096)
 _LATENCY_FACTORS = (0.25, 1.0, 4.0)
 
 _EPILOG = """\
+examples:
     fusionlayer simulate profile.yaml --workers 2,8,64 --codec int8,int4
     fusionlayer simulate profile.yaml --rate 1gbit --overlap-forward \\
         --plot scaling.svg
@@ -59,8 +60,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--codec", type=names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
     )
-    parser.add_argument("--algorithm", choices=list(ALGORITHMS), help="collective (default: as the engine chooses)")
-    parser.add_argument("--planner", choices=planners.names(), help="how gradients are fused (default: configured)")
+    parser.add_argument(
+        "--algorithm",
+        choices=list(ALGORITHMS),
+        metavar="NAME",
+        help=f"collective: {', '.join(ALGORITHMS)} (default: as the engine chooses)",
+    )
+    parser.add_argument(
+        "--planner",
+        choices=planners.names(),
+        metavar="NAME",
+        help=f"how gradients are fused: {', '.join(planners.names())} (default: configured)",
+    )
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
     parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")
