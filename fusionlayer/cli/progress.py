@@ -7,11 +7,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, TypeVar
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "follow"]
+
+T = TypeVar("T")
 
 _REDRAWN = 0.1
 """Seconds between two changes of the line on a terminal."""
@@ -32,6 +34,7 @@ class Progress:
         what: name of the work, such as "bench".
         total: how much there is to do, in any unit.
         shown: false on all ranks but one.
+        lines: lines that stay, on a terminal too, because the work prints lines of its own.
         file: where to; None: standard error.
         clock: seconds, never going back.
     """
@@ -42,6 +45,7 @@ class Progress:
         total: float = 1.0,
         *,
         shown: bool = True,
+        lines: bool = False,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,7 +54,7 @@ class Progress:
         self._shown = shown
         self._file = sys.stderr if file is None else file
         self._clock = clock
-        self._live = self._file.isatty() and os.environ.get("TERM") != "dumb"
+        self._live = not lines and self._file.isatty() and os.environ.get("TERM") != "dumb"
         self._started = clock()
         self._told = -math.inf if self._live else self._started
         self._drawn = False
@@ -93,3 +97,17 @@ class Progress:
         if self._drawn:
             print(_ERASE, end="", file=self._file, flush=True)
             self._drawn = False
+
+
+def follow(what: str, items: Collection[T], name: Callable[[T], object] = str) -> Iterator[T]:
+    """Yield the items; before one that comes ten seconds or more after the last line, tell how far that is.
+
+    Args:
+        what: name of the work, such as "benchmarks.missing".
+        items: each of which takes about equally long.
+        name: of an item, in a few words.
+    """
+    with Progress(what, len(items), lines=True) as progress:
+        for done, item in enumerate(items):
+            progress.at(done, str(name(item)))
+            yield item

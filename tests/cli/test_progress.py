@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from fusionlayer.cli.progress import Progress
+from fusionlayer.cli import progress
+from fusionlayer.cli.progress import Progress, follow
 
 pytestmark = pytest.mark.short
 
@@ -19,11 +20,11 @@ class Terminal(io.StringIO):
 def work(file: io.StringIO, seconds: float, parts: int = 10, shown: bool = True) -> str:
     """Do equal parts that take so many seconds together; return what was told."""
     now = 100.0
-    with Progress("bench", parts, shown=shown, file=file, clock=lambda: now) as progress:
+    with Progress("bench", parts, shown=shown, file=file, clock=lambda: now) as told:
         for part in range(parts):
-            progress.at(part, f"part {part}")
+            told.at(part, f"part {part}")
             now += seconds / parts
-        progress.say("it has ended")
+        told.say("it has ended")
     return file.getvalue()
 
 
@@ -37,6 +38,13 @@ def test_a_log_has_a_line_every_ten_seconds_with_what_is_left() -> None:
     ]
     assert work(io.StringIO(), 400.0).startswith("bench: 10% done, about 6 min left; part 1\n")
     assert work(io.StringIO(), 400.0, shown=False) == "", "one rank of a job is enough"
+
+
+def test_items_are_followed_in_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(follow("bench", [1, 2, 3])) == [1, 2, 3] and capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_REPEATED", 0.0)
+    assert list(follow("bench", [1, 2], "part {}".format)) == [1, 2]
+    assert capsys.readouterr().err == "bench: 0% done; part 1\nbench: 50% done; part 2\n"
 
 
 def test_a_terminal_has_one_line_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
