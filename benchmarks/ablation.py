@@ -163,7 +163,7 @@ def main() -> int:
         parser.error(f"needs network namespaces: {obstacle}")
     environment = driver.begin(options, options.hosts)
     found: list[dict[str, Any]] = []
-    for network in networks:
+    for network in driver.follow("benchmarks.ablation", networks):
         mine = _measure(network, options)
         if mine is None:
             return 1

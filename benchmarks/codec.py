@@ -266,7 +266,7 @@ def measure(rows: list[Row], device: torch.device, rounds: int) -> None:
     if device.type == "cuda":
         for row in rows:
             row.call = _repeated(row.call, row.waits)
-    for n in range(rounds + 1):
+    for n in driver.follow("benchmarks.codec", range(rounds + 1), "round {}".format):
         for row in rows:
             seconds = _cuda_seconds(row.call) if device.type == "cuda" else _cpu_seconds(row.call)
             if n:

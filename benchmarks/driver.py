@@ -12,12 +12,15 @@ import torch
 from matplotlib.figure import Figure
 
 from fusionlayer.cli import drawing
+from fusionlayer.cli.arguments import check_folder
+from fusionlayer.cli.progress import follow
+from fusionlayer.errors import ConfigError
 
 from .plots import save
 from .quiet import refuse_if_busy
-from .report import Environment, table, write
+from .report import Environment, misplaced, table, write
 
-__all__ = ["add_options", "begin", "finish", "leave", "make_parser"]
+__all__ = ["add_options", "begin", "finish", "follow", "leave", "make_parser", "writable"]
 
 
 def make_parser(module: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
@@ -29,12 +32,21 @@ def make_parser(module: str, description: str | None, **more: Any) -> argparse.A
 
 def add_options(parser: argparse.ArgumentParser, *, timed: bool = False, smoke: bool = False) -> None:
     """Add the options that say where results go; for what is ``timed``, --busy-ok; and --smoke, if there is one."""
-    parser.add_argument("--out", type=Path, help="folder for result files; without it nothing is written")
+    parser.add_argument("--out", type=writable, help="folder for result files; without it nothing is written")
     parser.add_argument("--hardware", help="name of the machine in the file names")
     if timed:
         parser.add_argument("--busy-ok", action="store_true", help="measure while other work goes on")
     if smoke:
         parser.add_argument("--smoke", action="store_true", help="a little of everything, only to see that it works")
+
+
+def writable(text: str) -> Path:
+    """Read the name of a folder for results; it is made, so that nobody measures for hours and cannot write then."""
+    try:
+        check_folder(text, "folder")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def begin(options: argparse.Namespace, ranks: int = 0, device: str = "cpu") -> Environment:
@@ -77,13 +89,16 @@ def finish(
         page.write_text("\n".join([page.read_text(), *more]))
     for name, draw in (pictures or {}).items():
         with drawing.style():
-            save(draw(), options.out / "plots" / name)
+            save(draw(), path.parent / "plots" / name)
     print(f"wrote {path}", file=sys.stderr)
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """End the process with the status that ``main`` returns, with 130 where the user has interrupted it."""
+    """End the process with the status that ``main`` returns.
+
+    It is 130 where the user has interrupted it, and 1 where results are not in the folder where they belong.
+    """
     try:
-        sys.exit(main())
+        sys.exit(main() or int(bool(misplaced)))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -119,7 +119,7 @@ def main() -> int:
     if not 0 < options.density <= 1:
         parser.error(f"--density {options.density}; expected a number above 0, at most 1")
     rows: list[dict[str, Any]] = []
-    for model in options.models:
+    for model in driver.follow("benchmarks.missing", options.models):
         rows += missing_rates(model, options.density, options.steps)
     title = f"Missing tensors, top-k of density {options.density:g}, mean of {options.steps} steps"
     pictures = {"missing": lambda: picture(rows, options.density)}

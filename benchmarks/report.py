@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,10 @@ from torch import device as Device  # noqa: N812 - in the class below `torch` is
 import fusionlayer
 from fusionlayer.planning.profiler import cpu_name
 
-__all__ = ["Environment", "result_path", "table", "write"]
+__all__ = ["Environment", "misplaced", "result_path", "table", "write"]
+
+misplaced: list[Path] = []
+"""Results of this process that could not be written where they belong."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,26 @@ def write(
     """Write ``<theme>_<hardware>_<date>.json`` and ``.md`` into ``folder``; return the path of the JSON.
 
     The JSON has ``rows``, the table has ``shown`` (default: the same). A file that is there is replaced as a whole.
+    If the folder cannot be written any more, the files go into one of the system's temporary folder, stderr says so,
+    and ``misplaced`` has their paths.
     """
+    facts = "\n".join(f"- {line}" for line in str(environment).splitlines())
+    page = f"{table(title, rows if shown is None else shown)}\n{facts}\n"
+    data = json.dumps({"title": title, "environment": asdict(environment), "rows": list(rows)}, indent=1) + "\n"
+    try:
+        return _write(folder, theme, environment, page, data)
+    except OSError as error:
+        path = _write(Path(tempfile.mkdtemp(prefix="fusionlayer-results-")), theme, environment, page, data)
+        print(f"{error.filename or folder} cannot be written: {error.strerror}; results are in {path}", file=sys.stderr)
+        misplaced.append(path)
+        return path
+
+
+def _write(folder: Path, theme: str, environment: Environment, page: str, data: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = result_path(folder, theme, environment)
-    facts = "\n".join(f"- {line}" for line in str(environment).splitlines())
-    _replace(path.with_suffix(".md"), f"{table(title, rows if shown is None else shown)}\n{facts}\n")
-    data = {"title": title, "environment": asdict(environment), "rows": list(rows)}
-    _replace(path, json.dumps(data, indent=1) + "\n")
+    _replace(path.with_suffix(".md"), page)
+    _replace(path, data)
     return path
 
 

@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,17 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.steps} steps, batches of {options.batch_size}"
     )
     found: list[dict[str, Any]] = []
-    for seed in range(options.seeds):
-        for name in options.variants:
-            start = time.monotonic()
-            result = _train(VARIANTS[name], seed, options)
-            if result is None:
-                return 1
-            kept = ("train_loss", "validation_loss", "validation_losses", "payload_per_step", "replicas_identical")
-            found.append({"variant": name, "seed": seed} | {key: result[key] for key in kept})
-            print(f"{name}, seed {seed}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-            if options.out:  # runs are long: what is there is kept
-                write(options.out, "sharded-losses", title, environment, found, summarize(found))
+    runs = [(seed, name) for seed in range(options.seeds) for name in options.variants]
+    for seed, name in driver.follow("benchmarks.sharded_losses", runs, "seed {0[0]}, {0[1]}".format):
+        result = _train(VARIANTS[name], seed, options)
+        if result is None:
+            return 1
+        kept = ("train_loss", "validation_loss", "validation_losses", "payload_per_step", "replicas_identical")
+        found.append({"variant": name, "seed": seed} | {key: result[key] for key in kept})
+        if options.out:  # runs are long: what is there is kept
+            write(options.out, "sharded-losses", title, environment, found, summarize(found))
     pictures = {"sharded-losses": lambda: curves(found, title)}
     driver.finish(options, "sharded-losses", title, environment, found, summarize(found), pictures=pictures)
     return 0

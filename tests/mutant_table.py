@@ -51,6 +51,12 @@ MUTANTS: list[Mutant] = [
         ("tahquant.py", "math.floor(self.coarse * tokens)", "math.ceil(self.coarse * tokens)", "coarse tokens"),
     ),
     *_of(
+        "cli/",
+        ("tables.py", "_narrowest(kept) > width and", "False and", "tables are wider than the terminal"),
+        ("outputs.py", "folder = folder.parent", "pass", "results of ranks go with their temporary folder"),
+        ("units.py", "typical = statistics.median(sizes)", "typical = max(sizes)", "one large number chooses the unit"),
+    ),
+    *_of(
         "csrc/core/",
         ("residual.h", "return is_finite(lost) ? lost : residual;", "return is_finite(lost) ? lost : 0;", "feedback"),
     ),

@@ -58,7 +58,7 @@ def main() -> int:
     runs = [(m, s) for s in range(options.seeds) for m in options.presets if (m, s) not in have]
     failed = []
     try:
-        for number, (method, seed) in enumerate(runs, 1):
+        for number, (method, seed) in enumerate(driver.follow("convergence", runs, "{0[0]}, seed {0[1]}".format), 1):
             label = f"[{number}/{len(runs)}] {method}, seed {seed}"
             losses = run(method, seed, settings, label)
             if losses is None:

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,16 +89,15 @@ def _steps(options: argparse.Namespace) -> int:
     title = f"DeepSpeed steps at {options.rate}: 2 ranks, GPT of width {options.width} with {options.layers} layers"
     measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
     before = pressure()
-    for turn in range(options.rounds):
-        for kind, variant, job in _jobs(options, seed=turn, warm=1, validate=False):
-            with tempfile.TemporaryDirectory() as folder:
-                result = Path(folder) / "result.json"
-                worker = [sys.executable, "-m", "benchmarks.deepspeed.worker", job, str(result)]
-                with launch(worker, network, timeout=900, stdout=subprocess.DEVNULL) as process:
-                    if process.wait():
-                        return 1
-                measured.setdefault((kind, variant), []).append(json.loads(result.read_text()))
-            print(f"round {turn + 1}: {kind}, {variant}", file=sys.stderr, flush=True)
+    turns = [job for turn in range(options.rounds) for job in _jobs(options, seed=turn, warm=1, validate=False)]
+    for kind, variant, job in driver.follow("benchmarks.deepspeed steps", turns, "{0[0]}, {0[1]}".format):
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            worker = [sys.executable, "-m", "benchmarks.deepspeed.worker", job, str(result)]
+            with launch(worker, network, timeout=900, stdout=subprocess.DEVNULL) as process:
+                if process.wait():
+                    return 1
+            measured.setdefault((kind, variant), []).append(json.loads(result.read_text()))
     found = [{**row, "pressure": {"before": before, "after": pressure()}} for row in step_rows(measured)]
     driver.finish(options, "deepspeed-steps-2x1", title, environment, found, shown_steps(found))
     return 0
@@ -146,21 +144,16 @@ def _losses(options: argparse.Namespace) -> int:
     environment = driver.begin(options)
     title = f"Losses under DeepSpeed: {options.steps} steps, 2 ranks, batches of {options.batch}"
     found: list[dict[str, Any]] = []
-    for seed in options.seeds:
-        for kind, variant, job in _jobs(options, seed=seed):
-            start = time.monotonic()
-            result = _train(job)
-            if result is None:
-                return 1
-            row = {"kind": kind, "variant": variant, "seed": seed, "sent": statistics.median(result["sent"])}
-            found.append({**row, **{key: result[key] for key in ("loss", "validation", "exempt")}})
-            print(
-                f"{kind}, {variant}: {result['validation']:.4f}, {time.monotonic() - start:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-            if options.out:  # runs are long: what is there is kept
-                write(options.out, "deepspeed-losses", title, environment, found, shown_losses(found))
+    runs = [(seed, *job) for seed in options.seeds for job in _jobs(options, seed=seed)]
+    for seed, kind, variant, job in driver.follow("benchmarks.deepspeed losses", runs, "{0[1]}, {0[2]}".format):
+        result = _train(job)
+        if result is None:
+            return 1
+        row = {"kind": kind, "variant": variant, "seed": seed, "sent": statistics.median(result["sent"])}
+        found.append({**row, **{key: result[key] for key in ("loss", "validation", "exempt")}})
+        print(f"{kind}, {variant}: {result['validation']:.4f}", file=sys.stderr, flush=True)
+        if options.out:  # runs are long: what is there is kept
+            write(options.out, "deepspeed-losses", title, environment, found, shown_losses(found))
     driver.finish(options, "deepspeed-losses", title, environment, found, shown_losses(found))
     return 0
 

@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{shape.activation_bytes / (1 << 20):g} MiB, {options.rounds} rounds"
     )
     found: list[dict[str, Any]] = []
-    for network in networks:
+    for network in driver.follow("benchmarks.tensor_parallel", networks):
         before = pressure()
         measured = _measure(job, network)
         if measured is None:

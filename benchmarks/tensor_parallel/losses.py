@@ -13,7 +13,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,18 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = driver.begin(options)
     title = f"Loss by codec of activations: {options.steps} steps, batches of {options.batch_size}"
     found: list[dict[str, Any]] = []
-    for ranks in options.ranks:
-        for name, variant in chosen.items():
-            start = time.monotonic()
-            result = _train(ranks, variant, options.steps, options.batch_size)
-            if result is None:
-                return 1
-            row = {"ranks": ranks, "variant": name, "codec": variant[0], "options": ", ".join(variant[1:])}
-            kept = ("train_loss", "validation_loss", "bytes_per_step", "ranks_agree")
-            found.append(row | {key: result[key] for key in kept})
-            print(f"{ranks} ranks, {name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-            if options.out:  # runs are long: what is there is kept
-                write(options.out, "tensor-parallel-losses", title, environment, found, _shown(found))
+    runs = [(ranks, name) for ranks in options.ranks for name in chosen]
+    for ranks, name in driver.follow("benchmarks.tensor_parallel.losses", runs, "{0[0]} ranks, {0[1]}".format):
+        variant = chosen[name]
+        result = _train(ranks, variant, options.steps, options.batch_size)
+        if result is None:
+            return 1
+        row = {"ranks": ranks, "variant": name, "codec": variant[0], "options": ", ".join(variant[1:])}
+        kept = ("train_loss", "validation_loss", "bytes_per_step", "ranks_agree")
+        found.append(row | {key: result[key] for key in kept})
+        if options.out:  # runs are long: what is there is kept
+            write(options.out, "tensor-parallel-losses", title, environment, found, _shown(found))
     driver.finish(options, "tensor-parallel-losses", title, environment, found, _shown(found))
     return 0
 

@@ -44,7 +44,7 @@ def main() -> int:
     environment = driver.begin(options)
     title = f"Training {options.model}, {hosts} x {workers} workers, {options.rounds} rounds"
     found: list[dict[str, Any]] = []
-    for network in networks:
+    for network in driver.follow("benchmarks.training", networks):
         cell = Cell(options.model, hosts, workers, network.rate, tuple(methods), options.rounds, options.seed)
         refuse_if_busy(options.busy_ok, hosts * workers)
         _say(f"{cell}: {len(methods)} methods, {cell.rounds} rounds")

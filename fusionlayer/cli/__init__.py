@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 from collections.abc import Sequence
 
 from ..errors import FusionLayerError
-from . import bench, doctor, explain, plan, profile, simulate, trace
+from . import autotune, bench, doctor, explain, plan, profile, simulate, trace
 from .arguments import Parser
+from .outputs import drop_output
 
 __all__ = ["main"]
 
-_COMMANDS = (profile, plan, explain, simulate, trace, bench, doctor)
+_COMMANDS = (doctor, bench, profile, plan, explain, simulate, trace, autotune)
+
+_EPILOG = """\
+What works here, and how fast is it?
+    fusionlayer doctor
+    fusionlayer bench collectives -np 2
+
+Which plan suits my model and my network?
+    torchrun --nproc-per-node 2 --no-python fusionlayer profile --model gpt
+    fusionlayer plan --profile profiles/PROFILE.yaml --workers 8 -o plan.yaml
+    fusionlayer explain plan.yaml --profile profiles/PROFILE.yaml
+    fusionlayer simulate profiles/PROFILE.yaml --workers 2,8,64
+
+Where does the time of a step go?
+    FUSIONLAYER_TIMELINE=trace.json python train.py
+    fusionlayer trace trace.json
+
+`fusionlayer COMMAND --help` tells more.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, that of the process by default; return the exit status."""
-    parser = Parser(prog="fusionlayer", description="What fusionlayer costs and saves, in numbers.")
+    parser = Parser(
+        prog="fusionlayer",
+        description="What fusionlayer costs and saves, in numbers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
@@ -30,17 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        _drop_output()
+        drop_output()
         return 141
     except OSError as error:  # such as a disk that is full
         print(f"fusionlayer {options.command}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        _drop_output()
+        drop_output()
         return 1
     except KeyboardInterrupt:
         return 130
     return status
-
-
-def _drop_output() -> None:
-    """Let what is still to be written go nowhere: Python flushes at its end, and would fail once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from ..codecs import Codec
 from ..errors import ConfigError
 from ..planning.cluster import Scenario
 from ..planning.profile import Profile
+from ..registry import nearest
 
 __all__ = [
     "Parser",
@@ -36,14 +38,32 @@ __all__ = [
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and name the word that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        end = "" if message.endswith("?") else ";"
+        self.exit(2, f"{self.prog}: {message}{end} see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Read the arguments; refuse those that this command does not know, where argparse would ask its parent to."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown argument {unknown[0]!r}{_meant(unknown[0], self._option_string_actions)}")
+        return options, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [*map(str, action.choices)]
+            raise argparse.ArgumentError(action, f"unknown {value!r}; {nearest(str(value), known)}")
 
 
-def join(items: Sequence[object]) -> str:
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word.partition("=")[0], [*known], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def join(items: Iterable[object]) -> str:
     """Return "a,b,c"."""
     return ",".join(map(str, items))
 

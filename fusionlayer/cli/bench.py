@@ -3,70 +3,60 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import re
 import statistics
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import __version__, codecs, collectives, context, functional, launch
+from .. import codecs, collectives, context, functional, launch
 from ..errors import ConfigError
-from ..planning.profiler import describe_machine
 from ..transport import Transport
 from .arguments import check_file, names, positive
-from .spawn import run_on_ranks
-from .tables import plain_table
+from .outputs import check_picture, keep, keep_picture, tell
+from .pictures import draw_bandwidths
+from .progress import Progress
+from .rows import FORMATS, Row, bandwidths, table, title
+from .spawn import RankError, run_on_ranks
+from .tables import add_columns, check_columns, screen_width
+from .units import MEMORY, in_words
 
-__all__ = ["Row", "add_parser", "as_bytes"]
+__all__ = ["add_parser", "as_bytes"]
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _DEFAULT = "default"
+_SIZE_OF_A_STARTUP = 1 << 18
+"""Bytes that take about as long as a call's startup; only the estimate of the time that is left needs it."""
 
 _EPILOG = """\
-size       bytes of the largest tensor of the call, uncompressed: all_gather's result, otherwise what each rank gives
-time       seconds of one call: the slowest rank's, median over calls; min and max over calls stand beside it
-algbw      size / time
-busbw      bytes that each rank really sends / time: what the network carries
-effbw      bytes that each rank would send uncompressed, by the best algorithm / time: the network that would be needed
-           to be as fast without a codec. all_reduce: 2 (n - 1) / n * size; others: (n - 1) / n * size
-ratio      size of those bytes uncompressed / bytes sent
-GB are 10^9 bytes. A codec that cannot travel by an algorithm has no row; standard error says why.
-
+examples:
     fusionlayer bench collectives -np 2
-    torchrun --nproc-per-node 2 --no-python fusionlayer bench collectives --codecs raw,int8
-    mpirun -n 2 env FUSIONLAYER_TRANSPORT=mpi fusionlayer bench collectives --format csv
+    fusionlayer bench collectives -np 2 --codecs raw,int8,int4 --plot bench.svg
+    torchrun --nproc-per-node 2 --no-python fusionlayer bench collectives
+    mpirun -n 2 env FUSIONLAYER_TRANSPORT=mpi \\
+        fusionlayer bench collectives --format csv --out rows.csv
+
+size    bytes of the largest tensor of the call, uncompressed: all_gather's
+        result, otherwise what each rank gives
+time    of one call: the slowest rank's, median over calls; min and max over
+        calls stand beside it
+algbw   size / time
+busbw   bytes that each rank really sends / time: what the network carries
+effbw   bytes that each rank would send uncompressed, by the best algorithm
+        / time: the network that would be needed to be as fast without a codec.
+        all_reduce: 2 (n - 1) / n * size; others: (n - 1) / n * size
+ratio   size of those bytes uncompressed / bytes sent
+
+kB, MB and GB are powers of 1000, KiB and MiB of 1024. In csv and json times are
+in seconds and bandwidths in GB/s. A codec that cannot travel by an algorithm
+has no row; standard error says why.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row: one collective with one codec at one size. ``--help`` explains the columns."""
-
-    collective: str
-    codec: str
-    algorithm: str
-    dtype: str
-    ranks: int
-    size: int
-    calls: int
-    time_s: float
-    min_s: float
-    max_s: float
-    algbw_gb_s: float
-    busbw_gb_s: float
-    effbw_gb_s: float
-    sent_bytes: int
-    ratio: float
 
 
 def as_bytes(text: str) -> int:
@@ -85,7 +75,7 @@ def add_parser(commands: Any) -> None:
     parser = subjects.add_parser(
         "collectives",
         help="time, bandwidth and bytes of collectives, by size, codec and algorithm",
-        description="Measure collectives over the ranks that a launcher has started, or over -np of this host.",
+        description="Measure collectives over the ranks that a launcher has started, or over -np\nranks of this host.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -108,19 +98,26 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the tensors (default cpu)")
     parser.add_argument("--calls", type=positive, default=20, metavar="N", help="that are timed (default 20)")
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="calls before those (default 5)")
-    parser.add_argument("--format", choices=["text", "csv", "json"], default="text", help="default text")
+    parser.add_argument("--format", choices=[*FORMATS], default="text", help="default text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw effbw against size, as .png, .svg or .pdf")
+    add_columns(parser)
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure on all ranks; rank 0 writes the rows."""
+def run(options: argparse.Namespace) -> int:
+    """Measure on all ranks; rank 0 writes the rows. Return the exit status."""
     launched = launch.find_place()
     if options.num_proc is not None and launched.size == 1:
         _check(options, options.num_proc, writes=True)
         arguments = _without_num_proc(options.arguments)
-        run_on_ranks(["-m", "fusionlayer", *arguments], options.num_proc)
-        return
+        try:
+            run_on_ranks(["-m", "fusionlayer", *arguments], options.num_proc, errors_shown=True)
+        except RankError as error:
+            if error.rank:
+                raise
+            return 1  # rank 0 has said why
+        return 0
     if options.num_proc is not None and options.num_proc != launched.size:
         raise ConfigError(
             f"-np {options.num_proc}, but {launched.launcher} has started {launched.size} ranks; leave -np out"
@@ -129,12 +126,14 @@ def run(options: argparse.Namespace) -> None:
     try:
         transport = context.transport()
         _check(options, transport.size, writes=transport.rank == 0)
-        found = list(_measure(options, transport))
+        with Progress("bench", shown=transport.rank == 0) as progress:
+            found = list(_measure(options, transport, progress))
         if transport.rank == 0:
             _write(options, found)
         transport.barrier()
     finally:
         context.shutdown()
+    return 0
 
 
 def _check(options: argparse.Namespace, ranks: int, writes: bool) -> None:
@@ -152,6 +151,9 @@ def _check(options: argparse.Namespace, ranks: int, writes: bool) -> None:
         raise ConfigError("--device cuda, and torch sees no CUDA device; leave it out")
     if options.out is not None and writes:
         check_file(options.out, "--out")
+    if options.plot is not None and writes:
+        check_picture(options.plot)
+    check_columns([table([])], options.columns)
     for collective in options.collectives:
         if collective not in _KINDS:
             raise ConfigError(f"unknown collective {collective!r}; known: {', '.join(_KINDS)}")
@@ -200,28 +202,36 @@ def _sizes(smallest: int, largest: int, factor: float) -> Iterator[int]:
         size *= factor
 
 
-def _measure(options: argparse.Namespace, transport: Transport) -> Iterator[Row]:
-    dtype = _DTYPES[options.dtype]
-    device = torch.device("cuda", context.local_rank()) if options.device == "cuda" else torch.device("cpu")
-    refused = set()
+def _cells(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Yield kind, algorithm and codec of what is measured."""
     for kind in options.collectives:
         algorithms = {"all_reduce": _algorithms(options), "reduce_scatter": [_DEFAULT]}.get(kind, [_DEFAULT])
         if kind == "reduce_scatter" and {"ring", "all"} & {*options.algorithms}:
             algorithms = [_DEFAULT, "ring"]
         for algorithm in algorithms:
             for codec in _codecs(options):
-                for size in _sizes(options.min, options.max, options.factor):
-                    numel = max(1, size // dtype.itemsize // transport.size) * transport.size
-                    x = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype).to(device)
-                    try:
-                        call = _call(kind, x, codec, None if algorithm == _DEFAULT else algorithm, transport)
-                        call()
-                    except ConfigError as error:  # raised on every rank, before anything is sent
-                        if (kind, codec, algorithm) not in refused and transport.rank == 0:
-                            print(f"no {kind} of {codec} by {algorithm}: {error}", file=sys.stderr)
-                        refused.add((kind, codec, algorithm))
-                        break
-                    yield _time(options, transport, kind, codec, algorithm, x, call)
+                yield kind, algorithm, codec
+
+
+def _measure(options: argparse.Namespace, transport: Transport, progress: Progress) -> Iterator[Row]:
+    dtype = _DTYPES[options.dtype]
+    device = torch.device("cuda", context.local_rank()) if options.device == "cuda" else torch.device("cpu")
+    cells = list(_cells(options))
+    sizes = list(_sizes(options.min, options.max, options.factor))
+    weights = [size + _SIZE_OF_A_STARTUP for size in sizes]
+    for place, (kind, algorithm, codec) in enumerate(cells):
+        for number, size in enumerate(sizes):
+            share = (place + sum(weights[:number]) / sum(weights)) / len(cells)
+            progress.at(share, f"{kind} of {in_words(size, MEMORY)} by {codec}")
+            numel = max(1, size // dtype.itemsize // transport.size) * transport.size
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype).to(device)
+            try:
+                call = _call(kind, x, codec, None if algorithm == _DEFAULT else algorithm, transport)
+                call()
+            except ConfigError as error:  # raised on every rank, before anything is sent
+                progress.say(f"no {kind} of {codec} by {algorithm}: {error}")
+                break
+            yield _time(options, transport, kind, codec, algorithm, x, call)
 
 
 def _call(kind: str, x: Tensor, codec: str, algorithm: str | None, transport: Transport) -> Callable[[], object]:
@@ -290,35 +300,11 @@ def _largest_over_ranks(transport: Transport, numbers: list[float]) -> list[floa
 
 
 def _write(options: argparse.Namespace, rows: list[Row]) -> None:
+    text = FORMATS[options.format](rows, options.columns, None if options.out else screen_width())
     if options.out is None:
-        _print(options.format, rows, sys.stdout)
-        return
-    with options.out.open("w", newline="") as file:
-        _print(options.format, rows, file)
-    print(options.out)
-
-
-def _print(form: str, rows: list[Row], file: Any) -> None:
-    if form == "json":
-        told = {
-            "environment": {**describe_machine(), "fusionlayer": __version__},
-            "rows": [asdict(row) for row in rows],
-        }
-        print(json.dumps(told, indent=2), file=file)
-    elif form == "csv":
-        table = csv.DictWriter(file, [field.name for field in fields(Row)])
-        table.writeheader()
-        table.writerows(asdict(row) for row in rows)
+        tell(text, f"bench.{options.format}")
     else:
-        columns = ("collective", "codec", "algorithm", "size", "us", "min", "max", "algbw", "busbw", "effbw", "ratio")
-        lines = [
-            (
-                *(row.collective, row.codec, row.algorithm, str(row.size)),
-                *(f"{seconds * 1e6:.1f}" for seconds in (row.time_s, row.min_s, row.max_s)),
-                *(f"{rate:.3f}" for rate in (row.algbw_gb_s, row.busbw_gb_s, row.effbw_gb_s)),
-                f"{row.ratio:.2f}",
-            )
-            for row in rows
-        ]
-        title = f"{rows[0].ranks} ranks, {rows[0].dtype}; bandwidths in GB/s" if rows else "no rows"
-        print(plain_table(title, columns, lines, right=range(3, 11)), file=file)
+        keep(options.out, lambda place: place.write_bytes(text.encode()), "--out")
+        print(options.out)
+    if options.plot is not None and rows:
+        keep_picture(options.plot, lambda: draw_bandwidths(title(rows), bandwidths(rows)))

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,18 +20,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import __version__, codecs, collectives, config, launch, native
+from .. import __version__, codecs, config, launch, native
 from ..codecs import Codec
+from ..codecs._base import registry as codecs_known
+from ..collectives._base import gathers as gathers_known
+from ..collectives._base import registry as collectives_known
 from ..errors import FusionLayerError
 from ..functional import Sum, all_reduce
 from ..planning.profiler import describe_machine
 from ..registry import Registry
-from ..scheduler import planners
+from ..scheduler.planners._base import registry as planners_known
 from ..transport import local
 from ..transport._interfaces import ipv4_addresses
 from . import environment
+from .progress import Progress
 from .spawn import run_on_ranks, without_launcher
-from .tables import plain_table
+from .tables import Column, Table, add_columns, print_text, show
 
 __all__ = ["Finding", "add_parser", "diagnose", "report"]
 
@@ -42,8 +46,17 @@ _PATIENCE = 120.0
 _ELEMENTS = 5000
 
 _EPILOG = """\
-States: ok; none (not installed, or not asked for: nothing depends on it); note (worth a look); FAIL (installed or asked
-for, and does not work). Exit status: 0, or 1 if anything has failed.
+examples:
+    fusionlayer doctor
+    fusionlayer doctor --json
+
+ok     it works
+none   not installed, or not asked for: nothing depends on it
+note   worth a look
+FAIL   installed or asked for, and does not work
+
+A codec's error is the share of a Gaussian tensor's energy that it loses.
+The exit status is 0, or 1 if anything has failed.
 """
 
 
@@ -69,35 +82,57 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="tell what is installed and what of it works here",
-        description="Look at this installation, machine and environment; run every codec and transport for a moment.",
+        description="Look at this installation, machine and environment, and try every codec\n"
+        "and transport for a moment.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_columns(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what ``options`` ask for; return the exit status."""
-    return report(options.json)
+    return report(options.json, options.columns)
 
 
-def report(as_json: bool) -> int:
+def report(as_json: bool, columns: Sequence[str] | None = None) -> int:
     """Print the findings; return the exit status."""
-    findings = diagnose()
+    with Progress("doctor") as progress:
+        findings = diagnose(progress.at)
     failed = [finding for finding in findings if finding.state == "FAIL"]
     if as_json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        rows = [(finding.section, finding.name, finding.state, finding.detail) for finding in findings]
-        print(plain_table(f"fusionlayer {__version__}", ("section", "name", "state", "detail"), rows), end="\n\n")
-        print("all that is installed works" if not failed else f"{len(failed)} failed: " + _names(failed))
+        table = [
+            Column(name, [getattr(finding, name) for finding in findings], text=True, wraps=name == "detail")
+            for name in ("section", "name", "state", "detail")
+        ]
+        show([Table(f"fusionlayer {__version__}", table)], columns)
+        print_text("all that is installed works" if not failed else f"{len(failed)} failed: " + _names(failed))
     return 1 if failed else 0
 
 
-def diagnose() -> list[Finding]:
-    """Return the findings about this installation, machine and environment."""
-    return [*_versions(), *_core(), *_network(), *_codecs(), *_plugins(), *_transports(), *_environment()]
+def diagnose(note: Callable[[float, str], object] = lambda done, what: None) -> list[Finding]:
+    """Return the findings about this installation, machine and environment.
+
+    ``note`` is called with what share of the work is done, and what is looked at next.
+    """
+    parts: dict[str, tuple[float, Callable[[], Iterator[Finding]]]] = {  # where each part begins, as measured once
+        "versions": (0.0, _versions),
+        "the core": (0.02, _core),
+        "the network": (0.04, _network),
+        "codecs": (0.06, _codecs),
+        "plugins": (0.2, _plugins),
+        "transports": (0.2, _transports),
+        "the environment": (0.98, _environment),
+    }
+    findings: list[Finding] = []
+    for name, (share, look) in parts.items():
+        note(share, name)
+        findings += look()
+    return findings
 
 
 def _names(findings: list[Finding]) -> str:
@@ -186,7 +221,7 @@ def _codecs() -> Iterator[Finding]:
         def try_it(name: str = name) -> str:
             codec = codecs.get(name)
             bits, error = _round_trip(codec, torch.device("cpu"))
-            loss = "lossless" if codec.lossless else f"error {error:.2g} of a Gaussian's energy"
+            loss = "lossless" if codec.lossless else f"error {error:.2g}"
             return f"{bits:.3g} bits an element, {loss}"
 
         yield _tried("codecs", name, try_it)
@@ -194,7 +229,7 @@ def _codecs() -> Iterator[Finding]:
 
 def _plugins() -> Iterator[Finding]:
     """Tell what other packages offer, and whether it can be used."""
-    for registry in (codecs.registry, collectives.registry, collectives.gathers, planners.registry):
+    for registry in (codecs_known, collectives_known, gathers_known, planners_known):
         for name, package in registry.offered().items():
 
             def try_it(registry: Registry[Any] = registry, name: str = name, package: str = package) -> str:

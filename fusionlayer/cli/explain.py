@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import codecs
-from ..plan import Bucket, FusionPlan
+from ..plan import FusionPlan
 from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of, short_name
 from ..planning.cluster import Scenario
 from ..planning.prediction import plan_costs, predict_plan
@@ -17,8 +17,11 @@ from ..planning.profile import Profile
 from ..planning.simulation import Step
 from ..planning.zipped_costs import expected_costs
 from ..scheduler.fusing import check_pairs
-from .arguments import add_cluster, check_file, scenario_of
-from .tables import print_table
+from .arguments import add_cluster, scenario_of
+from .lanes import draw
+from .outputs import check_picture, keep_picture
+from .tables import Column, Table, add_columns, print_text, show
+from .units import BYTES, SECONDS, in_one_unit
 
 __all__ = ["add_parser"]
 
@@ -26,10 +29,22 @@ _ZIP = "zip"
 _SWITCH_SIZES = (1 << 20, 16 << 20)
 
 _EPILOG = """\
-Times are seconds after the start of backward, predicted for one communication thread with a core of its own. F and C
-are SAFusion's (section 3.3): until the bucket's gradients are there, encoded if that is done ahead; and on the
-communication thread. Idle is its W: the communication thread had nothing to send before the bucket was ready.
-Where the profile has costs of codec zip, a last table has what lossless collectives take as they are and zipped.
+examples:
+    fusionlayer explain plan.yaml --profile profile.yaml
+    fusionlayer explain plan.yaml --profile profile.yaml --rate 1gbit \\
+        --plot plan.svg
+
+Times count from the start of backward. They are predicted for one thread that
+communicates and has a core of its own.
+
+ready    the bucket's gradients are there, encoded if that is done ahead
+start    the communication thread takes the bucket
+end      the sum is there
+idle     how long the communication thread had nothing to send before that
+F, C     what SAFusion (section 3.3) calls so: the time until the bucket's
+         gradients are there, and its time on the communication thread
+alone    a tensor by itself, from encoding to the sum; what raw would take
+         above that is what the codec saves
 """
 
 
@@ -37,21 +52,22 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
     parser = commands.add_parser(
         "explain",
-        help="print a plan's buckets, tensors, codecs and predicted timeline",
+        help="show a plan's buckets, and when each is predicted to travel",
         description="Explain a fusion plan by a measured profile of its model.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="as `fusionlayer plan` writes it")
     add_cluster(parser)
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the timeline (needs matplotlib)")
+    add_columns(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the timeline, as .png, .svg or .pdf")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print what ``options`` ask for."""
     if options.plot:
-        check_file(options.plot, "--plot")
+        check_picture(options.plot)
     profile = Profile.from_yaml(options.profile)
     plan = FusionPlan.from_yaml(options.plan)
     check_pairs(plan)
@@ -59,20 +75,17 @@ def run(options: argparse.Namespace) -> None:
     measured = options.rate is None
     costs = plan_costs(profile, plan, scenario, measured)
     found = predict_plan(profile, plan, scenario, measured)
-    network = f"{plan.world_size} workers, {scenario.rate}"
-    _show_buckets(f"{profile.title}: {network}", profile, plan, found)
-    _show_tensors(profile, plan, costs, _alone(profile, scenario, plan.world_size, measured))
-    _show_switch(profile, scenario, plan.world_size)
-    print(
+    title = f"{profile.title}: {plan.world_size} workers, {scenario.rate}"
+    raw = _alone(profile, scenario, plan.world_size, measured)
+    switch = _switch(profile, scenario, plan.world_size)
+    show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw), *switch], options.columns)
+    print_text(
         f"Backward, with what is encoded in it: {_ms(found.alone)} ms. Last result: {_ms(found.seconds)} ms. The "
         f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "
         "between buckets."
     )
     if options.plot:
-        from .lanes import draw
-
-        draw(options.plot, f"{profile.title}: {network}", profile, plan, costs, found)
-        print(options.plot)
+        keep_picture(options.plot, lambda: draw(title, profile, plan, costs, found))
 
 
 def _disturbed(costs: Sequence[BucketCosts]) -> str:
@@ -80,54 +93,84 @@ def _disturbed(costs: Sequence[BucketCosts]) -> str:
     return f", {_ms(seconds)} ms of that because buckets disturb backward" if seconds else ""
 
 
-def _show_buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> None:
-    rows = []
-    computed = 0.0
-    for number, (bucket, span) in enumerate(zip(plan.buckets, found.spans, strict=True)):
-        elements = sum(slot.numel for slot in bucket.slots)
-        nbytes = codec_cost(profile, codec_of(bucket)).nbytes(elements)
-        rows.append(
-            (
-                str(number),
-                str(len(bucket.slots)),
-                str(elements),
-                f"{nbytes / 1e3:.1f}",
-                short_name(codec_of(bucket)),
-                f"{bucket.algorithm}, {'ahead' if bucket.ahead else 'behind'}",
-                *map(_ms, (span.ready - computed, span.end - span.start)),
-                *map(_ms, (span.ready, span.start, span.end, span.idle)),
-            )
-        )
-        computed = span.ready
-    columns = ["bucket", "tensors", "elements", "kB", "codec", "travels by", "F ms", "C ms", "ready", "start", "end"]
-    print_table(title, [*columns, "idle"], rows, right=(0, 1, 2, 3, 6, 7, 8, 9, 10, 11))
-
-
-def _show_tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], raw: BucketCosts | None) -> None:
-    bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
-    rows = []
-    for tensor in profile.model.tensors:
-        index = bucket_of[tensor.name]
-        bucket = plan.buckets[index]
-        why = _why(tensor.numel, bucket, costs[index], profile, raw)
-        rows.append((tensor.name, str(tensor.numel), str(index), short_name(codec_of(bucket)), why))
-    print_table("Tensors, in order of arrival", ("tensor", "elements", "bucket", "codec", "why"), rows, right=(1, 2))
-
-
-def _show_switch(profile: Profile, scenario: Scenario, workers: int) -> None:
-    """Print the size from which zipping is predicted to make lossless collectives faster."""
-    if _ZIP not in profile.codecs or workers < 2:
-        return
-    rows = []
-    for kind, costs in expected_costs(profile, scenario, workers, _ZIP).items():
-        threshold = costs.zips_from()
-        sizes = [f"{_ms(seconds)}" for size in _SWITCH_SIZES for seconds in costs.seconds(size)]
-        rows.append((kind, *sizes, "never" if threshold == math.inf else f"{threshold / 1e3:.1f} kB"))
-    columns = [f"{size >> 20} MiB {form}" for size in _SWITCH_SIZES for form in ("native", "zipped")]
-    title = (
-        f"Lossless collectives of f32, native or by {_ZIP}: ms by bytes that a worker sends (ZipCCL, equations 6, 7)"
+def _buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> Table:
+    elements = [sum(slot.numel for slot in bucket.slots) for bucket in plan.buckets]
+    sent = [
+        codec_cost(profile, codec_of(bucket)).nbytes(numel)
+        for bucket, numel in zip(plan.buckets, elements, strict=True)
+    ]
+    spans = found.spans
+    computed = [0.0, *(span.ready for span in spans[:-1])]
+    volume, (nbytes,) = in_one_unit(BYTES, sent)
+    unit, (filling, sending, ready, start, end, idle) = in_one_unit(
+        SECONDS,
+        [span.ready - before for span, before in zip(spans, computed, strict=True)],
+        [span.end - span.start for span in spans],
+        *([getattr(span, name) for span in spans] for name in ("ready", "start", "end", "idle")),
     )
-    print_table(title, ("collective", *columns, "zipped from"), rows, right=range(1, 2 + len(columns)))
+    columns = [
+        Column("bucket", [str(number) for number in range(len(plan.buckets))]),
+        Column("tensors", [str(len(bucket.slots)) for bucket in plan.buckets], gives_way=2),
+        Column("elements", [str(numel) for numel in elements], gives_way=3),
+        Column("sends", nbytes, volume),
+        Column("codec", [short_name(codec_of(bucket)) for bucket in plan.buckets], text=True),
+        Column(
+            "travels by",
+            [f"{bucket.algorithm}, {'ahead' if bucket.ahead else 'behind'}" for bucket in plan.buckets],
+            text=True,
+            gives_way=1,
+        ),
+        Column("F", filling, unit, gives_way=5),
+        Column("C", sending, unit, gives_way=4),
+        Column("ready", ready, unit),
+        Column("start", start, unit),
+        Column("end", end, unit),
+        Column("idle", idle, unit),
+    ]
+    return Table(title, columns)
+
+
+def _tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], raw: BucketCosts | None) -> Table:
+    bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
+    tensors = profile.model.tensors
+    numbers = [bucket_of[tensor.name] for tensor in tensors]
+    buckets = [plan.buckets[number] for number in numbers]
+    alone = [costs[number].alone(tensor.numel) for tensor, number in zip(tensors, numbers, strict=True)]
+    saved = [
+        None if raw is None or bucket.codec == "raw" else raw.alone(tensor.numel) - seconds
+        for tensor, bucket, seconds in zip(tensors, buckets, alone, strict=True)
+    ]
+    bits = [codec_cost(profile, codec_of(bucket)).bits for bucket in buckets]
+    unit, (took, saving) = in_one_unit(SECONDS, alone, saved)
+    columns = [
+        Column("tensor", [tensor.name for tensor in tensors], text=True),
+        Column("elements", [str(tensor.numel) for tensor in tensors], gives_way=1),
+        Column("bucket", [str(number) for number in numbers]),
+        Column("codec", [short_name(codec_of(bucket)) for bucket in buckets], text=True),
+        Column("bits", [f"{count:.3g}" for count in bits], "/element", gives_way=2),
+        Column("alone", took, unit),
+        Column("saves", saving, unit),
+    ]
+    return Table("Tensors, in order of arrival: each by itself, and what its codec saves against raw", columns)
+
+
+def _switch(profile: Profile, scenario: Scenario, workers: int) -> list[Table]:
+    """Return a table of the size from which zipping is predicted to make lossless collectives faster, or none."""
+    if _ZIP not in profile.codecs or workers < 2:
+        return []
+    expected = expected_costs(profile, scenario, workers, _ZIP)
+    forms = [f"{size >> 20} MiB{form}" for size in _SWITCH_SIZES for form in ("", f" {_ZIP}")]
+    rows = [[seconds for size in _SWITCH_SIZES for seconds in costs.seconds(size)] for costs in expected.values()]
+    unit, cells = in_one_unit(SECONDS, *zip(*rows, strict=True))
+    sizes = [None if size == math.inf else size for size in (costs.zips_from() for costs in expected.values())]
+    volume, (thresholds,) = in_one_unit(BYTES, sizes)
+    columns = [
+        Column("collective", list(expected), text=True),
+        *(Column(form, column, unit) for form, column in zip(forms, cells, strict=True)),
+        Column(f"{_ZIP} pays from", [size or "never" for size in thresholds], volume),
+    ]
+    title = f"Lossless collectives of f32, by bytes that a worker sends: as they are, and by {_ZIP} (ZipCCL, eq. 6, 7)"
+    return [Table(title, columns)]
 
 
 def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> BucketCosts | None:
@@ -135,16 +178,6 @@ def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -
     if "raw" not in profile.codecs:
         return None
     return costs_of(profile, codecs.get("raw"), "dense", scenario, workers, measured)
-
-
-def _why(elements: int, bucket: Bucket, cost: BucketCosts, profile: Profile, raw: BucketCosts | None) -> str:
-    """Return a text: the codec's bits, and its cost for the tensor by itself, compared with raw."""
-    bits = codec_cost(profile, codec_of(bucket)).bits
-    words = f"{bits:.3g} bits an element; alone {_ms(cost.alone(elements))} ms"
-    if raw is None or bucket.codec == "raw":
-        return words
-    saved = raw.alone(elements) - cost.alone(elements)
-    return f"{words}, {_ms(abs(saved))} ms {'less' if saved >= 0 else 'MORE'} than raw"
 
 
 def _ms(seconds: float) -> str:

@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
 from ..plan import FusionPlan
 from ..planning.bucket_costs import BucketCosts
 from ..planning.prediction import backward_seconds
 from ..planning.profile import Profile
 from ..planning.simulation import Step
+from . import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
 Bar = tuple[float, float, int]
 """Start and length in seconds, number of the bucket."""
 
-_LANES = ("communicate", "encode and fuse", "backward")
-_WAITING = "0.85"
+_LANES = ("network", "encoding", "backward")
+_WAITING = "0.9"
 
 
-def draw(path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: Step) -> None:
-    """Write a picture with a row for each kind of work. Colours tell buckets apart; waiting is hatched.
+def draw(title: str, profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: Step) -> Figure:
+    """Return a picture with a row for each kind of work. Colours tell buckets apart; waiting is hatched.
 
-    Raises:
-        ConfigError: matplotlib is not installed, or cannot write the file.
+    Call it within ``drawing.style()``.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot draws with matplotlib; pip install matplotlib") from None
-
     backward, encoding, communicating = _bars(profile, plan, costs, found)
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure = drawing.figure(9, 2.8)
+    axes = figure.subplots()
     for lane, bars in enumerate((communicating, encoding, backward)):
         for start, seconds, bucket in bars:
-            axes.broken_barh([(start * 1e3, seconds * 1e3)], (lane - 0.4, 0.8), facecolors=f"C{bucket % 10}")
+            colour = drawing.PALETTE[bucket % len(drawing.PALETTE)]
+            axes.broken_barh([(start * 1e3, seconds * 1e3)], (lane - 0.4, 0.8), facecolors=colour)
     for number, span in enumerate(found.spans):
         _label(axes, span.start, span.end, found.seconds, str(number))
         if span.idle:
@@ -49,18 +44,12 @@ def draw(path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequ
         _wait(axes, 2, found.alone, found.waiting)
     axes.set_yticks(range(3), _LANES)
     axes.set_xlim(0, found.seconds * 1e3)
-    axes.set_xlabel(
-        f"ms after the start of backward; hatched: waiting ({found.waiting * 1e3:.1f} ms for the last result, "
-        f"{found.idle * 1e3:.1f} ms between buckets)"
+    axes.set_xlabel("ms after the start of backward; numbers: of buckets; hatched: waiting")
+    axes.set_title(
+        f"The last result comes {found.waiting * 1e3:.1f} ms after backward; the network stands still for "
+        f"{found.idle * 1e3:.1f} ms\n{title}"
     )
-    axes.set_title(title, fontsize=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--plot {path} cannot be written: {why}") from error
+    return figure
 
 
 def _bars(
@@ -94,7 +83,7 @@ def _bars(
 
 def _label(axes: Any, start: float, end: float, whole: float, text: str) -> None:
     """Write the bucket's number where there is room for it."""
-    if end - start > 0.015 * whole:
+    if end - start > 0.02 * whole:
         axes.text((start + end) * 500, 0, text, ha="center", va="center", fontsize=8, color="white")
 
 

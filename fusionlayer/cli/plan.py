@@ -22,14 +22,27 @@ from ..planning.simulation import Step
 from ..scheduler import planners
 from ..scheduler.planners import Planner
 from .arguments import add_cluster, as_options, check_file, get_codec, key_value, names, positive, scenario_of
-from .tables import print_table
+from .outputs import keep
+from .progress import Progress
+from .tables import Column, Table, add_columns, print_text, show
+from .units import SECONDS, in_one_unit
 
 __all__ = ["add_parser"]
 
 _EPILOG = """\
-Waiting is what the optimizer waits for after backward; idle is how long communication stood still between buckets (W
-in SAFusion, section 3.3). Both are predictions of one communication thread with a core of its own; `fusionlayer
-simulate` shares cores and links out. docs/planning.md says more.
+examples:
+    fusionlayer plan --profile profile.yaml --workers 8 --codec int4 \\
+        -o plan.yaml
+    fusionlayer plan --profile profile.yaml --workers 8 --codec int4 --compare
+    fusionlayer plan --profile profile.yaml --workers 8 --codec auto \\
+        --fidelity aggressive --rate 1gbit -o plan.yaml
+
+waiting  what the optimizer waits for after backward
+idle     how long communication stood still between buckets (W in SAFusion,
+         section 3.3)
+
+Both are predictions for one thread that communicates and has a core of its
+own; `fusionlayer simulate` shares cores and links out. See docs/planning.md.
 """
 
 
@@ -44,7 +57,9 @@ def add_parser(commands: Any) -> None:
     )
     add_cluster(parser)
     parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks that the plan is for")
-    parser.add_argument("--planner", default="safusion", metavar="NAME", help="default safusion")
+    parser.add_argument(
+        "--planner", default="safusion", metavar="NAME", help="how gradients are fused (default safusion)"
+    )
     parser.add_argument(
         "--planner-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the planner; repeatable"
     )
@@ -75,6 +90,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-o", "--out", type=Path, metavar="PLAN.yaml", help="where to write the plan")
     parser.add_argument("--compare", action="store_true", help="print what every planner would make of it")
     parser.add_argument("--rates", type=names, metavar="R,R", help="rates to compare at (default: that of --rate)")
+    add_columns(parser)
     parser.set_defaults(run=run)
 
 
@@ -92,17 +108,17 @@ def run(options: argparse.Namespace) -> None:
     if options.compare:
         rates = sorted(options.rates or [scenario_of(options, profile).rate], key=parse_rate)
         scenarios = [scenario_of(options, profile, rate) for rate in rates]
-        show(profile, codec, scenarios, options)
+        compare(profile, codec, scenarios, options)
     if options.out is not None:
         scenario = scenario_of(options, profile)
         if isinstance(codec, CodecRules):
             chosen = _select(profile, planner, codec, scenario, options)
-            _show_codecs(profile, chosen)
+            _show_codecs(profile, chosen, options.columns)
             plan, found = chosen.plan, chosen.prediction
         else:
             plan, found = predicted(profile, planner, codec, scenario, options)
-        plan.to_yaml(options.out)
-        print(
+        keep(options.out, plan.to_yaml, "--out")
+        print_text(
             f"{options.out}: {len(plan.buckets)} buckets of {len(profile.model.tensors)} tensors; predicted "
             f"{_ms(found.seconds)} ms from the start of backward to the last result, of which {_ms(found.waiting)} ms "
             "waiting"
@@ -130,20 +146,22 @@ def _select(
     return select(profile, policy, planner, scenario, options.workers, measured=_measured(options))
 
 
-def _show_codecs(profile: Profile, chosen: Selection) -> None:
+def _show_codecs(profile: Profile, chosen: Selection, columns: Sequence[str] | None) -> None:
     """Print the codec of each gradient, and the reason."""
-    rows = [
-        (
-            tensor.name,
-            str(tensor.numel),
-            short_name(chosen.choices[tensor.name].codec),
-            chosen.choices[tensor.name].reason,
-        )
-        for tensor in profile.model.tensors
-    ]
-    print_table("Codecs", ("tensor", "elements", "codec", "why"), rows, right=(1,))
+    tensors = profile.model.tensors
+    choices = [chosen.choices[tensor.name] for tensor in tensors]
+    table = Table(
+        "Codecs",
+        [
+            Column("tensor", [tensor.name for tensor in tensors], text=True),
+            Column("elements", [str(tensor.numel) for tensor in tensors], gives_way=1),
+            Column("codec", [short_name(choice.codec) for choice in choices], text=True),
+            Column("why", [choice.reason for choice in choices], text=True, wraps=True),
+        ],
+    )
+    show([table], columns)
     if chosen.verdict:
-        print(f"{chosen.verdict[0].upper()}{chosen.verdict[1:]}.")
+        print_text(f"{chosen.verdict[0].upper()}{chosen.verdict[1:]}.")
 
 
 def _measured(options: argparse.Namespace) -> bool:
@@ -176,26 +194,32 @@ def predicted(
     return plan, predict_plan(profile, plan, scenario, measured)
 
 
-def show(
+def compare(
     profile: Profile, codec: Codec | CodecRules, scenarios: Sequence[Scenario], options: argparse.Namespace
 ) -> None:
-    """Print a row for each planner: the predicted figures of its plan at each rate."""
-    rows = []
-    for name in planners.names():
-        planner = planners.get(name)
-        row = [name]
+    """Print a table for each rate: the predicted figures of each planner's plan."""
+    names = planners.names()
+    total = len(scenarios) * len(names)
+    tables: list[Table] = []
+    with Progress("plan", total) as progress:
         for scenario in scenarios:
-            plan, found = predicted(profile, planner, codec, scenario, options)
-            row += [str(len(plan.buckets)), _ms(found.waiting), _ms(found.idle), _ms(found.seconds)]
-        rows.append(row)
-    columns = ["planner"]
-    for scenario in scenarios:
-        at = f" {scenario.rate}" if len(scenarios) > 1 else ""
-        columns += [f"buckets{at}", "waiting ms", "idle ms", "step ms"]
-    rates = ", ".join(scenario.rate for scenario in scenarios)
-    names = codec if isinstance(codec, Codec) else "codecs by policy"
-    title = f"{profile.title}: {names} on {options.workers} workers at {rates}, predicted"
-    print_table(title, columns, rows, right=range(1, len(columns)))
+            found: list[tuple[FusionPlan, Step]] = []
+            for name in names:
+                progress.at(len(tables) * len(names) + len(found), f"{name} at {scenario.rate}")
+                found.append(predicted(profile, planners.get(name), codec, scenario, options))
+            steps = [step for _, step in found]
+            unit, (waiting, idle, seconds) = in_one_unit(
+                SECONDS, *([getattr(step, what) for step in steps] for what in ("waiting", "idle", "seconds"))
+            )
+            codecs = codec if isinstance(codec, Codec) else "codecs by policy"
+            title = f"{profile.title}: {codecs} on {options.workers} workers at {scenario.rate}, predicted"
+            columns = [
+                Column("planner", names, text=True),
+                Column("buckets", [str(len(plan.buckets)) for plan, _ in found]),
+                *(Column("waiting", waiting, unit), Column("idle", idle, unit), Column("step", seconds, unit)),
+            ]
+            tables.append(Table(title, columns))
+    show(tables, options.columns)
 
 
 def _ms(seconds: float) -> str:

@@ -16,17 +16,20 @@ from ..planning.cost_model import parse_rate
 from ..planning.profiler import Sizes, describe_machine, file_name, measure_profile
 from ..transport import Transport, local
 from .arguments import check_folder, names, positive
+from .outputs import keep
+from .progress import Progress
 
 __all__ = ["add_parser"]
 
 _EPILOG = """\
-Alone it measures the model's step, codecs and copies. Started on several ranks, also a link and collectives, and takes
-the mean over ranks:
-
+examples:
+    fusionlayer profile --model gpt --codec raw,int8,int4
     torchrun --nproc-per-node 2 --no-python fusionlayer profile --model gpt
     mpirun -n 2 fusionlayer profile --model mypackage.training:model_and_batch
 
-profiles/README.md has the schema.
+Alone it measures the model's step, codecs and copies. On several ranks it also
+measures a link and collectives, and writes means over ranks. The schema of the
+file is in profiles/README.md.
 """
 _COMMENT = "A measured cost profile; profiles/README.md has the schema. Written by: {command}"
 
@@ -86,19 +89,21 @@ def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Si
     if transport.rank == 0:
         check_folder(options.out, "--out")
     environment = {**describe_machine(options.hardware), "fusionlayer": __version__}
-    profile = measure_profile(
-        options.model,
-        chosen,
-        transport,
-        pair=_pair(transport),
-        local_size=context.local_size(),
-        rate=options.rate,
-        sizes=sizes,
-        environment=environment,
-    )
+    with Progress("profile", shown=transport.rank == 0) as progress:
+        profile = measure_profile(
+            options.model,
+            chosen,
+            transport,
+            pair=_pair(transport),
+            local_size=context.local_size(),
+            rate=options.rate,
+            sizes=sizes,
+            environment=environment,
+            note=progress.at,
+        )
     if transport.rank == 0:
         path = options.out / f"{file_name(profile.model.name, environment)}.yaml"
-        profile.to_yaml(path, _COMMENT.format(command=environment["command"]))
+        keep(path, lambda place: profile.to_yaml(place, _COMMENT.format(command=environment["command"])), "--out")
         print(path)
         sys.stdout.flush()
     transport.barrier()

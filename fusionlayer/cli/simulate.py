@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
 from .arguments import above_zero, join, names, numbers, positive, seconds
-from .tables import print_table
+from .outputs import check_picture, keep_picture
+from .pictures import draw_speedups
+from .progress import Progress
+from .tables import Column, Table, add_columns, print_text, show
+from .units import BYTES, SECONDS, in_one_unit
 
 __all__ = ["add_parser"]
 
@@ -24,8 +28,17 @@ _WORKERS = (2, 8, 64, 256, 1024, 4096)
 _LATENCY_FACTORS = (0.25, 1.0, 4.0)
 
 _EPILOG = """\
-The band is the range of measured over projected steps when the profile was validated. EXTRAPOLATION names what lies
-outside of what was validated: there the band says nothing. docs/simulation.md has the model and its assumptions.
+examples:
+    fusionlayer simulate profile.yaml --workers 2,8,64 --codec int8,int4
+    fusionlayer simulate profile.yaml --rate 1gbit --overlap-forward \\
+        --plot scaling.svg
+
+exposed  what of the step is not computing: training waits for the network
+band     the range of measured over projected steps when the profile was
+         validated, times the projected step
+
+EXTRAPOLATION names what lies outside of what was validated: there the band
+says nothing. The model and its assumptions are in docs/simulation.md.
 """
 
 
@@ -46,19 +59,30 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--codec", type=names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
     )
-    parser.add_argument("--algorithm", choices=list(ALGORITHMS), help="collective (default: as the engine chooses)")
+    parser.add_argument(
+        "--algorithm",
+        choices=list(ALGORITHMS),
+        metavar="NAME",
+        help=f"collective: {', '.join(ALGORITHMS)} (default: as the engine chooses)",
+    )
     parser.add_argument("--planner", metavar="NAME", help="how gradients are fused (default: configured)")
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
     parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")
     parser.add_argument("--latency", type=seconds, metavar="SECONDS", help="of a message (default: as measured)")
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
+    add_columns(parser)
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw speed-ups against workers, as .png, .svg or .pdf"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the projection that ``options`` ask for."""
+    if options.plot:
+        check_picture(options.plot)
     profile = Profile.from_yaml(options.profile)
     rate = options.rate or profile.fastest_rate
     scenario = Scenario(rate, options.per_host, options.cores, options.latency, curves=options.curves)
@@ -72,11 +96,16 @@ def run(options: argparse.Namespace) -> None:
         Method.named(BASELINE, profile),
         *(Method.named(name, profile, options.algorithm, options.planner) for name in names),
     ]
-    projection = Projection(profile, methods, scenario, workers)
+    with Progress("simulate") as progress:
+        projection = Projection.of(profile, methods, scenario, workers, progress)
     if options.json:
         print(json.dumps(projection.as_dict(), indent=1))
     else:
-        projection.show()
+        show(projection.tables(), options.columns)
+        print_text(projection.reliability())
+    if options.plot:
+        title = f"Projected: {profile.title}, {rate}"
+        keep_picture(options.plot, lambda: draw_speedups(title, projection.speedups()))
 
 
 @dataclass(frozen=True)
@@ -92,44 +121,64 @@ class Cell:
 
 @dataclass(frozen=True)
 class Projection:
-    """Methods, baseline first, on a growing number of workers."""
+    """Methods, baseline first, on a growing number of workers.
+
+    Attributes:
+        cells: all methods for each number of workers.
+        ahead: by method, whether it beats the baseline with the fewest workers, and where that changes.
+        latencies: by method, the seconds of its step with the most workers for each factor on the latency.
+    """
 
     profile: Profile
-    methods: Sequence[Method]
     scenario: Scenario
     workers: Sequence[int]
+    cells: Sequence[Cell]
+    ahead: Mapping[str, tuple[bool, list[int]]]
+    latencies: Mapping[str, list[float]]
 
-    def seconds(self, method: Method, workers: int, latency_factor: float = 1.0) -> float:
-        """Return the projected step."""
-        scenario = self.scenario
-        if latency_factor != 1:
-            scenario = replace(scenario, curves=False, latency_factor=latency_factor)
-        return project(self.profile, method, scenario, workers).seconds
+    @classmethod
+    def of(
+        cls, profile: Profile, methods: Sequence[Method], scenario: Scenario, workers: Sequence[int], progress: Progress
+    ) -> Projection:
+        """Return the projection; the more workers, the longer a step takes to simulate."""
+        cells: list[Cell] = []
+        ahead: dict[str, tuple[bool, list[int]]] = {}
+        latencies: dict[str, list[float]] = {}
+        known: dict[tuple[str, int], float] = {}
+        total = len(workers) + 2
 
-    def cells(self) -> Iterator[Cell]:
-        """Yield all methods for each number of workers."""
-        for workers in self.workers:
-            steps = [project(self.profile, method, self.scenario, workers) for method in self.methods]
-            for method, step in zip(self.methods, steps, strict=True):
-                band = projected_band(self.profile, method, self.scenario, workers, step.seconds)
-                yield Cell(workers, method, step, band, steps[0].seconds / step.seconds)
+        def seconds(method: Method, count: int) -> float:
+            if (method.name, count) not in known:
+                known[method.name, count] = project(profile, method, scenario, count).seconds
+            return known[method.name, count]
 
-    def ahead(self, method: Method) -> tuple[bool, list[int]]:
-        """Return whether a method beats the baseline with the fewest workers, and where that changes."""
+        for place, count in enumerate(workers):
+            for number, method in enumerate(methods):
+                progress.at((place + number / len(methods)) / total, f"{method.name}, {count} workers")
+                step = project(profile, method, scenario, count)
+                known[method.name, count] = step.seconds
+                band = projected_band(profile, method, scenario, count, step.seconds)
+                cells.append(Cell(count, method, step, band, seconds(methods[0], count) / step.seconds))
+        for number, method in enumerate(methods):
+            progress.at((len(workers) + 2 * number / len(methods)) / total, f"{method.name}, break-even and latency")
+            if number:
 
-        def faster(workers: int) -> bool:
-            return self.seconds(method, workers) < self.seconds(self.methods[0], workers)
+                def faster(count: int, method: Method = method) -> bool:
+                    return seconds(method, count) < seconds(methods[0], count)
 
-        return faster(self.workers[0]), break_even(faster, self.workers, self.scenario.per_host)
-
-    def latencies(self) -> Iterator[tuple[Method, list[float]]]:
-        """Yield the steps of each method with the most workers, for each factor on the latency."""
-        for method in self.methods:
-            yield method, [self.seconds(method, self.workers[-1], factor) for factor in _LATENCY_FACTORS]
+                ahead[method.name] = faster(workers[0]), break_even(faster, workers, scenario.per_host)
+            latencies[method.name] = [
+                seconds(method, workers[-1])
+                if factor == 1
+                else project(
+                    profile, method, replace(scenario, curves=False, latency_factor=factor), workers[-1]
+                ).seconds
+                for factor in _LATENCY_FACTORS
+            ]
+        return cls(profile, scenario, workers, cells, ahead, latencies)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole projection as plain data, in seconds and bytes."""
-        changes = {method.name: self.ahead(method) for method in self.methods[1:]}
         return {
             "title": self.profile.title,
             "rate": self.scenario.rate,
@@ -147,49 +196,69 @@ class Projection:
                     "bytes_per_step": cell.step.sent,
                     "extrapolated": list(cell.band.extrapolated),
                 }
-                for cell in self.cells()
+                for cell in self.cells
             ],
             "break_even": {
-                name: {"ahead_at_first": first, "changes_at": places} for name, (first, places) in changes.items()
+                name: {"ahead_at_first": first, "changes_at": places} for name, (first, places) in self.ahead.items()
             },
             "latency": {
                 "workers": self.workers[-1],
                 "factors": list(_LATENCY_FACTORS),
-                "step_seconds": {method.name: seconds for method, seconds in self.latencies()},
+                "step_seconds": dict(self.latencies),
             },
         }
 
-    def show(self) -> None:
-        """Print tables."""
-        rows = []
-        for cell in self.cells():
-            band = cell.band
-            rows.append(
-                (
-                    str(cell.workers),
-                    cell.method.name,
-                    _ms(cell.step.seconds),
-                    "unknown" if band.low is None or band.high is None else f"{_ms(band.low)}..{_ms(band.high)}",
-                    f"{cell.speedup:.2f}",
-                    _ms(cell.step.seconds - cell.step.alone),
-                    f"{cell.step.sent / 1e6:.2f}",
-                    f"EXTRAPOLATION: {', '.join(band.extrapolated)}" if band.extrapolated else "",
-                )
-            )
-        columns = ("workers", "method", "step ms", "band ms", "x ddp", "exposed ms", "MB/host", "")
-        print_table(f"{self.profile.title}: {self._network()}", columns, rows, right=(0, 2, 3, 4, 5, 6))
-        print_table(
-            f"Faster than {BASELINE}, from {self.workers[0]} to {self.workers[-1]} workers",
-            ("method", "where"),
-            [(method.name, _spell(*self.ahead(method))) for method in self.methods[1:]],
+    def speedups(self) -> dict[str, list[tuple[int, float]]]:
+        """Return by method what ``draw_speedups`` draws: the number of workers, and the speed-up over the baseline."""
+        found: dict[str, list[tuple[int, float]]] = {name: [] for name in self.ahead}
+        for cell in self.cells:
+            if cell.method.name in found:
+                found[cell.method.name].append((cell.workers, cell.speedup))
+        return found
+
+    def tables(self) -> list[Table]:
+        """Return the steps, where methods are faster than the baseline, and what the latency does."""
+        steps = [cell.step for cell in self.cells]
+        bands = [cell.band for cell in self.cells]
+        unit, (seconds, low, high, exposed) = in_one_unit(
+            SECONDS,
+            [step.seconds for step in steps],
+            [band.low for band in bands],
+            [band.high for band in bands],
+            [step.seconds - step.alone for step in steps],
         )
-        print_table(
-            f"Latency: step ms with {self.workers[-1]} workers",
-            ("method", *(f"latency x{factor:g}" for factor in _LATENCY_FACTORS)),
-            [(method.name, *map(_ms, seconds)) for method, seconds in self.latencies()],
-            right=(1, 2, 3),
-        )
-        print(self._reliability())
+        volume, (sent,) = in_one_unit(BYTES, [step.sent for step in steps])
+        beyond = [f"EXTRAPOLATION: {', '.join(band.extrapolated)}" if band.extrapolated else "" for band in bands]
+        between = [f"{a}..{b}" if a and b else "unknown" for a, b in zip(low, high, strict=True)]
+        projected = [
+            Column("workers", [str(cell.workers) for cell in self.cells]),
+            Column("method", [cell.method.name for cell in self.cells], text=True),
+            Column("step", seconds, unit),
+            Column("band", between, unit),
+            Column("speed-up", [f"{cell.speedup:.2f}" for cell in self.cells], f"x {BASELINE}"),
+            Column("exposed", exposed, unit, gives_way=2),
+            Column("sent", sent, f"{volume}/host", gives_way=1),
+        ]
+        if any(beyond):
+            projected.append(Column("beyond what was validated", beyond, text=True, wraps=True))
+        where = [
+            Column("method", list(self.ahead), text=True),
+            Column("where", [_spell(*change) for change in self.ahead.values()], text=True),
+        ]
+        by_factor = list(zip(*self.latencies.values(), strict=True))
+        unit, columns = in_one_unit(SECONDS, *by_factor)
+        latency = [
+            Column("method", list(self.latencies), text=True),
+            *(
+                Column(f"latency x{factor:g}", cells, unit)
+                for factor, cells in zip(_LATENCY_FACTORS, columns, strict=True)
+            ),
+        ]
+        return [
+            Table(f"{self.profile.title}: {self._network()}", projected),
+            Table(f"Faster than {BASELINE}, from {self.workers[0]} to {self.workers[-1]} workers", where),
+            Table(f"Latency: the step with {self.workers[-1]} workers", latency),
+        ]
 
     def _network(self) -> str:
         hosts = f", {self.scenario.per_host} workers on a host" if self.scenario.per_host > 1 else ""
@@ -197,7 +266,8 @@ class Projection:
         latency = f"latency {cluster.between.latency * 1e6:.0f} us"
         return f"{self.scenario.rate}, {latency}, cores per worker {cluster.cores:g}{hosts}"
 
-    def _reliability(self) -> str:
+    def reliability(self) -> str:
+        """Return a sentence on how far the projection may be trusted."""
         known = self.profile.validation
         if known is None:
             return "This profile has not been compared with measured steps: all of this is EXTRAPOLATION."
@@ -218,7 +288,3 @@ def _spell(first: bool, changes: Sequence[int]) -> str:
         words.append(f"below {place}" if ahead else f"from {place}")
         ahead = not ahead
     return ", ".join(words)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f}"

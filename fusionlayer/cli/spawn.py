@@ -13,7 +13,10 @@ from typing import IO
 
 from ..errors import FusionLayerError
 
-__all__ = ["LAUNCHER_PREFIXES", "run_on_ranks", "without_launcher"]
+__all__ = ["LAUNCHER_PREFIXES", "RANKS_PREFIX", "RankError", "run_on_ranks", "without_launcher"]
+
+RANKS_PREFIX = "fusionlayer-ranks-"
+"""With which the name of the ranks' temporary folder begins; it goes when they have ended."""
 
 # Variables that tell a process that a launcher has started it.
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -21,6 +24,18 @@ _LAUNCHER_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
 }
+
+
+class RankError(FusionLayerError):
+    """A rank failed or did not end in time.
+
+    Attributes:
+        rank: which one.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -38,6 +53,7 @@ def run_on_ranks(
     timeout: float | None = None,
     environment: Mapping[str, str] | None = None,
     output: IO[str] | None = None,
+    errors_shown: bool = False,
 ) -> None:
     """Run ``python *arguments`` on ``ranks`` processes; when one fails, end the others.
 
@@ -47,9 +63,11 @@ def run_on_ranks(
         timeout: seconds until all are ended; None for no limit.
         environment: variables besides those of this process.
         output: where rank 0's standard output goes; None: where this process's goes. That of other ranks is dropped.
+        errors_shown: rank 0's standard error goes where this process's goes.
 
     Raises:
-        FusionLayerError: a rank failed or did not end in time. The message has its last lines of standard error.
+        RankError: a rank failed or did not end in time. The message has its last line of standard error, unless that
+            was shown.
     """
     shared = {
         **without_launcher(),
@@ -60,15 +78,16 @@ def run_on_ranks(
         **(environment or {}),
     }
     end = None if timeout is None else time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="fusionlayer-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix=RANKS_PREFIX) as folder:
         errors = [open(os.path.join(folder, f"{rank}"), "w+") for rank in range(ranks)]  # noqa: SIM115
         started: list[subprocess.Popen[str]] = []
         try:
             for rank in range(ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "TMPDIR": folder}
                 out = output if rank == 0 else subprocess.DEVNULL
+                err = None if rank == 0 and errors_shown else errors[rank]
                 started.append(
-                    subprocess.Popen([sys.executable, *arguments], env=own, stdout=out, stderr=errors[rank], text=True)
+                    subprocess.Popen([sys.executable, *arguments], env=own, stdout=out, stderr=err, text=True)
                 )
             _wait(started, errors, end)
         finally:
@@ -85,12 +104,12 @@ def _wait(started: Sequence[subprocess.Popen[str]], errors: Sequence[IO[str]], e
         states = [process.poll() for process in started]
         for rank, state in enumerate(states):
             if state not in (None, 0):
-                raise FusionLayerError(f"rank {rank} ended with status {state}: {_last_lines(errors[rank])}")
+                raise RankError(rank, f"rank {rank} ended with status {state}: {_last_lines(errors[rank])}")
         if None not in states:
             return
         if end is not None and time.monotonic() > end:
             late = states.index(None)
-            raise FusionLayerError(f"rank {late} did not end in time: {_last_lines(errors[late])}")
+            raise RankError(late, f"rank {late} did not end in time: {_last_lines(errors[late])}")
         time.sleep(0.02)
 
 

@@ -62,10 +62,12 @@ def test_algorithms_formats_and_refusals(tmp_path: Path, capsys: pytest.CaptureF
     assert {row["algorithm"] for row in rows if row["collective"] == "reduce_scatter"} == {"default", "ring"}
     assert {(row["ranks"], row["size"]) for row in rows} == {("3", "3000")}
     assert measure(2, "--collectives", "all_gather", "--codecs", "bf16", "--dtype", "bf16", "--max", "4K") == [0, 0]
-    title, _, head, _, row = capsys.readouterr().out.splitlines()
-    assert title == "2 ranks, bf16; bandwidths in GB/s"
-    assert " ".join(head.split()) == "collective codec algorithm size us min max algbw busbw effbw ratio"
-    assert row.split()[:4] == ["all_gather", "bf16", "default", "4096"]
+    title, _, head, units, _, row, _ = capsys.readouterr().out.splitlines()
+    assert title == "2 ranks, bf16"
+    assert " ".join(head.split()) == "collective codec algorithm size time min max algbw busbw effbw ratio"
+    size, *times, algbw, busbw, effbw, ratio = units.split()
+    assert (size, ratio) == ("KiB", "x") and len({*times}) == 1 and len({algbw, busbw, effbw}) == 1
+    assert row.split()[:4] == ["all_gather", "bf16", "default", "4"]
 
 
 @pytest.mark.short

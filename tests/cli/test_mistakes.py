@@ -110,6 +110,7 @@ BENCHES = (
     *("-np 2 --algorithms magic", "-np 2 --dtype f64", "-np 2 --calls 0", "-np 2 --out FOLDER"),
     *("-np 2 --out PLAN/x", "-np 2 --out /proc/x"),
 )
+AUTOTUNES = ("", "NONE", "FOLDER", "EMPTY", "BINARY", "TEXT", "LIST")
 LINES = (
     *("", "frobnicate", "--frobnicate", "plan", "plan --workers 4", "bench", "bench nothing", "doctor --frobnicate"),
     *(PLAN + word for word in FILES),
@@ -122,6 +123,8 @@ LINES = (
     *(f"trace {words}" for words in TRACES),
     *(f"profile {words}" for words in PROFILES),
     *(f"bench collectives {words}" for words in BENCHES),
+    *(f"autotune {words}" for words in AUTOTUNES),
+    *("simulate PROFILE --plot OUT", "simulate PROFILE --columns stpe"),
 )
 RUNS = (
     *("", "-np", "-np 0 python", "-np x python", "-np 2", "-np 2 --", "python x", "-np 2 -H python", "-np 2 -H a:b p"),
@@ -185,6 +188,35 @@ class TestMistakes:
 
 def no_start(*args: object, **options: object) -> None:
     raise AssertionError("it started to work before it had looked at the command line")
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("explian", "unknown 'explian'; did you mean 'explain'? known: doctor, "),
+        (
+            "bench collectives --codcs raw",
+            "bench collectives: unknown argument '--codcs'; did you mean '--codecs'? see",
+        ),
+        ("plan --profile x --workers 2 --planner safuson", "unknown 'safuson'; did you mean 'safusion'?"),
+    ],
+)
+def test_the_word_that_was_meant_is_named(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.short
+def test_help_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("", "doctor", "bench", "bench collectives", "profile", "plan", "explain", "simulate", "autotune"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        told = capsys.readouterr().out
+        assert max(map(len, told.splitlines())) <= 80, command
+        assert command == "bench" or "    fusionlayer " in told, f"{command}: no example"
 
 
 @pytest.mark.short

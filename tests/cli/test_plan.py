@@ -63,21 +63,22 @@ class TestPlan:
         rates = ["--rates", "1gbit,100mbit"]
         assert main(["plan", "--profile", str(path), "--workers", "4", "--codec", "int4", "--compare", *rates]) == 0
         output = capsys.readouterr().out
-        assert output.startswith("example: int(bits=4") and "at 100mbit, 1gbit, predicted" in output
+        assert output.startswith("example: int(bits=4")
+        slow, fast = (output[output.index(f"at {rate}, predicted") :] for rate in ("100mbit", "1gbit"))
         names = planners.names()
         found = {}
-        for name, row in zip(names, table_rows(output), strict=True):
-            assert row[0] == name
-            found[name] = [float(cell) for cell in row[1:]]
-        for at in (0, 4):
-            waiting = {name: cells[at + 1] for name, cells in found.items()}
-            step = {name: cells[at + 3] for name, cells in found.items()}
+        for text in (slow, fast):
+            rows = table_rows(text)
+            assert [row[0] for row in rows] == names
+            waiting = {row[0]: float(row[2]) for row in rows}
+            step = {row[0]: float(row[4]) for row in rows}
             assert min(step, key=lambda name: step[name]) == min(waiting, key=lambda name: waiting[name])
             assert waiting["cupcake_optimal"] <= waiting["safusion"] <= waiting["safusion_inter"]
             assert waiting["safusion_inter"] <= min(waiting["safusion_naive"], waiting["wfbp"], waiting["single"])
             for name in names:
-                assert step[name] - waiting[name] == pytest.approx(200, abs=0.02), "backward is the same for all"
-        assert all(slow[1] > fast[5] for slow, fast in zip(found.values(), found.values(), strict=True))
+                assert step[name] - waiting[name] == pytest.approx(200, abs=1), "backward is the same for all"
+            found[text] = list(step.values())
+        assert all(more > less for more, less in zip(found[slow], found[fast], strict=True))
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -116,12 +117,19 @@ class TestExplain:
         assert output.startswith("example: 4 workers, 1gbit")
         rows = table_rows(output)
         assert [(row[0], row[4], row[5]) for row in rows] == [(str(i), "int4", "two_shot,") for i in range(3)]
+        head, units = output.splitlines()[2:4]
+        assert head.split() == [
+            *("bucket", "tensors", "elements", "sends", "codec", "travels", "by", "F", "C"),
+            *("ready", "start", "end", "idle"),
+        ]
+        assert units.split() == ["kB", *["ms"] * 6]
         assert [float(row[9]) for row in rows] == [50, 150, 200], "when the gradients are there"
         assert [row[2] for row in rows] == ["1000000", "2000000", "1000000"]
         assert float(rows[1][12]) == pytest.approx(150 - float(rows[0][11]), abs=0.02), "idle until then"
         for tensor in ("head", "body", "tail"):
-            (line,) = (line for line in output.splitlines() if line.startswith(tensor))
-            assert "int4   4.25 bits an element; alone" in line and "ms less than raw" in line
+            (line,) = (line.split() for line in output.splitlines() if line.startswith(tensor))
+            name, _, _, codec, bits, alone, saves = line
+            assert (name, codec, bits) == (tensor, "int4", "4.25") and float(saves) > float(alone) > 0
         assert "Backward, with what is encoded in it: 200.00 ms." in output
 
     def test_what_buckets_disturb_is_told(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,13 +140,13 @@ class TestExplain:
         assert f"{several}.00 ms of that because buckets disturb backward;" in self.explained(path, plan, capsys)
 
     def test_where_zipping_pays_is_told(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "zipped from" not in self.explained(path, plan, capsys)
+        assert "zip pays from" not in self.explained(path, plan, capsys)
         path.write_text(path.read_text().replace("links:\n", f"{ZIP}links:\n", 1))
-        _, _, table = self.explained(path, plan, capsys).partition("Lossless collectives of f32, native or by zip")
+        _, _, table = self.explained(path, plan, capsys).partition("Lossless collectives of f32")
         rows = table_rows(table)
         assert [row[0] for row in rows] == list(KINDS)
         for row in rows:
-            assert len(row) == 7 and row[-1] == "kB" and 0 <= float(row[5]) < 10_000
+            assert len(row) == 6 and 0 <= float(row[5]) < 10_000
             assert float(row[4]) < float(row[3]), "16 MiB are faster zipped"
 
     @staticmethod
@@ -158,7 +166,7 @@ class TestExplain:
     ) -> None:
         pytest.importorskip("matplotlib")
         assert main(["explain", str(plan), "--profile", str(path), "--plot", str(tmp_path / "plan.txt")]) == 1
-        assert "plan.txt cannot be written" in capsys.readouterr().err
+        assert "--plot " in (told := capsys.readouterr().err) and "plan.txt: pictures are .png, .svg or .pdf" in told
 
     @exhaustive(guarded_by="tests/test_import.py::test_import_brings_nothing_optional_and_starts_nothing")
     def test_matplotlib_is_imported_when_asked_for(self, path: Path, plan: Path) -> None:

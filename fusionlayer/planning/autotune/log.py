@@ -5,16 +5,85 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ConfigError
 from .search import Search, Trial
 
-__all__ = ["COLUMNS", "TrialLog"]
+__all__ = ["COLUMNS", "TrialLog", "TrialRow", "read_log"]
 
 COLUMNS = ("step", "stage", "shape", "buckets", "seconds", "ratio", "best_shape", "best_buckets")
 
 _logger = logging.getLogger("fusionlayer")
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """A row of the CSV file.
+
+    Attributes:
+        step: of training.
+        stage: of the search, such as "walk"; "look" between two searches.
+        shape: of the plan that was tried.
+        buckets: of that plan.
+        seconds: of its step.
+        ratio: of that to the best plan's step; of a look to the steps of the first looks.
+        best_shape: of the best plan so far.
+        best_buckets: of that plan.
+    """
+
+    step: int
+    stage: str
+    shape: str
+    buckets: int
+    seconds: float
+    ratio: float
+    best_shape: str
+    best_buckets: int
+
+    @property
+    def plan(self) -> tuple[str, int]:
+        """Shape and buckets of the plan that was tried."""
+        return self.shape, self.buckets
+
+    @property
+    def best(self) -> tuple[str, int]:
+        """Shape and buckets of the best plan."""
+        return self.best_shape, self.best_buckets
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the plan that was tried was the best already."""
+        return self.plan == self.best
+
+
+def read_log(path: str | Path) -> list[TrialRow]:
+    """Return the rows of a file that ``TrialLog`` has written; a row that is not complete ends them.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such log.
+    """
+    try:
+        with Path(path).open(newline="") as file:
+            lines = list(csv.reader(file))
+    except OSError as error:
+        raise ConfigError(f"log {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is no log of autotuning: it is no CSV") from error
+    if not lines or tuple(lines[0]) != COLUMNS:
+        raise ConfigError(f"{path} is no log of autotuning; expected the columns {','.join(COLUMNS)}")
+    rows: list[TrialRow] = []
+    for number, cells in enumerate(lines[1:], 2):
+        try:
+            step, stage, shape, buckets, seconds, ratio, best_shape, best_buckets = cells
+            times = float(seconds), float(ratio)
+            rows.append(TrialRow(int(step), stage, shape, int(buckets), *times, best_shape, int(best_buckets)))
+        except ValueError:
+            if number == len(lines):  # training goes on, or has ended while it wrote
+                break
+            raise ConfigError(f"{path}, line {number}: {','.join(cells)}; expected {','.join(COLUMNS)}") from None
+    return rows
 
 
 class TrialLog:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def measure_profile(
     rate: str | None = None,
     sizes: Sizes = Sizes(),
     environment: Mapping[str, str],
+    note: Callable[[float, str], object] = lambda done, what: None,
 ) -> Profile:
     """Return the profile of this job: means over ranks of each rank's medians. All ranks call it together.
 
@@ -90,23 +92,30 @@ def measure_profile(
         rate: of the link, in the words of tc; None: the rate of its largest exchange.
         sizes: which sizes are measured, and how often.
         environment: facts for the profile, about hardware and software.
+        note: called with what share of the work is done, and what is measured next.
     """
     module, batch = load_model(model)
-    found: dict[str, Any] = {
-        "model": measure_step(
-            module,
-            torch.optim.AdamW(module.parameters()),
-            lambda _: batch,
-            max(2, sizes.steps // 4),
-            sizes.steps,
-        ),
-        "copy": measure_copy(sizes.elements, sizes.repeats),
-        "codecs": measure_codecs(codecs, sizes.elements, sizes.repeats),
+    elements, repeats = sizes.elements, sizes.repeats
+    optimizer = torch.optim.AdamW(module.parameters())
+    found: dict[str, Any] = {"codecs": {}}
+    parts: dict[str, Callable[[], Any]] = {
+        "model": lambda: measure_step(module, optimizer, lambda _: batch, max(2, sizes.steps // 4), sizes.steps),
+        "copy": lambda: measure_copy(elements, repeats),
+        **{
+            f"codec {name}": partial(measure_codecs, {name: codec}, elements, repeats) for name, codec in codecs.items()
+        },
     }
     if transport.size > 1:
-        found["call"] = measure_call(transport, sizes.repeats)
-        found["disturbance"] = measure_disturbance(transport, sizes.repeats)
-        found["collectives"] = measure_collectives(transport, sizes.nbytes, sizes.repeats)
+        parts["call"] = lambda: measure_call(transport, repeats)
+        parts["disturbance"] = lambda: measure_disturbance(transport, repeats)
+        parts["collectives"] = lambda: measure_collectives(transport, sizes.nbytes, repeats)
+    for place, (part, measure) in enumerate(parts.items()):
+        note(place / (len(parts) + 1), part)
+        if part.startswith("codec "):
+            found["codecs"].update(measure())
+        else:
+            found[part] = measure()
+    note(len(parts) / (len(parts) + 1), "link")
     found = average(found, transport)
     links: dict[str, LinkCost] = {}
     if transport.size > 1:

@@ -1,0 +1,118 @@
+"""``fusionlayer autotune``: what autotuning has tried and chosen, from its log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..planning.autotune.log import TrialRow, read_log
+from .outputs import check_picture, keep_picture
+from .pictures import draw_trials
+from .tables import Column, Table, add_columns, print_text, show
+from .units import SECONDS, in_one_unit, in_words
+
+__all__ = ["add_parser"]
+
+_LOOK = "look"
+
+_EPILOG = """\
+examples:
+    fusionlayer autotune tried.csv
+    fusionlayer autotune tried.csv --plot tried.svg
+
+The log is what fl.Autotune(log="tried.csv") names, or HOROVOD_AUTOTUNE_LOG, or
+`fusionrun --autotune --autotune-log-file tried.csv`. It may be read while
+training goes on.
+
+shape     how bytes are dealt out to the buckets: even, tapered (small ones at
+          both ends of backward), tensors (equal counts), or planned, by which
+          training began
+to best   the plan's step / the best plan's step just before and after, median
+          over trials: below 1 it was faster
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
+    parser = commands.add_parser(
+        "autotune",
+        help="show which plans autotuning has tried, from its log",
+        description="Show which plans autotuning has tried while training ran, and which one won.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("log", type=Path, metavar="LOG.csv", help="as autotuning writes it")
+    add_columns(parser)
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw all trials against steps, as .png, .svg or .pdf"
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows of the log as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what ``options`` ask for."""
+    if options.plot:
+        check_picture(options.plot)
+    rows = read_log(options.log)
+    if not rows:
+        raise ConfigError(f"log {options.log} has no trials yet; the first comes after some ten steps of training")
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        print_text(_verdict(rows))
+        print()
+        show([_plans(rows)], options.columns)
+    if options.plot:
+        keep_picture(options.plot, lambda: draw_trials(rows))
+
+
+def _verdict(rows: Sequence[TrialRow]) -> str:
+    """Return which plan is the best, since when, and what its step takes beside that of the first one."""
+    best = rows[-1].best
+    since = next(row.step for i, row in enumerate(rows) if all(later.best == best for later in rows[i:]))
+    words = f"After {rows[-1].step} steps and {len([row for row in rows if row.stage != _LOOK])} trials "
+    if best == rows[0].best:
+        return words + f"the plan that training began with is still the best: {_spell(best)}."
+    before, after = ([row.seconds for row in rows if row.plan == plan == row.best] for plan in (rows[0].best, best))
+    times = ""
+    if before and after:
+        times = f", {in_words(statistics.median(after), SECONDS)} a step instead of "
+        times += in_words(statistics.median(before), SECONDS)
+    return words + f"the best plan is {_spell(best)}{times}; it won in step {since} or just before."
+
+
+def _spell(plan: tuple[str, int]) -> str:
+    shape, buckets = plan
+    return f"{buckets} bucket{'s' if buckets > 1 else ''}, {shape}"
+
+
+def _plans(rows: Sequence[TrialRow]) -> Table:
+    """Return a table of the plans that were tried, the fastest first."""
+    trials: dict[tuple[str, int], list[TrialRow]] = {}
+    for row in rows:
+        trials.setdefault(row.plan, []).append(row)
+    ratios = {plan: statistics.median(_ratios(mine)) for plan, mine in trials.items()}
+    best = rows[-1].best
+    plans = sorted(trials, key=lambda plan: (plan != best, ratios[plan]))
+    unit, (seconds,) = in_one_unit(SECONDS, [statistics.median(row.seconds for row in trials[plan]) for plan in plans])
+    columns = [
+        Column("buckets", [str(buckets) for _, buckets in plans]),
+        Column("shape", [shape for shape, _ in plans], text=True),
+        Column("trials", [str(len(trials[plan])) for plan in plans]),
+        Column("step", seconds, unit),
+        Column("to best", [f"{ratios[plan]:.2f}" for plan in plans], "x"),
+        Column("", ["best" if plan == best else "" for plan in plans], text=True),
+    ]
+    return Table("Plans that were tried", columns)
+
+
+def _ratios(rows: Sequence[TrialRow]) -> list[float]:
+    """Return the ratios of trials against the best plan of their time; 1 for a plan that was never a challenger."""
+    return [row.ratio for row in rows if not row.is_best] or [1.0]
