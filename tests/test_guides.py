@@ -81,7 +81,7 @@ def test_the_two_lines_train_alike_on_all_ranks(
 
 def check_losses(out: str, ranks: int = 2) -> None:
     """Check what ranks have printed: they had data of their own, and have the same model."""
-    rows = re.findall(r"rank \d(?: of \d)?: loss (\S+), first weight (\S+)", out)
+    rows = re.findall(r"rank \d(?: of \d)?: loss (\S+), first weight (-?\d\.\d{8})", out)
     assert len(rows) == ranks, out
     losses, weights = ({*values} for values in zip(*rows, strict=True))
     assert len(losses) == ranks and len(weights) == 1, out
