@@ -31,6 +31,7 @@ MUTANTS: list[Mutant] = [
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
         ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
         ("outages.py", "return used + _FEW_FILES > ", "return used > ", "a lack of files is named"),
+        ("outages.py", r"remote=\[(127\.", r"remote=\[(126\.", "an address of one host alone is told"),
         ("timeline.py", '"dur": (end - start) / 1000,', '"dur": (end - start) / 1024,', "durations in timelines"),
     ),
     *_of(
@@ -268,6 +269,8 @@ MUTANTS: list[Mutant] = [
         ("breakdown.py", "count = len(kept) - 1", "count = len(kept)", "seconds of a step"),
         ("hosts.py", "or int(slots) < 1:", "or int(slots) < 0:", "hosts of no slots"),
         ("drawing.py", "top -= step", "top -= 0 * step", "names of lines overlap"),
+        ("fusionrun.py", '["--no-python", "--", *', '["--no-python", *', "torchrun reads options of the program"),
+        ("doctor.py", 'or address.startswith("127.")', 'or address.startswith("126.")', "a name of loopback is told of"),
     ),
 ]
 
