@@ -270,7 +270,12 @@ MUTANTS: list[Mutant] = [
         ("hosts.py", "or int(slots) < 1:", "or int(slots) < 0:", "hosts of no slots"),
         ("drawing.py", "top -= step", "top -= 0 * step", "names of lines overlap"),
         ("fusionrun.py", '["--no-python", "--", *', '["--no-python", *', "torchrun reads options of the program"),
-        ("doctor.py", 'or address.startswith("127.")', 'or address.startswith("126.")', "a name of loopback is told of"),
+        (
+            "doctor.py",
+            'or address.startswith("127.")',
+            'or address.startswith("126.")',
+            "a name of loopback is told of",
+        ),
     ),
 ]
 
