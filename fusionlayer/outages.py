@@ -8,7 +8,7 @@ import resource
 import socket
 from typing import NamedTuple
 
-__all__ = ["Outage", "explain"]
+__all__ = ["Outage", "between_hosts", "explain"]
 
 # A connection of gloo takes a few descriptors at a time. With fewer than these left, some call has failed for want of
 # them, though others may have been freed since.
@@ -44,11 +44,26 @@ def explain(error: BaseException, host: str | None = None, port: int | None = No
         return Outage(f"port {port} is taken; end the program that has it, or set another MASTER_PORT", True)
     interface = re.search(r"Unable to find address for: (\S+)", text)
     if interface:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        return Outage(f"no network interface {interface[1]}; set GLOO_SOCKET_IFNAME to one of: {names}", True)
+        return Outage(f"no network interface {interface[1]}; set GLOO_SOCKET_IFNAME to one of: {_interfaces()}", True)
+    # Many systems give a host's own name a loopback address in /etc/hosts, and gloo tells other hosts that address.
+    loopback = re.search(r"connect.*remote=\[(127\.[\d.]+|::1)\]", text)
+    if loopback:
+        return Outage(f"nobody listens at {loopback[1]}, an address of one host alone; {between_hosts()}", False)
     if host is not None and port is not None:
         return _probe(host, port) or Outage(text, False)
     return Outage(text, False)
+
+
+def between_hosts() -> str:
+    """Return what to do where ranks of several hosts have met, and cannot connect."""
+    return (
+        "if ranks are on several hosts, set GLOO_SOCKET_IFNAME on each to the interface that joins them (here: "
+        f"{_interfaces()}) and let firewalls pass all TCP ports between them"
+    )
+
+
+def _interfaces() -> str:
+    return ", ".join(name for _, name in socket.if_nameindex())
 
 
 def _few_files_left(text: str) -> bool:

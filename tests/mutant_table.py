@@ -35,6 +35,7 @@ MUTANTS: list[Mutant] = [
         ("outages.py", "return used + _FEW_FILES > ", "return used > ", "a lack of files is named"),
         ("timeline.py", '"dur": {(end - start) / 1000}', '"dur": {(end - start) / 1024}', "durations in timelines"),
         ("timeline.py", "here.doing = _Parts(parts.tim", "_ = _Parts(parts.tim", "a helper's exchanges have no bucket"),
+        ("outages.py", r"remote=\[(127\.", r"remote=\[(126\.", "an address of one host alone is told"),
     ),
     *_of(
         "codecs/",
@@ -278,6 +279,13 @@ MUTANTS: list[Mutant] = [
         ("breakdown.py", "count = len(kept) - 1", "count = len(kept)", "seconds of a step"),
         ("hosts.py", "or int(slots) < 1:", "or int(slots) < 0:", "hosts of no slots"),
         ("drawing.py", "top -= step", "top -= 0 * step", "names of lines overlap"),
+        ("fusionrun.py", '["--no-python", "--", *', '["--no-python", *', "torchrun reads options of the program"),
+        (
+            "doctor.py",
+            'or address.startswith("127.")',
+            'or address.startswith("126.")',
+            "a name of loopback is told of",
+        ),
     ),
 ]
 

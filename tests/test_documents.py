@@ -24,6 +24,7 @@ from fusionlayer.cli import doctor, fusionrun, main
 from fusionlayer.codecs._base import registry
 from fusionlayer.config import describe
 from tests.codecs.conformance import CHECKS
+from tests.codecs.variants import variants
 from tests.examples.places import needs_namespaces
 from tests.harness import run_ranks
 from tests.tiers import exhaustive
@@ -245,8 +246,9 @@ def test_the_codec_of_the_tutorial_conforms() -> None:
     (code,) = blocks((ROOT / "docs/adding_a_codec.md").read_text(), "python")
     try:
         exec(compile(code, "adding_a_codec.md", "exec"), {"__name__": __name__})
-        for check in CHECKS.values():
-            check(fl.codecs.get("e5m2"), torch.float32, torch.device("cpu"))
+        for codec in variants("e5m2"):
+            for check in CHECKS.values():
+                check(codec, torch.float32, torch.device("cpu"))
     finally:
         registry.remove("e5m2")
 

@@ -46,6 +46,15 @@ def test_an_interface_that_is_not_there() -> None:
     assert told.here and told.text.startswith("no network interface nope9; set GLOO_SOCKET_IFNAME to one of: ")
 
 
+def test_a_loopback_address_that_another_host_told() -> None:
+    gloo = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: refused, remote=[{}]:9626$0"
+    told = explain(RuntimeError(gloo.format("127.0.1.1")))
+    assert not told.here, "no rank of this host is to blame"
+    assert told.text.startswith("nobody listens at 127.0.1.1, an address of one host alone; if ranks are on several")
+    assert "set GLOO_SOCKET_IFNAME on each to the interface that joins them (here: lo" in told.text
+    assert explain(RuntimeError(gloo.format("10.0.0.2"))).text == gloo.format("10.0.0.2")
+
+
 @pytest.mark.parametrize(
     "rank, place, words, ranks",
     [

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -204,9 +205,26 @@ def _network() -> Iterator[Finding]:
             yield Finding(
                 "network", variable, "FAIL", f"{chosen!r} is no interface with an address; there are {[*addresses]}"
             )
+    yield from _own_name()
     for program in ("torchrun", "mpirun", "ssh"):
         path = _program(program)
         yield Finding("network", program, "ok" if path else "none", path or "not found")
+
+
+def _own_name() -> Iterator[Finding]:
+    """Tell where this host's name leads, which is the address that gloo gives to other hosts."""
+    name = socket.gethostname()
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "unknown"
+    if address == "unknown" or address.startswith("127."):
+        detail = f"{address}, which leads other hosts nowhere: for jobs on several hosts set GLOO_SOCKET_IFNAME"
+        yield Finding("network", name, "note", detail)
+    else:
+        yield Finding("network", name, "ok", address)
 
 
 def _program(name: str) -> str | None:

@@ -168,7 +168,8 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         if options.output_filename:
             where += ["--log-dir", options.output_filename, "--tee", "3"]
         command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(host.slots)]
-        command += ["--no-python", *options.command]
+        # Without "--" torchrun takes options of the program that begin like its own for ambiguous ones: --max 5.
+        command += ["--no-python", "--", *options.command]
         if host.is_here:
             agents.append(Agent(host.name, command, {**without_launcher(environ), **settings}))
         else:

@@ -133,7 +133,9 @@ class Connecting:
             )
         except Overdue:
             self._in_vain.set()
-            raise LinkError(self._rendezvous.rank, f"no connections within {self._timeout:g} s") from None
+            raise LinkError(
+                self._rendezvous.rank, f"no connections within {self._timeout:g} s; {outages.between_hosts()}"
+            ) from None
 
     def waiting_store(self) -> dist.Store:
         """Return ``store`` over a client of its own, for a library whose requests wait for keys."""
@@ -162,7 +164,7 @@ class Connecting:
 
     def find_cause(self, error: Exception) -> Diagnosis:
         """Return why ``run`` has raised ``error``, as far as this rank can find out."""
-        otherwise = Diagnosis((), f"all ranks are alive, and yet: {error}", True)
+        otherwise = Diagnosis((), f"all ranks are alive, and yet: {outages.explain(error).text}", True)
         return self.watch.diagnose(otherwise, known=self._own(error))
 
     def _own(self, error: Exception) -> Diagnosis | None:

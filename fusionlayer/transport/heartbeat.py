@@ -447,7 +447,9 @@ class Watch:
                 ranks = tuple(sorted((self.rank, rank)))
                 return Sign(rank, "conflict", f"{conflict}; make the same calls on every rank", ranks, theirs)
         if failed:
-            return Sign(rank, "failed", f"rank {rank} failed and does not know why")
+            # What this rank has seen itself is more, unless it blames a rank for that.
+            more = f"; {self._otherwise.text}" if self._otherwise.text and not self._otherwise.ranks else ""
+            return Sign(rank, "failed", f"rank {rank} failed and does not know why{more}")
         if behind:
             at = f"at collective {state['sequence']} while rank {self.rank} is at {sequence}"
             return Sign(rank, "late", f"rank {rank} is alive but late: {at}")

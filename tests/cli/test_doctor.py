@@ -87,6 +87,24 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
 
 
 @pytest.mark.short
+@pytest.mark.parametrize("address, state", [("127.0.1.1", "note"), ("10.0.0.7", "ok"), (None, "note")])
+def test_a_name_of_this_host_that_leads_nowhere_is_told(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, state: str
+) -> None:
+    def look_up(name: str) -> str:
+        assert name == "boxa"
+        if address is None:
+            raise OSError
+        return address
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "boxa")
+    monkeypatch.setattr(doctor.socket, "gethostbyname", look_up)
+    (told,) = [finding for finding in doctor._network() if finding.name == "boxa"]
+    assert told.state == state and ("set GLOO_SOCKET_IFNAME" in told.detail) == (state == "note")
+
+
+@pytest.mark.short
 def test_a_variable_of_horovod_has_an_effect_or_none() -> None:
     assert not {*environment.HOROVOD} & {*environment.HOROVOD_UNUSED}
 

@@ -1,0 +1,231 @@
+"""The pages for newcomers: Start, Choosing, the guides and the concepts. Their code runs, and their commands start."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.run import get_args_parser
+
+import fusionlayer as fl
+from fusionlayer.cli import fusionrun, main
+from fusionlayer.plan import TensorInfo
+from fusionlayer.planning.cost_model import AlphaBeta
+from fusionlayer.scheduler.planners import StepCosts
+from fusionlayer.scheduler.planners._base import registry
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [DOCS / name for name in ("choosing.md", "adding_a_codec.md", "adding_a_planner.md")]
+PAGES += sorted(page for folder in ("start", "guides", "concepts") for page in (DOCS / folder).glob("*.md"))
+SMALL = ["--steps", "2", "--width", "32", "--layers", "1"]
+COMMANDS = {
+    *("cp", "export", "fusionlayer", "fusionrun", "getent", "make", "pip", "python", "python3", "sbatch", "source"),
+    *("ssh-copy-id", "ssh-keygen", "sudo", "torchrun"),
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Return the fenced code of one language on a page of ``docs``, "" for none."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [code for of, code in fenced if of == language]
+
+
+def lines(page: str, program: str) -> list[str]:
+    """Return the commands of a page that run a program."""
+    return [line for block in blocks(page, "") for line in block.splitlines() if program in line.split()]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.short
+def test_the_two_lines_train_alike_on_all_ranks(
+    one_thread: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script of the first page, and the one for Ray, whose stand-in starts threads."""
+    (laptop,), (ray,) = (
+        [code.replace("range(200)", "range(10)") for code in blocks(f"start/{page}.md", "python")]
+        for page in ("laptop", "ray")
+    )
+    fl.transport.local.run(lambda rank: exec(compile(laptop, "laptop.md", "exec"), {}), 2)
+    check_losses(capsys.readouterr().out)
+
+    class Trainer:
+        def __init__(self, train: Any, scaling_config: int) -> None:
+            self.fit = lambda: fl.transport.local.run(lambda rank: train(), scaling_config)
+
+    names = {"ray": {}, "ray.train": {"ScalingConfig": lambda num_workers: num_workers}}
+    names["ray.train.torch"] = {"TorchTrainer": Trainer}
+    for name, values in names.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(ray, "ray.md", "exec"), {"__name__": "__main__"})
+    check_losses(capsys.readouterr().out)
+
+
+def check_losses(out: str, ranks: int = 2) -> None:
+    """Check what ranks have printed: they had data of their own, and have the same model."""
+    rows = re.findall(r"rank \d(?: of \d)?: loss (\S+), first weight (-?\d\.\d{8})", out)
+    assert len(rows) == ranks, out
+    losses, weights = ({*values} for values in zip(*rows, strict=True))
+    assert len(losses) == ranks and len(weights) == 1, out
+
+
+LINE = re.compile(r"`(fl\.(?:Distributed|Sharded)Optimizer\([^`]*\))`")
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("line", LINE.findall((DOCS / "choosing.md").read_text()))
+def test_every_line_to_choose_from_trains(line: str) -> None:
+    def train(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(40, 30)
+        names = {"fl": fl, "torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        optimizer = eval(line, names)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((4, 40), rank + 1.0)).square().sum().backward()
+            optimizer.step()
+        if "Distributed" in line:
+            optimizer.synchronize()
+            optimizer.close()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+    first, second = fl.transport.local.run(train, 2)
+    assert first == second
+
+
+@pytest.mark.short
+def test_the_code_of_the_concepts_runs() -> None:
+    pages = [
+        code for page in sorted((DOCS / "concepts").glob("*.md")) for code in blocks(f"concepts/{page.name}", "python")
+    ]
+    assert len(pages) == 3
+
+    def run(rank: int) -> bool:
+        for code in pages:
+            for line in filter(None, code.splitlines()):
+                model = nn.Linear(40, 30)
+                names: dict[str, Any] = {"fl": fl, "torch": torch, "model": model, "tensor": torch.ones(300)}
+                names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+                exec(line, names)
+                if names["optimizer"].__class__.__name__ == "SGD" and hasattr(names["optimizer"], "close"):
+                    names["optimizer"].close()
+        return True
+
+    assert fl.transport.local.run(run, 2) == [True, True]
+
+
+@pytest.mark.short
+def test_the_planners_of_the_tutorial_keep_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, use = blocks("adding_a_planner.md", "python")
+    names: dict[str, Any] = {"__name__": __name__, "fl": fl}
+    cost, draw = AlphaBeta(1e-4, 1e-8), random.Random(0)
+    try:
+        exec(compile(f"from __future__ import annotations\n{first}\n{second}", "adding_a_planner.md", "exec"), names)
+        for count in (0, 1, 2, 9):
+            model = [TensorInfo(f"t{i}", draw.choice([10, 900_000]), "float32", 4) for i in range(count)]
+            costs = StepCosts({t.name: 1e-9 * t.numel for t in model}, cost, cost, cost, cost(1))
+            for planner in (fl.planners.get("large_alone"), fl.planners.get("two_buckets")):
+                runs = planner(model, costs)
+                assert [tensor for run in runs for tensor in run] == model and all(runs)
+                assert planner(model, costs) == runs
+            alone = [run for run in fl.planners.get("large_alone")(model) if run[0].nbytes > 1 << 20]
+            assert all(len(run) == 1 for run in alone)
+
+        def optimize(rank: int) -> int:
+            model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 2))
+            mine = {**names, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+            exec(use, mine)
+            model(torch.ones(1, 200)).sum().backward()
+            mine["optimizer"].step()
+            buckets = len(mine["optimizer"].fusion_plan.buckets)
+            mine["optimizer"].close()
+            return buckets
+
+        assert fl.transport.local.run(optimize, 2) == [2, 2], "the large one, and the small ones before it"
+        (command,) = lines("adding_a_planner.md", "fusionlayer")
+        words = shlex.split(command)[1:]
+        words[words.index("--profile") + 1] = str(ROOT / words[words.index("--profile") + 1])
+        assert main(words) == 0
+        assert {"large_alone", "two_buckets"} <= {*capsys.readouterr().out.split()}
+    finally:
+        registry.remove("large_alone")
+        registry.remove("two_buckets")
+
+
+@pytest.mark.short
+def test_the_drawings_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "drawings"))
+    draw = importlib.import_module("draw")
+    shown = {name for page in PAGES for name in re.findall(r"drawings/(\w+)\.svg\)", page.read_text())}
+    assert shown == {*draw.DRAWINGS} == {path.stem for path in (DOCS / "drawings").glob("*.svg")}
+    for name, drawing in draw.DRAWINGS.items():
+        current = (DOCS / "drawings" / f"{name}.svg").read_text()
+        assert drawing().svg() == current, "draw them anew with 'python docs/drawings/draw.py'"
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere_and_commands_are_understood(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for line in "\n".join(blocks(str(page.relative_to(DOCS)), "")).splitlines():
+        if not (words := shlex.split(line)):
+            continue
+        words = words[1:] if re.match(r"[A-Z_]+=", words[0]) else words
+        assert words[0] in COMMANDS, line
+        if words[0] == "fusionrun":
+            assert fusionrun.plan(fusionrun._parse(words[1:]))
+        elif words[0] == "torchrun":
+            script = Path(get_args_parser().parse_args(words[1:]).training_script)
+            assert script.name in ("train.py", "train_ddp.py") or (ROOT / script).exists(), line
+        elif words[:2] == ["python", "-m"] and words[2] != "pytest":
+            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists() or (
+                ROOT / words[2].replace(".", "/")
+            ).is_dir()
+
+
+@pytest.mark.short
+def test_errors_that_pages_explain_are_errors_that_there_are() -> None:
+    """Of each table of what goes wrong: the words between backquotes, up to the first number or dots."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "fusionlayer").rglob("*.py"))
+    sources = re.sub(r"\{[^{}]*\}", "*", re.sub(r'"\s*\n\s*f?"', "", sources))
+    foreign = (
+        "Host key",
+        "Permission denied",
+        "ambiguous option",
+        "register_comm_hook",
+        "torchrun:",
+        "OMP_",
+        "rank 0 of 1",
+    )
+    told = 0
+    for page in PAGES:
+        table = re.search(r"(?s)\| the error says \|.*?\n\n|\| the error says \|.*", page.read_text() + "\n\n")
+        for row in table[0].splitlines()[2:] if table else []:
+            for words in re.findall(r"`([^`]+)`", row.split(" | ")[0]):
+                if words.startswith(foreign):
+                    continue
+                parts = [
+                    part.strip(" ,;'") for part in re.split(r"\.\.\.|\d[\d.]*|'\w+'|\[1?\]|\]|\[|eth0|boxa", words)
+                ]
+                assert any(len(part) > 7 and part in sources for part in parts), f"{page.name}: no error says {words!r}"
+                told += 1
+    assert told > 8
