@@ -207,7 +207,7 @@ def find_nvcc() -> str:
 
 
 def gpus() -> list[int]:
-    """Return the compute capabilities of this machine's GPUs, such as 90 for 9.0; none where nvidia-smi does not run."""
+    """Return the compute capabilities of this machine's GPUs, as 90 for 9.0; none where nvidia-smi does not run."""
     try:
         told = execute(("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"))
     except SetupError:
@@ -221,7 +221,7 @@ def asked_archs() -> list[str]:
 
 
 def cuda_archs(nvcc: str) -> list[int]:
-    """Return what is to be compiled for, in ascending order: as asked, else for the GPUs of this machine, else for all."""
+    """Return what to compile for, in ascending order: as asked, else for the GPUs of this machine, else for all."""
     known = {int(name.removeprefix("compute_")) for name in execute((nvcc, "--list-gpu-arch")).split()}
     known = {arch for arch in known if arch >= CUDA_ARCHS[0]}
     asked, present = asked_archs(), gpus()

@@ -151,7 +151,7 @@ def _open(kind: str) -> ctypes.CDLL:
     if not path.exists():
         remedy = {
             "cpu": "reinstall the package, or run 'python setup.py build_ext --inplace' in a source tree",
-            "cuda": "install the wheel fusionlayer-cuda of this version, or rebuild with FUSIONLAYER_CUDA=1 where nvcc is",
+            "cuda": "install the wheel fusionlayer-cuda or rebuild where nvcc is, with FUSIONLAYER_CUDA=1",
         }
         raise FusionLayerError(f"{path.name} is not installed; {remedy[kind]}")
     library = ctypes.CDLL(str(path))

@@ -252,6 +252,37 @@ def test_the_codec_of_the_tutorial_conforms() -> None:
 
 
 @pytest.mark.short
+def test_what_is_to_be_installed_exists() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def bare(word: str) -> str:
+        return re.split(r"[\[<>=]", word.strip("'\";,"))[0]
+
+    known = {
+        ".",
+        "fusionlayer",
+        "torch",
+        "nvidia-cuda-nvcc",
+        *(bare(line) for lines in extras.values() for line in lines),
+    }
+    named: set[str] = set()
+    pages = [*(ROOT / page for page in PAGES), *(ROOT / "fusionlayer").rglob("*.py"), *ROOT.glob("examples/*.py")]
+    for page in pages:
+        text = page.read_text()
+        named |= {
+            extra for one in re.findall(r"(?:fusionlayer|['\" ]\.)\[([a-z,-]+)\]", text) for extra in one.split(",")
+        }
+        for command in re.findall(r"pip install +([^`#\n()]*)", text):
+            ours = {"dist", "fusionlayer-cuda"} if "--find-links dist " in command else set()
+            words = {
+                bare(word) for word in command.split() if not word.startswith("-") and not word.startswith("dist/")
+            }
+            assert words - {""} <= known | ours, f"{page.name}: pip install {command}"
+    assert {"mpi", "deepspeed"} <= named <= {*extras}
+
+
+@pytest.mark.short
 def test_the_page_on_configuration_is_current() -> None:
     assert (ROOT / "docs/config.md").read_text() == describe(), "write it anew with 'make docs'"
 

@@ -2,9 +2,9 @@
 
     python wheels/make.py [--into dist] [--without-cuda]
 
-There are four: the sources; the package for x86-64 and, where a cross compiler is, for aarch64, each without CUDA; and the
-CUDA library as a wheel of its own, ``fusionlayer-cuda``, where nvcc is. auditwheel reads from the libraries the oldest
-glibc that they run with, and tags the wheels by it.
+There are four: the sources; the package for x86-64 and, where a cross compiler is, for aarch64, each without CUDA; and
+the CUDA library as a wheel of its own, ``fusionlayer-cuda``. auditwheel reads from the libraries the oldest glibc that
+they run with, and tags the wheels by it.
 """
 
 from __future__ import annotations

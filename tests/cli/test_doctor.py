@@ -9,7 +9,8 @@ import tempfile
 import pytest
 import torch
 
-from fusionlayer import codecs
+import fusionlayer
+from fusionlayer import codecs, native
 from fusionlayer.cli import doctor, environment, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.cast import Raw
@@ -84,6 +85,27 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
         assert found[key][0] == state and words in found[key][1], (key, found[key])
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("4 failed: network GLOO_SOCKET_IFNAME, codecs raw_but_")
+
+
+@pytest.mark.short
+def test_version_is_two_lines_or_one_that_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--version"]) == 0
+    versions, libraries = capsys.readouterr().out.splitlines()
+    assert versions == f"fusionlayer {fusionlayer.__version__}, torch {torch.__version__}"
+    info = fusionlayer.build_info()
+    cuda = info.cuda.get("archs", "none")
+    assert libraries == f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {cuda}"
+    monkeypatch.setattr(native, "__file__", "/nowhere/native.py")
+    native.cpu.cache_clear()
+    try:
+        assert main(["--version"]) == 1
+    finally:
+        monkeypatch.undo()
+        native.cpu.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fusionlayer --version: libfusionlayer_cpu.so is not installed; reinstall the package")
 
 
 @pytest.mark.short

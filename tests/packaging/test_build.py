@@ -116,7 +116,9 @@ def test_demanded_cuda_without_nvcc_says_what_to_do(build_script: ModuleType, mo
 
 @pytest.mark.short
 @pytest.mark.usefixtures("no_nvcc")
-@pytest.mark.parametrize("asked, told", [("all", "warning: .*: no nvcc: "), ("", "no NVIDIA GPU .* FUSIONLAYER_CUDA=1")])
+@pytest.mark.parametrize(
+    "asked, told", [("all", "warning: .*: no nvcc: "), ("", "no NVIDIA GPU .* FUSIONLAYER_CUDA=1")]
+)
 def test_absent_nvcc_or_gpu_means_cpu_only_and_one_line(
     build_script: ModuleType,
     cpu_is_built: Path,
