@@ -31,6 +31,12 @@ MUTANTS: list[Mutant] = [
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
         ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
         ("outages.py", "return used + _FEW_FILES > ", "return used > ", "a lack of files is named"),
+        (
+            "native.py",
+            'if kind == "cuda" and not own.exists()',
+            'if kind == "cuda"',
+            "which CUDA library is used",
+        ),
         ("timeline.py", '"dur": (end - start) / 1000,', '"dur": (end - start) / 1024,', "durations in timelines"),
     ),
     *_of(

@@ -252,6 +252,25 @@ def test_the_codec_of_the_tutorial_conforms() -> None:
 
 
 @pytest.mark.short
+def test_the_commands_of_the_page_on_installing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: [])  # tests/cli/test_doctor.py runs it
+    text = (ROOT / "docs/install.md").read_text()
+    commands = [shlex.split(line, comments=True) for block in blocks(text, "") for line in block.splitlines()]
+    for words in commands:
+        # tests/packaging makes wheels, installs them and compiles in place of `pip install .`
+        assert words[:2] == ["pip", "install"] or words[0] == "fusionlayer" and main(words[1:]) == 0
+    assert len(commands) == 6 and f"torch {torch.__version__}" in capsys.readouterr().out
+    for target in re.findall(r"`make ([a-z]+)`", text):
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=20)
+    settings = (ROOT / "docs/config.md").read_text()
+    asked = {*re.findall(r'(?:environ.get|choice)\("(FUSIONLAYER_\w+)"', (ROOT / "setup.py").read_text())}
+    assert asked == {*re.findall(r"^\| `(FUSIONLAYER_\w+)`", text, re.MULTILINE)} and len(asked) == 4
+    assert all(name in settings for name in asked)
+
+
+@pytest.mark.short
 def test_what_is_to_be_installed_exists() -> None:
     tomllib = pytest.importorskip("tomllib")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

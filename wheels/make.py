@@ -49,7 +49,7 @@ def wheel(project: Path, into: Path, variables: Mapping[str, str]) -> None:
         run(project, "setup.py", "-q", "bdist_wheel", "--dist-dir", folder, **variables)
         (made,) = Path(folder).glob("*.whl")
         # The instruction sets beyond the least common one are chosen when the library is opened.
-        run(project, "-m", "auditwheel", "repair", "-z9", "--strip", "--disable-isa-ext-check", "-w", into, made)
+        run(project, "-m", "auditwheel", "repair", "-z9", "--disable-isa-ext-check", "-w", into, made)
 
 
 def run(folder: Path, *arguments: object, **variables: str) -> None:

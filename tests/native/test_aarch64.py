@@ -17,9 +17,7 @@ import numpy as np
 import pytest
 
 from fusionlayer import native
-from tests.tiers import exhaustive
-
-from .abi import (
+from tests.native.abi import (
     Area,
     Bytes,
     Case,
@@ -36,6 +34,7 @@ from .abi import (
     verbs_of,
     zip_case,
 )
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[2]
 CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

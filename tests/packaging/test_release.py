@@ -88,7 +88,7 @@ def test_files_of_a_release(release: Path) -> None:
     assert {*tracked()} - packed == set()
     for machine in ("x86_64", *(["aarch64"] if shutil.which(CROSS) else [])):
         (wheel,) = release.glob(f"fusionlayer-{version}-py3-none-manylinux*_{machine}.whl")
-        assert wheel.stat().st_size < 2e6
+        assert wheel.stat().st_size < 2.5e6
         with zipfile.ZipFile(wheel) as archive:
             libraries = [name for name in archive.namelist() if name.endswith(".so")]
         assert libraries == ["fusionlayer/lib/libfusionlayer_cpu.so"]
