@@ -3,9 +3,9 @@
 //   verb (0 encode, 1 decode, 2 decode_sum, 3 recode)   fl_spec   option   number of buffers
 // and for each buffer: how far past a multiple of 64 it begins, or -1 for a null pointer; its bytes; whether it holds
 // messages, then where their planes begin, stride and count; its content. The answer is the status, then all contents.
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "fusionlayer_codec.h"
@@ -67,7 +67,8 @@ int main() {
     fl_spec spec;
     read(&spec, sizeof spec);
     const int option = int(number());
-    std::vector<Buffer> buffers(size_t(number()));
+    const int64_t count = number();
+    std::vector<Buffer> buffers(static_cast<size_t>(count));
     for (Buffer &buffer : buffers) buffer.receive();
     const int64_t status = run(verb, spec, option, buffers.data());
     std::fwrite(&status, sizeof status, 1, stdout);
