@@ -292,7 +292,7 @@ def test_what_is_to_be_installed_exists() -> None:
         named |= {
             extra for one in re.findall(r"(?:fusionlayer|['\" ]\.)\[([a-z,-]+)\]", text) for extra in one.split(",")
         }
-        for command in re.findall(r'pip install +([^`"#\n()]*)', text):
+        for command in re.findall(r'pip install +([^`"&#\n()]*)', text):
             ours = {"dist", "fusionlayer-cuda"} if "--find-links dist " in command else set()
             words = {
                 bare(word) for word in command.split() if not word.startswith("-") and not word.startswith("dist/")
