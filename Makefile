@@ -9,14 +9,17 @@ PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 INSTALLED := $(VENV)/.installed
 # Tests start hundreds of Pythons, and each would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
+RUNNABLE := $(VENV)/.runnable
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive test-all test-short lint docs format bench bench-smoke gpu wheel release clean
+.PHONY: help install demo test test-exhaustive test-all test-short lint docs format bench bench-smoke gpu wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
 
+# Tests look into the CUDA library of all GPUs, and need none: it is built wherever nvcc is.
+install: export FUSIONLAYER_CUDA_ARCHS ?= all
 install: $(INSTALLED) ## .venv with torch, the tools and the package (editable); compiles what changed
 	@$(BIN)/python setup.py -q build_ext --inplace
 
@@ -26,7 +29,14 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: install ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is passed on
+# What the demo needs, in the same .venv, and no tools. Where `make install` has been, `demo` keeps to that.
+$(RUNNABLE): setup.py pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo]'
+	@touch $@
+
+demo: $(if $(wildcard $(INSTALLED)),install,$(RUNNABLE)) ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is passed on
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: install ## the fast tier, under ten minutes: every property once; what to run before a push
@@ -71,6 +81,9 @@ gpu: ## build, test and measure with the CUDA device and the torch of $(PYTHON);
 
 wheel: install ## dist/fusionlayer-*.whl, for every Python on this kind of machine
 	$(BIN)/python -m pip wheel . --no-deps -w dist
+
+wheels: install ## dist: sources and wheels for registries, x86-64, aarch64 and fusionlayer-cuda
+	$(BIN)/python wheels/make.py $(ARGS)
 
 release: install ## a release as a dry run: checks, sdist, wheels, site, and the command of the tag; pushes nothing
 	@$(BIN)/python .ci/release.py

@@ -1,26 +1,26 @@
 """Builds the codec core in ``fusionlayer/csrc`` as plain shared libraries; ``pyproject.toml`` says all else.
 
 The libraries have a C ABI and are opened by ctypes, so one build serves every Python and every torch. Needed are
-setuptools 77 and a C++17 compiler; the CUDA library is built where nvcc is found. What the environment can say:
-
-    CXX                 the C++ compiler (default: g++, else c++)
-    FUSIONLAYER_CUDA    auto (default): build the CUDA library if possible; 1: fail if impossible; 0: leave it out
-    FUSIONLAYER_NVCC    path of nvcc (default: CUDA_HOME, the nvidia-cuda-nvcc package, PATH)
-    FUSIONLAYER_CUDA_ARCHS  GPUs to compile for, as "90" or "80 90" (default: all of 80, 90 and 100 that nvcc knows)
-    FUSIONLAYER_WERROR  1: warnings of the compilers are errors; 0 (default): they are shown
+setuptools 77 and a C++17 compiler. The CUDA library is built for the GPUs of this machine, where nvcc is found.
+``docs/install.md`` tells what the environment can say: CXX, FUSIONLAYER_CUDA, FUSIONLAYER_CUDA_ARCHS, FUSIONLAYER_NVCC,
+FUSIONLAYER_WERROR.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import filecmp
 import hashlib
 import os
+import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +33,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
 
 CSRC = Path("fusionlayer/csrc")
-BUILD = Path("build/native")
+BUILD = Path("build/native")  # of another target: with its name behind
 LIB = Path("fusionlayer/lib")
 INCLUDES = (f"-I{CSRC}/include", f"-I{CSRC}/core")
 
@@ -41,7 +41,7 @@ CXX_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"),
     *INCLUDES,
 )
-# kernels.cpp is compiled once for each; a variant whose flags the compiler refuses is left out. The linker keeps the
+# The kernels are compiled once for each; a variant whose flags the compiler refuses is left out. The linker keeps the
 # first of equal inline functions, so what may run on every CPU comes first.
 ISA_FLAGS = {
     "baseline": (),
@@ -54,6 +54,7 @@ NVCC_FLAGS = (
     *INCLUDES,
 )
 CUDA_ARCHS = (80, 90, 100)
+HOW_TO_BUILD_CUDA = "FUSIONLAYER_CUDA=1 builds it all the same, for all GPUs, and needs nvcc"
 
 
 class Step(NamedTuple):
@@ -74,9 +75,21 @@ class Step(NamedTuple):
             return
         stamp.unlink(missing_ok=True)
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        print(shlex.join(self.command), flush=True)
-        sys.stderr.write(execute(self.command))
+        began = time.monotonic()
+        warnings = execute(self.command)
+        tell(f"built {self.output.name} in {time.monotonic() - began:.0f} s")
+        sys.stderr.write(warnings)
         stamp.write_text(digest.hexdigest())
+
+
+def tell(line: str) -> None:
+    """Print a line at once; pip hides what builds print, so below pip it goes to the terminal, if there is one."""
+    if "PIP_BUILD_TRACKER" in os.environ:
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            # pip draws a wheel behind its own line, and erases one character before it draws the next.
+            terminal.write(f"\n    {line}  ")
+            return
+    print(line, flush=True)
 
 
 def execute(command: Sequence[str]) -> str:
@@ -108,14 +121,13 @@ def headers(folder: str) -> tuple[Path, ...]:
     return sources("include/*", "core/*", *(f"{folder}/*.{suffix}" for suffix in ("h", "cuh")))
 
 
-def build_library(name: str, compiles: Iterable[Step], link: Sequence[str], tool: str) -> Path:
-    """Run all ``compiles`` in parallel, link their outputs into ``name`` and return its path."""
+def build_library(library: Path, compiles: Iterable[Step], link: Sequence[str], tool: str) -> Path:
+    """Run all ``compiles`` in parallel, link their outputs into ``library`` and return it."""
     steps = tuple(compiles)
     with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(step.run) for step in steps]:
+        for done in [pool.submit(step.run) for step in reversed(steps)]:  # the kernels take longest
             done.result()
     objects = tuple(step.output for step in steps)
-    library = BUILD / name
     Step(library, (*link, "-o", str(library), *map(str, objects)), objects, tool).run()
     return library
 
@@ -130,7 +142,21 @@ def find_cxx() -> tuple[str, ...]:
     for candidate in ("g++", "c++"):
         if shutil.which(candidate):
             return (candidate,)
-    raise SetupError("no C++ compiler: neither g++ nor c++ is on PATH; install g++, or set CXX to a C++17 compiler")
+    raise SetupError(
+        "no C++ compiler: neither g++ nor c++ is on PATH; install one (apt install g++, dnf install gcc-c++, or conda "
+        "install gxx), set CXX to a C++17 compiler, or install a wheel that was made elsewhere by 'make wheels'"
+    )
+
+
+def target_machine() -> str:
+    """Return what the C++ compiler makes code for, such as "x86_64"; CXX may be a cross compiler."""
+    return execute((*find_cxx(), "-dumpmachine")).strip().partition("-")[0]
+
+
+def build_folder() -> Path:
+    """Return where compiled files are kept: each target has a folder of its own."""
+    machine = target_machine()
+    return BUILD if machine == platform.machine() else BUILD.with_name(f"{BUILD.name}-{machine}")
 
 
 def accepts(compiler: Sequence[str], flags: Sequence[str]) -> bool:
@@ -141,22 +167,23 @@ def accepts(compiler: Sequence[str], flags: Sequence[str]) -> bool:
 
 def build_cpu(werror: bool) -> Path:
     """Return the path of the built ``libfusionlayer_cpu.so``."""
-    cxx = find_cxx()
+    cxx, folder = find_cxx(), build_folder()
     tool = execute((*cxx, "--version"))
     flags = (*CXX_FLAGS, *(("-Werror",) if werror else ()))
     isas = [isa for isa, isa_flags in ISA_FLAGS.items() if accepts(cxx, isa_flags)]
     built = tuple(f"-DFL_HAVE_{isa.upper()}" for isa in isas if ISA_FLAGS[isa])
 
     def compile_step(source: Path, variant: str, *extra: str) -> Step:
-        output = BUILD / "cpu" / f"{source.stem}{variant}.o"
+        output = folder / "cpu" / f"{source.stem}{variant}.o"
         command = (*cxx, *flags, *extra, "-c", str(source), "-o", str(output))
         return Step(output, command, (source, *headers("cpu")), tool)
 
-    kernels = CSRC / "cpu/kernels.cpp"
-    steps = [compile_step(source, "", *built) for source in sources("cpu/*.cpp") if source != kernels]
-    steps += [compile_step(kernels, f".{isa}", f"-DFL_ISA={isa}", *ISA_FLAGS[isa]) for isa in isas]
+    kernels = sources("cpu/kernels*.cpp")
+    steps = [compile_step(source, "", *built) for source in sources("cpu/*.cpp") if source not in kernels]
+    for isa in isas:
+        steps += [compile_step(source, f".{isa}", f"-DFL_ISA={isa}", *ISA_FLAGS[isa]) for source in kernels]
     link = (*cxx, "-shared", "-pthread", "-Wl,-z,defs")
-    return build_library("libfusionlayer_cpu.so", steps, link, tool)
+    return build_library(folder / "libfusionlayer_cpu.so", steps, link, tool)
 
 
 def find_nvcc() -> str:
@@ -179,26 +206,49 @@ def find_nvcc() -> str:
     )
 
 
+def gpus() -> list[int]:
+    """Return the compute capabilities of this machine's GPUs, as 90 for 9.0; none where nvidia-smi does not run."""
+    try:
+        told = execute(("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"))
+    except SetupError:
+        return []
+    return sorted({int(line.replace(".", "")) for line in re.findall(r"^\d+\.\d$", told, re.MULTILINE)})
+
+
+def asked_archs() -> list[str]:
+    """Return the words of ``FUSIONLAYER_CUDA_ARCHS``; none: the GPUs of this machine."""
+    return os.environ.get("FUSIONLAYER_CUDA_ARCHS", "").replace(",", " ").split()
+
+
 def cuda_archs(nvcc: str) -> list[int]:
-    """Return what is to be compiled for, in ascending order."""
+    """Return what to compile for, in ascending order: as asked, else for the GPUs of this machine, else for all."""
     known = {int(name.removeprefix("compute_")) for name in execute((nvcc, "--list-gpu-arch")).split()}
-    given = os.environ.get("FUSIONLAYER_CUDA_ARCHS", "").replace(",", " ").split()
-    if not given:
+    known = {arch for arch in known if arch >= CUDA_ARCHS[0]}
+    asked, present = asked_archs(), gpus()
+    if asked and asked != ["all"]:
+        refused = [name for name in asked if not name.isdecimal() or int(name) not in known]
+        if refused:
+            choices = " ".join(map(str, sorted(known)))
+            raise SetupError(f"FUSIONLAYER_CUDA_ARCHS: {' '.join(refused)}; expected all, or numbers among: {choices}")
+        return sorted(set(map(int, asked)))
+    if asked or not present:
         archs = [arch for arch in CUDA_ARCHS if arch in known]
         if not archs:
             names = ", ".join(f"sm_{arch}" for arch in CUDA_ARCHS)
             raise SetupError(f"{nvcc} compiles for none of {names}; use CUDA 12.8 or later")
         return archs
-    refused = [name for name in given if not name.isdecimal() or int(name) not in known or int(name) < CUDA_ARCHS[0]]
-    if refused:
-        choices = " ".join(str(arch) for arch in sorted(known) if arch >= CUDA_ARCHS[0])
-        raise SetupError(f"FUSIONLAYER_CUDA_ARCHS: {' '.join(refused)}; expected numbers among: {choices}")
-    return sorted(set(map(int, given)))
+    # A GPU that nvcc does not know runs the code of an older one of its kind, or compiles the PTX that is kept with it.
+    archs = sorted({max(older) for gpu in present if (older := [arch for arch in known if arch <= gpu])})
+    if not archs:
+        raise SetupError(f"the GPU of this machine is of compute capability {present[-1] / 10}; the kernels need 8.0")
+    return archs
 
 
 def build_cuda(werror: bool) -> Path:
     """Return the path of the built ``libfusionlayer_cuda.so``; no GPU and no driver are needed."""
-    nvcc = find_nvcc()
+    nvcc, folder = find_nvcc(), build_folder()
+    if folder != BUILD:
+        raise SetupError(f"nvcc makes code for this machine alone, and CXX for {target_machine()}")
     tool = execute((nvcc, "--version"))
     archs = cuda_archs(nvcc)
     targets = [(arch, f"sm_{arch}") for arch in archs] + [(archs[-1], f"compute_{archs[-1]}")]
@@ -211,30 +261,34 @@ def build_cuda(werror: bool) -> Path:
     stated = f'-DFL_CUDA_ARCHS="{" ".join(code for _, code in targets)}"'
 
     def compile_step(source: Path) -> Step:
-        output = BUILD / "cuda" / f"{source.stem}.o"
+        output = folder / "cuda" / f"{source.stem}.o"
         command = (nvcc, *flags, stated, "-c", str(source), "-o", str(output))
         return Step(output, command, (source, *headers("cuda")), tool)
 
     steps = [compile_step(source) for source in sources("cuda/*.cu")]
     link = (nvcc, "-shared", "-cudart", "static", *gencode, "-Xlinker", "-z,defs")
-    return build_library("libfusionlayer_cuda.so", steps, link, tool)
+    return build_library(folder / "libfusionlayer_cuda.so", steps, link, tool)
 
 
-def build_native() -> list[Path]:
-    """Return the paths of the libraries that can be built here and were not declined."""
+def build_native(kinds: Sequence[str] = ("cpu", "cuda")) -> list[Path]:
+    """Return the paths of the libraries of these ``kinds`` that can be built here and were not declined."""
     cuda = choice("FUSIONLAYER_CUDA", "auto", "1", "0")
     werror = choice("FUSIONLAYER_WERROR", "0", "1") == "1"
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        libraries = [build_cpu(werror)]
-        if cuda != "0":
-            try:
-                libraries.append(build_cuda(werror))
-            except SetupError as problem:
-                if cuda == "1":
-                    raise SetupError(f"FUSIONLAYER_CUDA=1 cannot be done: {problem}") from problem
-                print(f"warning: fusionlayer is built without its CUDA library: {problem}", file=sys.stderr)
+        libraries = [build_cpu(werror)] if "cpu" in kinds else []
+        if "cuda" not in kinds or cuda == "0":
+            return libraries
+        if cuda == "auto" and not asked_archs() and not gpus():
+            tell(f"fusionlayer is built without its CUDA library: no NVIDIA GPU is here; {HOW_TO_BUILD_CUDA}")
+            return libraries
+        try:
+            libraries.append(build_cuda(werror))
+        except SetupError as problem:
+            if cuda == "1":
+                raise SetupError(f"FUSIONLAYER_CUDA=1 cannot be done: {problem}") from problem
+            tell(f"warning: fusionlayer is built without its CUDA library: {problem}")
     return libraries
 
 
@@ -272,9 +326,15 @@ class BuildPackage(build_py):
 class BuildNative(build_ext):
     """``build_ext`` that makes the shared libraries: in the source tree if in place or editable, else for the wheel."""
 
+    folder = LIB
+
+    def make(self) -> list[Path]:
+        """Build what changed and return the libraries."""
+        return build_native()
+
     def run(self) -> None:
         """Build what changed and put the libraries where they are loaded from."""
-        place(build_native(), LIB if self.in_source_tree else Path(self.build_lib) / LIB)
+        place(self.make(), self.folder if self.in_source_tree else Path(self.build_lib) / self.folder)
 
     @property
     def in_source_tree(self) -> bool:
@@ -287,7 +347,7 @@ class BuildNative(build_ext):
 
     def get_outputs(self) -> list[str]:
         """Return the libraries that go into a wheel."""
-        return [] if self.in_source_tree else [str(path) for path in (Path(self.build_lib) / LIB).glob("*.so")]
+        return [] if self.in_source_tree else [str(path) for path in (Path(self.build_lib) / self.folder).glob("*.so")]
 
     def get_output_mapping(self) -> dict[str, str]:
         """Return an empty mapping: libraries of an editable build are made in the source tree."""
@@ -298,8 +358,9 @@ class PlatformWheel(bdist_wheel):
     """A wheel for one platform and every Python 3: the libraries know nothing of Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return (python, abi, platform)."""
-        return "py3", "none", super().get_tag()[2]
+        """Return (python, abi, platform); the platform is that of the C++ compiler."""
+        machine, tag = target_machine(), super().get_tag()[2]
+        return "py3", "none", tag if tag.endswith(f"_{machine}") else f"linux_{machine}"
 
 
 def main() -> None:

@@ -117,9 +117,9 @@ _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_CONFIG": "file with settings",
     "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
     "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
-    "FUSIONLAYER_CUDA": "when building: auto (default), 1 (fail without nvcc), 0",
+    "FUSIONLAYER_CUDA": "when building: auto (default: for the GPUs that are here), 1 (fail without nvcc), 0",
     "FUSIONLAYER_NVCC": "when building: the nvcc to use",
-    "FUSIONLAYER_CUDA_ARCHS": 'when building: GPUs to compile for, as "80 90"',
+    "FUSIONLAYER_CUDA_ARCHS": 'when building: GPUs to compile for, as "80 90", or all',
     "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
 }
 _KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in fields(Config)}

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ ZIP_AUTO, ZIP_WINDOW, ZIP_TABLE = 0, 1, 2
 THC_UNIFORM, THC_STOCHASTIC, THC_RANKS_SHIFT = 1, 2, 16
 DYNAMIQ_FLAT = 1
 MAX_THRESHOLDS = 16
+NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 DEVICE_ERROR, BAD_MESSAGE = 3, 4
@@ -134,8 +136,14 @@ _INFINITY = 0x7F800000  # the bits of Inf as f32
 
 
 def library_path(kind: str) -> Path:
-    """Return where the library ``kind``, "cpu" or "cuda", belongs; the file may be absent."""
-    return Path(__file__).parent / "lib" / f"libfusionlayer_{kind}.so"
+    """Return where the library ``kind``, "cpu" or "cuda", is; the file may be absent.
+
+    The CUDA library is in this package if it was compiled with it, else in that of the wheel ``fusionlayer-cuda``.
+    """
+    own = Path(__file__).parent / "lib" / f"libfusionlayer_{kind}.so"
+    if kind == "cuda" and not own.exists() and (wheel := find_spec("fusionlayer_cuda")) and wheel.origin:
+        return Path(wheel.origin).with_name(own.name)
+    return own
 
 
 def _open(kind: str) -> ctypes.CDLL:
@@ -143,7 +151,7 @@ def _open(kind: str) -> ctypes.CDLL:
     if not path.exists():
         remedy = {
             "cpu": "reinstall the package, or run 'python setup.py build_ext --inplace' in a source tree",
-            "cuda": "rebuild where nvcc is found (FUSIONLAYER_NVCC is its path; FUSIONLAYER_CUDA=1 fails without it)",
+            "cuda": "install the wheel fusionlayer-cuda or rebuild where nvcc is, with FUSIONLAYER_CUDA=1",
         }
         raise FusionLayerError(f"{path.name} is not installed; {remedy[kind]}")
     library = ctypes.CDLL(str(path))
@@ -501,7 +509,7 @@ class BuildInfo:
     cuda: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        cuda = ", ".join(f"{key} {value}" for key, value in self.cuda.items()) or "not built (no nvcc at build time)"
+        cuda = ", ".join(f"{key} {value}" for key, value in self.cuda.items()) or NO_CUDA_LIBRARY
         return (
             f"fusionlayer {self.version}\n"
             f"cpu: isa {self.isa} (built: {', '.join(self.isas)}), compiler {self.compiler}\n"

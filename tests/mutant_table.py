@@ -36,6 +36,12 @@ MUTANTS: list[Mutant] = [
         ("timeline.py", '"dur": {(end - start) / 1000}', '"dur": {(end - start) / 1024}', "durations in timelines"),
         ("timeline.py", "here.doing = _Parts(parts.tim", "_ = _Parts(parts.tim", "a helper's exchanges have no bucket"),
         ("outages.py", r"remote=\[(127\.", r"remote=\[(126\.", "an address of one host alone is told"),
+        (
+            "native.py",
+            'if kind == "cuda" and not own.exists()',
+            'if kind == "cuda"',
+            "which CUDA library is used",
+        ),
     ),
     *_of(
         "codecs/",

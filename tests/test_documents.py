@@ -254,6 +254,56 @@ def test_the_codec_of_the_tutorial_conforms() -> None:
 
 
 @pytest.mark.short
+def test_the_commands_of_the_page_on_installing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: [])  # tests/cli/test_doctor.py runs it
+    text = (ROOT / "docs/install.md").read_text()
+    commands = [shlex.split(line, comments=True) for block in blocks(text, "") for line in block.splitlines()]
+    for words in commands:
+        # tests/packaging makes wheels, installs them and compiles in place of `pip install .`
+        assert words[:2] == ["pip", "install"] or words[0] == "fusionlayer" and main(words[1:]) == 0
+    assert len(commands) == 6 and f"torch {torch.__version__}" in capsys.readouterr().out
+    for target in re.findall(r"`make ([a-z]+)`", text):
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=20)
+    settings = (ROOT / "docs/config.md").read_text()
+    asked = {*re.findall(r'(?:environ.get|choice)\("(FUSIONLAYER_\w+)"', (ROOT / "setup.py").read_text())}
+    assert asked == {*re.findall(r"^\| `(FUSIONLAYER_\w+)`", text, re.MULTILINE)} and len(asked) == 4
+    assert all(name in settings for name in asked)
+
+
+@pytest.mark.short
+def test_what_is_to_be_installed_exists() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def bare(word: str) -> str:
+        return re.split(r"[\[<>=]", word.strip("'\";,"))[0]
+
+    known = {
+        ".",
+        "fusionlayer",
+        "torch",
+        "nvidia-cuda-nvcc",
+        *(bare(line) for lines in extras.values() for line in lines),
+    }
+    named: set[str] = set()
+    pages = [*(ROOT / page for page in PAGES), *(ROOT / "fusionlayer").rglob("*.py"), *ROOT.glob("examples/*.py")]
+    for page in pages:
+        text = page.read_text()
+        named |= {
+            extra for one in re.findall(r"(?:fusionlayer|['\" ]\.)\[([a-z,-]+)\]", text) for extra in one.split(",")
+        }
+        for command in re.findall(r'pip install +([^`"&#\n()]*)', text):
+            ours = {"dist", "fusionlayer-cuda"} if "--find-links dist " in command else set()
+            words = {
+                bare(word) for word in command.split() if not word.startswith("-") and not word.startswith("dist/")
+            }
+            assert words - {""} <= known | ours, f"{page.name}: pip install {command}"
+    assert {"mpi", "deepspeed"} <= named <= {*extras}
+
+
+@pytest.mark.short
 def test_the_page_on_configuration_is_current() -> None:
     assert (ROOT / "docs/config.md").read_text() == describe(), "write it anew with 'make docs'"
 

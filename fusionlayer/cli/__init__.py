@@ -6,6 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
+from .. import __version__, native
 from ..errors import FusionLayerError
 from . import autotune, bench, doctor, explain, plan, profile, simulate, trace
 from .arguments import Parser
@@ -42,10 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="store_true", help="tell versions and what the libraries were built for")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)
     options = parser.parse_args(arguments)
+    if options.version:
+        options.command, options.run = "--version", _print_version
+    elif options.command is None:
+        parser.error("the following arguments are required: COMMAND")
     options.arguments = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
         status: int = options.run(options) or 0
@@ -63,3 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _print_version(_: argparse.Namespace) -> None:
+    info = native.build_info(__version__)
+    print(f"fusionlayer {info.version}, torch {torch.__version__}")
+    print(f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {info.cuda.get('archs', 'none')}")

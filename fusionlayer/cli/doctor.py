@@ -170,7 +170,7 @@ def _core() -> Iterator[Finding]:
 
     yield _tried("core", "cpu", cpu)
     if not native.library_path("cuda").exists():
-        yield Finding("core", "cuda", "none", "the CUDA library is not built (no nvcc at build time)")
+        yield Finding("core", "cuda", "none", native.NO_CUDA_LIBRARY)
     else:
         yield _tried(
             "core", "cuda", lambda: ", ".join(f"{k} {v}" for k, v in native.build_info(__version__).cuda.items())

@@ -9,7 +9,8 @@ import tempfile
 import pytest
 import torch
 
-from fusionlayer import codecs
+import fusionlayer
+from fusionlayer import codecs, native
 from fusionlayer.cli import doctor, environment, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.cast import Raw
@@ -102,6 +103,27 @@ def test_a_name_of_this_host_that_leads_nowhere_is_told(
     monkeypatch.setattr(doctor.socket, "gethostbyname", look_up)
     (told,) = [finding for finding in doctor._network() if finding.name == "boxa"]
     assert told.state == state and ("set GLOO_SOCKET_IFNAME" in told.detail) == (state == "note")
+
+
+@pytest.mark.short
+def test_version_is_two_lines_or_one_that_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--version"]) == 0
+    versions, libraries = capsys.readouterr().out.splitlines()
+    assert versions == f"fusionlayer {fusionlayer.__version__}, torch {torch.__version__}"
+    info = fusionlayer.build_info()
+    cuda = info.cuda.get("archs", "none")
+    assert libraries == f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {cuda}"
+    monkeypatch.setattr(native, "__file__", "/nowhere/native.py")
+    native.cpu.cache_clear()
+    try:
+        assert main(["--version"]) == 1
+    finally:
+        monkeypatch.undo()
+        native.cpu.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fusionlayer --version: libfusionlayer_cpu.so is not installed; reinstall the package")
 
 
 @pytest.mark.short

@@ -180,7 +180,9 @@ def assert_told_or_harmless(found: list[dict[str, list[Any]]], rounds: int) -> d
             if rounds == 1:
                 assert all(links), (case, now)
                 if case != "hvd":  # Horovod's error has no ranks
-                    assert all(len(ranks) == 2 and SENDER in ranks and ranks == now[0][2] for *_, ranks in now), repr(now)
+                    assert all(len(ranks) == 2 and SENDER in ranks and ranks == now[0][2] for *_, ranks in now), repr(
+                        now
+                    )
             told[case] += 1
     return told
 

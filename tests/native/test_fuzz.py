@@ -52,7 +52,7 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the compiler has no sanitizers")
     have = [f"-DFL_HAVE_{name.upper()}" for name in usable() if name != "baseline"]
     kernels = Path(__file__).with_name("fuzz_kernels.cpp")
-    sources = [path for path in sorted((CSRC / "cpu").glob("*.cpp")) if path.name != "kernels.cpp"]
+    sources = [path for path in sorted((CSRC / "cpu").glob("*.cpp")) if not path.name.startswith("kernels")]
     parts: list[tuple[Path, str, tuple[str, ...]]] = [
         (kernels, f"kernels.{name}", (f"-DFL_ISA={name}", *MARCH[name])) for name in usable()
     ]

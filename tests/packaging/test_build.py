@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -75,9 +77,10 @@ def test_failing_nvcc_leaves_cuda_out_unless_it_is_demanded(source_tree: Path, r
     nvcc = program(tmp_path / "nvcc", "echo unsupported host compiler; exit 1")
     (source_tree / "fusionlayer/lib").mkdir(exist_ok=True)
     (source_tree / "fusionlayer/lib/libfusionlayer_cuda.so").touch()
-    lenient = run(source_tree, *BUILD_IN_PLACE, FUSIONLAYER_CUDA="auto", FUSIONLAYER_NVCC=str(nvcc))
+    asked = {"FUSIONLAYER_CUDA": "auto", "FUSIONLAYER_CUDA_ARCHS": "all"}
+    lenient = run(source_tree, *BUILD_IN_PLACE, **asked, FUSIONLAYER_NVCC=str(nvcc))
     assert lenient.returncode == 0, lenient.stderr
-    assert "without its CUDA library" in lenient.stderr and "unsupported host compiler" in lenient.stderr
+    assert "without its CUDA library" in lenient.stdout and "unsupported host compiler" in lenient.stdout
     assert libraries(source_tree) == {"libfusionlayer_cpu.so"}
     strict = run(source_tree, *BUILD_IN_PLACE, FUSIONLAYER_CUDA="1", FUSIONLAYER_NVCC=str(nvcc))
     assert strict.returncode != 0
@@ -113,11 +116,22 @@ def test_demanded_cuda_without_nvcc_says_what_to_do(build_script: ModuleType, mo
 
 @pytest.mark.short
 @pytest.mark.usefixtures("no_nvcc")
-def test_absent_nvcc_means_cpu_only(
-    build_script: ModuleType, cpu_is_built: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "asked, told", [("all", "warning: .*: no nvcc: "), ("", "no NVIDIA GPU .* FUSIONLAYER_CUDA=1")]
+)
+def test_absent_nvcc_or_gpu_means_cpu_only_and_one_line(
+    build_script: ModuleType,
+    cpu_is_built: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: str,
+    told: str,
 ) -> None:
+    monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", asked)
+    monkeypatch.delenv("PIP_BUILD_TRACKER", raising=False)
     assert build_script.build_native() == [cpu_is_built]
-    assert "no nvcc" in capsys.readouterr().err
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "without its CUDA library" in line and re.search(told, line)
 
 
 @pytest.mark.short
@@ -145,15 +159,26 @@ def test_nvcc_is_looked_for_in_order(build_script: ModuleType, monkeypatch: pyte
 
 @pytest.mark.short
 def test_gpus_to_compile_for(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvcc = str(program(tmp_path / "nvcc", "echo compute_75 compute_80 compute_90 compute_121"))
+    nvcc = str(program(tmp_path / "nvcc", "echo compute_75 compute_80 compute_86 compute_90 compute_121"))
+    smi = program(tmp_path / "nvidia-smi", "exit 9")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert build_script.cuda_archs(nvcc) == [80, 90], "no GPU is here, so the library is for other machines"
+    # Two of one kind; one that nvcc knows; one that it does not know yet; one that is too old.
+    program(smi, "echo 9.0; echo 9.0; echo 8.6; echo 10.3; echo 7.5")
+    assert build_script.cuda_archs(nvcc) == [86, 90]
+    program(smi, "echo 7.5")
+    with pytest.raises(SetupError, match="the GPU of this machine is of compute capability 7.5; the kernels need 8.0"):
+        build_script.cuda_archs(nvcc)
+    monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", "all")
     assert build_script.cuda_archs(nvcc) == [80, 90]
     monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", "121, 90")
     assert build_script.cuda_archs(nvcc) == [90, 121]
     monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", "90 sm_80 75")
-    with pytest.raises(SetupError, match=r"^FUSIONLAYER_CUDA_ARCHS: sm_80 75; expected numbers among: 80 90 121$"):
+    expected = r"^FUSIONLAYER_CUDA_ARCHS: sm_80 75; expected all, or numbers among: 80 86 90 121$"
+    with pytest.raises(SetupError, match=expected):
         build_script.cuda_archs(nvcc)
     old = str(program(tmp_path / "old", "echo compute_75"))
-    monkeypatch.delenv("FUSIONLAYER_CUDA_ARCHS")
+    monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", "all")
     with pytest.raises(SetupError, match="compiles for none of sm_80, sm_90, sm_100; use CUDA 12.8 or later"):
         build_script.cuda_archs(old)
 

@@ -29,6 +29,7 @@ PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder"
         ("gpu", "python3 -m pytest tests/gpu -m gpu --steps 3"),
         ("docs", "docs/config.md"),
         ("wheel", "python -m pip wheel . --no-deps -w dist"),
+        ("wheels", "python wheels/make.py --steps 3"),
         ("install", "setup.py -q build_ext --inplace"),
         ("clean", "rm -rf build dist"),
     ],
@@ -44,6 +45,31 @@ def test_make_target_runs(target: str, command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert command in done.stdout
+
+
+def test_the_demo_installs_what_runs_and_tests_get_the_library_of_all_gpus(tmp_path: Path) -> None:
+    """Without .venv the demo makes one without the tools; with that of `make install` it takes it as it is."""
+    makefile = (ROOT / "Makefile").read_text()
+    (tmp_path / "Makefile").write_text(makefile)
+    for name in ("setup.py", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "FUSIONLAYER"))}
+
+    def make(*arguments: str) -> str:
+        return subprocess.run(
+            ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    fresh = make("-n", "demo")
+    assert "-e '.[demo]'" in fresh and "[dev]" not in fresh
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$* for ${FUSIONLAYER_CUDA_ARCHS-here}"\n')
+    python.chmod(0o755)
+    (tmp_path / ".venv/.installed").touch()
+    build, demo = make("demo").splitlines()[:2]
+    assert build == "setup.py -q build_ext --inplace for all"
+    assert "examples/demo.py" in demo and "pip" not in build + demo
 
 
 @pytest.mark.parametrize("failing", ["", "test", "test-exhaustive"])

@@ -1,0 +1,22 @@
+// The kernels of one instruction set that make messages of any codec. Compiled once for each, like kernels.cpp.
+#include "with_codec.h"
+
+namespace fl::FL_ISA {
+
+FL_VERB(encode, true, true)
+FL_VERB(recode, true, false)
+
+void run_recode_from(const Job &job, int64_t begin, int64_t end) {
+  with_int_codec<true>(job, [&](const auto &codec) {
+    recode_from(codec, int(job.source->param[1]), sum_of(*job.source), job, begin, end);
+  });
+}
+
+void run_encode_difference(const Job &job, int64_t begin, int64_t end) {
+  with_int_codec<true>(job, [&](const auto &codec) {
+    with_dtype(job.spec->dtype,
+               [&](auto type) { encode_difference<typename decltype(type)::type>(codec, job, begin, end); });
+  });
+}
+
+}  // namespace fl::FL_ISA
