@@ -179,8 +179,8 @@ class Watch:
                 for state in self.read_states(come).values():
                     if "text" in state:
                         return Diagnosis(tuple(state["ranks"]), state["text"], True)
-                # A rank does not come, because it has failed in another transport. This process hears of that, too. What
-                # it has heard before may be over.
+                # A rank does not come, because it has failed in another transport. This process hears of that, too.
+                # What it has heard before may be over.
                 if self.see_gone() or (missing and monitor.cause is not before and self.because()):
                     return self.judge_here()
             if missing and now > deadline:
