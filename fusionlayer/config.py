@@ -18,7 +18,7 @@ __all__ = ["TRANSPORTS", "VARIABLES", "Config", "describe", "load", "unknown_var
 TRANSPORTS = ("c10d", "mpi", "horovod")
 
 VARIABLES: Mapping[str, str] = {
-    "FUSIONLAYER_CONFIG": "file with the settings above",
+    "FUSIONLAYER_CONFIG": "file with settings",
     "FUSIONLAYER_TIMEOUT": "seconds that a collective waits for its peers",
     "FUSIONLAYER_STALL_WARNING": "seconds until late ranks are named; `inf`: never",
     "FUSIONLAYER_TIMELINE": "file for a timeline",
@@ -172,16 +172,12 @@ def describe() -> str:
         [
             "# Configuration",
             "",
-            "`FUSIONLAYER_CONFIG` names a YAML file with any of these keys. Arguments given in code win over it; the",
-            "variables named below win over the file. An unknown key is an error.",
+            "`FUSIONLAYER_CONFIG` names a YAML file with any of these keys. Arguments given in code win over it, and",
+            "so do [environment variables](variables.md). An unknown key is an error.",
             "",
             "| key | type | default | meaning |",
             "|---|---|---|---|",
             *rows,
-            "",
-            "| variable | meaning |",
-            "|---|---|",
-            *(f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items()),
             "",
         ]
     )

@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [*files]:
         if file.src_dir == config.docs_dir:
             files.remove(file)
-    wanted = [ROOT / "README.md", ROOT / STYLE, *sorted(docs.rglob("*.md"))]
+    wanted = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / STYLE, *sorted(docs.rglob("*.md"))]
     known = set(wanted)
     for path in wanted:  # which grows
         name = str(path.relative_to(ROOT))

@@ -10,18 +10,23 @@ from ..errors import FusionLayerError
 from . import bench, doctor, explain, plan, profile, simulate, trace
 from .arguments import Parser
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _COMMANDS = (profile, plan, explain, simulate, trace, bench, doctor)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, that of the process by default; return the exit status."""
+def make_parser() -> Parser:
+    """Return the parser of all subcommands."""
     parser = Parser(prog="fusionlayer", description="What fusionlayer costs and saves, in numbers.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, that of the process by default; return the exit status."""
+    options = make_parser().parse_args(arguments)
     options.arguments = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
         status: int = options.run(options) or 0
