@@ -1,7 +1,8 @@
 """What MkDocs does beside its plugins: it takes pages from the whole repository, each at its own path.
 
 So a relative link means the same on GitHub and on the site. A page or file that a page of the site links to is part of
-the site; a link to a folder leads to the README.md in it.
+the site; a link to a folder leads to the README.md in it. Lists are written as GitHub reads them, and Python-Markdown
+gets them as it needs them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STYLE = "docs/site/site.css"
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+_MARKER = re.compile(r"(\d+\.|[-*]) ")
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
 
 
@@ -40,12 +42,35 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to folders lead to the README.md in them."""
+    """Let links to folders lead to the README.md in them, and set lists in Python-Markdown's way."""
     here = ROOT / page.file.src_uri
     for link, target in _targets(here, markdown):
         if target.name == "README.md" and not link.endswith("README.md"):
             markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[)#])", f"{link.rstrip('/')}/README.md", markdown)
-    return markdown
+    return _with_wide_lists(markdown)
+
+
+def _with_wide_lists(markdown: str) -> str:
+    """Return the page with 4 spaces before what belongs to an item, and an empty line before lists and tables."""
+    lines: list[str] = []
+    width, fenced = 0, False  # of the item's marker, 0 outside lists; whether within a fence outside lists
+    for line in markdown.splitlines():
+        if line.startswith("```"):
+            fenced, width = not fenced, 0
+        elif not fenced:
+            marker = _MARKER.match(line)
+            before = lines[-1] if lines else ""
+            begins = not width if marker else line.startswith("|") and not before.startswith("|")
+            if begins and before.strip():
+                lines.append("")
+            if marker:
+                width = len(marker[0])
+            elif width and line.startswith(" " * width):
+                line = "    " + line[width:]
+            elif line.strip():
+                width = 0
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _targets(page: Path, text: str) -> Iterator[tuple[str, Path]]:

@@ -52,6 +52,12 @@ BUILD = {
 }
 """Variables of other programs that setup.py reads."""
 
+MORE = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    "mpirun": ("PMIX_RANK", "PMIX_NAMESPACE"),
+}
+"""What else fusionlayer reads of launchers."""
+
 SLURM = (
     *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_NODEID"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID"),
@@ -71,7 +77,7 @@ def variables() -> str:
         return f"`{yaml.safe_dump(defaults[key], default_flow_style=True).splitlines()[0]}`"
 
     launchers = [
-        *([launcher, as_code(names)] for launcher, names in launch.VARIABLES.items()),
+        *([name, as_code([*places, *MORE.get(name, ())])] for name, places in launch.VARIABLES.items()),
         ["srun", as_code(SLURM)],
     ]
     return as_page(
@@ -267,8 +273,8 @@ def _summary(name: str, codec: Codec) -> str:
 def _bits(codec: Codec) -> str:
     if isinstance(codec, PartsCodec):
         return "by shape and rank"
-    x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
     if isinstance(codec, VariableSizeCodec):
+        x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
         payload = torch.zeros(codec.bare.wire(ELEMENTS).capacity, dtype=torch.uint8)
         codec.bare.encode_tensor(x, payload, TensorState(residual=None))
         size = codec.bare.used_bytes(payload, ELEMENTS)
