@@ -320,11 +320,49 @@ def _paper(name: str, codec: Codec) -> str:
     return ""
 
 
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+_DECLARATION = re.compile(r"/\*((?:(?!\*/).)*)\*/\n(?:(?!/\*|FL_API)[^\n]*\n)*?FL_API ([^;]+);", re.DOTALL)
+
+
+def kernels() -> str:
+    """Return docs/kernels.md, from the comments of the core's header."""
+    header = (ROOT / "fusionlayer/csrc/include/fusionlayer_codec.h").read_text()
+    contract = header.partition("Contract of every verb:")[2].partition("*/")[0]
+    promises = [_plain(text) for text in contract.split("\n *   - ") if text.strip()]
+    rows = []
+    for comment, declaration in _DECLARATION.findall(header):
+        name = re.search(r"\b(fl_\w+)\(", declaration)
+        if name:
+            rows.append([f"`{name[1]}`", _plain(comment).rstrip(".")])
+    return as_page(
+        "# Kernels",
+        "Codecs compute in a core of C++17 behind a C ABI. One library for the CPU holds drivers for AVX-512, AVX2\n"
+        "and plain x86-64, and chooses when it is loaded; one for CUDA holds the kernels. Both are compiled from the\n"
+        "same arithmetic. [Architecture](architecture.md#the-codec-core) tells how their bytes are kept equal,\n"
+        "[the wire format](wire_format.md) what the bytes are, and\n"
+        "[results](../benchmarks/results/README.md#on-a-gpu) how fast the kernels are on a GPU.",
+        "`fusionlayer/csrc/include/fusionlayer_codec.h` declares all of it. Python calls it by ctypes.",
+        "## What every function promises",
+        [f"- {promise}" for promise in promises],
+        "## The functions",
+        "`encode` and `decode` are those of the codec in `spec`.",
+        table(["function", "what it does"], rows),
+    )
+
+
+def _plain(comment: str) -> str:
+    """Return a comment of C as one line that Markdown leaves as it is."""
+    text = re.sub(r"\s*\n \*\s*|\s+", " ", comment).strip()
+    return re.sub(r"([*<\[\]])", r"\\\1", text)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/config.md": config.describe,
     "docs/variables.md": variables,
     "docs/commands.md": commands,
     "docs/codecs.md": codec_table,
+    "docs/kernels.md": kernels,
 }
 
 
