@@ -13,7 +13,7 @@ RUNNABLE := $(VENV)/.runnable
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive test-all test-short lint docs format bench bench-smoke gpu wheel wheels release clean
+.PHONY: help install demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
@@ -58,9 +58,13 @@ lint: install ## style, types, import layers; changes nothing
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/lint-imports
 
-docs: install ## write anew what is made from code and from result files
-	$(BIN)/python -c "from fusionlayer.config import describe; print(describe(), end='')" > docs/config.md
+docs: install ## write anew what is made from code and results, and build the site into build/site; ends with 1 at a broken link
+	$(BIN)/python -m docs.site.pages
 	$(BIN)/python -m benchmarks.pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+docs-serve: install ## the site at http://127.0.0.1:8000, built anew when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 format: install ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff check --fix .

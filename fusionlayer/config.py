@@ -245,11 +245,7 @@ def describe() -> str:
             "`plan`. A plan wins over a codec, also over one that code names, because it names codecs itself. The",
             "codec `auto` is for optimizers: calls on single tensors that name no codec send them as they are.",
             "",
-            "## Other variables",
-            "",
-            "| variable | meaning |",
-            "|---|---|",
-            *(f"| `{name}` | {meaning} |" for name, meaning in _OTHERS.items()),
+            "[All variables](variables.md), also those of other programs.",
             "",
         ]
     )

@@ -26,7 +26,7 @@ from .bounded import Overdue, bounded
 from .errors import ConfigError, TransportError
 from .processes import Identity
 
-__all__ = ["Place", "find_place", "make_store"]
+__all__ = ["VARIABLES", "Place", "find_place", "make_store"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Place:
     launcher: str = "single"
 
 
-_VARIABLES = {
+VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "mpirun": (
@@ -60,6 +60,7 @@ _VARIABLES = {
     ),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
+"""Where each launcher writes rank, size, local rank and local size."""
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place:
@@ -73,7 +74,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
             that there are other processes, but not which of them this one is.
     """
     places, halves = [], []
-    for launcher, names in _VARIABLES.items():
+    for launcher, names in VARIABLES.items():
         there = [name for name in names[:2] if name in environ]
         if len(there) == 2:
             places.append(_read_place(launcher, names, environ))
@@ -95,7 +96,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     if place.size < largest.size:
         raise ConfigError(
             f"{place.launcher} variables say {place.size} processes, {largest.launcher} variables {largest.size}; if "
-            f"{largest.launcher} has started this one, unset {' and '.join(_VARIABLES[place.launcher][:2])}"
+            f"{largest.launcher} has started this one, unset {' and '.join(VARIABLES[place.launcher][:2])}"
         )
     return place
 

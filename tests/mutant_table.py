@@ -32,6 +32,12 @@ MUTANTS: list[Mutant] = [
         ("functional.py", "return derive_seed(transport.sequence)", "return derive_seed(0)", "calls share their noise"),
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
         ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
+        (
+            "outages.py",
+            "or set another MASTER_PORT",
+            "or set another port",
+            "troubleshooting quotes what no error says",
+        ),
         ("outages.py", "return used + _FEW_FILES > ", "return used > ", "a lack of files is named"),
         ("timeline.py", '"dur": {(end - start) / 1000}', '"dur": {(end - start) / 1024}', "durations in timelines"),
         ("timeline.py", "here.doing = _Parts(parts.tim", "_ = _Parts(parts.tim", "a helper's exchanges have no bucket"),

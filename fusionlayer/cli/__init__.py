@@ -14,7 +14,7 @@ from . import autotune, bench, doctor, explain, plan, profile, simulate, trace
 from .arguments import Parser
 from .outputs import drop_output
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _COMMANDS = (doctor, bench, profile, plan, explain, simulate, trace, autotune)
 
@@ -37,8 +37,8 @@ Where does the time of a step go?
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, that of the process by default; return the exit status."""
+def make_parser() -> Parser:
+    """Return the parser of all subcommands."""
     parser = Parser(
         prog="fusionlayer",
         description="What fusionlayer costs and saves, in numbers.",
@@ -49,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, that of the process by default; return the exit status."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.version:
         options.command, options.run = "--version", _print_version

@@ -10,7 +10,7 @@ from .. import config
 from ..registry import nearest
 from ..torch.environment import VARIABLES
 
-__all__ = ["HOROVOD", "HOROVOD_UNUSED", "Variable", "report"]
+__all__ = ["HOROVOD", "HOROVOD_UNUSED", "OTHERS", "Variable", "report"]
 
 HOROVOD = {
     "HOROVOD_RANK": "this process's rank, as horovodrun sets it",
@@ -50,10 +50,15 @@ HOROVOD_UNUSED = {
 }
 
 # Variables of other programs that change what fusionlayer does.
-_OTHERS = (
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
-)
+OTHERS = {
+    "MASTER_ADDR": "host of rank 0, where the processes meet",
+    "MASTER_PORT": "port there",
+    "GLOO_SOCKET_IFNAME": "network interface of gloo, and of what fusionlayer opens itself",
+    "NCCL_SOCKET_IFNAME": "network interface of NCCL",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's watchdog of NCCL; without it off in groups of fusionlayer",
+    "OMP_NUM_THREADS": "threads of torch on the CPU, and so of codecs; the setting `threads` wins",
+    "CUDA_VISIBLE_DEVICES": "GPUs that a process sees",
+}
 
 
 class Variable(NamedTuple):
@@ -79,6 +84,6 @@ def report(environ: Mapping[str, str] = os.environ) -> list[Variable]:
             found.append(Variable(name, value, False, f"unknown; {unknown[name]}"))
         elif name.startswith("HOROVOD_"):
             found.append(Variable(name, value, False, f"unknown; {nearest(name, [*HOROVOD, *HOROVOD_UNUSED])}"))
-        elif name in _OTHERS:
-            found.append(Variable(name, value, True, ""))
+        elif name in OTHERS:
+            found.append(Variable(name, value, True, OTHERS[name]))
     return found

@@ -26,7 +26,7 @@ from .arguments import Parser, check_file, check_folder, count, positive
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
 
-__all__ = ["Agent", "main", "plan"]
+__all__ = ["Agent", "main", "make_parser", "plan"]
 
 # Seconds that agents get to end their processes once the job has failed.
 _GRACE = 10.0
@@ -180,7 +180,8 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     return agents
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
+    """Return the parser of all flags, those of horovodrun that are refused too."""
     parser = Parser(
         prog="fusionrun",
         usage="fusionrun -np N [-H host:slots,...] [FLAG ...] program [argument ...]",
@@ -239,7 +240,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     for flag, (takes_value, _) in _REFUSED.items():
         add(flag, dest=flag, action="store" if takes_value else "store_true", help=argparse.SUPPRESS)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    options = make_parser().parse_args(arguments)
     for flag, (_, instead) in _REFUSED.items():
         if getattr(options, flag):
             raise ConfigError(f"{flag} means nothing here: {instead}")

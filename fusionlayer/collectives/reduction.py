@@ -190,9 +190,13 @@ def reduce_scatter_flat(
     """Fill ``out`` (n,) with the scaled sum over ranks of row ``rank`` of their ``rows`` (size, n), which stay.
 
     Args:
-        rows, out: contiguous, of one type: f32, bf16 or f16.
-        codec, transport, scaling, seed: as in ``reduce_flat``.
+        rows: this rank's summands, contiguous: f32, bf16 or f16.
+        out: of the same type.
+        codec: as in ``reduce_flat``.
+        transport: as in ``reduce_flat``.
+        scaling: as in ``reduce_flat``.
         algorithm: "ring" passes sums on from rank to rank; None sends each row straight to its rank.
+        seed: as in ``reduce_flat``.
     """
     scatter = halves.ring_reduce_scatter if algorithm == "ring" else halves.reduce_scatter
     scatter(scaling.scaled(rows), out, codec, transport, seed=seed)

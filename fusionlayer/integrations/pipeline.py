@@ -37,13 +37,17 @@ class PipelineStage(pipelining.PipelineStage):
     the setting ``checksum`` asks for it, each message of floats has a header with a checksum, as torch sends none.
 
     Args:
-        submodule, stage_index, num_stages, device, kwargs: as in torch.
+        submodule: as in torch.
+        stage_index: as in torch.
+        num_stages: as in torch.
+        device: as in torch.
         codec: name or codec of activations; None takes the configured one (``raw`` by default).
         gradient_codec: name or codec of gradients; None takes that of activations.
         warmup_steps: number of first training steps of the schedule that travel uncompressed, while activations change
             fast.
         group: process group of the pipeline; None means all ranks. All its ranks make their first stage together.
         codec_options: options of an activation codec given by name.
+        **kwargs: as in torch.
 
     Raises:
         ConfigError: unknown names or options, or this rank's other stages have different ones.

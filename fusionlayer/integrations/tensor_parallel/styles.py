@@ -56,9 +56,12 @@ class ColwiseParallel(_Compressed, stock.ColwiseParallel):
     sequence, its all-gather and backward's reduce-scatter are compressed. Communication for ``output_layouts`` is that
     of torch; it usually carries logits.
 
+    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of torch.
+
     Args:
-        input_layouts, output_layouts, use_local_output: as in torch.
-        codec, algorithm, piece_bytes: as in ``Channel``.
+        codec: as in ``Channel``.
+        algorithm: as in ``Channel``.
+        piece_bytes: as in ``Channel``.
         codec_options: options of a codec given by name.
 
     Raises:
@@ -93,9 +96,7 @@ class SequenceParallel(_Compressed, stock.SequenceParallel):
     An input that is sharded by sequence needs no communication. If the input is replicated, backward's all-gather is
     compressed. If the sum of the input is pending, its reduce-scatter and backward's all-gather are compressed.
 
-    Args:
-        sequence_dim, use_local_output: as in torch.
-        codec, algorithm, piece_bytes, codec_options: as in ``ColwiseParallel``.
+    ``sequence_dim`` and ``use_local_output`` are those of torch, all other arguments those of ``ColwiseParallel``.
 
     Raises:
         ConfigError: as ``ColwiseParallel``.
@@ -113,10 +114,8 @@ class PrepareModuleInput(_Compressed, stock.PrepareModuleInput):
     Use it for an input that several layers share, such as that of attention's projections. If it is sharded by
     sequence, one compressed gather serves all of them. Other changes of layout travel as they do in torch.
 
-    Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as in
-            torch.
-        codec, algorithm, piece_bytes, codec_options: as in ``ColwiseParallel``.
+    ``codec``, ``algorithm``, ``piece_bytes`` and ``codec_options`` are those of ``ColwiseParallel``, all other
+    arguments those of torch.
 
     Raises:
         ConfigError: as ``ColwiseParallel``.

@@ -1,0 +1,100 @@
+"""What MkDocs does beside its plugins: it takes pages from the whole repository, each at its own path.
+
+So a relative link means the same on GitHub and on the site. A page or file that a page of the site links to is part of
+the site; a link to a folder leads to the README.md in it. Lists are written as GitHub reads them, and Python-Markdown
+gets them as it needs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+STYLE = "docs/site/site.css"
+
+_LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+_MARKER = re.compile(r"(\d+\.|[-*]) ")
+_FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Leave out what the navigation names and this tree lacks; a page that the navigation lacks is still a warning."""
+    config.nav = _there(config.nav or [])
+    return config
+
+
+def _there(entry: Any) -> Any:
+    """Return an entry of the navigation without pages that do not exist; None if nothing is left of it."""
+    if isinstance(entry, str):
+        return entry if (ROOT / entry).is_file() else None
+    if isinstance(entry, dict):
+        kept = {title: _there(below) for title, below in entry.items()}
+        return {title: below for title, below in kept.items() if below} or None
+    return [below for below in map(_there, entry) if below]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace MkDocs' list of docs/ by all that is reached from README.md and docs/; theme and plugins keep theirs."""
+    docs = Path(config.docs_dir)
+    for file in [*files]:
+        if file.src_dir == config.docs_dir:
+            files.remove(file)
+    wanted = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / STYLE, *sorted(docs.rglob("*.md"))]
+    known = set(wanted)
+    for path in wanted:  # which grows
+        name = str(path.relative_to(ROOT))
+        files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+        if path.suffix == ".md":
+            linked = {target for _, target in _targets(path, path.read_text()) if target.is_file()}
+            wanted += sorted(linked - known)
+            known |= linked
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links to folders lead to the README.md in them, and set lists in Python-Markdown's way."""
+    here = ROOT / page.file.src_uri
+    for link, target in _targets(here, markdown):
+        if target.name == "README.md" and not link.endswith("README.md"):
+            markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[)#])", f"{link.rstrip('/')}/README.md", markdown)
+    return _with_wide_lists(markdown)
+
+
+def _with_wide_lists(markdown: str) -> str:
+    """Return the page with 4 spaces before what belongs to an item, and an empty line before lists and tables."""
+    lines: list[str] = []
+    width, fenced = 0, False  # of the item's marker, 0 outside lists; whether within a fence outside lists
+    for line in markdown.splitlines():
+        if line.startswith("```"):
+            fenced, width = not fenced, 0
+        elif not fenced:
+            marker = _MARKER.match(line)
+            before = lines[-1] if lines else ""
+            begins = not width if marker else line.startswith("|") and not before.startswith("|")
+            if begins and before.strip():
+                lines.append("")
+            if marker:
+                width = len(marker[0])
+            elif width and line.startswith(" " * width):
+                line = "    " + line[width:]
+            elif line.strip():
+                width = 0
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _targets(page: Path, text: str) -> Iterator[tuple[str, Path]]:
+    """Yield each link of a page to another file of the repository, as it is written, and the file."""
+    for link in sorted(set(_LINK.findall(_FENCE.sub("", text)))):
+        target = (page.parent / link).resolve()
+        if target.is_dir() and (target / "README.md").exists():
+            target /= "README.md"
+        if target.is_relative_to(ROOT):
+            yield link, target

@@ -1,0 +1,376 @@
+"""The pages that are made from code. ``make docs`` writes them anew, by ``python -m docs.site.pages``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+from textwrap import dedent
+
+import torch
+import yaml
+
+from fusionlayer import cli, codecs, collectives, config, launch
+from fusionlayer.cli import environment, fusionrun
+from fusionlayer.codecs import Codec, PartsCodec, Sparsifier, StatefulCodec, TensorState, VariableSizeCodec
+from fusionlayer.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+ELEMENTS = 1 << 20
+_FEW = 4  # choices that are shown beside an option; more stand in its meaning
+MANY = 8  # ranks for which a collective is chosen
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table of Markdown; a bar within a cell is no border."""
+    return [
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows),
+    ]
+
+
+def as_code(names: Iterable[str]) -> str:
+    """Return "`a`, `b`"."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def as_page(*lines: str | list[str]) -> str:
+    """Return a page of these paragraphs, headings and tables."""
+    return "\n\n".join("\n".join(part) if isinstance(part, list) else part for part in lines) + "\n"
+
+
+# ---- environment variables ------------------------------------------------------------------------------------------
+
+BUILD = {
+    "CXX": "the C++ compiler; `g++`, else `c++`, without it",
+    "CUDA_HOME": "where the CUDA toolkit is; see `FUSIONLAYER_NVCC`",
+}
+"""Variables of other programs that setup.py reads."""
+
+MORE = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    "mpirun": ("PMIX_RANK", "PMIX_NAMESPACE"),
+}
+"""What else fusionlayer reads of launchers."""
+
+SLURM = (
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID"),
+    *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+)
+"""What fusionlayer.slurm reads."""
+
+
+def variables() -> str:
+    """Return docs/variables.md."""
+    defaults = {field.name: getattr(config.Config(), field.name) for field in fields(config.Config)}
+
+    def default(name: str) -> str:
+        key = name.removeprefix("FUSIONLAYER_").lower()
+        if defaults.get(key) is None:
+            return "none" if key in defaults else ""
+        return f"`{yaml.safe_dump(defaults[key], default_flow_style=True).splitlines()[0]}`"
+
+    launchers = [
+        *([name, as_code([*places, *MORE.get(name, ())])] for name, places in launch.VARIABLES.items()),
+        ["srun", as_code(SLURM)],
+    ]
+    return as_page(
+        "# Environment variables",
+        "Every variable that fusionlayer reads. `fusionlayer doctor` says of those that are set what they mean.\n"
+        "A variable whose name begins with `FUSIONLAYER_` and that is not in the first table is named in a warning by\n"
+        "`fl.init()`.",
+        "What counts: an argument in code, then a variable, then the [settings file](config.md), then the default.",
+        "## fusionlayer's own",
+        table(
+            ["variable", "default", "meaning"],
+            ([f"`{name}`", default(name), meaning] for name, meaning in config.VARIABLES.items()),
+        ),
+        "## Of other programs",
+        table(["variable", "meaning"], ([f"`{n}`", m] for n, m in {**environment.OTHERS, **BUILD}.items())),
+        "## Of launchers",
+        "Rank, number of ranks, local rank and local number of ranks come from the first of these that is set.\n"
+        "[Operations](operations.md#start-a-job) tells how jobs are started.",
+        table(["launcher", "variables"], launchers),
+        "## Horovod's",
+        "`fusionlayer.torch` reads these, so that jobs of Horovod keep their settings.",
+        table(["variable", "meaning"], ([f"`{n}`", m] for n, m in environment.HOROVOD.items())),
+        "These have no effect here:",
+        table(["variable", "because"], ([f"`{n}`", m] for n, m in environment.HOROVOD_UNUSED.items())),
+    )
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def commands() -> str:
+    """Return docs/commands.md: what every command and option means, from the parsers themselves."""
+    parts: list[str | list[str]] = []
+    overview = []
+    for parser in [*_leaves(cli.make_parser()), fusionrun.make_parser()]:
+        about = parser.description or ""
+        overview.append([f"[`{parser.prog}`](#{parser.prog.replace(' ', '-')})", about])
+        parts += [f"## {parser.prog}", about, f"```\n{_usage(parser)}\n```"]
+        for group in parser._action_groups:
+            shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+            rows = [[_flags(action), _meaning(parser, action)] for action in shown if action.dest != "help"]
+            if rows:
+                usual = group.title in ("options", "positional arguments", "optional arguments")
+                title = "argument" if group.title == "positional arguments" else "option"
+                parts += [] if usual else [f"{str(group.title)[0].upper()}{str(group.title)[1:]}:"]
+                parts.append(table([title, "meaning"], rows))
+        parts += _prose(parser.epilog or "")
+    return as_page(
+        "# Commands",
+        "What the package installs. Each command has `--help`. [Operations](operations.md) and\n"
+        "[planning](planning.md) show them at work. Their exit status is 0; or 1 for what they cannot do; or 2 for a\n"
+        "command line that makes no sense.",
+        table(["command", "what it does"], overview),
+        *parts,
+    )
+
+
+def _prose(text: str) -> list[str | list[str]]:
+    """Return paragraphs; lines that are indented, or aligned in columns, become blocks of code."""
+
+    def is_code(line: str) -> bool:
+        return bool(re.search(r"\S {3}", line)) or line.startswith("    ")
+
+    parts: list[str | list[str]] = []
+    for paragraph in text.strip("\n").split("\n\n"):
+        for code, lines in groupby(paragraph.splitlines(), is_code):
+            shown = "\n".join(lines)
+            parts.append(f"```\n{dedent(shown)}\n```" if code else shown)
+    return parts
+
+
+def _leaves(parser: argparse.ArgumentParser) -> Iterable[argparse.ArgumentParser]:
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield parser
+    for action in below:
+        for child in action.choices.values():
+            yield from _leaves(child)
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    if parser.usage:
+        return parser.usage
+    needed = [
+        _value(action, action.option_strings[-1])
+        for action in parser._actions
+        if action.required and action.option_strings
+    ]
+    places = [
+        _value(action) + (" ..." if action.nargs == "+" else "")
+        for action in parser._actions
+        if not action.option_strings
+    ]
+    return " ".join([parser.prog, *places, *needed, "[options]"])
+
+
+def _value(action: argparse.Action, flag: str = "") -> str:
+    if action.nargs == 0:
+        return flag
+    few = action.choices and len([*action.choices]) <= _FEW
+    shown = action.metavar or ("|".join(map(str, action.choices or ())) if few else action.dest.upper())
+    return f"{flag} {shown}".strip()
+
+
+def _flags(action: argparse.Action) -> str:
+    return as_code(_value(action, flag) for flag in action.option_strings or [""])
+
+
+def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    help = parser._get_formatter()._expand_help(action) if action.help else ""
+    listed = action.choices and (action.metavar or len([*action.choices]) > _FEW)
+    choices = f"one of {as_code(map(str, action.choices or ()))}" if listed else ""
+    return "; ".join(filter(None, [help, choices]))
+
+
+# ---- codecs ---------------------------------------------------------------------------------------------------------
+
+
+def codec_table() -> str:
+    """Return docs/codecs.md."""
+    known = {name: codecs.get(name) for name in codecs.names()}
+    families = {"Lossless": [], "Quantizers": [], "Low rank": [], "Sparsifiers": []}  # type: dict[str, list[str]]
+    for name, codec in known.items():
+        family = (
+            "Lossless" if codec.lossless else "Sparsifiers" if isinstance(codec, Sparsifier)
+            else "Low rank" if isinstance(codec, PartsCodec) else "Quantizers"
+        )  # fmt: skip
+        families[family].append(name)
+    parts: list[str | list[str]] = []
+    for family, names in families.items():
+        rows = [
+            [
+                f"`{name}`",
+                _summary(name, known[name]),
+                _bits(known[name]),
+                _keeps(known[name]),
+                _carriers(known[name]),
+                _paper(name, known[name]),
+            ]
+            for name in names
+        ]
+        parts += [f"## {family}", table(["codec", "what travels", "bits", "keeps", "collective", "paper"], rows)]
+    pairs = [
+        [f"`{name}`", as_code(n for n, codec in known.items() if _fits(name, codec))] for name in collectives.names()
+    ]
+    return as_page(
+        "# Codecs",
+        INTRODUCTION.strip(),
+        *parts,
+        "## Which collective takes which codec",
+        f"For {MANY} ranks. A pair that is not here is refused when an optimizer, a rule or a plan names it.",
+        table(["collective", "codecs"], pairs),
+    )
+
+
+INTRODUCTION = """
+A codec says what the bytes of a message mean. Give its name where gradients are reduced:
+`fl.DistributedOptimizer(optimizer, model, codec="int8")`. Options follow the name:
+`codec="int", bits=4, group_size=128`. The [API reference](api/codecs.md) tells what a codec can do by itself.
+
+| you have | take |
+|---|---|
+| a slow network, and want to change nothing else | `int8`: a fourth of the bytes; `int4`: an eighth |
+| a result that must not change by a bit | `raw`, or `zip` where the network is very slow |
+| no idea | `codec="auto"`: it measures the first steps and chooses |
+| matrices, and a network for which four bits are still too many | `powersgd` |
+| SGD with momentum, and such a network | `dgc`, with momentum correction and warm-up |
+| sharded weights (FSDP2) | `sdp4bit`, a preset of [FSDP](fsdp.md) |
+| activations of tensor parallelism, a pipeline | `taco`, `tahquant` ([model parallelism](model_parallel.md)) |
+
+The columns:
+
+- **bits** for each element of f32, everything included, for a tensor of a million elements and the codec's defaults. A
+  codec of variable size has those of normal random values.
+- **keeps**: what a rank keeps of each tensor from step to step. A *residual* is f32, as large as the gradient, and is
+  made by default; `error_feedback=False` leaves it out where the codec can do without.
+- **collective**: what is taken without `algorithm`, on 8 ranks; on two ranks `one_shot` stands in for `two_shot`.
+  Sparse codecs are encoded [ahead](glossary.md) and gathered.
+- **paper**: where the idea comes from. [Papers](papers.md) says what is different here, and what checks it.
+"""
+
+
+def _summary(name: str, codec: Codec) -> str:
+    """Return a preset's options, or the first sentence of a codec's docstring without the paper, which has a column."""
+    if name != codec.name:
+        base = codecs.get(codec.name).options
+        differ = as_code(f"{key}={value!r}" for key, value in codec.options.items() if value != base[key])
+        return f"`{codec.name}` with {differ or 'its defaults'}"
+    first = (inspect.getdoc(type(codec)) or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
+    return re.sub(r" \((?=[^)]*(\d{4}|section|MX))[^()]*(\([^()]*\))*[^()]*\)", "", first).rstrip(".")
+
+
+def _bits(codec: Codec) -> str:
+    if isinstance(codec, PartsCodec):
+        return "by shape and rank"
+    if isinstance(codec, VariableSizeCodec):
+        x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
+        payload = torch.zeros(codec.bare.wire(ELEMENTS).capacity, dtype=torch.uint8)
+        codec.bare.encode_tensor(x, payload, TensorState(residual=None))
+        size = codec.bare.used_bytes(payload, ELEMENTS)
+    else:
+        size = codec.bare.wire(ELEMENTS).capacity
+    digits = f"{8 * size / ELEMENTS:.2f}".rstrip("0").rstrip(".")
+    return f"{digits} at density {codec.density:g}" if isinstance(codec, Sparsifier) else digits
+
+
+def _keeps(codec: Codec) -> str:
+    kept = []
+    if codec.feedback_pays:
+        kept.append("residual")
+    if isinstance(codec, PartsCodec):
+        kept.append("right factors")
+    if isinstance(codec, StatefulCodec):
+        kept += codec.kept()
+    return ", ".join(kept) or "nothing"
+
+
+def _carriers(codec: Codec) -> str:
+    return f"`{collectives.choose(codec, MANY, ahead=None)}`"
+
+
+def _fits(name: str, codec: Codec) -> bool:
+    try:
+        collectives.check_pair(name, codec, MANY)
+    except ConfigError:
+        return False
+    return True
+
+
+def _paper(name: str, codec: Codec) -> str:
+    """Return the first source in docs/papers.md whose row names the codec's module."""
+    module = f"`codecs/{type(codec).__module__.rpartition('.')[2]}.py`"
+    for line in (ROOT / "docs/papers.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 4 and module in cells[3]:
+            sources = re.split(r"; ", cells[1])
+            letters = re.sub(r"\W", "", type(codec).name).lower()
+            named = [source for source in sources if re.sub(r"\W", "", source).lower().startswith(letters)]
+            return re.split(r", (?:sections?|algorithms?|appendix) |: ", (named or sources)[0])[0]
+    return ""
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+_DECLARATION = re.compile(r"/\*((?:(?!\*/).)*)\*/\n(?:(?!/\*|FL_API)[^\n]*\n)*?FL_API ([^;]+);", re.DOTALL)
+
+
+def kernels() -> str:
+    """Return docs/kernels.md, from the comments of the core's header."""
+    header = (ROOT / "fusionlayer/csrc/include/fusionlayer_codec.h").read_text()
+    contract = header.partition("Contract of every verb:")[2].partition("*/")[0]
+    promises = [_plain(text) for text in contract.split("\n *   - ") if text.strip()]
+    rows = []
+    for comment, declaration in _DECLARATION.findall(header):
+        name = re.search(r"\b(fl_\w+)\(", declaration)
+        if name:
+            rows.append([f"`{name[1]}`", _plain(comment).rstrip(".")])
+    return as_page(
+        "# Kernels",
+        "Codecs compute in a core of C++17 behind a C ABI. One library for the CPU holds drivers for AVX-512, AVX2\n"
+        "and plain x86-64, and chooses when it is loaded; one for CUDA holds the kernels. Both are compiled from the\n"
+        "same arithmetic. [Architecture](architecture.md#the-codec-core) tells how their bytes are kept equal,\n"
+        "[the wire format](wire_format.md) what the bytes are, and\n"
+        "[results](../benchmarks/results/README.md#on-a-gpu) how fast the kernels are on a GPU.",
+        "`fusionlayer/csrc/include/fusionlayer_codec.h` declares all of it. Python calls it by ctypes.",
+        "## What every function promises",
+        [f"- {promise}" for promise in promises],
+        "## The functions",
+        "`encode` and `decode` are those of the codec in `spec`.",
+        table(["function", "what it does"], rows),
+    )
+
+
+def _plain(comment: str) -> str:
+    """Return a comment of C as one line that Markdown leaves as it is."""
+    text = re.sub(r"\s*\n \*\s*|\s+", " ", comment).strip()
+    return re.sub(r"([*<\[\]])", r"\\\1", text)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/config.md": config.describe,
+    "docs/variables.md": variables,
+    "docs/commands.md": commands,
+    "docs/codecs.md": codec_table,
+    "docs/kernels.md": kernels,
+}
+
+
+def main() -> None:
+    """Write all pages."""
+    for name, make in PAGES.items():
+        (ROOT / name).write_text(make())
+
+
+if __name__ == "__main__":
+    main()

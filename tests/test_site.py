@@ -1,0 +1,167 @@
+"""The site: pages made from code are current, nothing public is left out, and all of it builds without a warning."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from docs.site.pages import PAGES
+from fusionlayer import errors
+from tests.tiers import exhaustive
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+PUBLIC = {
+    "fusionlayer": "fusionlayer",
+    "fusionlayer.backend": "fusionlayer.backend",
+    "fusionlayer.codecs": "fusionlayer.codecs",
+    "fusionlayer.collectives": "fusionlayer.collectives",
+    "fusionlayer.transport": "fusionlayer.transport",
+    "fusionlayer.planners": "fusionlayer.scheduler.planners",
+    "fusionlayer.ddp": "fusionlayer.integrations.ddp",
+    "fusionlayer.fsdp": "fusionlayer.integrations.fsdp",
+    "fusionlayer.deepspeed": "fusionlayer.integrations.deepspeed",
+    "fusionlayer.moe": "fusionlayer.integrations.moe",
+    "fusionlayer.pipeline": "fusionlayer.integrations.pipeline",
+    "fusionlayer.tensor_parallel": "fusionlayer.integrations.tensor_parallel",
+    "fusionlayer.torch": "fusionlayer.torch",
+    "fusionlayer.torch.elastic": "fusionlayer.torch.elastic",
+}
+"""Modules whose names users import, by the name that users have for them."""
+
+VARIABLE = re.compile(
+    r"(FUSIONLAYER|HOROVOD|MASTER|GLOO|NCCL|TORCH|TORCHELASTIC|SLURM|OMPI|PMI|PMIX|MPI|OMP|CUDA|WORLD|LOCAL)(_[A-Z0-9]+)+"
+    "|RANK|CXX"
+)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_made_from_code_are_current(page: str) -> None:
+    assert (ROOT / page).read_text() == PAGES[page](), "write it anew with 'make docs'"
+
+
+@pytest.mark.short
+def test_every_variable_that_code_reads_is_named() -> None:
+    named = set(re.findall(r"`([A-Z][A-Z0-9_]*)`", (DOCS / "variables.md").read_text()))
+    read = {text for text in _texts() if VARIABLE.fullmatch(text)}
+    exports = {"HOROVOD_UNUSED", "MPI_LOCAL"}  # a name of Python, and the beginning of names
+    assert len(read) > 60 and read - exports <= named, sorted(read - exports - named)
+
+
+@pytest.mark.short
+def test_every_error_has_a_remedy_and_every_message_there_is_one_of_the_code() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    for name in errors.__all__:
+        assert f"`fl.{name}`" in page, name
+    messages = re.findall(
+        r"^\| `([^|]+)` \| [^|]+ \| [^|]+ \|$", page.partition("## The job does not start")[2], re.MULTILINE
+    )
+    assert len(messages) > 60
+    texts = "\n".join(_texts())
+    for message in messages:
+        pattern = "[^\n]*".join(re.escape(part) for part in message.split("..."))
+        assert re.search(pattern, texts), f"no error says: {message}"
+
+
+@cache
+def _texts() -> list[str]:
+    """Return all strings in the code of the package and of its build, those that are formatted with "..." in gaps."""
+    texts = []
+    for path in [ROOT / "setup.py", *(ROOT / "fusionlayer").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value.replace("\n", " "))
+            elif isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values]
+                texts.append("".join(parts).replace("\n", " "))
+    return texts
+
+
+@pytest.mark.short
+def test_the_api_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))
+    shown = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
+    told = set(re.findall(r"`(?:fl|hvd)?\.?([\w.]+)(?:\([^`]*\))?`", pages))
+    for face, module in PUBLIC.items():
+        for name in _exports(module):
+            mentioned = {name, f"{face}.{name}".removeprefix("fusionlayer.")} & told
+            assert f"{face}.{name}" in shown or mentioned or f"{face}.{name}" in PUBLIC, f"{face}.{name}"
+
+
+def _exports(module: str) -> list[str]:
+    """Return ``__all__`` of a module. It is read, not imported, which takes seconds for some."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise AssertionError(f"{file} has no __all__")
+
+
+class _Page(HTMLParser):
+    """What a page of the site links to, loads, and can be linked at."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.prose: list[str] = []
+        self._verbatim = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attrs}
+        self.anchors |= {given[key] for key in ("id", "name") if key in given}
+        self._verbatim += tag in ("code", "pre", "script", "style")
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif "src" in given:
+            self.loads.append(given["src"])
+        elif tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload"):
+            self.loads.append(given["href"])
+
+    def handle_endtag(self, tag: str) -> None:
+        self._verbatim -= tag in ("code", "pre", "script", "style")
+
+    def handle_data(self, data: str) -> None:
+        if not self._verbatim:
+            self.prose.append(data)
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+@exhaustive(guarded_by="tests/test_documents.py::test_links_lead_somewhere")
+def test_the_site_is_built_without_a_warning_and_every_link_leads_somewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    pages = {path: _Page(path.read_text()) for path in tmp_path.rglob("*.html")}
+    assert {f"docs/{page.stem}.html" for page in DOCS.glob("*.md")} <= {str(p.relative_to(tmp_path)) for p in pages}
+    for path, page in pages.items():
+        for link in [*page.links, *page.loads]:
+            place = urlsplit(link)
+            if place.scheme or place.netloc:
+                assert link in page.links and place.scheme in ("https", "mailto"), f"{path} loads {link}"
+                continue
+            beside = tmp_path if place.path.startswith("/") else path.parent  # only the page for errors begins with /
+            target = (beside / unquote(place.path).lstrip("/")).resolve() if place.path else path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file(), f"{path} links to {link}"
+            if place.fragment and target in pages:
+                assert unquote(place.fragment) in pages[target].anchors, f"{path} links to {link}"
+        raw = [text for text in page.prose if re.search(r"\]\(|^\s*(- |\||#+ |```)", text, re.MULTILINE)]
+        assert not raw, f"{path} shows Markdown: {raw}"
