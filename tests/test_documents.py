@@ -302,6 +302,7 @@ def test_what_is_to_be_installed_exists() -> None:
     assert {"mpi", "deepspeed"} <= named <= {*extras}
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
