@@ -70,14 +70,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _with_wide_lists(markdown: str) -> str:
     """Return the page with 4 spaces before what belongs to an item, and an empty line before lists and tables."""
     lines: list[str] = []
-    width, fenced = 0, False  # of the item's marker, 0 outside lists; whether within a fence outside lists
+    width, long = 0, False  # of the item's marker, 0 outside lists; whether the item has several paragraphs
+    fenced = False  # outside lists
     for line in markdown.splitlines():
         if line.startswith("```"):
             fenced, width = not fenced, 0
         elif not fenced:
             marker = _MARKER.match(line)
             before = lines[-1] if lines else ""
-            begins = not width if marker else line.startswith("|") and not before.startswith("|")
+            # An item of several paragraphs would swallow the next one.
+            begins = long or not width if marker else line.startswith("|") and not before.startswith("|")
+            long = not marker and bool(width) and (long or not line)
             if begins and before.strip():
                 lines.append("")
             if marker:
