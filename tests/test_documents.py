@@ -256,7 +256,7 @@ def test_the_codec_of_the_tutorial_conforms() -> None:
 def test_the_commands_of_the_page_on_installing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "diagnose", lambda: [])  # tests/cli/test_doctor.py runs it
+    monkeypatch.setattr(doctor, "diagnose", lambda _: [])  # tests/cli/test_doctor.py runs it
     text = (ROOT / "docs/install.md").read_text()
     commands = [shlex.split(line, comments=True) for block in blocks(text, "") for line in block.splitlines()]
     for words in commands:
@@ -284,6 +284,7 @@ def test_what_is_to_be_installed_exists() -> None:
         "fusionlayer",
         "torch",
         "nvidia-cuda-nvcc",
+        "ray",
         *(bare(line) for lines in extras.values() for line in lines),
     }
     named: set[str] = set()
@@ -323,7 +324,7 @@ def test_the_commands_of_the_page_on_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "diagnose", lambda: [])  # tests/cli/test_doctor.py runs it
+    monkeypatch.setattr(doctor, "diagnose", lambda _: [])  # tests/cli/test_doctor.py runs it
     Path("hosts").write_text("node1 slots=4\nnode2 slots=4\n")
     commands = [line for block in blocks((ROOT / "docs/operations.md").read_text(), "") for line in block.splitlines()]
     for words in map(shlex.split, commands):

@@ -108,7 +108,8 @@ def _stop(front: str, world: int, victim: int, phase: Phase, how: str, seconds: 
 
     lost = () if how in ("for a second", "too long") else (victim,)
     expected = Expected((victim,), lost, harmless=how == "for a second", files=True, slow=(victim,))
-    job = Job(front, world, keeper=_keeper(keeper), holds=((victim, phase),))
+    limit = LIMIT if front.startswith("hvd") else {}
+    job = Job(front, world, keeper=_keeper(keeper), holds=((victim, phase),), environment=limit)
     return Round("stop", f"rank {victim} stopped at {phase} {how}", job, expected, do)
 
 
@@ -272,11 +273,14 @@ def mismatches(rounds: int) -> Iterator[Round]:
 CHECKED = {"check_replicas": 3}
 """Replicas are compared often enough for a job of a few steps."""
 
+LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+"""Without it operations by name wait for ranks that are late for ever, by Horovod's contract."""
+
 NAMED = {
     "backend": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     "backend-calls": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
-    "hvd": {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"},
-    "hvd-calls": {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"},
+    "hvd": LIMIT,
+    "hvd-calls": LIMIT,
 }
 """What has mismatches named where that is not the default: the level of torch that compares calls, and Horovod's limit
 for ranks that wait for each other, without which they wait for ever by contract."""
@@ -317,7 +321,8 @@ def links(rounds: int) -> Iterator[Round]:
                     phase = Phase("joined")
                 deed = Deed(victim, phase, "link down", options)
                 # A link that comes back needs TCP's next attempt: three seconds after a second without it.
-                job = Job(front, 3, timeout=8.0, deeds=(deed,))
+                limit = LIMIT if front.startswith("hvd") else {}
+                job = Job(front, 3, timeout=8.0, deeds=(deed,), environment=limit)
                 expected = Expected((victim,), harmless=how == "flap", own=(victim,))
                 yield Round(how, f"of rank {victim} at {phase}", job, expected, by_ranks, hosts=3)
 

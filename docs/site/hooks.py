@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -22,22 +21,6 @@ STYLE = "docs/site/site.css"
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 _MARKER = re.compile(r"(\d+\.|[-*]) ")
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out what the navigation names and this tree lacks; a page that the navigation lacks is still a warning."""
-    config.nav = _there(config.nav or [])
-    return config
-
-
-def _there(entry: Any) -> Any:
-    """Return an entry of the navigation without pages that do not exist; None if nothing is left of it."""
-    if isinstance(entry, str):
-        return entry if (ROOT / entry).is_file() else None
-    if isinstance(entry, dict):
-        kept = {title: _there(below) for title, below in entry.items()}
-        return {title: below for title, below in kept.items() if below} or None
-    return [below for below in map(_there, entry) if below]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -113,7 +113,7 @@ def commands() -> str:
     parts: list[str | list[str]] = []
     overview = []
     for parser in [*_leaves(cli.make_parser()), fusionrun.make_parser()]:
-        about = parser.description or ""
+        about = " ".join((parser.description or "").split())
         overview.append([f"[`{parser.prog}`](#{parser.prog.replace(' ', '-')})", about])
         parts += [f"## {parser.prog}", about, f"```\n{_usage(parser)}\n```"]
         for group in parser._action_groups:

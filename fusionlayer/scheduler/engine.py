@@ -20,7 +20,8 @@ from ..errors import PlanMismatch, UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
-from ..transport import Transport, measure_clock
+from ..transport import Transport
+from ..transport._clocks import measure_clock
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
 from .failure import located, tensors_that_differ

@@ -1,8 +1,7 @@
 """Transports move bytes between ranks: ``c10d`` for any torch process group, ``local`` for ranks that are threads."""
 
 from ._base import Transport
-from ._clocks import measure_clock
 from .c10d import C10dTransport
 from .local import LocalTransport
 
-__all__ = ["C10dTransport", "LocalTransport", "Transport", "measure_clock"]
+__all__ = ["C10dTransport", "LocalTransport", "Transport"]

@@ -234,6 +234,6 @@ def test_what_cannot_be_is_refused(flags: str, words: str, capsys: pytest.Captur
 
 @pytest.mark.short
 def test_check_build_is_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "diagnose", lambda: [doctor.Finding("core", "cpu", "FAIL", "broken")])
+    monkeypatch.setattr(doctor, "diagnose", lambda _: [doctor.Finding("core", "cpu", "FAIL", "broken")])
     assert main(["--check-build"]) == 1
     assert "core     cpu   FAIL   broken" in capsys.readouterr().out

@@ -199,7 +199,7 @@ def no_start(*args: object, **options: object) -> None:
             "bench collectives --codcs raw",
             "bench collectives: unknown argument '--codcs'; did you mean '--codecs'? see",
         ),
-        ("plan --profile x --workers 2 --planner safuson", "unknown 'safuson'; did you mean 'safusion'?"),
+        ("simulate x --algorithm two_shto", "unknown 'two_shto'; did you mean 'two_shot'?"),
     ],
 )
 def test_the_word_that_was_meant_is_named(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
