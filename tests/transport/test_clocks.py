@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from fusionlayer.transport import Transport, local, measure_clock
+from fusionlayer.transport import Transport, local
+from fusionlayer.transport._clocks import measure_clock
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
