@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 __all__ = [
     "ConfigError",
@@ -80,3 +81,19 @@ class TransportError(FusionLayerError, RuntimeError):
         self.bucket = bucket
         self.tensors = tuple(tensors)
         self.sequence = sequence
+
+
+Error = TypeVar("Error", bound=BaseException)
+
+
+def again(error: Error) -> Error:
+    """Return a copy of an error that is kept, to be raised in its place.
+
+    An error that is raised gets the traceback of the thread that raises it, and with that all that the thread's program
+    holds. So what is kept would keep a job's memory, threads and connections; and two threads would mix up tracebacks.
+    """
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    copy.__cause__ = error.__cause__
+    return copy.with_traceback(error.__traceback__)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..collectives import Scaling
+from ..errors import again
 from ..transport import Transport
 from .requests import Key, Signature
 
-__all__ = ["DTYPES", "Operation", "Reduce", "again", "signature_of"]
+__all__ = ["DTYPES", "Operation", "Reduce", "signature_of"]
 
 Reduce = Callable[[Tensor, Transport, Scaling], None]
 """Replaces a contiguous tensor by its scaled reduction over ranks. The communication thread calls it."""
@@ -108,12 +109,3 @@ def signature_of(
     where = "cpu" if device is None else device.type
     names = tuple(DTYPES[dtype] for dtype in dtypes)
     return Signature(kind, process_set, names, tuple(tuple(shape) for shape in shapes), where, *how)
-
-
-def again(error: Exception) -> Exception:
-    """Return a copy of an error for another thread to raise: raising one object in two threads mixes up tracebacks."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.args = error.args
-    copy.__cause__ = error
-    return copy

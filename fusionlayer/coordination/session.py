@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
+from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, again
 from ..timeline import Timeline
 from ..transport import Transport
 from ..transport.star import Center, Connection, connect, damaged
@@ -21,7 +21,7 @@ from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
 from .execution import OperationPart
 from .matching import describe
-from .operation import Operation, Reduce, again, signature_of
+from .operation import Operation, Reduce, signature_of
 from .requester import Requester
 from .requests import (
     ALL_RANKS,

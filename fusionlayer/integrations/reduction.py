@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .. import context
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
 from .enrolment import Roster, what_changed
@@ -142,7 +142,7 @@ class GradientReduction(Optimizer):
         engine = self._fl_engine
         assert engine is not None
         if engine.failure is not None:
-            raise engine.failure
+            raise again(engine.failure)
         if self._fl_passes_left[parameter] <= 0:
             name = self._fl_roster.names[parameter]
             raise UsageError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import codecs, collectives
 from ..codecs import Codec, PartsCodec
 from ..collectives import UNSCALED, Scaling
-from ..errors import PlanMismatch, UsageError
+from ..errors import PlanMismatch, UsageError, again
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
@@ -175,7 +175,7 @@ class Engine:
             PlanMismatch, TransportError: as from ``synchronize``, if no tensors are left.
         """
         if self.failure is not None:
-            raise self.failure
+            raise again(self.failure)
         if self._arrived:
             raise UsageError(f"the tensors of step {self.step} change after its first gradient; change them before")
         known, self._tensors = self._tensors, {tensor.name: tensor for tensor in tensors}
@@ -246,7 +246,7 @@ class Engine:
         All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
         """
         if self.failure is not None:
-            raise self.failure
+            raise again(self.failure)
         try:
             job = self._lanes[0].put(work)
         except BaseException as error:
@@ -277,7 +277,7 @@ class Engine:
             FusionLayerError: an earlier step has failed; the same error again.
         """
         if self.failure is not None:
-            raise self.failure
+            raise again(self.failure)
         arrived = 0.0 if self._watch is None else time.perf_counter()
         with self._lock:
             tensor = self._tensors.get(name)
@@ -318,7 +318,7 @@ class Engine:
             FusionLayerError: an earlier step has failed; the same error again.
         """
         if self.failure is not None:
-            raise self.failure
+            raise again(self.failure)
         with self._lock:
             if index != len(self._jobs):
                 raise UsageError(
@@ -525,8 +525,8 @@ class Engine:
         """Release the gradients, close the transports and raise the first cause."""
         # Peers are out of step with this rank now, so nothing may be sent any more. Results are waited for in the order
         # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
-        cause = self._cause if isinstance(error, Exception) and self._cause is not None else error
-        self.failure = cause
+        cause = error if self._cause is None or not isinstance(error, Exception) else again(self._cause)
+        self.failure = again(cause).with_traceback(None)
         self._arrived.clear()
         self._ended.clear()
         self.close()

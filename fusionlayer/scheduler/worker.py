@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from .. import forks
-from ..errors import FusionLayerError
+from ..errors import FusionLayerError, again
 
 __all__ = ["Job", "Worker"]
 
@@ -56,7 +56,7 @@ class Job:
             raise forks.refuse("this work is done by a thread of its parent")
         self._done.wait()
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
 
 
 class Worker:
@@ -85,7 +85,7 @@ class Worker:
         job behind the end mark would never run.
         """
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         if self._generation != forks.generation():
             raise forks.refuse(f"{self._thread.name} runs in its parent")
         if self._closed:
