@@ -147,6 +147,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "scheduler/",
+        ("engine.py", "again(cause).with_traceback(None)", "cause", "a failed job keeps the frames of its program"),
         ("engine.py", "lane.put(lambda _: agreement.wait())", "pass", "other lanes send before the ranks agree"),
         (
             "engine.py",

@@ -7,7 +7,9 @@ import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -388,3 +390,24 @@ def test_parameters_on_two_devices_are_refused() -> None:
             fl.DistributedOptimizer(SGD(parameters, lr=0.1))
         with pytest.raises(fl.ConfigError, match="no device"):
             fl.DistributedOptimizer(SGD([torch.zeros(2)], lr=0.1))
+
+
+def test_a_job_that_has_failed_keeps_nothing() -> None:
+    """What is left of it for later calls, its error, must not keep the program's frames, and so its model."""
+
+    def fail(rank: int) -> weakref.ref[nn.Module]:
+        model = make_model()
+        made = wrap(model, codec="int8")
+        if rank == 1:
+            made.close()
+        else:
+            with suppress(fl.TransportError):
+                backward(model, rank)
+                made.step()
+            with suppress(fl.TransportError):
+                made.step()
+        return weakref.ref(model)
+
+    kept = local.run(fail, 2)
+    gc.collect()
+    assert [model() for model in kept] == [None, None]
