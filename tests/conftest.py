@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 # Torch's store looks up the name of each process that connects, and answers nobody meanwhile. Where a name server loses
 # a question, the C library asks again after five seconds, unless it is told to be quicker.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 # A job that a shell has put into the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
