@@ -237,6 +237,7 @@ INTRODUCTION = """
 A codec says what the bytes of a message mean. Give its name where gradients are reduced:
 `fl.DistributedOptimizer(optimizer, model, codec="int8")`. Options follow the name:
 `codec="int", bits=4, group_size=128`. The [API reference](api/codecs.md) tells what a codec can do by itself.
+[Choosing](choosing.md) goes from your network, model and optimizer to one line; in short:
 
 | you have | take |
 |---|---|
