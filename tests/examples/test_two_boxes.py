@@ -103,4 +103,4 @@ def test_over_ssh(tmp_path: Path) -> None:
         CLIENT.format(place=tmp_path, commands="\n".join(commands[:2])),
         SERVER.format(place=tmp_path, sshd=SSHD),
     )
-    assert "replicas          identical" in told and re.search(r"all_reduce +int4 +\w+ +16384 ", told), told
+    assert "replicas          identical" in told and re.search(r"all_reduce +int4 +\w+ +16 ", told), told
