@@ -76,8 +76,7 @@ def main(root: Path = ROOT, build: Callable[[Sequence[str]], int] = build) -> in
     if found := problems(root):
         print(*(f"release: {problem}" for problem in found), sep="\n", file=sys.stderr)
         return 1
-    wheels = "wheels" if re.search(r"^wheels:", (root / "Makefile").read_text(), re.MULTILINE) else "wheel"
-    for command in ([sys.executable, "-c", SDIST], ["make", wheels], ["make", "docs"]):
+    for command in ([sys.executable, "-c", SDIST], ["make", "wheels"], ["make", "docs"]):
         if build(command):
             print(f"release: `{' '.join(command)}` failed; nothing is released", file=sys.stderr)
             return 1

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from . import forks
@@ -82,16 +83,25 @@ def _join_all() -> None:
     end = time.monotonic() + _LAST_WAIT
     for thread in _given_up:
         thread.join(max(end - time.monotonic(), 0))
-        if thread.is_alive() and thread.ident is not None:
-            _park(thread.ident)
+        if thread.is_alive():
+            _park(thread)
 
 
-def _park(thread: int) -> None:
-    """Have a thread stay in a signal's handler, which is a function of C that never returns, until the process ends."""
+def _park(thread: threading.Thread) -> None:
+    """Keep a thread that waits for the network where it is, in a signal's handler that waits for another signal.
+
+    A thread that waits for a lock is left alone: it may be the interpreter's, which this one would then never get.
+    """
+    try:
+        waits_for = Path(f"/proc/self/task/{thread.native_id}/wchan").read_text()
+    except OSError:
+        return  # it has ended, or nobody can tell
+    if thread.ident is None or waits_for == "0" or "futex" in waits_for:
+        return
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     libc.signal(_PARKING, ctypes.cast(libc.pause, ctypes.c_void_p))
-    signal.pthread_kill(thread, _PARKING)
+    signal.pthread_kill(thread.ident, _PARKING)
 
 
 os.register_at_fork(after_in_child=_given_up.clear)

@@ -175,8 +175,10 @@ def _value(variable: str, text: str, hint: Any) -> Any:
             return int(text) if int in kinds else float(text)
         return yaml.safe_load(text)
     except (ValueError, KeyError, yaml.YAMLError):
-        expected = "1 or 0" if bool in kinds else "a number" if {int, float} & {*kinds} else "keys and values, as YAML"
-        raise ConfigError(f"{variable}={text!r}; expected {expected}") from None
+        # Every setting with a fraction is a time.
+        expected = {bool: "1 or 0", int: "a whole number", float: "a number of seconds"}
+        what = next((text for kind, text in expected.items() if kind in kinds), "keys and values, as YAML")
+        raise ConfigError(f"{variable}={text!r}; expected {what}") from None
 
 
 @contextmanager

@@ -83,10 +83,10 @@ class TransportError(FusionLayerError, RuntimeError):
         self.sequence = sequence
 
 
-Error = TypeVar("Error", bound=BaseException)
+_Error = TypeVar("_Error", bound=BaseException)
 
 
-def again(error: Error) -> Error:
+def again(error: _Error) -> _Error:
     """Return a copy of an error that is kept, to be raised in its place.
 
     An error that is raised gets the traceback of the thread that raises it, and with that all that the thread's program

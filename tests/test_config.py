@@ -121,7 +121,7 @@ def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "variable, text, expected",
     [
-        ("LANES", "two", "FUSIONLAYER_LANES='two'; expected a number"),
+        ("LANES", "two", "FUSIONLAYER_LANES='two'; expected a whole number"),
         ("LANES", "0", "FUSIONLAYER_LANES=0: lanes=0; expected at least 1, or null"),
         ("REPLAN", "maybe", "FUSIONLAYER_REPLAN='maybe'; expected 1 or 0"),
         ("REPLAN", "null", "FUSIONLAYER_REPLAN='null'; expected 1 or 0"),

@@ -139,7 +139,7 @@ def judge(
                 found.setdefault("no name", described)
             elif outcome.typed is None and expected.compared and set(named) & set(expected.culprits):
                 found.setdefault("no type", described)
-            elif not set(named) <= {*expected.culprits, *(compared_with(outcome) if expected.compared else ())}:
+            elif not set(named) <= set(expected.culprits):
                 found.setdefault("wrong blame", f"named {list(named)}, it was {list(expected.culprits)}: {described}")
             elif outcome.typed is None:
                 found.setdefault("no type", described)
@@ -157,17 +157,6 @@ def blamed(outcome: Outcome, rank: int) -> tuple[int, ...]:
     singles = re.findall(r"\b[Rr]ank (\d+)", outcome.text)
     lists = [number for found in re.findall(r"\b[Rr]anks \[([\d, ]+)\]", outcome.text) for number in found.split(",")]
     return tuple(sorted({*map(int, singles + lists)} - {rank}))
-
-
-def compared_with(outcome: Outcome) -> set[int]:
-    """Return the ranks of which an error says what they do, beside what another one does."""
-    said = re.findall(
-        r"\brank (\d+) (?:is in|in|sends|which expects|has|from)\b|\brank (\d+), which expects", outcome.text
-    )
-    lists = re.findall(r"\branks \[([\d, ]+)\] missing\b", outcome.text)
-    return {int(rank) for pair in said for rank in pair if rank} | {
-        int(rank) for text in lists for rank in text.split(",")
-    }
 
 
 def _last_line(text: str) -> str:

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..planning.cluster import Scenario
 from ..planning.profile import Profile
 from ..registry import nearest
+from ..scheduler import planners
 
 __all__ = [
     "Parser",
@@ -31,6 +32,7 @@ __all__ = [
     "key_value",
     "names",
     "numbers",
+    "planner",
     "positive",
     "scenario_of",
     "seconds",
@@ -61,6 +63,13 @@ class Parser(argparse.ArgumentParser):
 def _meant(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word.partition("=")[0], [*known], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def planner(text: str) -> str:
+    """Return the name of a planner; another package is asked for it only if it is none of ours."""
+    if not planners.knows(text):
+        raise argparse.ArgumentTypeError(f"unknown {text!r}; {nearest(text, planners.names())}")
+    return text
 
 
 def join(items: Iterable[object]) -> str:

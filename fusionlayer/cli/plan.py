@@ -21,7 +21,7 @@ from ..planning.selection import Selection, select
 from ..planning.simulation import Step
 from ..scheduler import planners
 from ..scheduler.planners import Planner
-from .arguments import add_cluster, as_options, check_file, get_codec, key_value, names, positive, scenario_of
+from .arguments import add_cluster, as_options, check_file, get_codec, key_value, names, planner, positive, scenario_of
 from .outputs import keep
 from .progress import Progress
 from .tables import Column, Table, add_columns, print_text, show
@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
     add_cluster(parser)
     parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks that the plan is for")
     parser.add_argument(
-        "--planner", default="safusion", metavar="NAME", help="how gradients are fused (default safusion)"
+        "--planner", type=planner, default="safusion", metavar="NAME", help="how gradients are fused (default safusion)"
     )
     parser.add_argument(
         "--planner-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the planner; repeatable"

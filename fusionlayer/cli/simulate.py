@@ -15,7 +15,7 @@ from ..planning.collective_phases import ALGORITHMS
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
-from .arguments import above_zero, join, names, numbers, positive, seconds
+from .arguments import above_zero, join, names, numbers, planner, positive, seconds
 from .outputs import check_picture, keep_picture
 from .pictures import draw_speedups
 from .progress import Progress
@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help=f"collective: {', '.join(ALGORITHMS)} (default: as the engine chooses)",
     )
-    parser.add_argument("--planner", metavar="NAME", help="how gradients are fused (default: configured)")
+    parser.add_argument("--planner", type=planner, metavar="NAME", help="how gradients are fused (default: configured)")
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
     parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")

@@ -94,6 +94,7 @@ class Session:
         self._table = OperationTable()
         self._state = SessionState.RUNNING
         self._patience = patience or Patience()
+        self._heard = time.monotonic()  # from rank 0, last; the communication thread's own
         self._why: FusionLayerError | None = None
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._begun: Begun = {}
@@ -372,31 +373,31 @@ class Session:
     def _next_response(self) -> Response | None:
         if self._connection is None:
             return self._responses.get()
-        began, limit = time.monotonic(), self._patience.limit
-
-        def is_silent() -> bool:
-            nonlocal began
-            if not self._table.running:
-                began = time.monotonic()
-            return limit is not None and time.monotonic() - began > limit + _GRACE
-
-        message = self._connection.receive(None if limit is None else is_silent)
+        self._heard = time.monotonic()
+        message = self._connection.receive(None if self._patience.limit is None else self._is_unanswered)
         if message is None:
             damage, cause = self._connection.damage, self._transport.cause()
-            if limit is not None and is_silent() and cause is None:
-                text = f"rank {self.rank}: rank 0, which coordinates, has not answered for {limit:g} s; is it stopped?"
-                self._end(TransportError(text, [0]))
-                return None
             if damage is not None:
                 why = Reason(damaged(damage, 0, self.rank), (0, self.rank))
                 self._connection.send(write_farewell(why))
                 self._transport.close()
                 self._end(TransportError(f"rank {self.rank}: {why.text}", why.ranks))
                 return None
-            text = f"rank {self.rank}: rank 0, which coordinates, is lost"
+            if cause is None and self._is_unanswered():
+                limit = self._patience.limit
+                text = f"rank {self.rank}: rank 0, which coordinates, has not answered for {limit:g} s; is it stopped?"
+            else:
+                text = f"rank {self.rank}: rank 0, which coordinates, is lost"
             self._end(TransportError(f"{cause}; then {text}", cause.ranks) if cause else TransportError(text, [0]))
             return None
         return read_response(message)
+
+    def _is_unanswered(self) -> bool:
+        """Return whether an operation has waited for rank 0 longer than the limit, if there is one."""
+        if not self._table.running:
+            self._heard = time.monotonic()
+        limit = self._patience.limit
+        return limit is not None and time.monotonic() - self._heard > limit + _GRACE
 
     def _run(self, response: Response) -> None:
         taken = self._table.take(response.items)

@@ -199,6 +199,7 @@ def no_start(*args: object, **options: object) -> None:
             "bench collectives --codcs raw",
             "bench collectives: unknown argument '--codcs'; did you mean '--codecs'? see",
         ),
+        ("plan --profile x --workers 2 --planner safuson", "unknown 'safuson'; did you mean 'safusion'?"),
         ("simulate x --algorithm two_shto", "unknown 'two_shto'; did you mean 'two_shot'?"),
     ],
 )

@@ -395,7 +395,7 @@ def check_jobs_that_cannot_begin(rank: int, world: int, folder: str) -> None:
     tempfile.tempdir = folder
     kinds = fl.ConfigError, fl.TransportError
     for kind, ranks, variables, text in [
-        (kinds[0], None, {"FUSIONLAYER_TIMEOUT": "soon"}, "FUSIONLAYER_TIMEOUT='soon'; expected a number"),
+        (kinds[0], None, {"FUSIONLAYER_TIMEOUT": "soon"}, "FUSIONLAYER_TIMEOUT='soon'; expected a number of seconds"),
         (kinds[0], None, {"FUSIONLAYER_CONFIG": "/no/such/file"}, "FUSIONLAYER_CONFIG=/no/such/file"),
         (kinds[0], None, {"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
         (

@@ -104,7 +104,7 @@ def test_what_is_not_ready_is_refused_before_anything_is_built(tree: Path, capsy
 def test_the_files_of_the_repository_fit() -> None:
     assert release.section_of(ROOT, release.version_of(ROOT)) is not None
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == release.version_of(ROOT) and len(cited["references"]) == 5
+    assert cited["version"] == release.version_of(ROOT) and len(cited["references"]) == 3
     for path in (ROOT / ".github").rglob("*.yml"):
         assert yaml.safe_load(path.read_text()), path
     makefile = (ROOT / "Makefile").read_text()

@@ -3,7 +3,8 @@
 from ._base import Planner, registry
 from ._costs import StepCosts
 
-__all__ = ["Planner", "StepCosts", "get", "names"]
+__all__ = ["Planner", "StepCosts", "get", "knows", "names"]
 
 get = registry.get
+knows = registry.knows
 names = registry.names
