@@ -5,7 +5,8 @@ RESULTS ?= benchmarks/results
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
+# pytest-xdist 3.8 waits for ever when it has replaced a worker that died: without another, the run ends and names the test.
+PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 INSTALLED := $(VENV)/.installed
 # Tests start hundreds of Pythons, and each would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
