@@ -190,6 +190,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "coordination/",
         ("matching.py", "        signature.postscale,\n", "", "operations of other scales travel together"),
+        ("matching.py", "2 * len(missing) <", "len(missing) <", "who is behind where ranks call in another order"),
+        ("matching.py", "2 * count <= len(values)", "2 * count < len(values)", "half of the ranks is taken for most"),
         (
             "matching.py",
             "if total + other.nbytes <= self._fusion_bytes",
@@ -278,7 +280,6 @@ MUTANTS: list[Mutant] = [
         ),
         ("replicas.py", "max(1, (every - 1) // 2)", "max(1, every - 1)", "a bit that flipped is found too late"),
         ("replicas.py", "slice(start, end)", "slice(start, end - 1)", "the last element of a share is not compared"),
-        ("replicas.py", "2 * count <= len(values)", "2 * count < len(values)", "half of the ranks is taken for most"),
         ("tensor_parallel/channel.py", '("one_shot", "two_shot") or', '("one_shot",) or', "two_shot is refused"),
     ),
     *_of(
@@ -348,7 +349,7 @@ LIKELY = {
     "torch/sync_batch_norm.py": "torch/test_functions.py",
     "torch/requests.py": "torch/test_behaviours.py",
     "scheduler/order.py": "scheduler/test_lanes.py",
-    "coordination/matching.py": "coordination/test_scales.py",
+    "coordination/matching.py": "coordination/test_matching.py coordination/test_scales.py",
     "backend/choices.py": "backend/test_policy.py",
     "backend/call_queue.py": "backend/test_groups.py",
     "backend/group.py": "backend/test_groups.py",

@@ -83,7 +83,8 @@ def _try_judge(lanes: int) -> None:
     known = list(controls())
     for (kind, _), row in zip(known, play([round_ for _, round_ in known], lanes), strict=True):
         if kind not in row["verdict"]:
-            raise SystemExit(f"the judge itself fails: {row['what']} is {kind!r}, and it says {row['verdict']}")
+            said = f"it says {row['verdict']}: {row['why']}"
+            raise SystemExit(f"the judge itself fails: {row['what']} is {kind!r}, and {said}")
 
 
 def _rounds(name: str, wanted: int | None, smoke: bool) -> list[Round]:

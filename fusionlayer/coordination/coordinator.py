@@ -192,10 +192,12 @@ class Coordinator:
     def _look_for_stalls(self) -> None:
         warning, limit = self._patience.warning, self._patience.limit
         now = time.monotonic()
-        if limit is not None and self._matcher.stalls(limit, now):
+        if limit is not None and (overdue := self._matcher.stalls(limit, now)):
             # Name the others too, also those that wait for a shorter time: the missing ranks may wait in one of them.
             stalls = self._matcher.stalls(0.0, now)
-            late = sorted({rank for stall in self._matcher.stalls(limit, now) for rank in stall.missing})
+            # Where one rank calls in another order than the rest, all wait: those are behind that most ranks wait for.
+            overdue = [stall for stall in overdue if stall.is_late] or overdue
+            late = sorted({rank for stall in overdue for rank in stall.missing})
             self._end(Reason(f"waited longer than {limit:g} s: {_tell(stalls)}", tuple(late)))
         elif warning is not None and now >= self._next_warning and (stalls := self._matcher.stalls(warning, now)):
             self._next_warning = now + warning

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .central import compute
 from .requests import ALL_RANKS, Begun, Item, Key, Reason, Request, Response, Signature, flatten, unflatten
 
-__all__ = ["Matcher", "Stall"]
+__all__ = ["Matcher", "Stall", "differing"]
 
 # Kinds of operations in which a rank that has joined takes part without a tensor of its own.
 _WITHOUT_TENSOR = ("allreduce", "allgather", "broadcast", "barrier")
@@ -52,11 +52,13 @@ class Stall:
         name: readable name of the operation.
         seconds: seconds since the first rank requested it.
         missing: ranks that have not requested it.
+        is_late: whether most ranks of its process set have requested it, so the missing ones are behind.
     """
 
     name: str
     seconds: float
     missing: tuple[int, ...]
+    is_late: bool
 
 
 class Matcher:
@@ -113,11 +115,13 @@ class Matcher:
     def stalls(self, older_than: float, now: float | None = None) -> list[Stall]:
         """Return the operations that have waited for more than ``older_than`` seconds."""
         now = time.monotonic() if now is None else now
-        return [
-            Stall(describe(waiting.key), now - waiting.since, self._missing(waiting))
-            for waiting in self._waiting.values()
-            if now - waiting.since > older_than
-        ]
+        found = []
+        for waiting in self._waiting.values():
+            if now - waiting.since > older_than:
+                missing = self._missing(waiting)
+                is_late = 2 * len(missing) < len(self._sets.get(waiting.key[0], ()))
+                found.append(Stall(describe(waiting.key), now - waiting.since, missing, is_late))
+        return found
 
     def next_responses(self) -> dict[int, Response] | None:
         """Return the next response for each rank that has something to do, or None if nothing is ready."""
@@ -197,7 +201,7 @@ class Matcher:
             return
         why = self._conflict(waiting)
         if why is not None:
-            self._fail(waiting, Reason(why))
+            self._fail(waiting, why)
             return
         del self._waiting[waiting.key]
         signature = next(iter(requests.values())).signature
@@ -213,7 +217,7 @@ class Matcher:
         if self._later:
             self._feed(waiting.key)
 
-    def _conflict(self, waiting: _Waiting) -> str | None:
+    def _conflict(self, waiting: _Waiting) -> Reason | None:
         """Return why the requests of the ranks do not fit together, or None if they do."""
         first = next(iter(waiting.requests.values())).signature
         everyone = len(waiting.requests) == len(self._sets[first.process_set])
@@ -226,26 +230,31 @@ class Matcher:
         name = describe(waiting.key)
         refused = sorted(rank for rank, request in waiting.requests.items() if request.handle < 0)
         if refused:
-            return (
+            return Reason(
                 f"{name}: rank {refused[0]} has asked for it twice before it was done; give operations that are under "
-                "way at once different names"
+                "way at once different names",
+                tuple(refused),
             )
         ranks = sorted(waiting.requests)
-        first = waiting.requests[ranks[0]].signature
-        for rank in ranks[1:]:
-            other = waiting.requests[rank].signature
+        signatures = [waiting.requests[rank].signature for rank in ranks]
+        first = signatures[0]
+        for rank, other in zip(ranks, signatures, strict=True):
             if other != first:
-                return (
+                return Reason(
                     f"{name}: rank {ranks[0]} has {first.difference(other)} as rank {rank}; call it with the same "
-                    "shape, type, device and arguments on every rank"
+                    "shape, type, device and arguments on every rank",
+                    differing(dict(zip(ranks, signatures, strict=True))),
                 )
         absent = [rank for rank in self._sets[first.process_set] if rank not in waiting.requests]
         if absent and (first.kind not in _WITHOUT_TENSOR or first.root in absent):
-            return f"{name}: rank {absent[0]} has joined and cannot take part in it; call join() after it on every rank"
+            text = f"{name}: rank {absent[0]} has joined and cannot take part in it; call join() after it on every rank"
+            return Reason(text, tuple(absent))
         if absent and not first.is_plain:
-            return f"{name}: rank {absent[0]} has joined, and {first.op} needs a tensor of every rank"
+            return Reason(
+                f"{name}: rank {absent[0]} has joined, and {first.op} needs a tensor of every rank", tuple(absent)
+            )
         if first.kind == "add_process_set" and first.ranks in self._sets.values():
-            return f"{name}: there is a process set of the ranks {list(first.ranks or ())} already"
+            return Reason(f"{name}: there is a process set of the ranks {list(first.ranks or ())} already")
         return None
 
     def _fail(self, waiting: _Waiting, why: Reason, code: str = "fail") -> None:
@@ -287,6 +296,14 @@ class Matcher:
         if len(self._joined) == self._size:
             requests, self._joined = self._joined, {}
             self._ready.append(_Ready(request.signature, requests, 0, result=rank))
+
+
+def differing(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of most ranks; all ranks, if no value is that of most."""
+    if len({*values.values()}) < 2:
+        return ()
+    (value, count), *_ = Counter(values.values()).most_common()
+    return tuple(rank for rank in values if 2 * count <= len(values) or values[rank] != value)
 
 
 def describe(key: Key) -> str:

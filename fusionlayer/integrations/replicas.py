@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from .. import context, native
 from ..config import Config
+from ..coordination.matching import differing
 from ..errors import ConfigError, PlanMismatch, ReplicaMismatch
 from ..transport import Transport
 from ..wire import digest
 from .parameters import is_distributed, local_part
 
-__all__ = ["ReplicaCheck", "Replicas", "broadcast_from_0", "check_interval", "differing"]
+__all__ = ["ReplicaCheck", "Replicas", "broadcast_from_0", "check_interval"]
 
 _FUSED_BYTES = 1 << 25
 """Bytes that a broadcast copies into one message: what it needs beside the parameters."""
@@ -262,14 +263,6 @@ def _broadcast(tensors: Sequence[Tensor], transport: Transport) -> None:
     if transport.rank != 0:
         for x, values in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
             x.copy_(values.view(x.shape))
-
-
-def differing(values: Mapping[int, int]) -> list[int]:
-    """Return the ranks whose value is not that of most ranks; all ranks, if no value is that of most."""
-    if len({*values.values()}) < 2:
-        return []
-    (value, count), *_ = Counter(values.values()).most_common()
-    return [rank for rank in values if 2 * count <= len(values) or values[rank] != value]
 
 
 class _Digest:

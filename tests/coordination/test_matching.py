@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusionlayer.coordination.central import compute, fits
-from fusionlayer.coordination.matching import Matcher
+from fusionlayer.coordination.matching import Matcher, differing
 from fusionlayer.coordination.requests import (
     Item,
     Reader,
@@ -86,7 +86,29 @@ def test_stalls_say_who_is_missing() -> None:
     matcher = Matcher(3, fusion_bytes=0)
     matcher.take(1, [Request(1, "x", SUM)])
     (stall,) = matcher.stalls(-1.0)
-    assert stall.name == "allreduce 'x'" and stall.missing == (0, 2)
+    assert stall.name == "allreduce 'x'" and stall.missing == (0, 2) and not stall.is_late
+    matcher.take(0, [Request(1, "x", SUM)])
+    matcher.take(2, [Request(1, "y", SUM)])
+    late, early = matcher.stalls(-1.0)
+    assert (late.missing, late.is_late) == ((2,), True), "most ranks wait for rank 2"
+    assert (early.missing, early.is_late) == ((0, 1), False), "rank 2 alone is elsewhere"
+
+
+@pytest.mark.parametrize(("odd", "to_blame"), [({1: 8}, (1,)), ({0: 8}, (0,)), ({1: 8, 2: 9}, (0, 1, 2))])
+def test_of_requests_that_differ_the_odd_ones_are_named(odd: dict[int, int], to_blame: tuple[int, ...]) -> None:
+    matcher = Matcher(3, fusion_bytes=0)
+    for rank in range(3):
+        matcher.take(rank, [Request(rank, "x", SUM._replace(shapes=((odd.get(rank, 4),),)))])
+    (failed,) = responses(matcher)
+    assert {rank: response.why.ranks for rank, response in failed.items()} == dict.fromkeys(range(3), to_blame)
+
+
+def test_whom_most_ranks_contradict() -> None:
+    assert differing({0: 5, 1: 5, 2: 5}) == ()
+    assert differing({0: 5, 1: 6, 2: 5}) == (1,)
+    assert differing({0: 6, 1: 5, 2: 5}) == (0,), "rank 0 is as likely wrong as any other"
+    assert differing({0: 5, 3: 6}) == (0, 3)
+    assert differing({0: 5, 1: 5, 2: 6, 3: 6}) == (0, 1, 2, 3)
 
 
 def test_messages_come_back_as_they_were() -> None:

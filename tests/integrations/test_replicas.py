@@ -16,7 +16,7 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.config import Config
 from fusionlayer.integrations import replicas
-from fusionlayer.integrations.replicas import Replicas, broadcast_from_0, differing, sum_of_bits
+from fusionlayer.integrations.replicas import Replicas, broadcast_from_0, sum_of_bits
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.ranks import over_threads
@@ -266,14 +266,6 @@ def test_a_digest_on_a_gpu_changes_with_every_bit(dtype: torch.dtype, monkeypatc
             raw[byte] ^= 1 << bit
     assert len(set(found)) == len(found) and found[0] == int(sum_of_bits(bits))
     assert int(sum_of_bits(bits.flip(0))) != found[0]
-
-
-def test_whom_most_ranks_contradict() -> None:
-    assert differing({0: 5, 1: 5, 2: 5}) == []
-    assert differing({0: 5, 1: 6, 2: 5}) == [1]
-    assert differing({0: 6, 1: 5, 2: 5}) == [0], "rank 0 is as likely wrong as any other"
-    assert differing({0: 5, 3: 6}) == [0, 3]
-    assert differing({0: 5, 1: 5, 2: 6, 3: 6}) == [0, 1, 2, 3]
 
 
 def test_a_rank_that_rejoins_brings_no_values() -> None:
