@@ -1,6 +1,8 @@
-// fl_magnitude_stats, fl_count_above, fl_kth_magnitude: what thresholds are made of (core/sparse.h).
+// fl_magnitude_stats, fl_count_above, fl_kth_magnitude, fl_choose_largest, fl_choose_drawn: what thresholds are made of
+// (core/sparse.h).
 #include "arguments.h"
 #include "launch.cuh"
+#include "rng.h"
 #include "sparse.h"
 
 namespace fl {
@@ -104,6 +106,7 @@ constexpr int kBins = 256;
 struct Search {
   Counter bins[kBins];
   int64_t above;    // elements whose digits so far are larger
+  int64_t broken;   // elements that are not finite
   uint32_t prefix;  // the digits so far
 };
 
@@ -134,12 +137,14 @@ __global__ void __launch_bounds__(kThreads)
     if (bins[i]) atomicAdd(search->bins + i, Counter(bins[i]));
 }
 
-// Lane 0 has the highest bins.
-__global__ void __launch_bounds__(kLanes) choose_kernel(Search *search, const Digit digit, int64_t k, fl_kth *out) {
+// Lane 0 has the highest bins; the highest of the first digit are those of what is not finite.
+__global__ void __launch_bounds__(kLanes)
+    choose_kernel(Search *search, const Digit digit, int64_t k, fl_kth *out, fl_choice *choice) {
   constexpr int kEach = kBins / kLanes;
   const int lane = lane_index(), highest = kBins - 1 - lane * kEach;
   const int64_t above = search->above;
   const uint32_t prefix = search->prefix;
+  if (digit.shift == kDigits[0].shift && lane == 0) search->broken = int64_t(search->bins[kBins - 1]);
   int64_t mine = 0;
   for (int i = 0; i < kEach; ++i) mine += int64_t(search->bins[highest - i]);
   int64_t before = above + sum_before(mine, lane);
@@ -148,10 +153,44 @@ __global__ void __launch_bounds__(kLanes) choose_kernel(Search *search, const Di
     for (; before + int64_t(search->bins[bin]) < k; --bin) before += int64_t(search->bins[bin]);
     search->prefix = prefix << digit.bits | uint32_t(bin);
     search->above = before;
-    if (digit.shift == 0) *out = {int64_t(search->prefix), before};
+    const fl_kth found{int64_t(search->prefix), before};
+    if (digit.shift == 0 && out) *out = found;
+    if (digit.shift == 0 && choice) *choice = largest_of(found, k, search->broken > 0);
   }
   meet();
   for (int i = 0; i < kEach; ++i) search->bins[highest - i] = 0;
+}
+
+// One of them is filled in.
+cudaError_t find_kth(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out, fl_choice *choice,
+                     cudaStream_t stream) {
+  Search *search = static_cast<Search *>(workspace);
+  if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, stream)) return error;
+  const Grid grid(ceil_div(numel, kSwath), 1);
+  if (grid.error) return grid.error;
+  for (const Digit digit : kDigits) {
+    FL_LAUNCH(histogram_kernel, grid.blocks, kThreads, stream, acc, numel, digit, search);
+    FL_LAUNCH(choose_kernel, dim3(1), kLanes, stream, search, digit, k, out, choice);
+  }
+  return cudaGetLastError();
+}
+
+// The least number that an element draws.
+__global__ void __launch_bounds__(kThreads)
+    draw_kernel(const float *x, int64_t numel, const RngKey key, uint64_t offset, Counter *least) {
+  const int64_t stride = int64_t(gridDim.x) * kThreads;
+  uint32_t mine = UINT32_MAX;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < numel; i += stride) {
+    const uint64_t number = offset + uint64_t(i);
+    const uint32_t drawn = is_finite(x[i]) ? random_bits(key_at(key, number), uint32_t(number)) : 0;
+    mine = drawn < mine ? drawn : mine;
+  }
+  atomicMin(least, Counter(mine));
+}
+
+// `choice` holds the least number, and then the choice.
+__global__ void drawn_kernel(int64_t threshold, fl_choice *choice) {
+  *choice = drawn_of(threshold, choice->threshold);
 }
 
 Bounds bounds_of(const uint32_t *thresholds, int count) {
@@ -200,15 +239,24 @@ int fl_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, 
 int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  fl::Search *search = static_cast<fl::Search *>(workspace);
-  if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, fl::as_stream(stream)))
-    return fl::finish(error);
-  const fl::Grid grid(fl::ceil_div(numel, fl::kSwath), 1);
+  return fl::finish(fl::find_kth(acc, numel, k, workspace, out, nullptr, fl::as_stream(stream)));
+}
+
+int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace, fl_choice *out, void *stream) {
+  if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
+  if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
+  return fl::finish(fl::find_kth(acc, numel, k, workspace, nullptr, out, fl::as_stream(stream)));
+}
+
+int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out, void *stream) {
+  if (const int bad = fl::check_choose_drawn(spec, acc, threshold, out)) return bad;
+  const cudaStream_t order = fl::as_stream(stream);
+  if (const cudaError_t error = cudaMemsetAsync(out, 0xff, sizeof *out, order)) return fl::finish(error);
+  const fl::Grid grid(fl::ceil_div(spec->numel, fl::kSwath), 1);
   if (grid.error) return fl::finish(grid.error);
-  for (const fl::Digit digit : fl::kDigits) {
-    FL_LAUNCH(fl::histogram_kernel, grid.blocks, fl::kThreads, fl::as_stream(stream), acc, numel, digit, search);
-    FL_LAUNCH(fl::choose_kernel, dim3(1), fl::kLanes, fl::as_stream(stream), search, digit, k, out);
-  }
+  FL_LAUNCH(fl::draw_kernel, grid.blocks, fl::kThreads, order, acc, spec->numel, fl::make_key(spec->seed),
+            uint64_t(spec->offset), reinterpret_cast<fl::Counter *>(&out->threshold));
+  FL_LAUNCH(fl::drawn_kernel, dim3(1), 1, order, threshold, out);
   return fl::finish(cudaGetLastError());
 }
 

@@ -200,6 +200,13 @@ inline uint32_t atomicMax(uint32_t *p, uint32_t value) {
   return old;
 }
 
+template <class T>
+inline T atomicMin(T *p, T value) {
+  const T old = *p;
+  if (value < old) *p = value;
+  return old;
+}
+
 // Byte i of the result is the byte of b:a (a lowest) that nibble i of the selector names.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;

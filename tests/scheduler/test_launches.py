@@ -1,0 +1,156 @@
+"""What a step costs the host of a device: how many kernels it launches, and that it waits for none of them.
+
+Tensors of torch's device "meta" stand in for those of a device: they take the same way through the code, and have no
+values, so an operation that would wait for a value raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusionlayer import codecs, native
+from fusionlayer.codecs import TensorState
+from fusionlayer.collectives import halves
+from fusionlayer.plan import Bucket, Slot
+from fusionlayer.scheduler.ahead import AheadBuffer
+from fusionlayer.scheduler.buffers import FlatBuffer
+from fusionlayer.timeline import Timeline
+from fusionlayer.transport import Transport
+from tests.ranks import over_threads
+from tests.synthetic import gradient
+
+pytestmark = pytest.mark.short
+
+DEVICE, CPU = torch.device("meta"), torch.device("cpu")
+TIMELINE = Timeline(None, 0)
+PER_LAUNCH = 64  # tensors that a kernel of torch's _foreach_copy_ takes; the others take more
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that torch's operations would launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith("_foreach"):
+            self.count += -(-len(args[0]) // PER_LAUNCH)
+        elif not func.is_view and not name.startswith("empty"):
+            self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def bucket_of(numels: Sequence[int], gap: int, dtype: str = "float32", codec: str = "raw") -> Bucket:
+    slots, offset = [], 0
+    for i, numel in enumerate(numels):
+        slots.append(Slot(f"w{i}", numel, offset))
+        offset += numel + gap
+    return Bucket(tuple(slots), offset, dtype, codec)
+
+
+def flat_buffer(bucket: Bucket, device: torch.device, all_reduce: Callable[..., None]) -> FlatBuffer:
+    codec = codecs.get("raw", header=False)
+    return FlatBuffer(bucket, codec, 1 / 3, 1.0, device, TIMELINE, all_reduce=all_reduce, residual=None)
+
+
+def run(buffer: FlatBuffer | AheadBuffer, gradients: Sequence[Tensor], transport: Transport) -> None:
+    for i, value in enumerate(gradients):
+        buffer.put(f"w{i}", value, 0)
+    buffer.run(transport, 0)
+    buffer.take()
+
+
+def test_packing_takes_a_handful_of_launches() -> None:
+    """300 tensors, scaled, with gaps between them, are copied, scaled and cleared between."""
+    at: list[int] = []
+
+    def body(transport: Transport) -> None:
+        bucket = bucket_of([33] * 300, gap=95)
+        buffer = flat_buffer(bucket, DEVICE, lambda *_, **__: at.append(launches.count))
+        gradients = [torch.empty(3, 11, device=DEVICE) for _ in range(300)]
+        run(buffer, gradients, transport)  # makes the flat tensor
+        with launches:
+            run(buffer, gradients, transport)
+
+    launches = Launches()
+    over_threads(1, body)
+    assert 0 < at[-1] <= 10, "launches to pack"
+    assert launches.count - at[-1] <= 5, "launches to unpack"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_packing_by_few_launches_gives_the_bits_of_packing_one_by_one(dtype: torch.dtype) -> None:
+    numels = [5, 1, 70, 33]
+    for converted in (False, True):
+        gradients = [gradient(numel, i, dtype) for i, numel in enumerate(numels)]
+        if converted:
+            gradients[2] = gradient(70, 2)
+        flats: list[Tensor] = []
+
+        def body(transport: Transport, given: Sequence[Tensor] = gradients, packed: list[Tensor] = flats) -> None:
+            for device in (CPU, DEVICE):
+                bucket = bucket_of(numels, gap=3, dtype=str(dtype).removeprefix("torch."))
+                buffer = flat_buffer(bucket, CPU, lambda flat, *_, **__: packed.append(flat.clone()))
+                buffer._make_flat().fill_(9)
+                buffer._device = device  # where it packs as on a device, with values to compare
+                run(buffer, [value.clone() for value in given], transport)
+
+        over_threads(1, body)
+        one_by_one, at_once = (flat.view(torch.uint8) for flat in flats)
+        assert torch.equal(one_by_one, at_once)
+        assert not flats[0][5:8].any() and flats[0][:5].any()
+
+
+@pytest.mark.parametrize("verb", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool, int])
+def test_the_stand_in_shows_whoever_waits(verb: Callable[[Tensor], object]) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        verb(torch.empty(1, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    "name, options, verbs",
+    [
+        ("topk", {}, ["fl_accumulate", "fl_choose_largest", "fl_sparse_encode"]),
+        ("topk", {"density": 1.0}, ["fl_accumulate", "fl_sparse_encode"]),
+        ("randomk", {}, ["fl_accumulate", "fl_choose_drawn", "fl_sparse_encode"]),
+        ("randomk", {"density": 0.1}, ["fl_sparse_encode"]),
+    ],
+)
+def test_a_sparse_step_waits_for_nothing(
+    name: str, options: dict[str, Any], verbs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numels = [3000, 2000, 1000]
+    called: list[str] = []
+    monkeypatch.setattr(native, "_call", lambda verb, *_: called.append(verb))
+
+    def body(transport: Transport) -> None:
+        codec = codecs.get(name, header=False, **options)
+        buffer = AheadBuffer(
+            *(bucket_of(numels, 0, codec=name), codec, 1 / 2, 1.0, DEVICE, TIMELINE),
+            index=0,
+            gather=lambda *_: called.append("gather"),
+            states={f"w{i}": TensorState(torch.empty(numel, device=DEVICE)) for i, numel in enumerate(numels)},
+            rank=0,
+            size=2,
+        )
+        for _ in range(2):
+            run(buffer, [torch.empty(numel, device=DEVICE) for numel in numels], transport)
+
+    over_threads(1, body)
+    assert called == 2 * (verbs * 3 + ["gather"] + ["fl_decode_sum"] * 3)
+
+
+def test_pieces_of_rows_are_large_on_a_device_alone() -> None:
+    for rows, dtype, elements in ((8, torch.bfloat16, 4 << 20), (2, torch.float32, 8 << 20), (64, torch.float32, 1 << 20)):
+        assert halves.row_piece(torch.empty(9, dtype=dtype, device=DEVICE), rows) == elements
+        assert halves.row_piece(torch.empty(9, dtype=dtype), rows) == 1 << 20
