@@ -150,6 +150,17 @@ def test_a_sparse_step_waits_for_nothing(
     assert called == 2 * (verbs * 3 + ["gather"] + ["fl_decode_sum"] * 3)
 
 
+def test_payloads_lie_in_memory_that_is_kept() -> None:
+    def body(transport: Transport) -> list[int]:
+        sizes = (("incoming", 300), ("outgoing", 300), ("incoming", 200), ("incoming", 400), ("incoming", 300))
+        given = [transport.scratch(name, nbytes, DEVICE) for name, nbytes in sizes]
+        assert [x.numel() for x in given] == [nbytes for _, nbytes in sizes]
+        memory = [x.untyped_storage()._cdata for x in given]
+        return [memory.index(each) for each in memory]
+
+    assert over_threads(1, body) == [[0, 1, 0, 3, 3]]
+
+
 def test_pieces_of_rows_are_large_on_a_device_alone() -> None:
     for rows, dtype, elements in ((8, torch.bfloat16, 4 << 20), (2, torch.float32, 8 << 20), (64, torch.float32, 1 << 20)):
         assert halves.row_piece(torch.empty(9, dtype=dtype, device=DEVICE), rows) == elements
