@@ -133,6 +133,11 @@ FL_DEVICE int64_t ties_left(const Selection &s, const Bound &bound, int64_t supe
   return before < bound.ties ? bound.ties - before : 0;
 }
 
+FL_DEVICE void place(const Selection &s, int64_t superblock, int64_t first) {
+  s.superblocks[superblock].first = first;
+  s.out.ends[superblock] = uint32_t(least(first + s.superblocks[superblock].pairs, s.shape.capacity));
+}
+
 // Lane l settles blocks 8 l to 8 l + 7 of the superblock.
 __global__ void __launch_bounds__(kThreads) settle_kernel(const Selection s) {
   const Bound bound = bound_of(s);
@@ -159,7 +164,10 @@ __global__ void __launch_bounds__(kThreads) settle_kernel(const Selection s) {
     }
     const uint32_t before = uint32_t(sum_before(pairs, lane));
     for (int i = 0; i < count; ++i) s.blocks[start + i].first += before;
-    if (lane == kLanes - 1) s.superblocks[superblock].pairs = before + pairs;
+    if (lane == kLanes - 1) {
+      s.superblocks[superblock].pairs = before + pairs;
+      if (s.shape.superblocks() == 1) place(s, superblock, 0);
+    }
   }
 }
 
@@ -168,9 +176,7 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const Selection s) {
     int64_t first = 0;
     for (int64_t i = lane_index(); i < superblock; i += kLanes) first += s.superblocks[i].pairs;
     first = sum_over_lanes(first);
-    if (lane_index() != 0) continue;
-    s.superblocks[superblock].first = first;
-    s.out.ends[superblock] = uint32_t(least(first + s.superblocks[superblock].pairs, s.shape.capacity));
+    if (lane_index() == 0) place(s, superblock, first);
   }
 }
 
@@ -277,9 +283,10 @@ cudaError_t encode(const Selection &s, cudaStream_t stream) {
   const Grid blocks(s.shape.blocks(), 1), superblocks(s.shape.superblocks(), 1);
   if (blocks.error || superblocks.error) return blocks.error ? blocks.error : superblocks.error;
   FL_LAUNCH(mark_kernel, blocks.blocks, kThreads, stream, s);
-  if (s.choice || s.given.ties > 0) FL_LAUNCH(tie_kernel, superblocks.blocks, kThreads, stream, s);
+  const bool several = s.shape.superblocks() > 1;  // else nothing comes before a superblock, and settling places it
+  if (several && (s.choice || s.given.ties > 0)) FL_LAUNCH(tie_kernel, superblocks.blocks, kThreads, stream, s);
   FL_LAUNCH(settle_kernel, superblocks.blocks, kThreads, stream, s);
-  FL_LAUNCH(place_kernel, superblocks.blocks, kThreads, stream, s);
+  if (several) FL_LAUNCH(place_kernel, superblocks.blocks, kThreads, stream, s);
   FL_LAUNCH(write_kernel, blocks.blocks, kThreads, stream, s);
   return cudaGetLastError();
 }
