@@ -430,9 +430,10 @@ def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
 
 
 def choose_largest(acc: Tensor, k: int) -> Tensor:
-    """Return (2,) int64, a choice for ``sparse_encode``: the ``k`` largest magnitudes of ``acc`` (n,) f32, without zeros.
+    """Return (2,) int64, a choice for ``sparse_encode``: the ``k`` largest magnitudes of ``acc`` (n,) f32.
 
-    Among equals the first go. Where elements are not finite, these go and no others. On CUDA the host does not wait.
+    Among equals the first go, and zeros stay unless all are. Where elements are not finite, these go and no others. On
+    CUDA the host does not wait.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_KTH, acc)
@@ -442,10 +443,10 @@ def choose_largest(acc: Tensor, k: int) -> Tensor:
 
 
 def choose_drawn(spec: Spec, acc: Tensor, threshold: int) -> Tensor:
-    """Return (2,) int64, a choice for ``sparse_encode`` with ``SPARSE_RANDOM``: ``threshold``, doubled until one is drawn.
+    """Return (2,) int64, a choice for ``sparse_encode`` with ``SPARSE_RANDOM``.
 
-    ``acc`` (n,) f32 is what will be encoded: elements that are not finite are always drawn. On CUDA the host does not
-    wait.
+    ``threshold`` is doubled until an element is drawn. ``acc`` (n,) f32 is what will be encoded: elements that are not
+    finite are always drawn. On CUDA the host does not wait.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
     _call("fl_choose_drawn", acc, spec, acc.data_ptr(), threshold, choice.data_ptr())

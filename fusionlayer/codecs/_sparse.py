@@ -26,8 +26,8 @@ __all__ = ["ALL", "INFINITE", "SMALLEST", "Choice", "Sparsifier", "ThresholdSpar
 ALL = -1  # every element that equals the threshold is sent
 INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite have these bits or larger ones
 SMALLEST = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
-# A threshold, and how many elements that equal it go: numbers of the host, or (2,) int64 on the gradient's device, which
-# the host never reads.
+# A threshold, and how many elements that equal it go: numbers of the host, or (2,) int64 on the gradient's device,
+# which the host never reads.
 Choice = tuple[int, int] | Tensor
 
 _LARGEST = struct.unpack("<f", struct.pack("<I", INFINITE - 1))[0]
@@ -291,9 +291,9 @@ class ThresholdSparsifier(Sparsifier):
             return 0, ALL
         kept = self._kept(state)
         own = [bits_of(value) for value in self._estimate(wanted, k, state, seed)] if kept is None else [kept]
+        if not own and self.reuse == 1:  # no later step needs the threshold, so the host does not wait for it
+            return native.choose_largest(wanted, k)
         last = int(state.numbers.get("threshold", own[0] if own else 0))
-        if not own and self.reuse == 1:
-            return native.choose_largest(wanted, k)  # no later step needs the threshold, so the host does not wait for it
         ladder = [*own, *_neighbours(last, 15 - len(own))] if own else []
         *counts, broken = native.count_above(wanted, [*ladder, INFINITE])
         # A value that is not finite makes the optimizer skip the step. Only such values are sent, so that the residual

@@ -260,7 +260,7 @@ class LinkedTransport(Transport):
         return link, on_cuda == {link.device.type == "cuda"}
 
     def _row_link(self, x: Tensor, out: Tensor) -> RowLink | None:
-        """Return the link for contiguous uint8 tensors if it is on their device and moves rows by one call, else None."""
+        """Return the link if it moves rows by one call and the tensors are its own, contiguous uint8; else None."""
         link, here = self._link_for(x, out) if self._links and x.numel() else (None, False)
         if not here or not isinstance(link, RowLink):
             return None

@@ -91,24 +91,25 @@ def test_packing_takes_a_handful_of_launches() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_packing_by_few_launches_gives_the_bits_of_packing_one_by_one(dtype: torch.dtype) -> None:
     numels = [5, 1, 70, 33]
-    for converted in (False, True):
-        gradients = [gradient(numel, i, dtype) for i, numel in enumerate(numels)]
-        if converted:
-            gradients[2] = gradient(70, 2)
+    bucket = bucket_of(numels, gap=3, dtype=str(dtype).removeprefix("torch."))
+    gradients = [gradient(numel, i, dtype) for i, numel in enumerate(numels)]
+
+    def packed(transport: Transport, device: torch.device, given: Sequence[Tensor]) -> Tensor:
         flats: list[Tensor] = []
+        buffer = flat_buffer(bucket, CPU, lambda x, *_, **__: flats.append(x.clone()))
+        buffer._make_flat().fill_(9)
+        buffer._device = device  # where it packs as on a device, with values to compare
+        run(buffer, [value.clone() for value in given], transport)
+        return flats[0].view(torch.uint8)
 
-        def body(transport: Transport, given: Sequence[Tensor] = gradients, packed: list[Tensor] = flats) -> None:
-            for device in (CPU, DEVICE):
-                bucket = bucket_of(numels, gap=3, dtype=str(dtype).removeprefix("torch."))
-                buffer = flat_buffer(bucket, CPU, lambda flat, *_, **__: packed.append(flat.clone()))
-                buffer._make_flat().fill_(9)
-                buffer._device = device  # where it packs as on a device, with values to compare
-                run(buffer, [value.clone() for value in given], transport)
+    def body(transport: Transport) -> None:
+        for given in (gradients, [*gradients[:2], gradient(70, 2), gradients[3]]):
+            one_by_one, at_once = (packed(transport, device, given) for device in (CPU, DEVICE))
+            assert torch.equal(one_by_one, at_once)
+            flat = at_once.view(dtype)
+            assert flat[:5].any() and not flat[5:8].any()
 
-        over_threads(1, body)
-        one_by_one, at_once = (flat.view(torch.uint8) for flat in flats)
-        assert torch.equal(one_by_one, at_once)
-        assert not flats[0][5:8].any() and flats[0][:5].any()
+    over_threads(1, body)
 
 
 @pytest.mark.parametrize("verb", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool, int])
@@ -162,6 +163,7 @@ def test_payloads_lie_in_memory_that_is_kept() -> None:
 
 
 def test_pieces_of_rows_are_large_on_a_device_alone() -> None:
-    for rows, dtype, elements in ((8, torch.bfloat16, 4 << 20), (2, torch.float32, 8 << 20), (64, torch.float32, 1 << 20)):
+    f32, bf16 = torch.float32, torch.bfloat16
+    for rows, dtype, elements in ((8, bf16, 4 << 20), (2, f32, 8 << 20), (64, f32, 1 << 20)):
         assert halves.row_piece(torch.empty(9, dtype=dtype, device=DEVICE), rows) == elements
         assert halves.row_piece(torch.empty(9, dtype=dtype), rows) == 1 << 20
