@@ -107,9 +107,9 @@ struct Bound {
 };
 
 FL_HD Bound bound_of(const fl_choice &choice, bool random) {
+  if (random) return {uint64_t(choice.threshold), 0, 0};
   const bool all = choice.ties < 0;  // that equal t: all above t - 1
-  return {uint64_t(choice.threshold), int(random ? 0 : all ? choice.threshold - 1 : choice.threshold),
-          random || all ? 0 : choice.ties};
+  return {0, int(choice.threshold) - int(all), all ? 0 : choice.ties};
 }
 
 // What stays of `value` after it was sent as `sent`.

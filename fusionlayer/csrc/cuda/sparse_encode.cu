@@ -258,8 +258,8 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const Selection s) {
 
 int64_t block_bytes(int64_t numel) { return ceil_div(ceil_div(numel, kCounted) * int64_t(sizeof(BlockPlan)), 16) * 16; }
 
-Selection selection_of(const fl_spec &spec, const void *x, float scale, float *acc, float *clear, const fl_choice &given,
-                       const fl_choice *choice, void *workspace, const fl_messages &out) {
+Selection selection_of(const fl_spec &spec, const void *x, float scale, float *acc, float *clear,
+                       const fl_choice &given, const fl_choice *choice, void *workspace, const fl_messages &out) {
   uint8_t *memory = static_cast<uint8_t *>(workspace);
   return {
       sparse_shape(spec),
