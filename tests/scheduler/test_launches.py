@@ -29,7 +29,7 @@ pytestmark = pytest.mark.short
 
 DEVICE, CPU = torch.device("meta"), torch.device("cpu")
 TIMELINE = Timeline(None, 0)
-PER_LAUNCH = 64  # tensors that a kernel of torch's _foreach_copy_ takes; the others take more
+PER_LAUNCH = {"_foreach_copy_": 64, "_foreach_zero_": 110}  # tensors that a kernel of torch takes at most
 
 
 class Launches(TorchDispatchMode):
@@ -44,7 +44,7 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name.startswith("_foreach"):
-            self.count += -(-len(args[0]) // PER_LAUNCH)
+            self.count += -(-len(args[0]) // PER_LAUNCH[name])
         elif not func.is_view and not name.startswith("empty"):
             self.count += 1
         return func(*args, **kwargs or {})

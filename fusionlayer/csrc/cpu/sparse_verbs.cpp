@@ -216,11 +216,11 @@ int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace
 
 int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace, fl_choice *out, void *stream) {
   const uint32_t infinite = fl::kF32Inf;
-  int64_t broken = 0;
+  alignas(fl::kPlaneAlignment) int64_t broken = 0;
   fl_kth kth{};
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (const int bad = fl_kth_magnitude(acc, numel, k, workspace, &kth, stream)) return bad;
-  fl_count_above(acc, numel, &infinite, 1, &broken, stream);
+  if (const int bad = fl_count_above(acc, numel, &infinite, 1, &broken, stream)) return bad;
   *out = fl::largest_of(kth, k, broken > 0);
   return FL_OK;
 }
