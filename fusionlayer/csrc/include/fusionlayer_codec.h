@@ -215,7 +215,7 @@ typedef struct fl_choice {
 FL_API int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace /* FL_WORKSPACE_KTH */,
                              fl_choice *out /* device */, void *stream);
 
-/* For FL_SPARSE_RANDOM: doubles spec's `threshold`, 1 to 2^32, until it selects an element of acc. */
+/* For FL_SPARSE_RANDOM: doubles `threshold`, 1 to 2^32, until it selects an element of acc. */
 FL_API int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out /* device */,
                            void *stream);
 
