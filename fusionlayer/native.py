@@ -31,6 +31,8 @@ __all__ = [
     "accumulate_momentum",
     "add_codes",
     "build_info",
+    "choose_drawn",
+    "choose_largest",
     "count_above",
     "cpu",
     "crc32c",
@@ -55,7 +57,7 @@ __all__ = [
     "token_keys",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_PLANES = 5
 CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS = range(9)
 INT_HADAMARD, INT_STOCHASTIC = 1, 2
@@ -129,7 +131,9 @@ _VERBS = {
     "fl_add_codes": (Spec, Messages, _POINTER, _POINTER),
     "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
     "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
-    "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, _POINTER, Messages, _POINTER),
+    "fl_choose_largest": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
+    "fl_choose_drawn": (Spec, _POINTER, _I64, _POINTER, _POINTER),
+    "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, *[_POINTER] * 2, Messages, _POINTER),
 }
 _WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE = 0, 1, 2
 _INFINITY = 0x7F800000  # the bits of Inf as f32
@@ -425,6 +429,30 @@ def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
     return magnitude, above
 
 
+def choose_largest(acc: Tensor, k: int) -> Tensor:
+    """Return (2,) int64, a choice for ``sparse_encode``: the ``k`` largest magnitudes of ``acc`` (n,) f32.
+
+    Among equals the first go, and zeros stay unless all are. Where elements are not finite, these go and no others. On
+    CUDA the host does not wait.
+    """
+    choice = torch.empty(2, dtype=torch.int64, device=acc.device)
+    workspace = _workspace(_WORKSPACE_KTH, acc)
+    given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), choice.data_ptr()
+    _call("fl_choose_largest", acc, *given)
+    return choice
+
+
+def choose_drawn(spec: Spec, acc: Tensor, threshold: int) -> Tensor:
+    """Return (2,) int64, a choice for ``sparse_encode`` with ``SPARSE_RANDOM``.
+
+    ``threshold`` is doubled until an element is drawn. ``acc`` (n,) f32 is what will be encoded: elements that are not
+    finite are always drawn. On CUDA the host does not wait.
+    """
+    choice = torch.empty(2, dtype=torch.int64, device=acc.device)
+    _call("fl_choose_drawn", acc, spec, acc.data_ptr(), threshold, choice.data_ptr())
+    return choice
+
+
 def sparse_encode(
     spec: Spec,
     offsets: Sequence[int],
@@ -436,6 +464,7 @@ def sparse_encode(
     x: Tensor | None = None,
     scale: float = 1.0,
     clear: Tensor | None = None,
+    choice: Tensor | None = None,
 ) -> None:
     """``fl_sparse_encode``: send the largest elements of ``acc`` (n,) f32 as ``body`` (nbytes,) uint8.
 
@@ -454,9 +483,10 @@ def sparse_encode(
         x: (n,), added to ``acc`` times ``scale`` first, in the same pass.
         scale: factor on ``x``.
         clear: (n,) f32 that becomes 0 where an element was sent or was not finite.
+        choice: (2,) int64 on the device of ``acc``, takes the place of ``threshold`` and ``ties``.
     """
     workspace = _workspace(_WORKSPACE_ENCODE, acc)
-    pointers = acc.data_ptr(), _pointer(clear), threshold, ties, workspace.data_ptr()
+    pointers = acc.data_ptr(), _pointer(clear), threshold, ties, _pointer(choice), workspace.data_ptr()
     _call("fl_sparse_encode", acc, spec, _pointer(x), scale, *pointers, _messages(body, offsets))
 
 

@@ -24,9 +24,6 @@ from .weights import Weights, both_ways
 
 __all__ = ["ShardedOptimizer"]
 
-_PIECE = 1 << 20
-"""Elements of a rank's part that travel at a time."""
-
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch whose update of an element depends on other elements."""
 
@@ -245,7 +242,8 @@ class _Part:
         if transport.size > 1:
             own = torch.empty_like(own)
             rows = self._gradients.view_as(self._rows)
-            halves.reduce_scatter(rows, own, codec, transport, seed=seed, piece=_PIECE)
+            piece = halves.row_piece(rows, transport.size)
+            halves.reduce_scatter(rows, own, codec, transport, seed=seed, piece=piece)
         own[self._filled :] = 0  # a codec's rotation spreads values into the padding, which belongs to no parameter
         self.main.grad = own.float()
 
@@ -255,10 +253,12 @@ class _Part:
             self._own.copy_(self.main)
         elif weights.differences:
             main = self.main.detach()
-            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, piece=_PIECE, differences=True)
+            piece = halves.row_piece(main, transport.size)
+            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, piece=piece, differences=True)
         else:
             mine = self.main.to(self._replica.dtype)
-            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=_PIECE)
+            piece = halves.row_piece(mine, transport.size)
+            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=piece)
 
     def frozen(self) -> list[tuple[Tensor, Tensor]]:
         """Return the places in ``main`` of this rank's elements of frozen parameters, with copies of their values."""
