@@ -52,7 +52,13 @@ FL_INLINE void load_bytes(const uint8_t *p, vi (&v)[kQuad]) {
   v[2] = (vi)_mm_unpacklo_epi16(high, high) >> 24;
   v[3] = (vi)_mm_unpackhi_epi16(high, high) >> 24;
 #else
-  for (int i = 0; i < 16; ++i) v[i / kLanes][i % kLanes] = int8_t(p[i]);
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  for (vi &lanes : v) {
+    Bytes bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    lanes = __builtin_convertvector(bytes, vi);  // lane by lane, gcc 12 would find them uninitialised
+    p += kLanes;
+  }
 #endif
 }
 
