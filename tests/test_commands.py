@@ -1,0 +1,181 @@
+"""Every command of the pages and of ``--help`` is one that its program understands; those that need no job run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from fusionlayer.cli import doctor, fusionrun, main, make_parser
+from fusionlayer.planning.autotune.log import COLUMNS
+from fusionlayer.transport import local
+from tests.cli import test_autotune
+from tests.cli.test_mistakes import write
+from tests.examples.places import EXAMPLES, ROOT
+from tests.test_documents import PAGES
+from tests.tiers import tiered
+
+pytestmark = pytest.mark.short
+
+HELP = "fusionlayer --help"
+OURS = ("fusionlayer", "fusionrun", "torchrun", "mpirun", "deepspeed", "python")
+OF_USERS = ("train.py", "train_ddp.py", "train_ray.py")
+IMPORT_MUCH = ("docs/deepspeed.md", "docs/fsdp.md", "docs/model_parallel.md", "benchmarks/README.md")
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the words of each command in a page's blocks, and of those in its text that start a module or a job."""
+    if page == HELP:
+        texts = [make_parser().format_help(), fusionrun.make_parser().format_help()]
+        found = [line.strip() for text in texts for line in text.splitlines()]
+    else:
+        text = (ROOT / page).read_text()
+        blocks = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        found = [line for block in blocks for line in re.sub(r"\\\n *", "", block).splitlines()]
+        found += re.findall(r"`((?:python -m|torchrun --\S+|python setup.py) [^`\n]+)`", text)
+    lines = [line.removeprefix("$ ").replace("[--json]", "--json") for line in found]
+    usages = [line for line in lines if "[options]" in line or "[argument" in line or "[-h]" in line]
+    split = [shlex.split(line, comments=True) for line in lines if line not in usages and line.count('"') % 2 == 0]
+    return [words for words in map(without_variables, split) if words[:1] and words[0] in OURS]
+
+
+def without_variables(words: list[str]) -> list[str]:
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return words
+
+
+class _Understood(BaseException):
+    """A program has read its command line, and would now begin."""
+
+
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no program do more than read its command line."""
+    read = argparse.ArgumentParser.parse_args
+
+    def understand(self: Any, args: Any = None, namespace: Any = None) -> None:
+        read(self, args, namespace)
+        raise _Understood
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", understand)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def try_to_start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the programs of a command line read their parts of it, one after the other; raise what they refuse."""
+    program, rest = words[0], words[1:]
+    if program == "fusionlayer":
+        with pytest.raises(_Understood):
+            main(rest)
+    elif program == "fusionrun":
+        options = fusionrun.make_parser().parse_known_args(rest)[0]
+        if not options.check_build:
+            try_to_start(options.command, monkeypatch)
+    elif program == "torchrun":
+        options = get_args_parser().parse_known_args(rest)[0]
+        job = [options.training_script, *options.training_script_args]
+        try_to_start(job if options.no_python else ["python", *job], monkeypatch)
+    elif program in ("mpirun", "deepspeed", "env"):
+        while rest[0].startswith("-"):  # each has a value
+            rest = rest[2:]
+        rest = without_variables(rest)
+        try_to_start(rest if program != "deepspeed" else ["python", *rest], monkeypatch)
+    else:
+        assert program == "python", words
+        start_python(rest, monkeypatch)
+
+
+def start_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a script or module read its options; those that have none are only looked for."""
+    module = words[1] if words[0] == "-m" else ""
+    path = ROOT / (module.replace(".", "/") if module else words[0])
+    if module == "pytest":
+        assert (ROOT / words[2]).exists(), words
+    elif words[0] not in OF_USERS:
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert file.exists(), words
+        if module.startswith("benchmarks.") or "def parse_options" in file.read_text():
+            own, job = cut(words[2 if module else 1 :])
+            monkeypatch.setattr(sys, "argv", [str(file), *own, *(["--", *job] if job else [])])
+            with pytest.raises(_Understood):
+                if module:
+                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(str(file), run_name="__main__")
+            if job and job[0] in OURS:
+                try_to_start(job, monkeypatch)
+
+
+def cut(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return what stands before and behind "--"."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("page", tiered([HELP, *PAGES], lambda page: page not in IMPORT_MUCH))
+def test_every_command_is_understood(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if page == "docs/deepspeed.md":
+        pytest.importorskip("deepspeed")
+    refused = []
+    for words in commands(page):
+        try:
+            try_to_start(words, monkeypatch)
+        except SystemExit:
+            refused.append(f"{shlex.join(words)}: {capsys.readouterr().err}")
+    assert not refused, "\n".join(refused)
+
+
+def test_commands_are_found() -> None:
+    found = {page: commands(page) for page in [HELP, *PAGES]}
+    assert sum(map(len, found.values())) > 120
+    assert {words[1] for words in found[HELP] if words[0] == "fusionlayer"} >= {"doctor", "bench", "plan", "trace"}
+    assert {words[1] for words in found["docs/commands.md"] if words[0] == "fusionlayer"} >= {"autotune", "profile"}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """A folder with the files that commands name."""
+    monkeypatch.chdir(tmp_path)
+    words = write(tmp_path)
+    profile = Path(words["PROFILE"]).read_text()
+    Path("profiles").mkdir()
+    for path in ("profile.yaml", "profiles/PROFILE.yaml"):
+        Path(path).write_text(profile)
+    Path("trace.json").write_text(Path(words["TRACE"]).read_text())
+    Path("tried.csv").write_text("\n".join([",".join(COLUMNS), *test_autotune.ROWS]))
+    monkeypatch.setattr(doctor, "diagnose", lambda _: [])  # tests/cli/test_doctor.py runs it
+    capsys.readouterr()
+    yield
+
+
+@pytest.mark.usefixtures("files")
+def test_the_commands_that_need_no_job_run(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    pages = [page for page in [HELP, *PAGES] if page != "docs/adding_a_planner.md"]
+    lines = {tuple(words[1:]): page for page in pages for words in commands(page) if words[0] == "fusionlayer"}
+    ran = set()
+    for line, page in lines.items():
+        if line[0] == "profile":  # cli/test_plan.py measures, in small
+            continue
+        if line[0] == "bench":
+            words = [word for word in line if word not in ("-np", "2")]
+            few = ["--calls", "1", "--warmup", "1", "--min", "4K", "--max", "4K"]
+            statuses = local.run(lambda rank, words=words: main([*words, *few]), 2)
+        else:
+            statuses = [main(list(line))]
+        assert {*statuses} == {0}, f"{page}: fusionlayer {shlex.join(line)}: {capsys.readouterr().err}"
+        ran.add(line[0])
+    assert ran == {"doctor", "bench", "plan", "explain", "simulate", "trace", "autotune", "--version"}
