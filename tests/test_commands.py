@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import runpy
 import shlex
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.short
 
 HELP = "fusionlayer --help"
 OURS = ("fusionlayer", "fusionrun", "torchrun", "mpirun", "deepspeed", "python")
+COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(OURS)}) +[\w-]")
+USAGE = re.compile(r"\[(?:options|argument|-h)")
 OF_USERS = ("train.py", "train_ddp.py", "train_ray.py")
 IMPORT_MUCH = ("docs/deepspeed.md", "docs/fsdp.md", "docs/model_parallel.md", "benchmarks/README.md")
 
@@ -42,9 +45,8 @@ def commands(page: str) -> list[list[str]]:
         found = [line for block in blocks for line in re.sub(r"\\\n *", "", block).splitlines()]
         found += re.findall(r"`((?:python -m|torchrun --\S+|python setup.py) [^`\n]+)`", text)
     lines = [line.removeprefix("$ ").replace("[--json]", "--json") for line in found]
-    usages = [line for line in lines if "[options]" in line or "[argument" in line or "[-h]" in line]
-    split = [shlex.split(line, comments=True) for line in lines if line not in usages and line.count('"') % 2 == 0]
-    return [words for words in map(without_variables, split) if words[:1] and words[0] in OURS]
+    lines = [line for line in lines if COMMAND.match(line) and not USAGE.search(line)]
+    return [without_variables(shlex.split(line, comments=True)) for line in lines]
 
 
 def without_variables(words: list[str]) -> list[str]:
@@ -103,16 +105,16 @@ def start_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[0] not in OF_USERS:
         file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         assert file.exists(), words
-        if module.startswith("benchmarks.") or "def parse_options" in file.read_text():
-            own, job = cut(words[2 if module else 1 :])
-            monkeypatch.setattr(sys, "argv", [str(file), *own, *(["--", *job] if job else [])])
+        own, job = cut(words[2 if module else 1 :])
+        monkeypatch.setattr(sys, "argv", [str(file), *own, *(["--", *job] if job else [])])
+        if module.startswith("benchmarks."):
             with pytest.raises(_Understood):
-                if module:
-                    runpy.run_module(module, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(str(file), run_name="__main__")
-            if job and job[0] in OURS:
-                try_to_start(job, monkeypatch)
+                importlib.import_module(f"{module}.__main__" if path.is_dir() else module).main()
+        elif "def parse_options" in file.read_text():
+            with pytest.raises(_Understood):
+                runpy.run_path(str(file))["parse_options"]()
+        if job and job[0] in OURS:
+            try_to_start(job, monkeypatch)
 
 
 def cut(words: list[str]) -> tuple[list[str], list[str]]:
@@ -122,7 +124,6 @@ def cut(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.usefixtures("no_start")
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("page", tiered([HELP, *PAGES], lambda page: page not in IMPORT_MUCH))
 def test_every_command_is_understood(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -51,7 +51,7 @@ OPTIMIZER = (
     *("optimizer, backward_passes_per_step=1.5", "optimizer, backward_passes_per_step='2'"),
     *("optimizer, check_replicas=-1", "optimizer, check_replicas='often'", "optimizer, broadcast='yes'"),
     *("optimizer, autotune='yes'", "optimizer, overlap_forward=True", "optimizer, overlap_forward=other"),
-    *("optimizer, ahead='yes'", "optimizer, error_feedback=1", "optimizer, group='world'", "optimizer, group=3"),
+    *("optimizer, ahead='yes'", "optimizer, error_feedback=2", "optimizer, group='world'", "optimizer, group=3"),
     *("fl.DistributedOptimizer(optimizer, model), model", "torch.optim.LBFGS(other.parameters()), codec='int44'"),
 )
 CALLS = (
@@ -61,10 +61,14 @@ CALLS = (
     *("fl.all_reduce(x, codec='auto', algorithm='ring')", "fl.all_reduce(x, group='world')"),
     *("fl.all_gather(None)", "fl.all_gather(x.int())", "fl.all_gather([x, x])", "fl.all_gather(x, 'int8', 'ring')"),
     *("fl.reduce_scatter(torch.ones(()))", "fl.reduce_scatter(x, algorithm='two_shot')", "fl.reduce_scatter(3)"),
-    *("fl.all_to_all(x, [1])", "fl.all_to_all(x, 'even')", "fl.all_to_all(x, [-1, 4])", "fl.all_to_all(torch.ones(()))"),
+    *(
+        "fl.all_to_all(x, [1])",
+        "fl.all_to_all(x, 'even')",
+        "fl.all_to_all(x, [-1, 4])",
+        "fl.all_to_all(torch.ones(()))",
+    ),
     *("fl.broadcast_object({}, 3)", "fl.broadcast_parameters(3)", "fl.broadcast_parameters(model, 3)"),
     *("fl.broadcast_optimizer_state(model)", "fl.switcher('world')"),
-    *("fl.init(timeout=0)", "fl.init(timeout='soon')", "fl.init(timeout=float('nan'))", "fl.init(settings='a.yaml')"),
     *("fl.codecs.get('int9')", "fl.codecs.get(4)", "fl.codecs.get('int4', bits=5)", "fl.codecs.get('topk', density=0)"),
     *("fl.planners.get('best')", "fl.planners.get('wfbp', x=1)", "fl.collectives.get('rings')"),
     *(f"fl.FusionPlan.from_yaml('{name}')" for name in ("none.yaml", ".", *FILES)),
@@ -74,32 +78,50 @@ CALLS = (
     *("fl.Autotune(every=0)", "fl.Autotune(steps=-1)", "fl.Autotune(log=3)", "fl.Autotune(every='often')"),
     *("fl.ddp.register(model, 'int8')", "fl.ddp.register(None)", "fl.ShardedOptimizer(model, torch.optim.AdamW)"),
     *("fl.ShardedOptimizer(model.parameters(), optimizer)", "fl.ShardedOptimizer(model.parameters(), 'adamw')"),
-    *("fl.ShardedOptimizer([], torch.optim.SGD)", "fl.ShardedOptimizer(model.parameters(), torch.optim.SGD, gradients=8)"),
+    *(
+        "fl.ShardedOptimizer([], torch.optim.SGD)",
+        "fl.ShardedOptimizer(model.parameters(), torch.optim.SGD, gradients=8)",
+    ),
     *("fl.backend.use('none.yaml')", "fl.backend.use(3)", "fl.backend.use({'rulez': []})"),
     *("fl.backend.use({'rules': [{'codec': 'int9'}]})", "fl.backend.use({'rules': 3})", "fl.backend.traffic()"),
     *("fl.transport.local.run(print, 0)", "fl.transport.local.run(print, 'two')"),
     *("hvd.allreduce([1.0])", "hvd.allreduce(x, op='sum')", "hvd.allreduce(x, average=True, op=hvd.Sum)"),
-    *("hvd.broadcast(x, root_rank=5)", "hvd.broadcast(x, root_rank='0')", "hvd.allgather(3)", "hvd.Compression.int9"),
-    *("hvd.DistributedOptimizer(optimizer, compression='fp16')", "hvd.add_process_set([7])", "hvd.synchronize(99)"),
+    *("hvd.broadcast(x, root_rank=5)", "hvd.broadcast(x, root_rank='0')", "hvd.allgather(3)", "hvd.allreduce(x, 3)"),
+    *("hvd.DistributedOptimizer(optimizer, compression='fp16')", "hvd.add_process_set([7])"),
     *("hvd.DistributedOptimizer(model)", "hvd.allreduce(x, process_set=3)", "hvd.init(comm='world')"),
 )
-BEFORE = ("fl.rank()", "fl.size()", "fl.local_rank()", "fl.all_reduce(x)", "hvd.rank()", "hvd.allreduce(x)")
+BEFORE = (
+    *("fl.rank()", "fl.size()", "fl.local_rank()", "fl.all_reduce(x)", "hvd.rank()", "hvd.allreduce(x)"),
+    *("fl.init(timeout=0)", "fl.init(timeout='soon')", "fl.init(timeout=float('nan'))", "fl.init(settings='a.yaml')"),
+)
 TORCHRUN = "MASTER_ADDR=localhost MASTER_PORT=29599 "
 ENVIRONMENTS = (
     *("RANK=0", "WORLD_SIZE=2", "RANK=x WORLD_SIZE=2", "RANK=2 WORLD_SIZE=2", "RANK=-1 WORLD_SIZE=2", "PMIX_RANK=0"),
     *(f"{TORCHRUN}RANK=0 WORLD_SIZE={size}" for size in ("0", "-2", "two", "2.0")),
     *("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=http", "RANK=0 WORLD_SIZE=2 LOCAL_RANK=x"),
-    *("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=99999", "RANK=0 WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 "
-      "OMPI_COMM_WORLD_SIZE=2"),
+    *(
+        "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=99999",
+        "RANK=0 WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2",
+    ),
     *(f"FUSIONLAYER_CONFIG={name}" for name in ("none.yaml", ".", *(set(FILES) - {"empty.yaml"}))),
     *(f"FUSIONLAYER_TIMEOUT={text}" for text in ("0", "-1", "soon", "nan")),
     *("FUSIONLAYER_STALL_WARNING=no", "FUSIONLAYER_THREADS=many", "FUSIONLAYER_THREADS=-2", "FUSIONLAYER_THREADS=0"),
     *("FUSIONLAYER_TRANSPORT=tcp", "FUSIONLAYER_CHECKSUM=maybe", "FUSIONLAYER_CHECK_REPLICAS=-1"),
-    *("FUSIONLAYER_RANKS_PER_NODE=0", "FUSIONLAYER_LANES=0", "FUSIONLAYER_CODEC_OPTIONS={bits", "FUSIONLAYER_BACKEND=x"),
+    *(
+        "FUSIONLAYER_RANKS_PER_NODE=0",
+        "FUSIONLAYER_LANES=0",
+        "FUSIONLAYER_CODEC_OPTIONS={bits",
+        "FUSIONLAYER_BACKEND=x",
+    ),
     *("FUSIONLAYER_AUTOTUNE=perhaps", "FUSIONLAYER_AUTOTUNE_OPTIONS=3", "FUSIONLAYER_REPLAN=2"),
 )
 IN_OPTIMIZERS = (
-    *("FUSIONLAYER_CODEC=int44", "FUSIONLAYER_PLANNER=best", "FUSIONLAYER_ALGORITHM=magic", "FUSIONLAYER_PLAN=none.yaml"),
+    *(
+        "FUSIONLAYER_CODEC=int44",
+        "FUSIONLAYER_PLANNER=best",
+        "FUSIONLAYER_ALGORITHM=magic",
+        "FUSIONLAYER_PLAN=none.yaml",
+    ),
     *("FUSIONLAYER_POLICY=list.yaml", "FUSIONLAYER_CODEC=topk FUSIONLAYER_CODEC_OPTIONS={density: 2}"),
     *("FUSIONLAYER_CODEC=auto FUSIONLAYER_FIDELITY=best", "FUSIONLAYER_CODEC=auto FUSIONLAYER_PROFILE=none.yaml"),
     *("FUSIONLAYER_PLANNER_OPTIONS={x: 1}", "FUSIONLAYER_AUTOTUNE=1 FUSIONLAYER_AUTOTUNE_OPTIONS={every: 0}"),
@@ -109,7 +131,15 @@ IN_OPTIMIZERS = (
 def names() -> dict[str, Any]:
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"fl": fl, "hvd": hvd, "torch": torch, "model": model, "other": other, "optimizer": optimizer, "x": torch.ones(3)}
+    return {
+        "fl": fl,
+        "hvd": hvd,
+        "torch": torch,
+        "model": model,
+        "other": other,
+        "optimizer": optimizer,
+        "x": torch.ones(3),
+    }
 
 
 def complaint(code: str) -> str:
@@ -145,7 +175,9 @@ def test_of_calls() -> None:
     assert len(CALLS) > 90
 
 
-@pytest.mark.parametrize("lines, code", [(ENVIRONMENTS, "fl.init()"), (IN_OPTIMIZERS, "fl.DistributedOptimizer(optimizer)")])
+@pytest.mark.parametrize(
+    "lines, code", [(ENVIRONMENTS, "fl.init()"), (IN_OPTIMIZERS, "fl.DistributedOptimizer(optimizer)")]
+)
 def test_of_the_environment(lines: tuple[str, ...], code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for line in lines:
