@@ -1,4 +1,4 @@
-"""When a test that hangs ends: after its ``timeout`` it fails; a while later, where that does not help, the process ends.
+"""When a test that hangs ends: it fails after its ``timeout``; where that does not help, its process ends later on.
 
 pytest-timeout raises an error in the test, which a call of native code does not let through. So faulthandler ends the
 process, and with it what a worker of pytest-xdist has still to run. It knows one deadline for all tests: here a test
