@@ -23,7 +23,8 @@ _MARKER = re.compile(r"(\d+\.|[-*]) ")
 _ROW = re.compile(r"^\|.*", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
 _COMMANDS = re.compile(
-    r"(?<=<pre><span></span><code>)((?:[A-Z_]+=\S+ )*(?:fusionlayer|fusionrun|mpirun|pip|python|torchrun) [^<]*)(?=</code>)"
+    r"(?<=<pre><span></span><code>)"
+    r"(?:[A-Z_]+=\S+ )*(?:fusionlayer|fusionrun|mpirun|pip|python|torchrun) [^<]*(?=</code>)"
 )
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
 
@@ -58,7 +59,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make each line of a block of commands an element, which wraps where the page is narrow: none is cut."""
+    """Let no command be cut, and no option be torn: commands wrap line by line, names of options do not."""
+    html = re.sub(r"<code>(-[^<\s]+)</code>", r'<code class="option">\1</code>', html)
     return _COMMANDS.sub(
         lambda block: "".join(f'<span class="command">{line}</span>' for line in block[0].splitlines(keepends=True)),
         html,
