@@ -60,11 +60,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let no command be cut, and no option be torn: commands wrap line by line, names of options do not."""
+
+    def lines(block: re.Match[str]) -> str:
+        told = re.sub(r"(?<=[ \n])-\S+", r'<span class="option">\g<0></span>', block[0])
+        return "".join(f'<span class="command">{line}</span>' for line in told.splitlines(keepends=True))
+
     html = re.sub(r"<code>(-[^<\s]+)</code>", r'<code class="option">\1</code>', html)
-    return _COMMANDS.sub(
-        lambda block: "".join(f'<span class="command">{line}</span>' for line in block[0].splitlines(keepends=True)),
-        html,
-    )
+    return _COMMANDS.sub(lines, html)
 
 
 def _with_wide_lists(markdown: str) -> str:
