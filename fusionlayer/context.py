@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from . import config, forks, launch, native
-from .errors import ConfigError, UsageError
+from .errors import ConfigError, UsageError, require
 from .transport import Transport, local
 from .transport.c10d import C10dTransport, make_default_group
 
@@ -63,6 +63,8 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
             return
         if _is_parents and dist.is_initialized():
             raise forks.refuse("torch.distributed and fusionlayer belong to its parent")
+        if settings is not None:
+            require(settings, config.Config, "settings", "a fusionlayer.config.Config")
         settings = settings or config.load()
         if timeout is not None:
             settings = config.Config(**{**vars(settings), "timeout": timeout})

@@ -31,6 +31,8 @@ MUTANTS: list[Mutant] = [
         ("registry.py", "if not was_bound:", "if was_bound:", "a name stays though its package failed"),
         ("functional.py", "return derive_seed(transport.sequence)", "return derive_seed(0)", "calls share their noise"),
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
+        ("launch.py", "int(text) > 65535", "int(text) > 99999", "a port that no host has is taken"),
+        ("errors.py", "if not isinstance(value, kind):", "if value is None:", "values of another kind are taken"),
         ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
         (
             "outages.py",
@@ -308,6 +310,8 @@ MUTANTS: list[Mutant] = [
 # Tests that know most of a file, where its name does not tell which they are.
 LIKELY = {
     "seeds.py": "test_seeds.py",
+    "errors.py": "test_wrong_inputs.py",
+    "launch.py": "test_wrong_inputs.py integrations/test_launch.py",
     "codecs/_sparse.py": "codecs/test_thresholds.py codecs/test_sparse.py",
     "codecs/_low_rank.py": "codecs/test_low_rank.py",
     "codecs/powersgd.py": "codecs/test_low_rank.py",

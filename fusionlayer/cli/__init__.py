@@ -43,7 +43,6 @@ def make_parser() -> Parser:
         prog="fusionlayer",
         description="What fusionlayer costs and saves, in numbers.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="tell versions and what the libraries were built for")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

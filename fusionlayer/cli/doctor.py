@@ -86,7 +86,6 @@ def add_parser(commands: Any) -> None:
         description="Look at this installation, machine and environment, and try every codec\n"
         "and transport for a moment.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_columns(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

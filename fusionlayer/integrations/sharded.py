@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import context
 from ..codecs import Codec
 from ..collectives import halves
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, UsageError, kind_of, require
 from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
@@ -70,6 +70,14 @@ class ShardedOptimizer(Optimizer):
         check_replicas: bool | int | None = None,
         **defaults: Any,
     ) -> None:
+        if not callable(optimizer_class):
+            raise ConfigError(
+                f"optimizer_class: got {kind_of(optimizer_class)}; expected one such as torch.optim.AdamW"
+            )
+        require(params, Iterable, "ShardedOptimizer", "parameters, such as model.parameters()")
+        params = list(params)  # type: ignore[assignment]
+        if not params:
+            raise ConfigError("ShardedOptimizer got no parameters; give those of a model, such as model.parameters()")
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
         if name in _WHOLE_TENSORS:
             raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
