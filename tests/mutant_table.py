@@ -43,7 +43,7 @@ MUTANTS: list[Mutant] = [
         ("timeline.py", "here.doing = _Parts(parts.tim", "_ = _Parts(parts.tim", "a helper's exchanges have no bucket"),
         ("outages.py", r"remote=\[(127\.", r"remote=\[(126\.", "an address of one host alone is told"),
         (
-            "native.py",
+            "libraries.py",
             'if kind == "cuda" and not own.exists()',
             'if kind == "cuda"',
             "which CUDA library is used",
@@ -306,6 +306,7 @@ MUTANTS: list[Mutant] = [
 # Tests that know most of a file, where its name does not tell which they are.
 LIKELY = {
     "seeds.py": "test_seeds.py",
+    "libraries.py": "packaging/test_wheels.py",
     "codecs/_sparse.py": "codecs/test_thresholds.py codecs/test_sparse.py",
     "codecs/_low_rank.py": "codecs/test_low_rank.py",
     "codecs/powersgd.py": "codecs/test_low_rank.py",
