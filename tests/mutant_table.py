@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
             "rank 0 need not prove",
         ),
         ("star.py", "if len(self._callers) >= self._most:", "if False:", "strangers take all descriptors"),
-        ("_board.py", 'if self._store.add("left", 1) == self.size:', "if False:", "keys stay in the store"),
+        ("_board.py", 'if self._store.add("left", 1) == self._size:', "if False:", "keys stay in the store"),
         ("_states.py", "_require(len(call.sends) in (0, most)", "_require(True", "garbage"),
         ("_shared_memory.py", "lag = 1 if whole else 2", "lag = 1", "shares are read before they are summed"),
         (
