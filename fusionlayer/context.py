@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import config, forks, launch, native
+from . import config, forks, launch, libraries
 from .errors import ConfigError, UsageError, require
 from .transport import Transport, local
 from .transport.c10d import C10dTransport, make_default_group
@@ -69,7 +69,7 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
         if timeout is not None:
             settings = config.Config(**{**vars(settings), "timeout": timeout})
         if settings.threads is not None:
-            native.set_threads(settings.threads)
+            libraries.set_threads(settings.threads)
         place = launch.find_place()
         owns = False
         shared: dict[tuple[dist.ProcessGroup | None, int | None], Transport] = {}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import __version__, native
+from .. import __version__, libraries
 from ..errors import FusionLayerError
 from . import autotune, bench, doctor, explain, plan, profile, simulate, trace
 from .arguments import Parser
@@ -79,6 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_version(_: argparse.Namespace) -> None:
-    info = native.build_info(__version__)
+    info = libraries.build_info(__version__)
     print(f"fusionlayer {info.version}, torch {torch.__version__}")
     print(f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {info.cuda.get('archs', 'none')}")

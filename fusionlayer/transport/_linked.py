@@ -224,7 +224,7 @@ class LinkedTransport(Transport):
             self._shut(failure, finding)
             raise failure from error
         watch.leave()
-        self._rendezvous = replace(self._rendezvous, known=watch.known)
+        self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of))
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
         self._dropped = weakref.finalize(self, _abandon, links, watch)

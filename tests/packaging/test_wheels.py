@@ -14,7 +14,7 @@ import pytest
 from setuptools.errors import SetupError
 
 import fusionlayer
-from fusionlayer import native
+from fusionlayer import libraries
 from tests.tiers import exhaustive, needs
 
 from .project_tree import CROSS, ROOT, cross_build
@@ -25,17 +25,17 @@ def test_cuda_library_is_this_packages_or_else_that_of_its_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fusionlayer/lib").mkdir(parents=True)
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "fusionlayer/native.py"))
+    monkeypatch.setattr(libraries, "__file__", str(tmp_path / "fusionlayer/libraries.py"))
     own = tmp_path / "fusionlayer/lib/libfusionlayer_cuda.so"
-    assert native.library_path("cuda") == own, "where it belongs, if there is none"
+    assert libraries.library_path("cuda") == own, "where it belongs, if there is none"
     wheel = tmp_path / "site/fusionlayer_cuda"
     wheel.mkdir(parents=True)
     (wheel / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert native.library_path("cuda") == wheel / own.name
-    assert native.library_path("cpu") == own.with_name("libfusionlayer_cpu.so")
+    assert libraries.library_path("cuda") == wheel / own.name
+    assert libraries.library_path("cpu") == own.with_name("libfusionlayer_cpu.so")
     own.touch()
-    assert native.library_path("cuda") == own
+    assert libraries.library_path("cuda") == own
 
 
 @pytest.fixture(scope="module")
