@@ -145,7 +145,7 @@ def shutdown() -> None:
         job, _job = _job, None
         forks.not_at_exit(shutdown)
         for transport in job.transports.values():
-            transport.close()
+            transport.finish()
         if job.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 

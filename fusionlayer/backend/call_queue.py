@@ -94,7 +94,7 @@ class CallQueue:
         if worker is not None and wait and not worker.is_here:
             worker.join()
         if self._transport is not None:
-            self._transport.close()
+            self._transport.finish()
         self._last = None
 
     def _open_worker(self) -> Worker:

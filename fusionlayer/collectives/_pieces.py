@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 
@@ -20,6 +21,8 @@ Piece = Iterator[Callable[[], None]]
 
 # Pieces under way. While the oldest one computes, the other one has the network. More would only take more memory.
 IN_FLIGHT = 2
+# The priority of a stream on which messages travel.
+_URGENT = -1
 
 
 def cut(numel: int, piece: int | None, unit: int) -> list[slice]:
@@ -122,7 +125,7 @@ class _StreamWorker(CommWorker):
 
     def __init__(self, device: torch.device) -> None:
         self._computing = torch.cuda.current_stream(device)
-        self._travelling = torch.cuda.Stream(device)
+        self._travelling = _beside(self._computing)
 
     def send(self, travel: Callable[[], None]) -> Callable[[], object]:
         # What is sent must have been encoded before it travels.
@@ -135,3 +138,12 @@ class _StreamWorker(CommWorker):
 
     def __exit__(self, *error: object) -> None:
         self._computing.wait_stream(self._travelling)
+
+
+@cache
+def _beside(computing: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return the stream for the calls of what ``computing`` computes: always the same one, and another one."""
+    # torch deals out a few streams again and again, so a new one may be the computing one itself.
+    while (travelling := torch.cuda.Stream(computing.device, priority=_URGENT)) == computing:
+        pass
+    return travelling

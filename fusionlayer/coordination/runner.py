@@ -90,7 +90,7 @@ class Runner:
         """Close the transports of all process sets."""
         for members in self.process_sets.values():
             if members.transport is not None:
-                members.transport.close()
+                members.transport.finish()
 
     def _add_process_set(self, part: OperationPart) -> None:
         (number,), ranks = part.numbers, part.signature.ranks
@@ -103,7 +103,7 @@ class Runner:
     def _remove_process_set(self, number: int) -> None:
         members = self.process_sets.pop(number)
         if members.transport is not None:
-            members.transport.close()
+            members.transport.finish()
 
     def _spans(self, operations: Sequence[Operation]) -> Any:
         if not self.timeline.enabled:

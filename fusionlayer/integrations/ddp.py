@@ -205,7 +205,12 @@ class CommHook:
         return self._engine.plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's error feedback by parameter name, and how many of DDP's buckets and steps there were."""
+        """Return this rank's error feedback by parameter name, and how many of DDP's buckets and steps there were.
+
+        Raises:
+            FusionLayerError: a step has failed; weights and error feedback are worthless.
+        """
+        self._engine.drain()
         return {"sent": self._sent, "step": self._engine.step, **self._engine.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -201,10 +201,16 @@ class Distributed(GradientReduction):
             engine.put(unite)()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under "fusionlayer" this rank's step, error feedback and codec state."""
+        """Return the optimizer's state, and under "fusionlayer" this rank's step, error feedback and codec state.
+
+        Raises:
+            FusionLayerError: a step has failed; the last state that was saved before it is the one to go on from.
+        """
         self._fl_flush()
-        state = super().state_dict()
         engine = self._fl_engine
+        if engine is not None:
+            engine.drain()
+        state = super().state_dict()
         if engine is not None:
             place = {"rank": engine.rank, "size": engine.size, "step": engine.step}
             state["fusionlayer"] = {**place, **engine.memory.state_dict()}
@@ -229,7 +235,11 @@ class Distributed(GradientReduction):
             engine.step = saved["step"]
 
     def close(self) -> None:
-        """End the background threads; gradients are no longer reduced. For programs that go on after training."""
+        """End the background threads; gradients are no longer reduced. For programs that go on after training.
+
+        Raises:
+            TransportError: over NCCL, the last step could not end on the device, so weights are worthless.
+        """
         self._fl_flush()
         self._fl_detach()
 
@@ -244,6 +254,8 @@ class Distributed(GradientReduction):
             TransportError: a peer was lost, stopped or late.
         """
         old, roster = self._fl_engine, self._fl_roster
+        if old is not None:
+            old.give_up()
         self._fl_detach()
         names = roster.reduced(self.__dict__["param_groups"])
         engine, timeline = self._fl_connect(names, True)

@@ -90,7 +90,12 @@ class FSDPCompression:
 
         It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counts from which
         seeds are made; they are the same on all ranks.
+
+        Raises:
+            TransportError: a step has failed; the last state that was saved before it is the one to go on from.
         """
+        for direction in self._directions:
+            direction.drain()
         counts = torch.zeros(len(self._modules), 3, dtype=torch.int64)
         parts: dict[str, Tensor] = {}
         for row, module in zip(counts, self._modules, strict=True):

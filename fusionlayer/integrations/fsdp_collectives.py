@@ -68,6 +68,11 @@ class Direction:
             self._agreed.add(transport)
         return transport
 
+    def drain(self) -> None:
+        """Wait until the device has done all of these collectives that were called."""
+        for transport in list(self._agreed):
+            transport.drain()
+
     def codec_for(self, x: Tensor) -> Codec:
         """Return the codec for ``x``."""
         return self.choice.codec if x.dtype in DTYPE_CODES else _RAW

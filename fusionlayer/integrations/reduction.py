@@ -318,8 +318,10 @@ class GradientReduction(Optimizer):
     def _fl_detach(self) -> None:
         with _live_lock:
             _live.discard(self)
-        self._fl_release()
-        self._fl_engine = self._fl_sparse = self._fl_overlap = self._fl_check = None
+        try:
+            self._fl_release()
+        finally:
+            self._fl_engine = self._fl_sparse = self._fl_overlap = self._fl_check = None
 
     def _fl_flush(self) -> None:
         """Make the updates that wait for the next forward, unless a newer backward has already made gradients."""

@@ -166,7 +166,11 @@ class ShardedOptimizer(Optimizer):
 
         A job of the same size that loads both continues bit for bit. The state has one key, which names the rank, so
         that ``torch.distributed.checkpoint`` keeps the parts of all ranks.
+
+        Raises:
+            TransportError: a step has failed; the last state that was saved before it is the one to go on from.
         """
+        self._fl_transport.drain()
         inner = self._fl_inner if self._fl_step else _stepped_once(self._fl_inner)
         weights = [part.main.detach().clone() for part in self._fl_parts]
         return {self._fl_key: {"step": self._fl_step, "weights": weights, "optimizer": inner.state_dict()}}

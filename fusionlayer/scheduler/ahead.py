@@ -84,14 +84,17 @@ class AheadBuffer(Buffer):
                 self._payload[message.start : message.stop],
                 states[slot.name],
                 derive_seed(*slot.name.encode()),
+                # Here and not in ``run``: it belongs to the stream of the thread that takes the results.
+                result=None if in_place else torch.empty(slot.numel, dtype=self._dtype, device=device),
             )
             for slot, message in zip(bucket.slots, self._messages, strict=True)
         }
+        self._note_work()
 
     def put(self, name: str, gradient: Tensor, step: int) -> None:
         """Encode a gradient of any memory layout; with ``in_place`` its result replaces it later."""
         place = self._places[name]
-        self.join()  # on a GPU the last ``run`` may still read the payload, on its own stream
+        self.join()  # on a GPU the last ``run`` may still read the payload, on a stream of its own
         with self._timeline.span("ENCODE", tensor=name, step=step, bucket=self._index):
             flat = gradient.detach()
             if self._is_flat(flat):
@@ -109,6 +112,7 @@ class AheadBuffer(Buffer):
                     ranks=self._size,
                     seed=self._seed(place, step),
                 )
+        self._note_used([gradient])
         super().put(name, gradient, step)
 
     def _seed(self, place: _MessagePlace, step: int) -> int:
@@ -146,9 +150,7 @@ class AheadBuffer(Buffer):
 
     def _target(self, place: _MessagePlace, gradient: Tensor) -> Tensor:
         """Return (n,) memory for a result: the gradient's own if it is in place, flat and of the bucket's type."""
-        if not self._in_place:
-            if place.result is None:
-                place.result = gradient.new_empty(place.message.numel, dtype=self._dtype)
+        if place.result is not None:
             return place.result
         if self._is_flat(gradient):
             return gradient.view(-1)

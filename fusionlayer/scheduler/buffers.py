@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -58,8 +59,11 @@ class Buffer(ABC):
         self._in_place = in_place
         self.full = False
         self._gradients: dict[str, Tensor] = {}
-        self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._results: dict[str, Tensor] = {}
+        # On CUDA: the last event of each stream on which gradients have arrived; the streams that own the memory of the
+        # buffer and, after it, of the gradients in the last ``run``; when the last work on all this is done.
+        self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._owners = [torch.cuda.current_stream(device)] if device.type == "cuda" else []
         self._done: torch.cuda.Event | None = None
 
     def put(self, name: str, gradient: Tensor, step: int) -> None:
@@ -67,7 +71,7 @@ class Buffer(ABC):
         self._gradients[name] = gradient.detach()
         self.full = len(self._gradients) == len(self.bucket.slots)
         if gradient.is_cuda:
-            stream = torch.cuda.current_stream(gradient.device)
+            stream = torch.cuda.current_stream(self._device)
             self._arrivals[stream] = stream.record_event()
 
     def put_whole(self, flat: Tensor, step: int) -> None:
@@ -77,31 +81,49 @@ class Buffer(ABC):
 
     def run(self, transport: Transport, seed: int) -> None:
         """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
+        self.join()
         # Backward has only queued the kernels that write the gradients, perhaps on several streams.
         for arrival in self._arrivals.values():
-            torch.cuda.current_stream().wait_event(arrival)
+            torch.cuda.current_stream(self._device).wait_event(arrival)
         self._results = self._reduce(self._gradients, transport, seed)
-        if self._arrivals:
-            stream = torch.cuda.current_stream()
-            # The allocator must not give a gradient's memory away while this stream still uses it.
-            for gradient in self._gradients.values():
-                gradient.record_stream(stream)
-            self._done = stream.record_event()
+        self._note_work()
         self.full = False
         self._gradients.clear()
+        self._owners = [*self._owners[:1], *self._arrivals]
         self._arrivals.clear()
 
     def take(self) -> dict[str, Tensor]:
         """Return the results of the last ``run`` by name, to be used on the current stream."""
-        if self._done is not None:
-            self.join()
+        self.join()
         results, self._results = self._results, {}
+        if self._done is not None:
+            # When memory is freed, the allocator gives it to the next work of its owner.
+            for owner in self._owners:
+                owner.wait_event(self._done)
+            stream = torch.cuda.current_stream(self._device)
+            if not self._in_place and stream != self._owners[0]:
+                for result in results.values():
+                    result.record_stream(stream)
         return results
 
     def join(self) -> None:
-        """Let the current stream wait for the work that the last ``run`` has queued."""
+        """Let the current stream wait for the work that the last ``run``, or the constructor, has queued."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def _note_work(self) -> None:
+        """Let ``join`` wait for what the current stream holds. A constructor calls it when it has filled its memory."""
+        if self._device.type == "cuda":
+            self._done = torch.cuda.current_stream(self._device).record_event()
+
+    def _note_used(self, gradients: Iterable[Tensor]) -> None:
+        """Note that the current stream reads gradients; subclasses call it after their last look at them.
+
+        In place, they live until ``take``, which waits for that. Else ``run`` releases them.
+        """
+        if self._device.type == "cuda" and not self._in_place:
+            for gradient in gradients:
+                gradient.record_stream(torch.cuda.current_stream(self._device))
 
     @abstractmethod
     def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
@@ -142,6 +164,7 @@ class FlatBuffer(Buffer):
         self._flat: Tensor | None = None
         if not in_place:
             self._make_flat()  # here and not in ``run``: it belongs to the stream of the thread that takes the results
+        self._note_work()
 
     def put_whole(self, flat: Tensor, step: int) -> None:
         """Take all gradients at once, without a copy."""
@@ -167,6 +190,7 @@ class FlatBuffer(Buffer):
         slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
         with self._timeline.part("MEMCPY_IN_FUSION_BUFFER"):
             self._pack(flat, slots, given)
+        self._note_used(given)
         self._sum(flat, transport, seed)
         if self._in_place:
             with self._timeline.part("MEMCPY_OUT_FUSION_BUFFER"):

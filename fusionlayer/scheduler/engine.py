@@ -21,6 +21,7 @@ from ..plan import Bucket, FusionPlan, TensorInfo
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
+from ..transport._capture import refuse_capture
 from ..transport._clocks import measure_clock
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
@@ -37,7 +38,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Sums gradients over ranks on threads of its own, while backward goes on.
+    """Sums gradients over ranks while backward goes on: on threads of its own, or, over NCCL, on streams of its own.
 
     In each step the caller submits every tensor once, in any order, with ``submit``. Then it calls ``synchronize``
     once, or ``end_step`` and ``take`` for each bucket. If no plan is given, the first step learns the order in which
@@ -49,7 +50,7 @@ class Engine:
 
     Args:
         tensors: every tensor of a step, in any order.
-        transport: used by the engine's threads alone from now on, and closed with the engine.
+        transport: used by the engine alone from now on, and closed with it.
         codec: of all gradients, or of each by its name, for the plan that the engine makes. A given plan has its own.
         algorithm: collective for that plan; None chooses.
         ahead: encode each tensor by itself as it arrives, ahead of fusion, in that plan. None: if ``algorithm`` gathers
@@ -61,7 +62,8 @@ class Engine:
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
         timeline: record of the threads' work.
-        lanes: buckets that are under way at once; while one is encoded or decoded, another travels.
+        lanes: buckets that are under way at once; while one is encoded or decoded, another travels. Over NCCL one lane
+            does: its calls wait for nothing.
         overlap_forward: the caller takes buckets one by one while the next forward runs. After some steps buckets leave
             in the order in which forward needs them: of the complete ones, the one that backward completed last.
         plan_controller: watches the steps and may give the engine another plan between two of them.
@@ -119,6 +121,8 @@ class Engine:
         self._codecs_change = False
         self._buffers: list[Buffer] = []
         self._bucket_of: dict[str, int] = {}
+        if transport.only_queues(device):
+            lanes = 1
         self._order = SendOrder(0, lanes)
         self._arrived: dict[str, Tensor] = {}
         self._jobs: dict[int, Job] = {}
@@ -273,11 +277,10 @@ class Engine:
 
         Raises:
             UsageError: the gradient was submitted twice, is not one of the engine's tensors, has another size, or its
-                result of the last step has not been taken.
+                result of the last step has not been taken; or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
-        if self.failure is not None:
-            raise again(self.failure)
+        self._check_sound(f"gradient {name!r} arrives")
         arrived = 0.0 if self._watch is None else time.perf_counter()
         with self._lock:
             tensor = self._tensors.get(name)
@@ -314,11 +317,10 @@ class Engine:
             done: called on the lane's thread and stream when the result is in place, or when there will be none.
 
         Raises:
-            UsageError: another bucket comes next.
+            UsageError: another bucket comes next, or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
-        if self.failure is not None:
-            raise again(self.failure)
+        self._check_sound(f"gradient {bucket.names[0]!r} arrives")
         with self._lock:
             if index != len(self._jobs):
                 raise UsageError(
@@ -400,18 +402,53 @@ class Engine:
         for index in list(self._ended):
             self.take(index)
 
+    def drain(self) -> None:
+        """Wait until the device has done all messages of the steps that have ended.
+
+        Over NCCL, results are only queued when they are taken. Whoever saves them, or what they have changed, calls it
+        before.
+
+        Raises:
+            FusionLayerError: a step has failed; what it was to change is worthless.
+        """
+        self._check_sound("what steps have queued is waited for")
+        try:
+            for lane in self._lanes:
+                lane.drain()
+        except BaseException as error:
+            self._fail(error)
+
     def close(self) -> None:
-        """Let the buckets of the last step end, then the threads, and close the transports.
+        """Let the buckets of the last step end, on the device too, then the threads, and close the transports.
 
         A second call does nothing.
+
+        Raises:
+            TransportError: over NCCL, a step whose results were taken could not end. The engine is closed all the same.
         """
         # Other ranks wait for this rank's share of these buckets, so they travel even if nobody here takes them.
         for job, _ in self._ended.values():
             with suppress(Exception):
                 job.wait()
+        if self.failure is None:
+            self.drain()
+        self._close_lanes()
+
+    def _close_lanes(self) -> None:
         for lane in self._lanes:
             lane.close()
         self._timeline.close()
+
+    def give_up(self) -> None:
+        """Close the transports at once: what is under way fails here and on the other ranks."""
+        self._close_lanes()
+
+    def _check_sound(self, what: str) -> None:
+        """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""
+        if self.failure is not None:
+            raise again(self.failure)
+        if self._device.type == "cuda":
+            refuse_capture(what)
 
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 
@@ -527,9 +564,9 @@ class Engine:
         # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
         cause = error if self._cause is None or not isinstance(error, Exception) else again(self._cause)
         self.failure = again(cause).with_traceback(None)
+        self._close_lanes()
         self._arrived.clear()
         self._ended.clear()
-        self.close()
         if cause is error:
             raise error
         raise cause from error
@@ -558,7 +595,7 @@ class Engine:
         work = partial(self._run, index, self._buffers[index], self.step, seed, time.perf_counter_ns(), done)
         self._jobs[index] = lane.put(work, abandoned=done)
 
-    # ---- on the communication threads -------------------------------------------------------------------------------
+    # ---- in the jobs of lanes ---------------------------------------------------------------------------------------
 
     def _run(
         self,

@@ -1,50 +1,80 @@
-"""A lane: a communication thread with its own transport and, on CUDA, its own stream."""
+"""A lane: a transport with the thread or the stream on which its work runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
 
 from ..transport import Transport
-from .worker import Job, Worker
+from .worker import Job, Jobs, Worker
 
 __all__ = ["CPU_LANES", "Lane"]
 
 CPU_LANES = 2
 """How many lanes an optimizer of CPU tensors has by default."""
 
+# Kernels of backward that are queued already must not hold up a bucket: other ranks wait for it.
+_URGENT = -1
+
 
 class Lane:
     """Runs work on its transport, one job after the other. With several lanes one sends while another computes.
 
+    A job runs on the lane's own thread. If the transport only queues work on the device, as NCCL does, a job runs
+    within ``put``, on the thread of the caller: several communicators of a device then get their work in the same order
+    on all ranks, whatever the threads do. On CUDA the lane has a stream of its own.
+
     Args:
-        transport: used by this lane's thread alone, and closed with it.
+        transport: used by this lane alone, and closed with it.
         device: of the tensors.
         name: of the thread.
     """
 
     def __init__(self, transport: Transport, device: torch.device, name: str) -> None:
         self.transport = transport
-        self._worker = Worker(name)
-        # As the thread's first job, so that it runs before any work.
-        self._worker.put(partial(_set_up_thread, torch.cuda.Stream(device) if device.type == "cuda" else None))
+        self._stream = torch.cuda.Stream(device, priority=_URGENT) if device.type == "cuda" else None
+        self._is_at_once = transport.only_queues(device)
+        self._worker = Jobs(name) if self._is_at_once else Worker(name)
+        if not self._is_at_once:
+            # As the thread's first job, so that it runs before any work.
+            self._worker.put(partial(_set_up_thread, self._stream))
 
     def put(self, work: Callable[[Transport], None], abandoned: Callable[[], None] | None = None) -> Job:
-        """Queue ``work(transport)`` and return its job; it runs on the lane's stream without recording gradients.
+        """Run ``work(transport)`` in its turn, on the lane's stream and without recording gradients; return its job.
 
         ``abandoned`` is called if the work fails or never begins.
         """
-        return self._worker.put(partial(work, self.transport), abandoned)
+        return self._worker.put(partial(self._run, work), abandoned)
+
+    def drain(self) -> None:
+        """Wait until the device has done all messages of jobs that have ended; raise what has failed meanwhile.
+
+        Jobs on a thread end with their messages.
+        """
+        if self._is_at_once:
+            self.transport.drain()
 
     def close(self) -> None:
         """Close the transport and let the thread end; do not wait for that. A second call does nothing.
 
-        Jobs that are still queued or under way fail when they use the transport.
+        Jobs that are still queued or under way fail when they use the transport. The current stream waits for what the
+        lane's stream still has to do, so the memory of gradients may be used again.
         """
         self._worker.close()
         self.transport.close()
+        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+            with suppress(RuntimeError):  # the device has failed, and has told so before
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _run(self, work: Callable[[Transport], None]) -> None:
+        if not self._is_at_once:
+            work(self.transport)
+            return
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            work(self.transport)
 
 
 def _set_up_thread(stream: torch.cuda.Stream | None) -> None:

@@ -44,7 +44,7 @@ class Memory:
         else:
             # A view of a bucket's flat residual would keep all of that alive.
             shared = state.residual.untyped_storage().nbytes() > state.residual.nbytes
-            state.residual = state.residual.to(device, copy=shared)
+            state.residual = _handed_over(state.residual).to(device, copy=shared)
         return state
 
     def flat(self, bucket: Bucket, device: torch.device) -> Tensor:
@@ -60,7 +60,7 @@ class Memory:
             state = self._known(slot.name, slot.numel)
             view = flat[slot.offset : slot.offset + slot.numel]
             if state.residual is not None:
-                view.copy_(state.residual)
+                view.copy_(_handed_over(state.residual))
             state.residual = view
         return flat
 
@@ -149,6 +149,13 @@ class Memory:
                 "state of the same model, or none"
             )
         return state
+
+
+def _handed_over(old: Tensor) -> Tensor:
+    """Return ``old``, which the current stream copies; its memory is freed before that, to the stream that made it."""
+    if old.is_cuda:
+        old.record_stream(torch.cuda.current_stream(old.device))
+    return old
 
 
 def _copy(saved: Tensor, device: torch.device | None) -> Tensor:

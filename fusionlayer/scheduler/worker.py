@@ -1,4 +1,4 @@
-"""The communication thread: a queue of jobs, and the only thread that uses its transport."""
+"""Jobs in a row: on a communication thread, or on the threads that put them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from queue import SimpleQueue
 from .. import forks
 from ..errors import FusionLayerError, again
 
-__all__ = ["Job", "Worker"]
+__all__ = ["Job", "Jobs", "Worker"]
 
 
 class Job:
-    """One piece of work of a ``Worker``; any thread may ``wait`` for its end."""
+    """One piece of work of ``Jobs``; any thread may ``wait`` for its end."""
 
     def __init__(self, work: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
         self._work: Callable[[], None] | None = work
@@ -23,7 +23,7 @@ class Job:
         self.error: BaseException | None = None
 
     def run(self, failed: BaseException | None) -> None:
-        """Do the work, or fail as an earlier job has ``failed``. Called by the worker's thread, before ``finish``."""
+        """Do the work, or fail as an earlier job has ``failed``. Called before ``finish``, on the same thread."""
         try:
             if failed is not None:
                 raise failed
@@ -59,40 +59,61 @@ class Job:
             raise again(self.error)
 
 
-class Worker:
-    """A daemon thread that runs jobs one after the other, in the order in which they were put.
+class Jobs:
+    """Runs each job within ``put``, on the thread of the caller; callers put one job at a time.
 
-    After a job has failed, no other job runs: the peers of the transport are out of step by then. Every later job fails
-    with the same error.
+    It is for work that waits for nobody. After a job has failed, no other job runs: the peers of the transport are out
+    of step by then. Every later job fails with the same error.
+
+    Args:
+        name: for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._closed = False
+        self._generation = forks.generation()
+        self.error: BaseException | None = None
+
+    def put(self, work: Callable[[], None], abandoned: Callable[[], None] | None = None) -> Job:
+        """Run ``work`` in its turn and return its job; ``abandoned`` is called if the work fails or never begins.
+
+        If an earlier job has failed, this raises the same error. ``put`` and ``close`` must not run at the same time.
+        """
+        if self.error is not None:
+            raise again(self.error)
+        if self._generation != forks.generation():
+            raise forks.refuse(f"{self._name} runs in its parent")
+        if self._closed:
+            raise FusionLayerError(f"{self._name} is closed: nothing can be sent any more")
+        job = Job(work, abandoned)
+        self._take(job)
+        return job
+
+    def close(self) -> None:
+        """Take no more jobs. A second call does nothing."""
+        self._closed = True
+
+    def _take(self, job: Job) -> None:
+        job.run(self.error)
+        self.error = self.error or job.error
+        # After the error is kept: a thread that has waited for this job must not be able to put another one.
+        job.finish()
+
+
+class Worker(Jobs):
+    """Jobs on a daemon thread, which runs them in the order in which they were put, by any thread.
 
     Args:
         name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__(name)
         # The only state that callers and the thread both change: it needs no lock of ours. None ends the thread.
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._closed = False
-        self._generation = forks.generation()
-        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
-
-    def put(self, work: Callable[[], None], abandoned: Callable[[], None] | None = None) -> Job:
-        """Queue ``work`` and return its job; ``abandoned`` is called if the work fails or never begins.
-
-        If an earlier job has failed, this raises the same error. ``put`` and ``close`` must not run at the same time: a
-        job behind the end mark would never run.
-        """
-        if self.error is not None:
-            raise again(self.error)
-        if self._generation != forks.generation():
-            raise forks.refuse(f"{self._thread.name} runs in its parent")
-        if self._closed:
-            raise FusionLayerError(f"{self._thread.name} is closed: nothing can be sent any more")
-        job = Job(work, abandoned)
-        self._queue.put(job)
-        return job
 
     @property
     def is_here(self) -> bool:
@@ -109,9 +130,9 @@ class Worker:
             self._closed = True
             self._queue.put(None)
 
+    def _take(self, job: Job) -> None:
+        self._queue.put(job)
+
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
-            job.run(self.error)
-            self.error = self.error or job.error
-            # After the error is kept: a thread that has waited for this job must not be able to put another one.
-            job.finish()
+            super()._take(job)

@@ -90,7 +90,30 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the group: pending and later calls raise. Never waits for other ranks. A second call does nothing."""
+        """Close the group: pending and later calls raise. Never waits for other ranks. A second call does nothing.
+
+        Work that calls have only queued on a device is cut off in the middle: ``finish`` waits for it.
+        """
+
+    def finish(self) -> None:
+        """Close the group after all calls have ended, on devices too. What fails meanwhile is logged."""
+        self.close()
+
+    def only_queues(self, device: torch.device) -> bool:
+        """Return whether calls with tensors on ``device`` only queue work on its current stream.
+
+        They wait for no other rank then, and any thread may make them in its turn.
+        """
+        return False
+
+    def drain(self) -> None:  # noqa: B027 - most calls end with their work
+        """Wait until devices have done the work of all calls that have returned; at most for ``timeout`` seconds.
+
+        What was received is whole then. After an orderly ``close`` it does nothing.
+
+        Raises:
+            TransportError: this transport has failed, perhaps in work that was queued.
+        """
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DamagedMessage", "Link", "LinkError", "LinkMessage", "RowLink", "damaged"]
+__all__ = ["DamagedMessage", "DeviceError", "Link", "LinkError", "LinkMessage", "RowLink", "damaged"]
 
 
 class LinkMessage(NamedTuple):
@@ -44,6 +44,14 @@ class DamagedMessage(LinkError):
         self.ranks = tuple(sorted((sender, receiver)))
 
 
+class DeviceError(LinkError):
+    """This rank's own device has failed, so no other rank is to blame."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(rank, f"the device of rank {rank} has failed: {message.splitlines()[0]}")
+        self.ranks = (rank,)
+
+
 class Link(ABC):
     """One rank's connections to the other ranks of its group.
 
@@ -51,9 +59,11 @@ class Link(ABC):
 
     Attributes:
         device: the device on which tensors must be.
+        only_queues: whether calls only queue their work on the device's current stream, and wait for no other rank.
     """
 
     device: torch.device
+    only_queues = False
 
     @abstractmethod
     def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
@@ -71,8 +81,12 @@ class Link(ABC):
     def close(self) -> None:
         """Make calls in flight fail, here and at the peers. Never waits for the peers.
 
-        Any thread may call it. A second call does nothing.
+        Right after ``drain`` no call is in flight, and the messages of all calls still reach the peers. Any thread may
+        call it. A second call does nothing.
         """
+
+    def drain(self) -> None:  # noqa: B027 - most calls end with their work
+        """Wait until the device has done the work of all calls that have returned, at most for the time-out."""
 
     def is_overdue(self) -> bool:
         """Return whether a call has returned but its work did not end within the time-out. Any thread may ask."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import weakref
 from abc import abstractmethod
@@ -25,14 +26,17 @@ from ..processes import node_name
 from ..timeline import here
 from ._base import Transport
 from ._calls import Call, peers
+from ._capture import refuse_capture
 from ._checks import checked_peers
-from ._link import DamagedMessage, Link, LinkError, LinkMessage, RowLink
+from ._link import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink
 from ._rendezvous import Connecting, Rendezvous
 from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
 from .heartbeat import Watch
 
 __all__ = ["LinkedTransport"]
+
+_logger = logging.getLogger("fusionlayer")
 
 _IS_CUDA = attrgetter("is_cuda")
 
@@ -75,6 +79,8 @@ class LinkedTransport(Transport):
         self._duplicates = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | UsageError | None = None
+        self._is_closed = False
+        self._queues = False
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
         self._dropped: weakref.finalize[..., LinkedTransport] | None = None
@@ -194,8 +200,38 @@ class LinkedTransport(Transport):
         made._open(rendezvous, self.timeout, self._stall_warning, self._node, self._checksum)
         return made
 
+    def only_queues(self, device: torch.device) -> bool:
+        link = self._links.get(device.type)
+        return device.type == "cuda" if self.size == 1 else link is not None and link.only_queues
+
+    def drain(self) -> None:
+        if self._is_closed:
+            return
+        self._check_open()
+        if self._watch is None or not self._queues:
+            return
+        self._watch.enter_again()
+        try:
+            for link in self._links.values():
+                link.drain()
+        except LinkError as error:
+            self._check_open()
+            raise self._fail(error, "the work that it has queued on the device") from error
+        self._watch.leave()
+
+    def finish(self) -> None:
+        if self._failure is None:
+            try:
+                self.drain()
+            except TransportError as error:
+                _logger.warning(
+                    "the last calls have not ended on the device, so what they receive is worthless: %s", error
+                )
+        self.close()
+
     def close(self) -> None:
         if self._failure is None:
+            self._is_closed = True
             self._shut(TransportError(f"rank {self.rank}: this transport is closed; make a new one"), None)
 
     def cause(self) -> TransportError | None:
@@ -218,6 +254,7 @@ class LinkedTransport(Transport):
             self._settle(*zip(*connecting.run(self._tell), strict=True))
             for device, link in self._make_links(connecting):
                 links[device] = link
+                self._queues = self._queues or link.only_queues
         except (LinkError, RuntimeError) as error:
             finding = connecting.find_cause(error)
             failure = connecting.error(finding)
@@ -300,7 +337,9 @@ class LinkedTransport(Transport):
         """Close the transport after a failure of its link, find the cause, and return the error that names it."""
         assert self._watch is not None
         lost = f"the connection to rank {error.peer} was lost, though its process is alive"
-        known = Diagnosis(error.ranks, str(error), True) if isinstance(error, DamagedMessage) else None
+        known = None
+        if isinstance(error, (DamagedMessage, DeviceError)):
+            known = Diagnosis(error.ranks, str(error), True)
         finding = self._watch.diagnose(Diagnosis((error.peer,), lost, True), known)
         if not finding.ranks:
             finding = replace(finding, ranks=(error.peer,))
@@ -335,6 +374,8 @@ class _InCall:
     def __init__(self, transport: LinkedTransport, call: Call, counted: bool) -> None:
         if transport._failure is not None:
             transport._check_open()
+        if transport._queues:
+            refuse_capture(f"rank {transport.rank}: {call.what} is called")
         transport.sequence += counted
         self._transport, self._call, self._watch = transport, call, transport._watch
         self._span = here.doing("fusionlayer: wire")

@@ -121,7 +121,8 @@ class C10dTransport(LinkedTransport):
             place = (self.rank, self.size, self.timeout, self._node)
             yield "cpu", GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
         if nccl:
-            yield "cuda", NcclLink(connecting.waiting_store(), self.rank, self.size, self.timeout)
+            store, device = connecting.waiting_store(), torch.device("cuda", torch.cuda.current_device())
+            yield "cuda", connecting.run(lambda _: NcclLink(store, self.rank, self.size, self.timeout, device))
 
 
 def make_default_group(

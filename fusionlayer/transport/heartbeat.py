@@ -191,6 +191,14 @@ class Watch:
             recent = (*recent[-1:], (sequence, call))
         self._progress = Progress(sequence, call, now, recent)
 
+    def enter_again(self) -> None:
+        """Note that this rank waits for the last collective: its call has returned, but not all its work is done."""
+        recent = self._place.recent
+        if recent:
+            sequence, call = recent[-1]
+            self.enter(call, sequence)
+            self._place = self._place._replace(recent=recent)
+
     def leave(self) -> None:
         """Note that the call has succeeded."""
         self._progress = self._progress._replace(call=None, since=0.0)

@@ -56,7 +56,9 @@ def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, 
     model = make_model()
     optimizer = wrap(model, codec="int8", planner="wfbp")
     ddp = DistributedDataParallel(make_model())
-    fl.ddp.register(ddp, "int8")
+    hook = fl.ddp.register(ddp, "int8")
+    sharded_model = make_model()
+    sharded = fl.ShardedOptimizer(sharded_model.parameters(), SGD, lr=0.1)
     train(model, optimizer, rank, range(2))
     for step in range(2):
         loss_of(ddp, rank, step).backward()
@@ -78,7 +80,10 @@ def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, 
 
     # From now on everything raises at once, the error that says why.
     optimizer.zero_grad()
-    for again in (lambda: loss_of(model, rank, 4).backward(), optimizer.step, optimizer.synchronize):
+    with pytest.raises(fl.TransportError):
+        train(sharded_model, sharded, rank, [0])
+    states = (optimizer.state_dict, hook.state_dict, sharded.state_dict)  # they would be of weights that are worthless
+    for again in (lambda: loss_of(model, rank, 4).backward(), optimizer.step, optimizer.synchronize, *states):
         with pytest.raises(fl.TransportError, match="rank 1"):
             again()
     with pytest.raises((fl.TransportError, RuntimeError)):

@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer.errors import TransportError
+from fusionlayer.errors import TransportError, UsageError
 from fusionlayer.processes import Identity
 from fusionlayer.transport import C10dTransport
+from fusionlayer.transport._gloo import GlooLink
+from fusionlayer.transport._link import LinkError
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
@@ -81,6 +83,33 @@ def test_a_stopped_rank_is_stopped(lost: int, store: str) -> None:
     )
     assert outcomes[lost].kind == "hung"
     survivors(outcomes, lost, f"rank {lost} is stopped (process ", (lost,))
+
+
+def drain_after_checkpoint(rank: int, world: int) -> None:
+    """As if the links only queued work on a device: it is done when the messages of all ranks have come."""
+
+    def drain(link: GlooLink) -> None:
+        while link._group is not None:
+            time.sleep(0.01)
+        raise LinkError(rank, "the connections are closed")
+
+    GlooLink.only_queues = True
+    GlooLink.drain = drain  # type: ignore[method-assign]
+    torch.cuda.is_current_stream_capturing = lambda: rank == 0  # type: ignore[assignment]
+    transport = C10dTransport(timeout=20)
+    if rank == 0:
+        with pytest.raises(UsageError, match="while a CUDA graph is captured.*make_graphed_callables"):
+            transport.barrier()
+        torch.cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
+    transport.barrier()
+    exchange(transport, 10)
+    checkpoint("drain")
+    fail_then_raise(transport, transport.drain)
+
+
+def test_a_rank_that_goes_while_the_device_works_is_named_and_a_capture_is_refused() -> None:
+    outcomes = outcomes_of(drain_after_checkpoint, 3, signals={(1, "drain"): signal.SIGKILL}, timeout=30)
+    survivors(outcomes, 1, "rank 1 is gone (process ", (1,))
 
 
 def kill_while_it_moves(rank: int, world: int, how: str) -> None:

@@ -1,0 +1,172 @@
+"""The link over NCCL, with stand-ins for NCCL, events and the driver: what ends it, and what it says then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusionlayer.transport import _capture, _nccl
+from fusionlayer.transport._link import DeviceError, LinkError
+from fusionlayer.transport._nccl import NcclLink
+
+pytestmark = [pytest.mark.short, pytest.mark.timeout(40)]
+
+DEVICE = torch.device("cuda", 0)
+RELAXED = 2
+
+
+class Device:
+    """What the device has reached: events by their numbers, two of each operation."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.reached = 0
+        self.error = ""
+        self.asked = threading.Semaphore(0)
+        self.mode = 0
+        self.asked_in_mode: set[int] = set()
+
+    def event(self) -> Any:
+        self.events += 1
+        return SimpleNamespace(record=lambda: None, query=lambda number=self.events: self.query(number))
+
+    def query(self, number: int) -> bool:
+        self.asked.release()
+        self.asked_in_mode.add(self.mode)
+        if self.error:
+            raise RuntimeError(self.error)
+        return number <= self.reached
+
+    def exchange_mode(self, mode: Any) -> None:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+
+
+class Group:
+    """Stands in for torch's NCCL group."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store: object, rank: int, size: int, options: object) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*_: object) -> Any:
+            self.calls.append(name)
+            return SimpleNamespace(wait=lambda: None)
+
+        return call
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", made.event)
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=made.exchange_mode)
+    monkeypatch.setattr(_capture.ctypes, "CDLL", lambda name: driver)
+    return made
+
+
+@pytest.fixture
+def link(device: Device) -> NcclLink:
+    return NcclLink(dist.HashStore(), 1, 2, 10.0, DEVICE)
+
+
+def sum_once(link: NcclLink) -> None:
+    link.all_reduce(torch.zeros(4), 0)
+
+
+@pytest.mark.parametrize(
+    "after, end",
+    [(["drain"], "shutdown"), ([], "abort"), (["drain", "sum"], "abort"), (["drain", "sum", "drain"], "shutdown")],
+    ids=str,
+)
+def test_what_the_device_has_done_is_sent_to_the_end_and_all_else_is_cut_off(
+    device: Device, link: NcclLink, after: list[str], end: str
+) -> None:
+    device.reached = 100
+    sum_once(link)
+    for what in after:
+        link.drain() if what == "drain" else sum_once(link)
+    link.close()
+    link.close()
+    assert link._group.calls[-1] == end and len({"shutdown", "abort"} & {*link._group.calls}) == 1
+    with pytest.raises(LinkError, match="the connections are closed"):
+        sum_once(link)
+
+
+def test_drain_waits_for_the_device_or_for_the_end_of_the_link(device: Device, link: NcclLink) -> None:
+    errors: list[LinkError] = []
+
+    def drain() -> None:
+        try:
+            link.drain()
+        except LinkError as error:
+            errors.append(error)
+
+    def drain_until(then: Callable[[], None]) -> None:
+        thread = threading.Thread(target=drain, daemon=True)
+        thread.start()
+        for _ in range(3):
+            assert device.asked.acquire(timeout=20)
+        assert thread.is_alive()
+        then()
+        thread.join(20)
+        assert not thread.is_alive()
+
+    sum_once(link)
+    drain_until(lambda: setattr(device, "reached", device.events))
+    assert not errors
+    sum_once(link)
+    drain_until(link.close)
+    assert [str(error) for error in errors] == ["the connections are closed"] and link._group.calls[-1] == "abort"
+
+
+def test_the_time_of_an_operation_begins_when_the_device_begins_it(
+    device: Device, link: NcclLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(_nccl, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sum_once(link)
+    sum_once(link)
+
+    def overdue_after(seconds: float, reached: int) -> bool:
+        now[0] += seconds
+        device.reached = reached
+        return link.is_overdue()
+
+    assert not overdue_after(50, 0), "backward before it takes its time"
+    assert not overdue_after(0, 1) and not overdue_after(9, 1) and not overdue_after(0, 2)
+    assert not overdue_after(50, 3) and not overdue_after(9, 3) and overdue_after(2, 3)
+    link.close()
+    with pytest.raises(LinkError, match="did not end in time"):
+        link.drain()
+    assert device.asked_in_mode == {RELAXED} and device.mode == 0, "a capture of another thread goes on"
+
+
+@pytest.mark.parametrize("seen_by", ["the watch", "the next call"])
+def test_a_device_that_fails_is_told_as_itself(
+    device: Device, link: NcclLink, seen_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sum_once(link)
+    text = "CUDA error: an illegal memory access was encountered"
+    if seen_by == "the watch":
+        device.error = f"{text}\nSearch for `cudaErrorIllegalAddress'"
+        assert link.is_overdue()
+        link.close()
+    else:
+
+        def fail(*_: object) -> None:
+            raise dist.DistBackendError(f"NCCL error: unhandled cuda error\n{text}")
+
+        monkeypatch.setattr(link._group, "allreduce", fail, raising=False)
+        text = "NCCL error: unhandled cuda error"
+    with pytest.raises(DeviceError, match=f"^the device of rank 1 has failed: {text}$") as told:
+        sum_once(link)
+    assert told.value.ranks == (1,)
