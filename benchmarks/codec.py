@@ -374,7 +374,7 @@ def main() -> None:
     environment = driver.begin(args, device=args.device)
     where = "one thread" if device.type == "cpu" else "one GPU"
     title = f"Codec speed: {args.numel} elements, {where}, {len(copy.seconds)} rounds"
-    driver.finish(args, "codec", title, environment, results)
+    driver.finish(args, "codec" if device.type == "cpu" else "codec-gpu", title, environment, results)
 
 
 if __name__ == "__main__":

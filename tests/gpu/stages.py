@@ -115,7 +115,9 @@ class Stage:
     measures: bool = False
 
 
-def _tests(name: str, files: str, *more: str, workers: int = 1, tier: str = "gpu and not exhaustive", **how: Any) -> Run:
+def _tests(
+    name: str, files: str, *more: str, workers: int = 1, tier: str = "gpu and not exhaustive", **how: Any
+) -> Run:
     """Return a run of pytest over files of this folder, in as many processes as given if pytest-xdist is there."""
     spread = ("-n", str(workers)) if workers > 1 and importlib.util.find_spec("xdist") else ()
     paths = tuple(f"tests/gpu/test_{file}.py" for file in files.split())
