@@ -18,7 +18,7 @@ needs_device = pytest.mark.skipif(ON != "cuda", reason="rehearsed on the CPU, wh
 
 
 class TensorsOn(TorchFunctionMode):
-    """Within it, tensors are made on a device unless another is named; what generators of the CPU draw goes there too."""
+    """Within it, tensors are made on a device unless another is named, and what the CPU draws goes there."""
 
     _DRAWING = (torch.rand, torch.randn, torch.randint, torch.randperm)
 

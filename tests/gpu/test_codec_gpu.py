@@ -55,7 +55,7 @@ def core_codecs() -> Iterator[Codec]:
 
 
 def is_typical(codec: Codec) -> bool:
-    """Tell whether a codec has the widths of groups and blocks that most users have; others differ in a number alone."""
+    """Tell whether a codec has the usual widths of groups and blocks; others differ from it in a number alone."""
     return getattr(codec, "group_size", 128) in (128, 2048) and getattr(codec, "block_size", 256) == 256
 
 

@@ -5,7 +5,7 @@ Each is called as ``body(rank, world, device, ...)`` in a process of its own and
 there is a GPU.
 
 NCCL refuses two ranks that share a device, unless it takes them for two hosts: it tells hosts by ``NCCL_HOSTID``. Then
-messages go through sockets of the loopback, which is slow and enough to see whether sums, orders and failures are right.
+messages go through sockets of the loopback, which is slow, and enough to see that sums, orders and failures are right.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def beyond_32_bits(rank: int, world: int, device: str, numel: int) -> list[float
 
 
 def model_on(device: torch.device) -> nn.Sequential:
-    """Return a perceptron whose tensors have lengths that fit no block of any codec, with the same values everywhere."""
+    """Return a perceptron whose tensors have lengths that fit no block of any codec, with fixed values."""
     layers = [nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)]
     model = nn.Sequential(*layers)
     fill(model)
