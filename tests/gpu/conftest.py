@@ -12,6 +12,7 @@ from tests.gpu.place import GPU, ON
 # Set by tests.gpu.stages: when the stage's time is over, and the file that gets a line for each test.
 UNTIL, LOG = "GPU_TESTS_UNTIL", "GPU_TESTS_LOG"
 NOT_RUN = "no time was left in this stage"
+_is_worker = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,10 +30,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(NOT_RUN)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker of pytest-xdist sends its reports to the process that started it, which writes them down."""
+    global _is_worker
+    _is_worker = hasattr(config, "workerinput")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write down how a test went as soon as it has ended: a device that hangs takes all later reports along."""
     path = os.environ.get(LOG)
-    if path is None or "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+    if path is None or _is_worker or (report.when != "call" and report.passed):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     outcome = "not run" if report.skipped and NOT_RUN in reason else report.outcome

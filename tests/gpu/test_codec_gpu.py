@@ -74,7 +74,8 @@ TYPICAL = list(filter(is_typical, CODECS))
 KERNELS = list(first_of_each_kernel())
 PLAIN = [
     *(fl.codecs.get(name).bare for name in ("raw", "int8", "int4", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")),
-    *(fl.codecs.get(name).bare for name in ("thc", "tlq_hs", "tahquant")),
+    *(fl.codecs.get("thc", block_size=256).bare, fl.codecs.get("tahquant", channels=384).bare),
+    fl.codecs.get("tlq_hs").bare,
 ]
 """A codec of each kind that has kernels, as it is used."""
 

@@ -389,7 +389,7 @@ def close_at_once(rank: int, world: int, device: str, numel: int) -> list[float]
     """Close while the device still sums what the last step has sent: the update gets whole sums."""
     on = place(rank, device)
     parameter = nn.Parameter(torch.zeros(numel, device=on))
-    wrapped: Any = fl.DistributedOptimizer(torch.optim.SGD([parameter], lr=-1.0), [("p", parameter)], codec="raw")
+    wrapped: Any = fl.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], codec="raw")
     given = gradient(numel, rank).to(on)
     for _ in range(2):
         wrapped.zero_grad()
@@ -397,7 +397,7 @@ def close_at_once(rank: int, world: int, device: str, numel: int) -> list[float]
         wrapped.step()
     wrapped.close()
     wait_for(on)
-    expected = 2 * sum(gradient(numel, each) * 0.5 for each in range(world))
+    expected = -2 * sum(gradient(numel, each) * 0.5 for each in range(world))
     wrong = int((parameter.detach().cpu() != expected).sum())
     assert not wrong, f"{wrong} of {numel} elements are not summed"
     return []

@@ -47,16 +47,17 @@ class Overdue(subprocess.Popen[bytes]):
     """A program whose time is over as soon as it has written down a test."""
 
     def wait(self, timeout: float | None = None) -> int:
-        if timeout is None:
-            return super().wait()
+        if timeout is None or self.log is None:
+            return super().wait(timeout)
         deadline = time.monotonic() + 30
         while not (self.log.exists() and self.log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.01)
         raise subprocess.TimeoutExpired(self.args, timeout)
 
-    def __init__(self, words: list[str], env: dict[str, str], **how: Any) -> None:
-        self.log = Path(env[LOG])
-        super().__init__(words, env=env, **how)
+    def __init__(self, words: list[str], **how: Any) -> None:
+        log = (how.get("env") or {}).get(LOG)
+        self.log = None if log is None else Path(log)
+        super().__init__(words, **how)
 
 
 @pytest.mark.medium
@@ -100,7 +101,7 @@ def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> No
     have = set().union(*(options(*case) for case in fast))
     assert {missing[1] for missing in every - have} <= {"group_size", "block_size"}
     assert not [missing for missing in every - have if missing[-1] is torch.float32]
-    assert {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.KERNELS} | {*test_codec_gpu.TYPICAL} and len(fast) < 400
+    assert {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 400
 
 
 @pytest.mark.medium
