@@ -78,6 +78,8 @@ PLAIN = [
     fl.codecs.get("tlq_hs").bare,
 ]
 """A codec of each kind that has kernels, as it is used."""
+FEW = [fl.codecs.get("int4").bare, fl.codecs.get("taco").bare, fl.codecs.get("zip").bare, PLAIN[-3]]
+"""One for each way in which kernels go over a tensor; the CPU takes long to check many elements."""
 
 every_codec_and_dtype = pytest.mark.parametrize(
     "codec, dtype",
@@ -163,7 +165,7 @@ def test_tensors_that_are_not_aligned(codec: Codec, dtype: torch.dtype) -> None:
         check(codec, numel, dtype, shift=1)
 
 
-@typical_codec
+@pytest.mark.parametrize("codec", tiered(TYPICAL, lambda codec: codec in FEW), ids=str)
 def test_large_tensors(codec: Codec) -> None:
     check(codec, LARGE, torch.float32)
     check(codec, LARGE, torch.bfloat16)

@@ -101,7 +101,7 @@ def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> No
     have = set().union(*(options(*case) for case in fast))
     assert {missing[1] for missing in every - have} <= {"group_size", "block_size"}
     assert not [missing for missing in every - have if missing[-1] is torch.float32]
-    assert {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 400
+    assert {*test_codec_gpu.FEW} < {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 400
 
 
 @pytest.mark.medium
@@ -114,7 +114,8 @@ def test_a_trainer_that_nccl_is_compared_by() -> None:
 @pytest.mark.timeout(300)
 @exhaustive(guarded_by="tests/packaging/test_gpu_stages.py::test_a_trainer_that_nccl_is_compared_by")
 @pytest.mark.parametrize(
-    ("name", "words", "least"), [("nccl", "", len(two_ranks.TRAINERS) + 6), ("bytes", "beyond or (kernel_once and taco)", 20)]
+    ("name", "words", "least"),
+    [("nccl", "", len(two_ranks.TRAINERS) + 6), ("bytes", "beyond or (kernel_once and taco)", 20)],
 )
 def test_a_rehearsal_on_the_cpu(name: str, words: str, least: int, tmp_path: Path) -> None:
     """All bodies of the tests over NCCL run over gloo, and kernels of the CPU are compared with themselves."""
