@@ -151,17 +151,17 @@ STAGES = {
         (_tests("bytes", _KERNELS, workers=_WORKERS),),
     ),
     "nccl": Stage(
-        "two ranks on one device over NCCL: the bits of gloo in every trainer, and failures",
+        "two ranks over NCCL: gloo's bits in every trainer, and failures",
         (*_BASIC, _no_nccl),
         (_tests("nccl", "nccl", "-k", "not others", workers=2),),
     ),
     "trainers": Stage(
-        "two ranks on one device over gloo learn what they learn without compression",
+        "two ranks over gloo learn what they do without compression",
         _BASIC,
         (_tests("trainers", "processes_gpu", workers=3),),
     ),
     "race": Stage(
-        "no races: launch order over NCCL, streams of trainers, memory of kernels",
+        "races: launch order over NCCL, streams of trainers, kernels",
         (*_BASIC, _no_nccl),
         (
             _tests("launch order", "nccl", "-k", "others", share=0.2),
