@@ -1,4 +1,4 @@
-# `make install` makes .venv and the package in it; every other target but `gpu` installs first what it needs.
+# `make install` makes .venv and the package in it; every other target but `gpu...` installs first what it needs.
 PYTHON ?= python3
 ARGS ?=
 RESULTS ?= benchmarks/results
@@ -13,8 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 RUNNABLE := $(VENV)/.runnable
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
+GPU_STAGES := build bytes nccl trainers race kernels steps bytes-all
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu wheel wheels release clean
+.PHONY: help install demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
@@ -78,11 +80,22 @@ bench: install ## all measurements of this machine, about half an hour; results 
 bench-smoke: install ## the same in small, a minute: only to see that all of it works
 	$(BIN)/python -m benchmarks.suite --smoke --out build/bench-smoke $(ARGS)
 
-gpu: ## build, test and measure with the CUDA device and the torch of $(PYTHON); makes no environment
-	FUSIONLAYER_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
-	$(PYTHON) -m benchmarks.codec --device cuda --out benchmarks/results
-	$(PYTHON) -m benchmarks.gpu_training --out benchmarks/results
+# Each ends in under nine minutes and can be called alone: docs/gpu.md. $(PYTHON) has torch and pytest.
+# A rehearsal is no result.
+GPU_RESULTS = $(if $(findstring --rehearse,$(ARGS)),build/gpu,$(RESULTS))
+gpu: ## all stages below on a CUDA device; status 69 and what it lacks where there is none; ARGS="--rehearse" on the CPU
+	$(PYTHON) -m tests.gpu.stages $(GPU_STAGES) --out $(GPU_RESULTS) $(ARGS)
+
+gpu-build: ## the CUDA library for the GPUs that are here; makes no environment
+gpu-bytes: ## every kernel, type and tail writes the bytes of the CPU
+gpu-nccl: ## two ranks on one GPU over NCCL: the bits of gloo in every trainer, failures
+gpu-trainers: ## two ranks on one GPU over gloo learn what they learn without compression
+gpu-race: ## streams, launch order and memory under sanitizers
+gpu-kernels: ## speed of kernels as a share of a copy's
+gpu-steps: ## steps of training on one GPU
+gpu-bytes-all: ## the cases that gpu-bytes leaves out
+$(GPU_STAGES:%=gpu-%): gpu-%:
+	$(PYTHON) -m tests.gpu.stages $* --out $(GPU_RESULTS) $(ARGS)
 
 wheel: install ## dist/fusionlayer-*.whl, for every Python on this kind of machine
 	$(BIN)/python -m pip wheel . --no-deps -w dist

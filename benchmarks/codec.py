@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import statistics
 import sys
 import time
@@ -262,12 +263,14 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
     return partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
-def measure(rows: list[Row], device: torch.device, rounds: int) -> None:
-    """Time every row once a round, after one round that is not counted."""
+def measure(rows: list[Row], device: torch.device, rounds: int, until: float = math.inf) -> None:
+    """Time every row once a round, after one that is not counted; after two, begin none when it is ``until``."""
     if device.type == "cuda":
         for row in rows:
             row.call = _repeated(row.call, row.waits)
     for n in driver.follow("benchmarks.codec", range(rounds + 1), "round {}".format):
+        if n > 2 and time.monotonic() > until:
+            break
         for row in rows:
             seconds = _cuda_seconds(row.call) if device.type == "cuda" else _cpu_seconds(row.call)
             if n:
@@ -317,12 +320,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--numel", type=int, default=16 << 20, help="elements; a multiple of 65536")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round after so many, but for two")
     parser.add_argument("--codecs", nargs="*", default=fl.codecs.names(), help="names of codecs and presets")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--isas", nargs="*", default=["auto"], help="instruction sets of the CPU to measure")
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, default=True, help="rows of sparse verbs")
     driver.add_options(parser)
     args = parser.parse_args()
+    until = time.monotonic() + args.seconds
     if args.numel % 65536:
         parser.error(f"--numel {args.numel}: expected a multiple of 65536")
 
@@ -363,13 +368,13 @@ def main() -> None:
             )
             rows += zipnn_rows(values) if device.type == "cpu" else []
         sparse = list(sparse_rows(x)) if args.sparse else []
-        measure(rows + sparse, device, args.rounds)
+        measure(rows + sparse, device, args.rounds, until)
         results += [{"isa": isa, **row.result(copy)} for row in rows]
         results += [{"isa": isa, **row.result(copy, sparse[0])} for row in sparse]
     environment = driver.begin(args, device=args.device)
     where = "one thread" if device.type == "cpu" else "one GPU"
-    title = f"Codec speed: {args.numel} elements, {where}, {args.rounds} rounds"
-    driver.finish(args, "codec", title, environment, results)
+    title = f"Codec speed: {args.numel} elements, {where}, {len(copy.seconds)} rounds"
+    driver.finish(args, "codec" if device.type == "cpu" else "codec-gpu", title, environment, results)
 
 
 if __name__ == "__main__":

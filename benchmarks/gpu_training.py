@@ -1,10 +1,11 @@
-"""Training on one GPU: two processes that share it over gloo, then one with NCCL; checks results, reports step times.
+"""Training on one GPU: two processes that share it over gloo, then an engine of one; checks results, tells step times.
 
     python -m benchmarks.gpu_training [--out benchmarks/results] [--steps 40]
 
-NCCL refuses two ranks on one GPU, so the two processes send through pinned host memory: the numbers say what the
-engine's streams and events cost, not what a network would. Every run ends with bit-equal parameters on both ranks, or
-fails.
+The two processes send through pinned host memory: the numbers say what the engine's streams and events cost, not what
+a network would. Two ranks of NCCL on one GPU (tests/gpu/two_ranks.py) take turns on it, so their times would mean
+nothing. Every run ends with bit-equal parameters on both ranks, or fails. The engine of one rank sends
+nothing: its rows are what it encodes and decodes around an exchange, and launches.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "topk 1 %": {"codec": "topk", "density": 0.01},
 }
 # What comes back of one rank's tensor is as good as the codec.
-WITH_NCCL = ("raw", "zip", "bf16", "int8", "int4", "tlq_hs", "taco", "mxfp8", "mxfp4", "dynamiq")
+ALONE = ("raw", "zip", "bf16", "int8", "int4", "tlq_hs", "taco", "mxfp8", "mxfp4", "dynamiq")
 
 
 def _model(device: torch.device) -> nn.Module:
@@ -101,13 +102,13 @@ def _shared_gpu(rank: int, store: str, steps: int, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def _alone_with_nccl(rank: int, store: str, steps: int, results: Any) -> None:
+def _alone(rank: int, store: str, steps: int, results: Any) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, timeout=timedelta(seconds=60))
     fl.init(timeout=60)
     rows = []
-    for name in WITH_NCCL:
+    for name in ALONE:
         gradients = {f"g{i}": torch.randn(1 << 20, device=device) for i in range(8)}
         infos = [TensorInfo(name, g.numel(), "float32", 4) for name, g in gradients.items()]
         engine = Engine(
@@ -133,10 +134,10 @@ def _alone_with_nccl(rank: int, store: str, steps: int, results: Any) -> None:
             for key, g in fresh.items():
                 error = (g - expected[key]).norm() / expected[key].norm()
                 if not error < 0.25:
-                    raise SystemExit(f"{name} over NCCL: relative error {error:.3f} of {key}")
+                    raise SystemExit(f"{name} alone: relative error {error:.3f} of {key}")
         engine.close()
         rows.append(
-            {"method": f"engine, nccl, {name}", "loss": "", "step ms": round(1000 * statistics.median(seconds), 2)}
+            {"method": f"engine alone, {name}", "loss": "", "step ms": round(1000 * statistics.median(seconds), 2)}
         )
     results.put(rows)
     fl.shutdown()
@@ -174,9 +175,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("no CUDA device here")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rows = _run(_shared_gpu, 2, args.steps) + _run(_alone_with_nccl, 1, args.steps)
+    rows = _run(_shared_gpu, 2, args.steps) + _run(_alone, 1, args.steps)
     environment = driver.begin(args, device="cuda")
-    title = f"Training on one GPU: 2 processes over gloo, and the engine over NCCL; {args.steps} steps"
+    title = f"Training on one GPU: 2 processes over gloo, and an engine of one rank; {args.steps} steps"
     driver.finish(args, "gpu_training", title, environment, rows)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = [
     *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "TRAINING", "Record"),
-    *("end", "errors", "load", "mean", "minutes", "more", "result", "rows", "speedup", "the", "zipped"),
+    *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows", "speedup", "the", "zipped"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +108,12 @@ def zipped(call: str, size: int, rate: str = "100mbit") -> float:
     return statistics.median(native / own for native, own in zip(seconds.native, seconds.zipped, strict=True))
 
 
+def kernels(codec: str) -> tuple[float, ...]:
+    """Return what a codec's kernels reach of a copy on a GPU: f32 encoded and decoded, bf16 encoded and decoded."""
+    places = [(dtype, verb) for dtype in ("float32", "bfloat16") for verb in ("encode", "decode")]
+    return tuple(the("codec-kernels", codec=codec, verb=verb, dtype=dtype)["of copy"] for dtype, verb in places)
+
+
 def minutes(method: str, rate: str, goal: float) -> float:
     """Return how long training takes until the loss, the mean over seeds, is at ``goal`` or below.
 
@@ -129,7 +135,7 @@ def minutes(method: str, rate: str, goal: float) -> float:
 
 NAMES: dict[str, Any] = {
     **{"ADAMW": CONVERGENCE, "SGD": SGD, "CODECS": CODECS},
-    **{each.__name__: each for each in (end, errors, mean, minutes, more, rows, speedup, the, zipped)},
+    **{each.__name__: each for each in (end, errors, kernels, mean, minutes, more, rows, speedup, the, zipped)},
     **{each.__name__: each for each in (float, max, min)},
     "fmean": statistics.fmean,
     "median": statistics.median,

@@ -13,9 +13,10 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.thc import THC
+from tests.gpu.place import GPU, needs_device
 from tests.synthetic import awkward, bit_patterns, gradient
+from tests.tiers import tiered
 
-GPU = torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 4095, 4097, 70_001)
 LARGE = (1 << 24) + 4097  # more than one pass of any grid
@@ -53,15 +54,44 @@ def core_codecs() -> Iterator[Codec]:
         yield fl.codecs.get("tahquant6", tile=tile, channels=channels, header=False)
 
 
+def is_typical(codec: Codec) -> bool:
+    """Tell whether a codec has the usual widths of groups and blocks; others differ from it in a number alone."""
+    return getattr(codec, "group_size", 128) in (128, 2048) and getattr(codec, "block_size", 256) == 256
+
+
+def first_of_each_kernel() -> Iterator[Codec]:
+    """Yield a codec for each combination of options that chooses other code on the device, with one width each."""
+    seen = set()
+    for codec in filter(is_typical, core_codecs()):
+        options = {key: value for key, value in codec.options.items() if key not in ("group_size", "block_size")}
+        if (key := (codec.name, *map(str, options.items()))) not in seen:
+            seen.add(key)
+            yield codec
+
+
 CODECS = list(core_codecs())
-TYPICAL = [
-    codec
-    for codec in CODECS
-    if getattr(codec, "group_size", 128) in (128, 2048) and getattr(codec, "block_size", 256) == 256
+TYPICAL = list(filter(is_typical, CODECS))
+KERNELS = list(first_of_each_kernel())
+PLAIN = [
+    *(fl.codecs.get(name).bare for name in ("raw", "int8", "int4", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")),
+    *(fl.codecs.get("thc", block_size=256).bare, fl.codecs.get("tahquant", channels=384).bare),
+    fl.codecs.get("tlq_hs").bare,
 ]
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
-typical_codec = pytest.mark.parametrize("codec", TYPICAL, ids=str)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+"""A codec of each kind that has kernels, as it is used."""
+FEW = [fl.codecs.get("int4").bare, fl.codecs.get("taco").bare, fl.codecs.get("zip").bare, PLAIN[-3]]
+"""One for each way in which kernels go over a tensor; the CPU takes long to check many elements."""
+
+every_codec_and_dtype = pytest.mark.parametrize(
+    "codec, dtype",
+    tiered(product(CODECS, DTYPES), lambda codec, dtype: is_typical(codec) or dtype is torch.float32),
+    ids=str,
+)
+typical_codec_and_dtype = pytest.mark.parametrize(
+    "codec, dtype",
+    tiered(product(TYPICAL, DTYPES), lambda codec, dtype: codec in KERNELS),
+    ids=str,
+)
+typical_codec = pytest.mark.parametrize("codec", tiered(TYPICAL, lambda codec: codec in PLAIN), ids=str)
 
 
 def sample(codec: Codec, numel: int, dtype: torch.dtype, stream: int = 0) -> Tensor:
@@ -116,28 +146,32 @@ def check(codec: Codec, numel: int, dtype: torch.dtype, shift: int = 0) -> None:
     assert differing == [], f"{codec}, {numel} elements of {dtype}, shifted by {shift}"
 
 
-@every_dtype
-@every_codec
+@pytest.mark.parametrize("codec", KERNELS, ids=str)
+def test_every_kernel_once(codec: Codec) -> None:
+    """What compute-sanitizer looks at, which makes kernels many times slower: each once, with a tail."""
+    for dtype in DTYPES:
+        check(codec, 4097, dtype)
+
+
+@every_codec_and_dtype
 def test_ragged_lengths(codec: Codec, dtype: torch.dtype) -> None:
     for numel in LENGTHS:
         check(codec, numel, dtype)
 
 
-@every_dtype
-@typical_codec
+@typical_codec_and_dtype
 def test_tensors_that_are_not_aligned(codec: Codec, dtype: torch.dtype) -> None:
     for numel in (33, 1024, 5000):
         check(codec, numel, dtype, shift=1)
 
 
-@typical_codec
+@pytest.mark.parametrize("codec", tiered(TYPICAL, lambda codec: codec in FEW), ids=str)
 def test_large_tensors(codec: Codec) -> None:
     check(codec, LARGE, torch.float32)
     check(codec, LARGE, torch.bfloat16)
 
 
-@every_dtype
-@typical_codec
+@typical_codec_and_dtype
 def test_every_bit_pattern(codec: Codec, dtype: torch.dtype) -> None:
     x = bit_patterns(dtype)
     on_gpu = codec.compress(x.to(GPU), SEED)
@@ -168,6 +202,7 @@ def test_sums_of_codes(count: int, levels: str) -> None:
     assert same(total, total_gpu) and same(out, out_gpu)
 
 
+@needs_device
 @typical_codec
 def test_work_runs_on_the_current_stream(codec: Codec) -> None:
     x = gradient(1 << 20)
@@ -184,6 +219,7 @@ def test_work_runs_on_the_current_stream(codec: Codec) -> None:
     assert same(expected, decoded)
 
 
+@needs_device
 @typical_codec
 def test_calls_only_enqueue_so_that_a_graph_can_hold_them(codec: Codec) -> None:
     numel = 10_000

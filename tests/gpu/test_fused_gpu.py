@@ -12,7 +12,8 @@ from fusionlayer import codecs, native
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.codecs.integer import Int
 from fusionlayer.integrations.weights import Weights
-from tests.gpu.test_codec_gpu import DTYPES, GPU, LARGE, LENGTHS, same
+from tests.gpu.place import GPU
+from tests.gpu.test_codec_gpu import DTYPES, LARGE, LENGTHS, same
 from tests.synthetic import awkward, gradient
 
 CPU = torch.device("cpu")

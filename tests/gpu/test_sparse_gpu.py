@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import native
+from tests.gpu.place import GPU
 from tests.synthetic import awkward, gradient
 
-GPU = torch.device("cuda")
 LENGTHS = (1, 33, 255, 257, 4097, 65_537, 1_000_003)
 LARGE = (1 << 24) + 4097
 FORMS = {"bitmap": native.SPARSE_BITMAP, "byte": native.SPARSE_BYTE, "short": native.SPARSE_SHORT}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.stages import STAGES
+
 from .project_tree import ROOT
 
 pytestmark = pytest.mark.short
@@ -26,7 +28,8 @@ PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
         ("bench", "python -m benchmarks.suite --out benchmarks/results --steps 3"),
-        ("gpu", "python3 -m pytest tests/gpu -m gpu --steps 3"),
+        ("gpu", f"python3 -m tests.gpu.stages {' '.join(STAGES)} --out benchmarks/results --steps 3"),
+        *((f"gpu-{name}", f"python3 -m tests.gpu.stages {name} --out benchmarks/results --steps 3") for name in STAGES),
         ("docs", "python -m mkdocs build"),
         ("docs-serve", "python -m mkdocs serve"),
         ("wheel", "python -m pip wheel . --no-deps -w dist"),

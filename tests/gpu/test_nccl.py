@@ -1,0 +1,89 @@
+"""Two ranks on one device over NCCL: the bits of gloo in every trainer, and failures that end in time and are named."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.gpu import two_ranks
+from tests.gpu.place import ON, needs_device
+from tests.gpu.two_ranks import OWN_PARTS, TRAINERS
+from tests.harness import outcomes_of, run_ranks
+
+BACKEND = "cpu:gloo,cuda:nccl" if ON == "cuda" else "gloo"
+LARGE = (1 << 31) + 5000 if ON == "cuda" else (1 << 16) + 5000
+
+
+def by_gloo(body: Any, *args: Any) -> list[Any]:
+    return run_ranks(body, 2, ON, *args, timeout=110)
+
+
+def over_nccl(body: Any, *args: Any) -> list[Any]:
+    return run_ranks(body, 2, ON, *args, backend=BACKEND, timeout=110)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def meeting() -> None:
+    """Let torch alone sum over NCCL once. Where that fails, every test here fails at once, and says why."""
+    if ON == "cuda" and not dist.is_nccl_available():
+        pytest.skip("torch was built without NCCL")
+    assert over_nccl(two_ranks.meet) == [[3.0] * 3] * 2
+
+
+def test_what_every_transport_does() -> None:
+    over_nccl(two_ranks.conform)
+
+
+def test_subsets_duplicates_and_messages() -> None:
+    assert over_nccl(two_ranks.in_parts) == by_gloo(two_ranks.in_parts)
+
+
+@pytest.mark.parametrize("body, options", TRAINERS, ids=lambda value: getattr(value, "__name__", None) or str(value))
+def test_trainers_have_the_bits_of_gloo(body: Any, options: dict[str, Any]) -> None:
+    by_nccl = over_nccl(body, options)
+    assert body in OWN_PARTS or by_nccl[0] == by_nccl[1]
+    if ON == "cuda":
+        assert by_nccl == by_gloo(body, options)
+
+
+def test_what_horovods_scripts_lean_on() -> None:
+    over_nccl(two_ranks.horovods_behaviours)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "topk"])
+def test_communicators_of_others_beside_ours(codec: str) -> None:
+    """With NCCL_LAUNCH_RACE_FATAL a launch by two threads at once would be an error."""
+    by_nccl = over_nccl(two_ranks.beside_others, codec)
+    assert by_nccl[0] == by_nccl[1]
+
+
+@pytest.mark.parametrize(
+    "how, words", [(signal.SIGKILL, "rank 1 is gone (process "), (signal.SIGSTOP, "rank 1 is stopped (process ")]
+)
+def test_a_rank_that_is_lost_is_named(how: signal.Signals, words: str) -> None:
+    outcomes = outcomes_of(
+        two_ranks.lose_the_other, 2, ON, signals={(1, "summed"): how}, timeout=60, backend=BACKEND, store="tcp"
+    )
+    assert (outcomes[0].kind, outcomes[0].error[0]) == ("raised", "TransportError"), outcomes[0]
+    assert words in outcomes[0].error[1] and outcomes[0].attributes["ranks"] == (1,), outcomes[0]
+
+
+def test_closing_waits_for_the_device() -> None:
+    over_nccl(two_ranks.close_at_once, 1 << 24 if ON == "cuda" else 1 << 18)
+
+
+@needs_device
+def test_an_error_of_the_device_is_reported_as_itself() -> None:
+    healthy, broken = outcomes_of(two_ranks.break_the_device, 2, ON, timeout=60, backend=BACKEND, store="tcp")
+    for outcome in (healthy, broken):
+        assert (outcome.kind, outcome.attributes.get("ranks")) == ("raised", (1,)), outcome
+    assert "device-side assert" in broken.error[1], broken
+
+
+@pytest.mark.timeout(240)
+def test_elements_beyond_32_bits() -> None:
+    errors = over_nccl(two_ranks.beyond_32_bits, LARGE)
+    assert errors[0] == errors[1] and max(errors[0]) < 0.02, errors

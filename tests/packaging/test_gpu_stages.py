@@ -1,0 +1,129 @@
+"""The stages of `make gpu` where there is no GPU: what they say, how they end, and that their tests work at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import stages, test_codec_gpu, two_ranks
+from tests.gpu.conftest import LOG
+from tests.gpu.stages import LACKS, STAGES, Run, Stage
+from tests.harness import run_ranks
+from tests.tiers import exhaustive
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("name", STAGES)
+def test_without_a_gpu_a_stage_says_what_it_lacks(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(stages, "_run", lambda *_: pytest.fail("something was run"))
+    assert stages.main([name]) == LACKS
+    about, *lacks = capsys.readouterr().out.splitlines()
+    assert about == f"gpu-{name}: {STAGES[name].about}"
+    assert f"gpu-{name}: not run: it lacks a CUDA device, which torch does not see" in lacks
+    assert all(line.startswith(f"gpu-{name}: not run: it lacks ") for line in lacks)
+
+
+SCRIPT = """
+import json, os, sys, time
+with open(os.environ["GPU_TESTS_LOG"], "a") as log:
+    for outcome in sys.argv[3:]:
+        log.write(json.dumps({"test": "t", "outcome": outcome, "seconds": 0.1}) + "\\n")
+time.sleep(60 * (sys.argv[2] == "hangs"))
+sys.exit(int(sys.argv[2] == "fails"))
+"""
+
+
+class Overdue(subprocess.Popen[bytes]):
+    """A program whose time is over as soon as it has written down a test."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None or self.log is None:
+            return super().wait(timeout)
+        deadline = time.monotonic() + 30
+        while not (self.log.exists() and self.log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+    def __init__(self, words: list[str], **how: Any) -> None:
+        log = (how.get("env") or {}).get(LOG)
+        self.log = None if log is None else Path(log)
+        super().__init__(words, **how)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("how", "outcomes", "status", "told"),
+    [
+        ("ends", ("passed", "skipped"), 0, "passed"),
+        ("fails", ("passed", "failed"), 1, "failed, status 1"),
+        ("hangs", ("passed",), 1, "failed: ended after 530 s"),
+        ("ends", ("passed", "not run"), LACKS, "not run: some tests, for which no time was left"),
+        ("ends", (), 1, "failed: no test has run"),
+    ],
+)
+def test_a_stage_leaves_a_result_however_its_programs_end(
+    how: str, outcomes: tuple[str, ...], status: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of tests that had run before the stage's time was over."""
+    run = Run("some tests", ("python", "-c", SCRIPT, "pytest", how, *outcomes))
+    monkeypatch.setitem(stages.STAGES, "bytes", Stage("a try", (), (run, run)))
+    if how == "hangs":
+        monkeypatch.setattr(stages.subprocess, "Popen", Overdue)
+    here = stages.Environment.here
+    monkeypatch.setattr(stages.Environment, "here", lambda device, hardware: here(torch.device("cpu"), hardware))
+    assert stages.main(["bytes", "--out", str(tmp_path)]) == status
+    (result,) = tmp_path.glob("gpu-bytes_*.json")
+    first = json.loads(result.read_text())["rows"][0]
+    assert first["status"] == told and len(first["tests"]) == len(outcomes)
+    assert all(first[outcome] == outcomes.count(outcome) for outcome in ("passed", "failed", "skipped", "not run"))
+
+
+@pytest.mark.short
+def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> None:
+    """But for the widths of groups and blocks, of which it has each with f32."""
+    (cases,) = (mark.args[1] for mark in test_codec_gpu.test_ragged_lengths.pytestmark if mark.name == "parametrize")
+    fast = {case.values for case in cases if not case.marks}
+
+    def options(codec: test_codec_gpu.Codec, dtype: torch.dtype) -> set[tuple[object, ...]]:
+        return {(codec.name, *option, dtype) for option in codec.options.items()}
+
+    every = set().union(*(options(*case.values) for case in cases))
+    have = set().union(*(options(*case) for case in fast))
+    assert {missing[1] for missing in every - have} <= {"group_size", "block_size"}
+    assert not [missing for missing in every - have if missing[-1] is torch.float32]
+    assert {*test_codec_gpu.FEW} < {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 400
+
+
+@pytest.mark.medium
+def test_a_trainer_that_nccl_is_compared_by() -> None:
+    first, second = run_ranks(two_ranks.optimizer, 2, "cpu", {"codec": "int8", "planner": "wfbp"})
+    assert first == second != two_ranks.numbers(two_ranks.model_on(torch.device("cpu")).parameters())
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+@exhaustive(guarded_by="tests/packaging/test_gpu_stages.py::test_a_trainer_that_nccl_is_compared_by")
+@pytest.mark.parametrize(
+    ("name", "words", "least"),
+    [("nccl", "not lean_on and not raw", len(two_ranks.TRAINERS)), ("bytes", "beyond", 8)],
+)
+def test_a_rehearsal_on_the_cpu(name: str, words: str, least: int, tmp_path: Path) -> None:
+    """All bodies of the tests over NCCL run over gloo, and kernels of the CPU are compared with themselves."""
+    arguments = [name, "--rehearse", "--out", str(tmp_path), *(["-k", words] if words else [])]
+    assert stages.main(arguments) == 0
+    (result,) = tmp_path.glob(f"gpu-{name}_*.json")
+    told = json.loads(result.read_text())
+    assert "rehearsed on the CPU" in told["title"]
+    (row,) = told["rows"]
+    assert row["passed"] >= least and row["failed"] == 0
+    assert os.environ.get("GPU_TESTS_ON") is None
