@@ -75,11 +75,15 @@ class Buffer(ABC):
         for slot in self.bucket.slots:
             self.put(slot.name, flat[slot.offset : slot.offset + slot.numel], step)
 
-    def run(self, transport: Transport, seed: int) -> None:
-        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
+    def follow(self) -> None:
+        """Let the current stream wait for the gradients; a second call does nothing more."""
         # Backward has only queued the kernels that write the gradients, perhaps on several streams.
         for arrival in self._arrivals.values():
             torch.cuda.current_stream().wait_event(arrival)
+
+    def run(self, transport: Transport, seed: int) -> None:
+        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
+        self.follow()
         self._results = self._reduce(self._gradients, transport, seed)
         if self._arrivals:
             stream = torch.cuda.current_stream()
