@@ -61,23 +61,26 @@ class Clock(ABC):
 
 
 class HostClock(Clock):
-    """The time of the host: a stamp is a number of seconds."""
+    """The time of the host: a stamp is a number of seconds, and has always come."""
 
     device = torch.device("cpu")
     lags = False
     replays = 1
 
     def stamp(self) -> float:
+        """Return the present time in seconds."""
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
+        """Return the difference."""
         return end - start
 
     def worked(self) -> float:
+        """Return the CPU seconds of the process, of all its threads."""
         return time.process_time()
 
     def finish(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class DeviceClock(Clock):
@@ -94,19 +97,23 @@ class DeviceClock(Clock):
         self.device = device
 
     def stamp(self) -> torch.cuda.Event:
+        """Record a timed event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """Ask both events whether the device has reached them."""
         if not (end.query() and start.query()):
             return None
         return float(start.elapsed_time(end)) / 1e3
 
     def worked(self) -> torch.cuda.Event:
+        """Record a timed event."""
         return self.stamp()
 
     def finish(self) -> None:
+        """Wait for all streams of the device."""
         torch.cuda.synchronize(self.device)
 
 

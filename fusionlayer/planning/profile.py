@@ -56,6 +56,13 @@ class Machine:
         return self.device != "cpu"
 
     @property
+    def assumed(self) -> str:
+        """What predictions assume of a device, a sentence that follows others; none for the CPU."""
+        if not self.on_device:
+            return ""
+        return f" Times are those of a device ({self.device}): one stream of it computes, and one communicates."
+
+    @property
     def cores_per_worker(self) -> float:
         """Cores that a rank had for itself. A device counts as one, which computing and codecs share."""
         return 1.0 if self.on_device else self.cores / self.workers

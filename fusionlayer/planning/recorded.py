@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .. import codecs, collectives
+from ..clock import HOST, Clock
 from ..codecs import Codec
 from ..collectives._alpha_beta import AlphaBeta
 from .bucket_costs import BucketCosts
@@ -91,18 +92,18 @@ class Forecast:
     rate: float
 
 
-def forecast(step: RecordedStep, names: Sequence[str]) -> list[Forecast]:
+def forecast(step: RecordedStep, names: Sequence[str], clock: Clock = HOST) -> list[Forecast]:
     """Return what the step would take with each of the codecs ``names``, the fastest first.
 
-    The network's latency and rate are those of the recorded exchanges. Codecs are measured here and now; where the
-    recorded codec took longer or shorter than here, the others are taken to do so too.
+    The network's latency and rate are those of the recorded exchanges. Codecs are measured here and now, on the device
+    of ``clock``; where the recorded codec took longer or shorter than here, the others are taken to do so too.
     """
     buckets = step.buckets
     link = _link(buckets)
     others = [name for name in names if any(codecs.get(name).bare != bucket.codec.bare for bucket in buckets)]
     sizes = [_SMALL, max(2 * _SMALL, *(bucket.elements for bucket in buckets))]
     found = {str(bucket.codec.bare): bucket.codec for bucket in buckets} | {name: codecs.get(name) for name in others}
-    measured = as_codecs(measure_codecs(found, sizes, _REPEATS))
+    measured = as_codecs(measure_codecs(found, sizes, _REPEATS, clock))
     cluster = Cluster(step.workers, link)
     copy = AlphaBeta.through([(bucket.elements, max(bucket.packing / 2, 1e-9)) for bucket in buckets])
 

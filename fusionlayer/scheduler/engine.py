@@ -421,9 +421,8 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Adopt the next plan, if there is one, and the codecs' settings for this step."""
-        if self._watch is not None and self.plan_controller is not None:
-            if self._watch.begin(self.step):
-                self.plan_controller.note_step(self, self.step - 1, self._watch.read())
+        if self._watch is not None and self.plan_controller is not None and self._watch.begin(self.step):
+            self.plan_controller.note_step(self, self.step - 1, self._watch.read())
         self._timeline.settle()
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None

@@ -32,9 +32,9 @@ SETTLE_WITH_ORDER = WARM_UP + MEASURED + 1
 class Autotuner(PlanController):
     """Gives the engine the plan of a ``Space`` with the shortest measured steps; see ``Search``.
 
-    A step counts as long as on its slowest rank, if the devices of all ranks have told by the end of its window. At the end of a window, ranks exchange the seconds of its steps in one
-    message of 8 bytes a step: every 8 to 23 steps during a search, every 100 after it. Nothing is sent in between, and
-    with ``settings.steps`` nothing after those.
+    A step counts as long as on its slowest rank, if the devices of all ranks have told by the end of its window. At the
+    end of a window, ranks exchange the seconds of its steps in one message of 8 bytes a step: every 8 to 23 steps
+    during a search, every 100 after it. Nothing is sent in between, and with ``settings.steps`` nothing after those.
 
     Args:
         tensors: of the engine.
