@@ -81,6 +81,10 @@ def carried(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+_LONG_AGO = 4.0
+"""Seconds from which on single precision is coarser than the half microsecond that a device resolves."""
+
+
 class _TimedSpan(NamedTuple):
     """A span whose beginning and end a device has yet to reach."""
 
@@ -102,13 +106,14 @@ class _Device:
 
     def place(self, span: _TimedSpan) -> tuple[int, int] | None:
         """Return beginning and end of a span in ``perf_counter_ns``; None if the device has not reached both."""
-        before, length = self.clock.seconds(self._origin, span.start), self.clock.seconds(span.start, span.end)
-        if before is None or length is None:
+        before, until = (self.clock.seconds(self._origin, moment) for moment in (span.start, span.end))
+        if before is None or until is None:
             return None
-        start = self._at + round(before * 1e9)
-        # A device tells single precision. So seconds are counted from a moment that is never long ago.
-        self._origin, self._at = span.start, start
-        return start, start + round(length * 1e9)
+        start, end = self._at + round(before * 1e9), self._at + round(until * 1e9)
+        # A device tells milliseconds in single precision, so they are counted from a moment that is not long ago.
+        if before > _LONG_AGO:
+            self._origin, self._at = span.start, start
+        return start, end
 
 
 class Timeline:
