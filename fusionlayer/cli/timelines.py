@@ -123,9 +123,16 @@ def _read(path: Path) -> Recording:
         if not events or not all({"name", "ts", "dur", "pid", "tid", "args"} <= span.keys() for span in spans):
             raise LookupError
         clock: Mapping[str, Any] = clocks[-1] if clocks else {}
-        offset, error = clock.get("offset_us"), clock.get("error_us", 0.0)
-        device = devices[-1] if devices else None
-        recording = Recording(path, events, spans, offset, error, clock.get("ranks"), cut, device)
+        recording = Recording(
+            path=path,
+            events=events,
+            spans=spans,
+            offset=clock.get("offset_us"),
+            error=clock.get("error_us", 0.0),
+            ranks=clock.get("ranks"),
+            cut=cut,
+            device=devices[-1] if devices else None,
+        )
         int(events[0]["pid"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} is no timeline of fusionlayer; {_WHAT}") from error

@@ -133,9 +133,9 @@ class Engine:
         # because no hook runs then. Lanes never take it, so a thread that holds it may wait for a lane.
         self._lock = threading.Lock()
         transport.agree("the number of lanes", lanes)
-        clock = measure_clock(transport, wanted=self._timeline.enabled)
-        if clock is not None:
-            self._timeline.note_clock(*clock, transport.size)
+        offset = measure_clock(transport, wanted=self._timeline.enabled)
+        if offset is not None:
+            self._timeline.note_clock(*offset, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None

@@ -34,7 +34,9 @@ def test_a_gpu_that_is_not_there_is_told_of_in_one_line(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["profile", "--device", "cuda"]) == 1
-    assert capsys.readouterr().err == "fusionlayer: --device cuda, and torch sees no CUDA device; leave it out\n"
+    assert (
+        capsys.readouterr().err == "fusionlayer profile: --device cuda, and torch sees no CUDA device; leave it out\n"
+    )
 
 
 def test_explain_says_whose_times_they_are(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +54,7 @@ def test_simulate_has_a_device_in_place_of_cores(path: Path, capsys: pytest.Capt
     told = capsys.readouterr().out
     assert told.startswith("example: 1gbit, latency 200 us, a device\n") and "one communicates." in told
     assert main([*arguments, "--cores", "2"]) == 1
-    assert capsys.readouterr().err == "fusionlayer: --cores 2 with a profile of cuda; leave it out\n"
+    assert capsys.readouterr().err == "fusionlayer simulate: --cores 2 with a profile of cuda; leave it out\n"
     assert main([*arguments, "--json"]) == 0
     staged = json.loads(capsys.readouterr().out)["steps"][1]
     replace(Profile.from_yaml(path), staging=None).to_yaml(path)

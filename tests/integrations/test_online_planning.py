@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
+from fusionlayer import context
 from fusionlayer.clock import DeviceClock
+from fusionlayer.config import Config
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations import construction
 from fusionlayer.integrations.construction import GradientOptions, make_planning
@@ -175,8 +177,10 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 @pytest.mark.short
 @pytest.mark.parametrize("options", [{"planner": "safusion"}, {"codec": "auto"}, {"autotune": True}], ids=str)
-def test_a_gpu_is_planned_for_by_its_own_clock(options: dict[str, Any]) -> None:
+def test_a_gpu_is_planned_for_by_its_own_clock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of a GPU until there is an engine, so this needs none."""
+    monkeypatch.setattr(context, "settings", Config)
+    monkeypatch.setattr(context, "local_size", lambda: 1)
     device = torch.device("cuda", 3)
     planning = make_planning(GradientOptions(**options), MODEL, 0, 2, device, False)
     clock = planning.plan_controller._clock  # type: ignore[union-attr]

@@ -49,7 +49,7 @@ def test_drift_is_what_all_ranks_take_together(
         steps += [step_of(**{**usual, what: usual[what] * after})] * 8
         seen = []
         for count in range(len(steps)):
-            drive(planner, transport, steps[count : count + 1])
+            drive(planner, transport, steps[count : count + 1], begin=count)
             seen.append(planner._measuring)
         return seen
 
