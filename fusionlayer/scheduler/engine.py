@@ -543,7 +543,8 @@ class Engine:
         buffer = self._buffers[index]
         buffer.put(name, gradient, self.step)
         if buffer.full:
-            self._order.note_complete(index)
+            if self._overlap_forward:
+                self._order.note_complete(index)
             self._launch()
 
     def _launch(self) -> None:
@@ -575,7 +576,7 @@ class Engine:
         transport: Transport,
     ) -> None:
         timeline = self._timeline
-        timed = self._watch is not None or self._order.measures
+        timed = self._watch is not None or self._overlap_forward and self._order.measures
         if timeline.enabled or timed:
             buffer.follow()  # on a device the bucket is under way from here on, and not from the call
         if timeline.enabled:
