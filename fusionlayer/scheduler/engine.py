@@ -459,7 +459,8 @@ class Engine:
         start = None if self._watch is None else self._clock.stamp()
         with self._timeline.span("WAIT", step=self.step - 1, bucket=index):
             job.wait()
-            buffer.join()  # here, so that what the device waits counts too
+            if self._watch is not None or self._timeline.enabled:
+                buffer.join()  # here already, so that what the device waits counts too
         if self._watch is not None:
             self._watch.note_waiting(start)
 
