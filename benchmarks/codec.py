@@ -222,6 +222,7 @@ def sparse_rows(x: Tensor) -> Iterator[Row]:
     yield row("count_above x1", x.nbytes, partial(native.count_above, x, ladder[:1]), waits=True)
     yield row("count_above x16", x.nbytes, partial(native.count_above, x, ladder), waits=True)
     yield row("kth_magnitude", x.nbytes, partial(native.kth_magnitude, x, k), waits=True)
+    yield row("choose_largest", x.nbytes, partial(native.choose_largest, x, k))
     for form, kind in (("bitmap", native.SPARSE_BITMAP), ("byte", native.SPARSE_BYTE), ("short", native.SPARSE_SHORT)):
         params = native.CodecParams(native.SPARSE, (kind, native.DTYPES[torch.float32], k))
         spec = params.spec(numel, torch.float32)

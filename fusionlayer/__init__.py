@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import backend, codecs, collectives, native, transport
+from . import backend, codecs, collectives, libraries, transport
 from .context import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from .errors import (
     ConfigError,
@@ -92,9 +92,9 @@ __all__ = [
 backend.register()
 
 
-def build_info() -> native.BuildInfo:
+def build_info() -> libraries.BuildInfo:
     """Return how this installation was built: version, instruction sets, compiler, CUDA architectures."""
-    return native.build_info(__version__)
+    return libraries.build_info(__version__)
 
 
 def __getattr__(name: str) -> Any:

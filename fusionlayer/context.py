@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import config, forks, launch, native
-from .errors import ConfigError, UsageError
+from . import config, forks, launch, libraries
+from .errors import ConfigError, UsageError, require
 from .transport import Transport, local
 from .transport.c10d import C10dTransport, make_default_group
 
@@ -63,11 +63,13 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
             return
         if _is_parents and dist.is_initialized():
             raise forks.refuse("torch.distributed and fusionlayer belong to its parent")
+        if settings is not None:
+            require(settings, config.Config, "settings", "a fusionlayer.config.Config")
         settings = settings or config.load()
         if timeout is not None:
             settings = config.Config(**{**vars(settings), "timeout": timeout})
         if settings.threads is not None:
-            native.set_threads(settings.threads)
+            libraries.set_threads(settings.threads)
         place = launch.find_place()
         owns = False
         shared: dict[tuple[dist.ProcessGroup | None, int | None], Transport] = {}

@@ -83,6 +83,18 @@ class TransportError(FusionLayerError, RuntimeError):
         self.sequence = sequence
 
 
+def kind_of(value: object) -> str:
+    """Return in words what a value is, such as "None" or "an int"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def require(value: object, kind: type | tuple[type, ...], name: str, expected: str) -> None:
+    """Raise ``ConfigError`` unless a user's ``value`` is of this kind; ``name`` says what it was given for."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}: got {kind_of(value)}; expected {expected}")
+
+
 _Error = TypeVar("_Error", bound=BaseException)
 
 

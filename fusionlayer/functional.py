@@ -18,7 +18,7 @@ from . import codecs, collectives, config, context
 from .codecs import Codec, CodecOptions, Part, PartsCodec
 from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
-from .errors import ConfigError, PlanMismatch
+from .errors import ConfigError, PlanMismatch, require
 from .registry import nearest
 from .seeds import derive_seed
 from .transport import Transport
@@ -193,6 +193,7 @@ def all_reduce(
         PlanMismatch: ranks disagree on shape, type, codec or algorithm.
         TransportError: a peer was lost, stopped or late.
     """
+    require(tensor, Tensor, "all_reduce", "a tensor")
     average = check_op(op) is Average
     refuse_unknown(all_reduce, codec, codec_options)
     transport = context.transport(group)
@@ -236,6 +237,7 @@ def all_gather(
     Raises:
         ConfigError, PlanMismatch, TransportError: as ``all_reduce``.
     """
+    require(tensor, Tensor, "all_gather", "a tensor")
     refuse_unknown(all_gather, codec, codec_options)
     transport = context.transport(group)
     chosen, chooser = _travelling(tensor, codec, codec_options, transport)
@@ -287,6 +289,7 @@ def reduce_scatter(
             ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
+    require(tensor, Tensor, "reduce_scatter", "a tensor")
     average = check_op(op) is Average
     refuse_unknown(reduce_scatter, codec, codec_options)
     transport = context.transport(group)
@@ -334,11 +337,14 @@ def all_to_all(
         ConfigError: the splits do not add up to n; otherwise as ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
+    require(tensor, Tensor, "all_to_all", "a tensor")
     refuse_unknown(all_to_all, codec, codec_options)
     transport = context.transport(group)
     chosen, chooser = _travelling(tensor, codec, codec_options, transport)
     rank, size = transport.rank, transport.size
-    rows = tensor.shape[0] if tensor.dim() else 0
+    if not tensor.dim():
+        raise ConfigError("all_to_all of a scalar; give a tensor with a first dimension to be cut")
+    rows = tensor.shape[0]
     if splits is None:
         splits = [rows // size] * size
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
@@ -397,6 +403,7 @@ def broadcast_parameters(
         PlanMismatch: ranks have other names, shapes or types than the root.
         TransportError: a peer was lost, stopped or late.
     """
+    require(params, Iterable, "broadcast_parameters", "model.state_dict() or model.named_parameters()")
     items = list(params.items()) if isinstance(params, Mapping) else list(params)
     if not all(isinstance(item, tuple) and len(item) == 2 for item in items):
         raise ConfigError(
@@ -450,6 +457,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     Raises:
         PlanMismatch, TransportError: as ``broadcast_parameters``.
     """
+    require(optimizer, torch.optim.Optimizer, "broadcast_optimizer_state", "an optimizer of torch")
     buffer = io.BytesIO()
     if context.transport(group).rank == root_rank:
         state = optimizer.state_dict()

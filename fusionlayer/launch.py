@@ -285,10 +285,10 @@ def _greet(store: Store, place: Place, timeout: float) -> str:
 
 
 def _port(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except (KeyError, ValueError):
-        raise ConfigError(f"{name}={environ.get(name)!r}; expected a port number") from None
+    text = environ.get(name, "")
+    if not text.isdecimal() or int(text) > 65535:
+        raise ConfigError(f"{name}={environ.get(name)!r}; expected a port number, at most 65535")
+    return int(text)
 
 
 def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: bool) -> TCPStore:

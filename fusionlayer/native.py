@@ -1,26 +1,34 @@
-"""The ctypes bindings of ``csrc``: they load the libraries, pass pointers and turn statuses into exceptions.
+"""The functions of ``csrc`` on tensors: they pass pointers, and turn a status into an exception.
 
-``libfusionlayer_cpu.so`` is opened on first use, ``libfusionlayer_cuda.so`` only when a CUDA tensor arrives. ctypes
-releases the GIL for the length of a call.
+ctypes releases the GIL for the length of a call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
 import struct
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, FusionLayerError, WireError
+from .errors import FusionLayerError, WireError
+from .libraries import (
+    MAX_PLANES,
+    SEEDS,
+    BuildInfo,
+    Messages,
+    Spec,
+    build_info,
+    cpu,
+    cuda,
+    isa,
+    library_path,
+    select_isa,
+    set_threads,
+)
 
 __all__ = [
     "BuildInfo",
@@ -31,6 +39,8 @@ __all__ = [
     "accumulate_momentum",
     "add_codes",
     "build_info",
+    "choose_drawn",
+    "choose_largest",
     "count_above",
     "cpu",
     "crc32c",
@@ -55,8 +65,6 @@ __all__ = [
     "token_keys",
 ]
 
-ABI_VERSION = 3
-MAX_PLANES = 5
 CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS = range(9)
 INT_HADAMARD, INT_STOCHASTIC = 1, 2
 FORMATS = {"e4m3": 0, "e5m2": 1, "int8": 2, "e2m3": 3, "e3m2": 4, "e2m1": 5}
@@ -69,7 +77,6 @@ ZIP_AUTO, ZIP_WINDOW, ZIP_TABLE = 0, 1, 2
 THC_UNIFORM, THC_STOCHASTIC, THC_RANKS_SHIFT = 1, 2, 16
 DYNAMIQ_FLAT = 1
 MAX_THRESHOLDS = 16
-NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 DEVICE_ERROR, BAD_MESSAGE = 3, 4
@@ -79,161 +86,10 @@ _STATUS = {
     DEVICE_ERROR: "CUDA reported an error",
     BAD_MESSAGE: "a message contradicts itself; it was damaged on its way, or the ranks differ in codec or options",
 }
-
-
-class Spec(ctypes.Structure):
-    """``fl_spec`` of ``fusionlayer_codec.h``."""
-
-    _fields_ = [
-        ("codec", ctypes.c_uint32),
-        ("dtype", ctypes.c_uint32),
-        ("param", ctypes.c_uint32 * 4),
-        ("seed", ctypes.c_uint64),
-        ("offset", ctypes.c_int64),
-        ("numel", ctypes.c_int64),
-    ]
-
-    def seeded(self, seed: int, offset: int) -> Spec:
-        """Return a copy that draws the random numbers of ``seed`` from number ``offset`` on."""
-        copy = Spec.from_buffer_copy(self)
-        copy.seed, copy.offset = seed & _SEEDS, offset
-        return copy
-
-
-class Messages(ctypes.Structure):
-    """``fl_messages`` of ``fusionlayer_codec.h``."""
-
-    _fields_ = [
-        ("plane", ctypes.c_void_p * MAX_PLANES),
-        ("stride", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-    ]
-
-
-_SEEDS = (1 << 64) - 1
 # One packer for each number of planes. Packing bytes takes a third of the time that setting a structure's fields does.
 _MESSAGES = [struct.Struct(f"@{planes}Q{(MAX_PLANES - planes) * 8}xqq") for planes in range(MAX_PLANES + 1)]
-_POINTER, _I32, _I64, _U32, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
-_VERBS = {
-    "fl_encode": (Spec, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
-    "fl_decode": (Spec, Messages, ctypes.c_void_p, ctypes.c_void_p),
-    "fl_decode_sum": (Spec, Messages, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
-    "fl_recode": (Spec, Messages, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
-    "fl_recode_from": (Spec, Messages, Spec, _POINTER, Messages, _POINTER),
-    "fl_encode_difference": (Spec, _POINTER, _POINTER, Messages, _POINTER),
-    "fl_accumulate": (_U32, _POINTER, _FLOAT, _I64, _POINTER, _POINTER),
-    "fl_accumulate_momentum": (_U32, _POINTER, _FLOAT, _FLOAT, _I32, _I64, _POINTER, _POINTER, _POINTER),
-    "fl_magnitude_stats": (_POINTER, _I64, _U32, _POINTER, _POINTER, _POINTER),
-    "fl_count_above": (_POINTER, _I64, _POINTER, _I32, _POINTER, _POINTER),
-    "fl_kth_magnitude": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
-    "fl_add_codes": (Spec, Messages, _POINTER, _POINTER),
-    "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
-    "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
-    "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, _POINTER, Messages, _POINTER),
-}
 _WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE = 0, 1, 2
 _INFINITY = 0x7F800000  # the bits of Inf as f32
-
-
-def library_path(kind: str) -> Path:
-    """Return where the library ``kind``, "cpu" or "cuda", is; the file may be absent.
-
-    The CUDA library is in this package if it was compiled with it, else in that of the wheel ``fusionlayer-cuda``.
-    """
-    own = Path(__file__).parent / "lib" / f"libfusionlayer_{kind}.so"
-    if kind == "cuda" and not own.exists() and (wheel := find_spec("fusionlayer_cuda")) and wheel.origin:
-        return Path(wheel.origin).with_name(own.name)
-    return own
-
-
-def _open(kind: str) -> ctypes.CDLL:
-    path = library_path(kind)
-    if not path.exists():
-        remedy = {
-            "cpu": "reinstall the package, or run 'python setup.py build_ext --inplace' in a source tree",
-            "cuda": "install the wheel fusionlayer-cuda or rebuild where nvcc is, with FUSIONLAYER_CUDA=1",
-        }
-        raise FusionLayerError(f"{path.name} is not installed; {remedy[kind]}")
-    library = ctypes.CDLL(str(path))
-    for name in ("fl_build_info", "fl_last_error"):
-        getattr(library, name).argtypes = []
-        getattr(library, name).restype = ctypes.c_char_p
-    facts = _facts(library)
-    if facts.get("abi") != str(ABI_VERSION):
-        raise FusionLayerError(f"{path.name} has ABI {facts.get('abi')}, expected {ABI_VERSION}; rebuild the package")
-    declare(library)
-    return library
-
-
-def declare(library: ctypes.CDLL) -> None:
-    """Declare the argument types of the functions of ``library`` to ctypes."""
-    for name, arguments in _VERBS.items():
-        verb = getattr(library, name)
-        verb.argtypes = [ctypes.POINTER(a) if issubclass(a, ctypes.Structure) else a for a in arguments]
-        verb.restype = ctypes.c_int
-    library.fl_workspace_bytes.argtypes = [ctypes.c_int, ctypes.c_int64]
-    library.fl_workspace_bytes.restype = ctypes.c_int64
-
-
-def _facts(library: ctypes.CDLL) -> dict[str, str]:
-    lines = library.fl_build_info().decode().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line)
-
-
-@lru_cache(maxsize=1)
-def cpu() -> ctypes.CDLL:
-    """Return the CPU library; ``FUSIONLAYER_ISA`` chooses its instruction set (default: the best one)."""
-    library = _open("cpu")
-    library.fl_crc32c.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
-    library.fl_crc32c.restype = ctypes.c_uint32
-    library.fl_select_isa.argtypes = [ctypes.c_char_p]
-    library.fl_isa.restype = ctypes.c_char_p
-    library.fl_set_threads.argtypes = [ctypes.c_int]
-    library.fl_dynamiq_widths.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    library.fl_set_threads(max(1, min(torch.get_num_threads(), 8)))
-    wanted = os.environ.get("FUSIONLAYER_ISA")
-    if wanted:
-        _select_isa(library, wanted, "FUSIONLAYER_ISA=")
-    return library
-
-
-# Guards the loading of the CUDA library. Lanes and workers encode on threads of their own, and ``lru_cache`` alone
-# would let two of them load it at once.
-_cuda_lock = threading.Lock()
-
-
-@lru_cache(maxsize=1)
-def _cuda() -> ctypes.CDLL:
-    with _cuda_lock:
-        return _open("cuda")
-
-
-def _select_isa(library: ctypes.CDLL, name: str, given_as: str = "") -> None:
-    if library.fl_select_isa(name.encode()) != 0:
-        raise ConfigError(
-            f"{given_as}{name!r} cannot be used on this machine or in this build; "
-            "expected avx512, avx2, baseline or auto, and a CPU that has it"
-        )
-
-
-def select_isa(name: str) -> None:
-    """Make the CPU core use ``name``: "avx512", "avx2", "baseline" or "auto". All give the same bytes."""
-    _select_isa(cpu(), name)
-
-
-def isa() -> str:
-    """Return the instruction set in use."""
-    return str(cpu().fl_isa().decode())
-
-
-def set_threads(count: int) -> None:
-    """Let one codec call on a large CPU tensor use ``count`` threads, the caller's included.
-
-    The default is ``torch.get_num_threads()`` at the first call, at most 8.
-    """
-    if count < 1:
-        raise ConfigError(f"threads={count}; expected at least 1")
-    cpu().fl_set_threads(count)
 
 
 def crc32c(data: bytes | Tensor, crc: int = 0) -> int:
@@ -254,7 +110,7 @@ class CodecParams:
     def spec(self, numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> Spec:
         """Return the ``fl_spec`` for messages of ``numel`` elements of ``dtype``."""
         param = (ctypes.c_uint32 * 4)(*self.param)
-        return Spec(self.codec, DTYPES[dtype], param, seed & _SEEDS, offset, numel)
+        return Spec(self.codec, DTYPES[dtype], param, seed & SEEDS, offset, numel)
 
 
 def _messages(bodies: Tensor, offsets: Sequence[int]) -> Messages:
@@ -268,7 +124,7 @@ def _call(verb: str, x: Tensor, *arguments: object) -> None:
     """Call the core's function ``verb`` on the device of ``x``, on CUDA on its current stream."""
     if x.is_cuda:
         with torch.cuda.device(x.device):
-            library = _cuda()
+            library = cuda()
             status = getattr(library, verb)(*arguments, torch.cuda.current_stream(x.device).cuda_stream)
     else:
         library = cpu()
@@ -425,6 +281,30 @@ def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
     return magnitude, above
 
 
+def choose_largest(acc: Tensor, k: int) -> Tensor:
+    """Return (2,) int64, a choice for ``sparse_encode``: the ``k`` largest magnitudes of ``acc`` (n,) f32.
+
+    Among equals the first go, and zeros stay unless all are. Where elements are not finite, these go and no others. On
+    CUDA the host does not wait.
+    """
+    choice = torch.empty(2, dtype=torch.int64, device=acc.device)
+    workspace = _workspace(_WORKSPACE_KTH, acc)
+    given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), choice.data_ptr()
+    _call("fl_choose_largest", acc, *given)
+    return choice
+
+
+def choose_drawn(spec: Spec, acc: Tensor, threshold: int) -> Tensor:
+    """Return (2,) int64, a choice for ``sparse_encode`` with ``SPARSE_RANDOM``.
+
+    ``threshold`` is doubled until an element is drawn. ``acc`` (n,) f32 is what will be encoded: elements that are not
+    finite are always drawn. On CUDA the host does not wait.
+    """
+    choice = torch.empty(2, dtype=torch.int64, device=acc.device)
+    _call("fl_choose_drawn", acc, spec, acc.data_ptr(), threshold, choice.data_ptr())
+    return choice
+
+
 def sparse_encode(
     spec: Spec,
     offsets: Sequence[int],
@@ -436,6 +316,7 @@ def sparse_encode(
     x: Tensor | None = None,
     scale: float = 1.0,
     clear: Tensor | None = None,
+    choice: Tensor | None = None,
 ) -> None:
     """``fl_sparse_encode``: send the largest elements of ``acc`` (n,) f32 as ``body`` (nbytes,) uint8.
 
@@ -454,9 +335,10 @@ def sparse_encode(
         x: (n,), added to ``acc`` times ``scale`` first, in the same pass.
         scale: factor on ``x``.
         clear: (n,) f32 that becomes 0 where an element was sent or was not finite.
+        choice: (2,) int64 on the device of ``acc``, takes the place of ``threshold`` and ``ties``.
     """
     workspace = _workspace(_WORKSPACE_ENCODE, acc)
-    pointers = acc.data_ptr(), _pointer(clear), threshold, ties, workspace.data_ptr()
+    pointers = acc.data_ptr(), _pointer(clear), threshold, ties, _pointer(choice), workspace.data_ptr()
     _call("fl_sparse_encode", acc, spec, _pointer(x), scale, *pointers, _messages(body, offsets))
 
 
@@ -485,41 +367,6 @@ def dynamiq_widths(bits: Tensor, plane: Tensor) -> None:
 
 
 def _workspace(verb: int, acc: Tensor) -> Tensor:
-    library = _cuda() if acc.is_cuda else cpu()
+    library = cuda() if acc.is_cuda else cpu()
     nbytes = library.fl_workspace_bytes(verb, acc.numel())
     return torch.empty(max(16, nbytes), dtype=torch.uint8, device=acc.device)
-
-
-@dataclass(frozen=True)
-class BuildInfo:
-    """How this installation was built; its ``str`` has one line for the package and one for each library.
-
-    Attributes:
-        version: version of the package.
-        isa: instruction set in use.
-        isas: instruction sets that were built.
-        compiler: compiler of the CPU library.
-        cuda: facts of the CUDA library; empty if it was not built.
-    """
-
-    version: str
-    isa: str
-    isas: tuple[str, ...]
-    compiler: str
-    cuda: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        cuda = ", ".join(f"{key} {value}" for key, value in self.cuda.items()) or NO_CUDA_LIBRARY
-        return (
-            f"fusionlayer {self.version}\n"
-            f"cpu: isa {self.isa} (built: {', '.join(self.isas)}), compiler {self.compiler}\n"
-            f"cuda: {cuda}"
-        )
-
-
-def build_info(version: str) -> BuildInfo:
-    """Return how the libraries were built. This opens the CUDA one if it is installed, which needs no driver."""
-    facts = _facts(cpu())
-    cuda = _facts(_cuda()) if library_path("cuda").exists() else {}
-    shown = {key: value for key, value in cuda.items() if key in ("archs", "compiler")}
-    return BuildInfo(version, isa(), tuple(facts.get("isas", "").split(",")), facts.get("compiler", "unknown"), shown)

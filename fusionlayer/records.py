@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from .errors import ConfigError
+from .errors import ConfigError, require
 from .registry import nearest
 
 __all__ = ["build", "check", "load", "read", "save"]
@@ -48,6 +48,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def read(path: str | Path, what: str) -> Any:
     """Return the data of a YAML file; ``ConfigError`` if it cannot be read. ``what`` says what the file holds."""
+    require(path, (str, Path), what, "the path of a file")
     try:
         return yaml.load(Path(path).read_text(), Loader=_Loader)
     except OSError as error:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from tests.cores import one_core
 from tests.tiers import spread, unguarded
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "tests.deadlines"]
 
 # No test asserts a time, and a failure that is seen once can be seen again.
 settings.register_profile("fusionlayer", deadline=None, derandomize=True, database=None, max_examples=50)

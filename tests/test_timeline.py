@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,7 +252,14 @@ def test_encoding_is_not_taken_for_sending(
         assert len([span for span in spans if span["name"] == "ALLREDUCE"]) == 1
 
 
-def test_torchs_profiler_sees_what_is_done_for_which_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tells", [True, False])
+def test_torchs_profiler_sees_what_is_done_for_which_bucket(
+    tells: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a torch that does not tell whether a profiler is active."""
+    if not tells:
+        monkeypatch.setattr("fusionlayer.timeline.profiler", SimpleNamespace())
+
     def body(transport: Transport) -> None:
         timeline = Timeline(None, transport.rank)
         with timeline.bucket_span(transport, step=0, bucket=3):

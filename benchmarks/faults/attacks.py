@@ -144,7 +144,6 @@ def forks(rounds: int) -> Iterator[Round]:
             for how in statuses:
                 turn += 1
                 victim, phase = turn % 3, (Phase("forward", 2), Phase("wrapped"), Phase("reduced", 1))[turn % 3]
-                # A child ends within half the timeout, or never.
                 deed = Deed(victim, phase, "fork", {"how": how})
                 job = Job(front, 3, timeout=10.0, keeper=_keeper(turn // 3 % 2), deeds=(deed,))
 
@@ -152,7 +151,7 @@ def forks(rounds: int) -> Iterator[Round]:
                     found = outcomes[victim].facts.get("child")
                     if found in (statuses[how], None):
                         return None  # a rank that has told nothing is judged for that
-                    return "not ended" if found == "hung" else "aborted", f"the child ({how}) ended with {found}"
+                    return "not ended" if "hung" in str(found) else "aborted", f"the child ({how}) ended with {found}"
 
                 words = f"rank {victim} forks at {phase}; child: {how}"
                 yield Round("fork", words, job, Expected((), harmless=True), by_ranks, also=child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import resource
@@ -22,31 +23,56 @@ from fusionlayer.transport import _gloo
 if TYPE_CHECKING:
     from .worker import Worker
 
-__all__ = ["DEEDS", "set_link"]
+__all__ = ["DEEDS", "await_child", "set_link"]
 
 
 def fork(worker: Worker, how: str) -> None:
-    """Fork, as a data loader does; the child ends ``how``, and the parent waits for it."""
+    """Fork, as a data loader does, and train on; the child ends ``how``, and ``await_child`` says whether it did."""
     worker.did()
     child = os.fork()
-    if child == 0:
-        worker.become_child()
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "_exit":
-            os._exit(0)
-        if how == "raise":
-            raise RuntimeError("a mistake in a child")
-        sys.exit(0)
-    end = time.monotonic() + worker.job.timeout / 2
-    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+    if child:
+        worker.children.append(child)
+        return
+    worker.become_child()
+    # What Python does in a child that hangs goes to the rank's log.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "_exit":
+        os._exit(0)
+    if how == "raise":
+        raise RuntimeError("a mistake in a child")
+    sys.exit(0)
+
+
+def await_child(child: int, idle: float, most: float) -> int | str:
+    """Return the exit status of a child, or "hung" and what the kernel says of its wait; then it is killed.
+
+    The interpreter's own end takes a second of a processor, which may be many seconds on a busy machine. So a child
+    hangs if it sleeps and computes nothing.
+
+    Args:
+        child: process id.
+        idle: seconds of sleep that mean that it hangs.
+        most: seconds after which it hangs in any case.
+    """
+    begun = since = time.monotonic()
+    before = ""
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        now = time.monotonic()
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        spent = " ".join(fields[11:13])
+        if spent != before or fields[0] in "RD":
+            before, since = spent, now
+        if now > min(since + idle, begun + most):
+            waits_for = Path(f"/proc/{child}/wchan").read_text()
+            os.kill(child, signal.SIGUSR1)
+            time.sleep(0.5)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return f"hung in {waits_for}"
         time.sleep(0.01)
-    if found == (0, 0):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        worker.facts["child"] = "hung"
-    else:
-        worker.facts["child"] = os.waitstatus_to_exitcode(found[1])
+    return os.waitstatus_to_exitcode(found[1])
 
 
 class _Group:

@@ -25,7 +25,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer.transport import _gloo, heartbeat
 
-from .deeds import DEEDS, set_link
+from .deeds import DEEDS, await_child, set_link
 from .fronts import make_front
 from .job import Deed, Job, Phase
 
@@ -50,6 +50,7 @@ class Worker:
         rank: this one.
         facts: what is told at the end besides.
         undo: takes back what deeds have changed in this process.
+        children: processes that it has forked.
         change_last: one bit of the last parameter is to be changed before the digest is made.
         flip_bucket: number of the sum of plain DDP in which a bit is to be flipped, and a seed of the bit.
     """
@@ -58,6 +59,7 @@ class Worker:
         self.job, self.rank = job, rank
         self.facts: dict[str, Any] = {}
         self.undo: list[Callable[[], None]] = []
+        self.children: list[int] = []
         self.change_last = False
         self.flip_bucket: tuple[int, int] | None = None
         self._controller = controller
@@ -107,6 +109,7 @@ class Worker:
     def become_child(self) -> None:
         """Be a process that this rank has forked: the connection is the rank's."""
         self._is_child = True
+        self.children.clear()
         self._controller.close()
 
 
@@ -140,15 +143,20 @@ def _end(status: int) -> None:
 
 def train(worker: Worker) -> str:
     """Do the worker's job; return the digest of the final parameters."""
-    worker.at("start")
-    front = make_front(worker)
-    worker.at("wrapped")
-    for step in range(worker.job.steps):
-        front.step(step)
-    worker.at("ending")
-    digest = _digest(front.state(), worker.change_last)
-    front.leave()
-    return digest
+    try:
+        worker.at("start")
+        front = make_front(worker)
+        worker.at("wrapped")
+        for step in range(worker.job.steps):
+            front.step(step)
+        worker.at("ending")
+        digest = _digest(front.state(), worker.change_last)
+        front.leave()
+        return digest
+    finally:
+        for child in worker.children:
+            worker.facts["child"] = await_child(child, worker.job.timeout / 2, 2.5 * worker.job.timeout)
+        worker.children.clear()
 
 
 def soak(worker: Worker) -> str:

@@ -25,14 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PICTURE", help="draw these pictures alone, such as headline")
     parser.add_argument("--no-pictures", action="store_true", help="leave the pictures as they are")
     options = parser.parse_args(arguments)
-    wrong = []
+    wrong, known = [], figures.read()
     for page, text in figures.texts().items():
         filled = tables.fill(text)
         if filled != text:
             (ROOT / page).write_text(filled)
             print(page)
-        wrong += figures.problems(page, filled, figures.read())
-    wrong += figures.strays(figures.read())
+        wrong += figures.problems(page, filled, known)
+    wrong += figures.strays(known)
     if not options.no_pictures:
         _draw(options.only)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _draw(only: Sequence[str] | None) -> None:
     from benchmarks.pages.pictures import FOLDER, PICTURES  # with torch and matplotlib, which tables do not need
 
+    if unknown := sorted({*(only or ())} - {*PICTURES}):
+        raise SystemExit(f"--only {' '.join(unknown)}: no such picture; there are {', '.join(PICTURES)}")
     for name, draw in PICTURES.items():
         if only is None or name in only:
             with drawing.style():

@@ -74,7 +74,7 @@ def _wrong(page: str, words: str, expressions: str) -> Iterator[str]:
     numbers = [number[0] for number in _ALONE.finditer(words)]
     try:
         found = eval(expressions, {"__builtins__": {}, **NAMES})
-    except (LookupError, AttributeError, NameError, TypeError, ValueError) as error:
+    except (LookupError, AttributeError, NameError, SyntaxError, TypeError, ValueError) as error:
         yield f"{page}: {words!r}: {expressions} fails: {error}"
         return
     values = found if isinstance(found, tuple) else (found,)

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = [
     *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "TRAINING", "Record"),
-    *("end", "errors", "load", "mean", "minutes", "more", "result", "rows", "the"),
+    *("end", "errors", "load", "mean", "minutes", "more", "result", "rows", "speedup", "the", "zipped"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +52,8 @@ def load(path: Path) -> Record:
     found: Record = json.loads(path.read_text(), object_hook=Record)
     date = found.get("environment", {}).get("date", "9999")
     for row in found.rows:
-        if (
-            date <= "2026-11-22" and row.get("method") == "powersgd"
-        ):  # then torch's hook had this name, which is a codec's now
+        # Torch's hook had this name then, which is a codec's now.
+        if date <= "2026-11-22" and row.get("method") == "powersgd":
             row["method"] = "ddp-powersgd"
     return found
 
@@ -114,11 +113,16 @@ def minutes(method: str, rate: str, goal: float) -> float:
 
     Losses are those of convergence runs. Each step takes as long as the training benchmark has measured at this rate;
     overlap computes the same values.
+
+    Raises:
+        LookupError: the method does not get there.
     """
     runs = rows(CONVERGENCE, method=method.removesuffix("+overlap"))
     steps: Iterable[float] = [step for step, _ in runs[0].losses]
     means = [statistics.fmean(run.losses[place][1] for run in runs) for place, _ in enumerate(runs[0].losses)]
-    reached = next(step for step, loss in zip(steps, means, strict=True) if loss <= goal)
+    reached = next((step for step, loss in zip(steps, means, strict=True) if loss <= goal), None)
+    if reached is None:
+        raise LookupError(f"{method} does not reach a loss of {goal:.3f}; its lowest is {min(means):.3f}")
     seconds: float = the(TRAINING, method=method, rate=rate).step_seconds
     return reached * seconds / 60
 

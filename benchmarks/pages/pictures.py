@@ -7,7 +7,7 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from benchmarks import ablation, hops, missing, plots, sharded_losses
-from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, end, result, rows, the
+from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, end, result, rows, speedup, the
 from benchmarks.pages.tables import HEADLINE
 from benchmarks.sharded import __main__ as sharded
 from benchmarks.tensor_parallel import __main__ as tensor_parallel
@@ -31,14 +31,13 @@ def headline() -> Figure:
     axes.set_yticks(range(len(order)), [HEADLINE[method] for method in order])
     texts = []
     for method in order:
-        times = the(TRAINING, rate="100mbit", method=method).speedup.median
-        text = f"{rates[method]:.2f}" + (f" ({times:.3g}x)" if method != "ddp" else "")
+        text = f"{rates[method]:.2f}" + (f" ({speedup(method, '100mbit'):.3g}x)" if method != "ddp" else "")
         if method != "ddp" and rows(CONVERGENCE, method=method):
             more = end(method) / base - 1
             text += f", loss {more:+.1%}" if abs(more) > 0.005 else ", same loss"
         texts.append(text)
     drawing.name_bars(axes, texts, [rates[method] for method in order])
-    times = the(TRAINING, rate="100mbit", method="int4").speedup.median
+    times = speedup("int4", "100mbit")
     axes.set(xlabel="training steps per second on a link of 100 Mbit/s", xticks=range(0, 4))
     figure.suptitle(f"int4 makes {times:.1f} times as many steps as DDP, and ends at the same loss", x=0.01, ha="left")
     return figure

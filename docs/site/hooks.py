@@ -1,8 +1,8 @@
 """What MkDocs does beside its plugins: it takes pages from the whole repository, each at its own path.
 
 So a relative link means the same on GitHub and on the site. A page or file that a page of the site links to is part of
-the site; a link to a folder leads to the README.md in it. Lists are written as GitHub reads them, and Python-Markdown
-gets them as it needs them.
+the site; a link to a folder leads to the README.md in it. Lists and tables are written as GitHub reads them, and
+Python-Markdown gets them as it needs them. Long commands wrap.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ STYLE = "docs/site/site.css"
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 _MARKER = re.compile(r"(\d+\.|[-*]) ")
+_ROW = re.compile(r"^\|.*", re.MULTILINE)
+_CODE = re.compile(r"`[^`]*`")
+_COMMANDS = re.compile(
+    r"(?<=<pre><span></span><code>)"
+    r"(?:[A-Z_]+=\S+ )*(?:fusionlayer|fusionrun|mpirun|pip|python|torchrun) [^<]*(?=</code>)"
+)
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
 
 
@@ -47,7 +53,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for link, target in _targets(here, markdown):
         if target.name == "README.md" and not link.endswith("README.md"):
             markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[)#])", f"{link.rstrip('/')}/README.md", markdown)
+    # GitHub needs the backslash, Python-Markdown would show it.
+    markdown = _ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown)
     return _with_wide_lists(markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let no command be cut, and no option be torn: commands wrap line by line, names of options do not."""
+
+    def lines(block: re.Match[str]) -> str:
+        told = re.sub(r"(?<=[ \n])-\S+", r'<span class="option">\g<0></span>', block[0])
+        return "".join(f'<span class="command">{line}</span>' for line in told.splitlines(keepends=True))
+
+    html = re.sub(r"<code>(-[^<\s]+)</code>", r'<code class="option">\1</code>', html)
+    return _COMMANDS.sub(lines, html)
 
 
 def _with_wide_lists(markdown: str) -> str:

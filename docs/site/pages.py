@@ -20,9 +20,9 @@ from fusionlayer.codecs import Codec, PartsCodec, Sparsifier, StatefulCodec, Ten
 from fusionlayer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-ELEMENTS = 1 << 20
+_ELEMENTS = 1 << 20  # of the tensor whose bits are counted
 _FEW = 4  # choices that are shown beside an option; more stand in its meaning
-MANY = 8  # ranks for which a collective is chosen
+_RANKS = 8  # for which a collective is chosen
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -199,13 +199,9 @@ def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 def codec_table() -> str:
     """Return docs/codecs.md."""
     known = {name: codecs.get(name) for name in codecs.names()}
-    families = {"Lossless": [], "Quantizers": [], "Low rank": [], "Sparsifiers": []}  # type: dict[str, list[str]]
+    families: dict[str, list[str]] = {"Lossless": [], "Quantizers": [], "Low rank": [], "Sparsifiers": []}
     for name, codec in known.items():
-        family = (
-            "Lossless" if codec.lossless else "Sparsifiers" if isinstance(codec, Sparsifier)
-            else "Low rank" if isinstance(codec, PartsCodec) else "Quantizers"
-        )  # fmt: skip
-        families[family].append(name)
+        families[_family(codec)].append(name)
     parts: list[str | list[str]] = []
     for family, names in families.items():
         rows = [
@@ -228,9 +224,17 @@ def codec_table() -> str:
         INTRODUCTION.strip(),
         *parts,
         "## Which collective takes which codec",
-        f"For {MANY} ranks. A pair that is not here is refused when an optimizer, a rule or a plan names it.",
+        f"For {_RANKS} ranks. A pair that is not here is refused when an optimizer, a rule or a plan names it.",
         table(["collective", "codecs"], pairs),
     )
+
+
+def _family(codec: Codec) -> str:
+    if codec.lossless:
+        return "Lossless"
+    if isinstance(codec, Sparsifier):
+        return "Sparsifiers"
+    return "Low rank" if isinstance(codec, PartsCodec) else "Quantizers"
 
 
 INTRODUCTION = """
@@ -275,13 +279,13 @@ def _bits(codec: Codec) -> str:
     if isinstance(codec, PartsCodec):
         return "by shape and rank"
     if isinstance(codec, VariableSizeCodec):
-        x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
-        payload = torch.zeros(codec.bare.wire(ELEMENTS).capacity, dtype=torch.uint8)
+        x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
+        payload = torch.zeros(codec.bare.wire(_ELEMENTS).capacity, dtype=torch.uint8)
         codec.bare.encode_tensor(x, payload, TensorState(residual=None))
-        size = codec.bare.used_bytes(payload, ELEMENTS)
+        size = codec.bare.used_bytes(payload, _ELEMENTS)
     else:
-        size = codec.bare.wire(ELEMENTS).capacity
-    digits = f"{8 * size / ELEMENTS:.2f}".rstrip("0").rstrip(".")
+        size = codec.bare.wire(_ELEMENTS).capacity
+    digits = f"{8 * size / _ELEMENTS:.2f}".rstrip("0").rstrip(".")
     return f"{digits} at density {codec.density:g}" if isinstance(codec, Sparsifier) else digits
 
 
@@ -297,12 +301,12 @@ def _keeps(codec: Codec) -> str:
 
 
 def _carriers(codec: Codec) -> str:
-    return f"`{collectives.choose(codec, MANY, ahead=None)}`"
+    return f"`{collectives.choose(codec, _RANKS, ahead=None)}`"
 
 
 def _fits(name: str, codec: Codec) -> bool:
     try:
-        collectives.check_pair(name, codec, MANY)
+        collectives.check_pair(name, codec, _RANKS)
     except ConfigError:
         return False
     return True

@@ -12,7 +12,7 @@ import torch
 
 from .. import codecs, collectives, records
 from ..codecs import Codec
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..registry import nearest
 from ..wire import DTYPE_CODES, WIRE_VERSION
 
@@ -170,12 +170,9 @@ class CallPolicy:
             return source
         if isinstance(source, Mapping):
             return records.build(cls, source, "policy")
-        if isinstance(source, (str, Path)):
-            return records.load(cls, source, "policy")
-        raise ConfigError(
-            f"policy: got a {type(source).__name__}; expected a fusionlayer.backend.Policy, a mapping, "
-            "or the path of a YAML file"
-        )
+        expected = "a fusionlayer.backend.Policy, a mapping, or the path of a YAML file"
+        require(source, (str, Path), "policy", expected)
+        return records.load(cls, source, "policy")
 
     @property
     def facts(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import config
-from ..errors import UsageError
+from ..errors import UsageError, kind_of
 from . import arguments
 from .policy import CallPolicy
 
@@ -59,7 +59,7 @@ def traffic(group: dist.ProcessGroup | None = None) -> Any:
 
     group = group or dist.group.WORLD
     if not isinstance(group, CompressingGroup):
-        raise UsageError(f"traffic is counted in groups of the backend {_NAME!r}; this one is {type(group).__name__}")
+        raise UsageError(f"traffic is counted in groups of the backend {_NAME!r}; this one is {kind_of(group)}")
     return group.traffic
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import __version__, native
+from .. import __version__, libraries
 from ..errors import FusionLayerError
 from . import autotune, bench, doctor, explain, plan, profile, simulate, trace
 from .arguments import Parser
@@ -43,7 +43,6 @@ def make_parser() -> Parser:
         prog="fusionlayer",
         description="What fusionlayer costs and saves, in numbers.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="tell versions and what the libraries were built for")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -80,6 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_version(_: argparse.Namespace) -> None:
-    info = native.build_info(__version__)
+    info = libraries.build_info(__version__)
     print(f"fusionlayer {info.version}, torch {torch.__version__}")
     print(f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {info.cuda.get('archs', 'none')}")

@@ -44,7 +44,10 @@ __all__ = [
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and name the word that was probably meant."""
+    """A parser whose errors are one line, and name the word that was probably meant; its epilog stays as it is laid."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..planning.autotune.log import TrialRow, read_log
-from .outputs import check_picture, keep_picture
+from .outputs import add_plot, check_picture, keep_picture
 from .pictures import draw_trials
 from .tables import Column, Table, add_columns, print_text, show
 from .units import SECONDS, in_one_unit, in_words
@@ -45,13 +45,10 @@ def add_parser(commands: Any) -> None:
         help="show which plans autotuning has tried, from its log",
         description="Show which plans autotuning has tried while training ran, and which one won.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("log", type=Path, metavar="LOG.csv", help="as autotuning writes it")
     add_columns(parser)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw all trials against steps, as .png, .svg or .pdf"
-    )
+    add_plot(parser, "all trials against steps")
     parser.add_argument("--json", action="store_true", help="print the rows of the log as JSON")
     parser.set_defaults(run=run)
 

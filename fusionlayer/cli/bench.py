@@ -18,7 +18,7 @@ from .. import codecs, collectives, context, functional, launch
 from ..errors import ConfigError
 from ..transport import Transport
 from .arguments import add_device, check_device, check_file, device_of, names, positive
-from .outputs import check_picture, keep, keep_picture, tell
+from .outputs import add_plot, check_picture, keep, keep_picture, tell
 from .pictures import draw_bandwidths
 from .progress import Progress
 from .rows import FORMATS, Row, bandwidths, table, title
@@ -77,7 +77,6 @@ def add_parser(commands: Any) -> None:
         help="time, bandwidth and bytes of collectives, by size, codec and algorithm",
         description="Measure collectives over the ranks that a launcher has started, or over -np\nranks of this host.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-np", "--num-proc", type=positive, metavar="N", help="start so many ranks on this host")
     parser.add_argument("--min", type=as_bytes, default=1 << 12, metavar="BYTES", help="smallest size (default 4K)")
@@ -100,7 +99,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="calls before those (default 5)")
     parser.add_argument("--format", choices=[*FORMATS], default="text", help="default text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw effbw against size, as .png, .svg or .pdf")
+    add_plot(parser, "effbw against size")
     add_columns(parser)
     parser.set_defaults(run=run)
 

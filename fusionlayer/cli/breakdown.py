@@ -66,7 +66,7 @@ class BucketTimes:
         end: when it was done.
         waited: how long the training thread waited for it.
         phases: of the communication thread, by ``KINDS``; they add up to ``end - start``.
-        exchanged: as long as it had the network, shared fairly with other buckets that were there at the same time.
+        exchanged: how long it had the network. While n buckets use it, each of them gets 1 / n of the time.
         sent: bytes that this rank sent.
         elements: of the bucket; 0 where the timeline does not say, as for gradients that were encoded ahead.
         codec: its codec with options.
@@ -135,7 +135,7 @@ def break_down(
         ConfigError: too few steps, or spans of something other than an optimizer's training.
     """
     training = [span for span in spans if span["name"] == "BACKWARD"]
-    begins = _step_begins(spans)
+    begins = _begins(spans, "FORWARD", "BACKWARD")  # not every timeline has the forward
     kept = sorted(step for step in begins if step >= skip)
     if not training or len(kept) < 2:
         raise ConfigError(
@@ -169,7 +169,7 @@ def break_down(
         communication=_union([span for span in own if span["name"] == _BUCKET]) / count,
         lanes=len({span["tid"] for span in jobs.values()}),
         overlaps_forward=any(f["ts"] <= w["ts"] < f["ts"] + f["dur"] for w in waits for f in forwards[:3]),
-        buckets=tuple(_buckets(jobs, work, spans, _backward_begins(training), set(kept[:-1]))),
+        buckets=tuple(_buckets(jobs, work, spans, _begins(training, "BACKWARD"), set(kept[:-1]))),
     )
 
 
@@ -190,26 +190,21 @@ def _start(span: Span) -> float:
     return float(span["ts"])
 
 
-def _step_begins(spans: Sequence[Span]) -> dict[int, float]:
-    """Return when each step's forward began, or its backward where the timeline has no forward."""
+def _begins(spans: Sequence[Span], *names: str) -> dict[int, float]:
+    """Return when the first span of these names began in each step."""
     begins: dict[int, float] = {}
     for span in spans:
-        if span["name"] in ("FORWARD", "BACKWARD"):
+        if span["name"] in names:
             step = span["args"]["step"]
             begins[step] = min(begins.get(step, span["ts"]), span["ts"])
     return begins
 
 
-def _backward_begins(training: Sequence[Span]) -> dict[int, float]:
-    begins: dict[int, float] = {}
-    for span in training:
-        step = span["args"]["step"]
-        begins[step] = min(begins.get(step, span["ts"]), span["ts"])
-    return begins
-
-
 def _exclusive(spans: Sequence[Span]) -> list[tuple[str, float]]:
-    """Return (name, seconds) of the spans of one thread, or of threads that do not overlap, without nested spans."""
+    """Return the name of each span, and its seconds without the spans nested in it.
+
+    The spans are those of one thread, or of threads that do not overlap.
+    """
     found: list[tuple[str, float]] = []
     open_spans: list[list[Any]] = []  # [end, name, seconds]
 
@@ -289,7 +284,7 @@ def _exposed(
         left = wait["dur"] / 1e6
         sender = jobs.get(_job(wait))
         row = [] if sender is None else rows[sender["tid"]]
-        for start, stop, kind, bucket in row[max(0, bisect_left(row, begin, key=lambda piece: piece[1])) :]:
+        for start, stop, kind, bucket in row[bisect_left(row, begin, key=lambda piece: piece[1]) :]:
             if start >= end:
                 break
             seconds = (min(stop, end) - max(start, begin)) / 1e6

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import __version__, codecs, config, launch, native
+from .. import __version__, codecs, config, launch, libraries
 from ..codecs import Codec
 from ..codecs._base import registry as codecs_known
 from ..collectives._base import gathers as gathers_known
@@ -86,7 +86,6 @@ def add_parser(commands: Any) -> None:
         description="Look at this installation, machine and environment, and try every codec\n"
         "and transport for a moment.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_columns(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -165,15 +164,15 @@ def _versions() -> Iterator[Finding]:
 
 def _core() -> Iterator[Finding]:
     def cpu() -> str:
-        info = native.build_info(__version__)
+        info = libraries.build_info(__version__)
         return f"{info.isa} of {', '.join(info.isas)}; {info.compiler}"
 
     yield _tried("core", "cpu", cpu)
-    if not native.library_path("cuda").exists():
-        yield Finding("core", "cuda", "none", native.NO_CUDA_LIBRARY)
+    if not libraries.library_path("cuda").exists():
+        yield Finding("core", "cuda", "none", libraries.NO_CUDA_LIBRARY)
     else:
         yield _tried(
-            "core", "cuda", lambda: ", ".join(f"{k} {v}" for k, v in native.build_info(__version__).cuda.items())
+            "core", "cuda", lambda: ", ".join(f"{k} {v}" for k, v in libraries.build_info(__version__).cuda.items())
         )
     if not torch.cuda.is_available():
         yield Finding("core", "gpu", "none", f"torch sees no CUDA device (torch's CUDA: {torch.version.cuda})")

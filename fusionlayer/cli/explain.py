@@ -19,7 +19,7 @@ from ..planning.zipped_costs import expected_costs
 from ..scheduler.fusing import check_pairs
 from .arguments import add_cluster, scenario_of
 from .lanes import draw
-from .outputs import check_picture, keep_picture
+from .outputs import add_plot, check_picture, keep_picture
 from .tables import Column, Table, add_columns, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
 
@@ -55,12 +55,11 @@ def add_parser(commands: Any) -> None:
         help="show a plan's buckets, and when each is predicted to travel",
         description="Explain a fusion plan by a measured profile of its model.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="as `fusionlayer plan` writes it")
     add_cluster(parser)
     add_columns(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the timeline, as .png, .svg or .pdf")
+    add_plot(parser, "the timeline")
     parser.set_defaults(run=run)
 
 

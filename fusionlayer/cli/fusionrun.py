@@ -187,7 +187,6 @@ def make_parser() -> Parser:
         usage="fusionrun -np N [-H host:slots,...] [FLAG ...] program [argument ...]",
         description="Start a training job on this host or several, by torchrun.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

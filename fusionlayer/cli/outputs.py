@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,12 +19,17 @@ from .spawn import RANKS_PREFIX
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "check_picture", "drop_output", "keep", "keep_picture", "tell"]
+__all__ = ["PICTURES", "add_plot", "check_picture", "drop_output", "keep", "keep_picture", "tell"]
 
 PICTURES = (".png", ".svg", ".pdf")
 _WORDS = ", ".join(PICTURES[:-1]) + f" or {PICTURES[-1]}"
 
 Write = Callable[[Path], object]
+
+
+def add_plot(parser: ArgumentParser, what: str) -> None:
+    """Add the option ``--plot``, by which a command draws ``what``."""
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {what}, as {_WORDS}")
 
 
 def check_picture(path: Path, flag: str = "--plot") -> None:

@@ -53,7 +53,6 @@ def add_parser(commands: Any) -> None:
         help="make a fusion plan from a measured profile",
         description="Make a fusion plan for the model of a profile.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_cluster(parser)
     parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks that the plan is for")

@@ -45,7 +45,6 @@ def add_parser(commands: Any) -> None:
         help="measure what a model's step, codecs and collectives cost",
         description="Measure a cost profile of this machine or job.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model",

@@ -16,7 +16,7 @@ from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
 from .arguments import above_zero, join, names, numbers, planner, positive, seconds
-from .outputs import check_picture, keep_picture
+from .outputs import add_plot, check_picture, keep_picture
 from .pictures import draw_speedups
 from .progress import Progress
 from .tables import Column, Table, add_columns, print_text, show
@@ -49,7 +49,6 @@ def add_parser(commands: Any) -> None:
         help="project steps to more workers or another network, from a measured profile",
         description="Project training steps of several methods to more workers or another network.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("profile", type=Path, metavar="PROFILE.yaml", help="measured costs (profiles/README.md)")
     parser.add_argument(
@@ -72,9 +71,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--latency", type=seconds, metavar="SECONDS", help="of a message (default: as measured)")
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
     add_columns(parser)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw speed-ups against workers, as .png, .svg or .pdf"
-    )
+    add_plot(parser, "speed-ups against workers")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 

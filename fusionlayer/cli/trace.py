@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
         help="tell from timelines what steps wait for, and break them down",
         description="Tell what the mean step of a run waits for, and break it down, from the timelines of its ranks.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "timelines", nargs="+", metavar="FILE", help="timelines, or what FUSIONLAYER_TIMELINE was, for all ranks"

@@ -21,11 +21,14 @@ from ._capabilities import VariableSizeCodec
 from ._encoding import Encoding
 from ._state import TensorState
 
-__all__ = ["ALL", "INFINITE", "SMALLEST", "Sparsifier", "ThresholdSparsifier", "bits_of", "value_of"]
+__all__ = ["ALL", "INFINITE", "SMALLEST", "Choice", "Sparsifier", "ThresholdSparsifier", "bits_of", "value_of"]
 
 ALL = -1  # every element that equals the threshold is sent
 INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite have these bits or larger ones
 SMALLEST = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
+# A threshold, and how many elements that equal it go: numbers of the host, or (2,) int64 on the gradient's device,
+# which the host never reads.
+Choice = tuple[int, int] | Tensor
 
 _LARGEST = struct.unpack("<f", struct.pack("<I", INFINITE - 1))[0]
 _SUPERBLOCK, _BLOCK = 1 << 16, 1 << 8
@@ -111,8 +114,7 @@ class Sparsifier(VariableSizeCodec):
         self,
         wanted: Tensor,
         body: Tensor,
-        threshold: int,
-        ties: int,
+        choice: Choice,
         seed: int,
         offset: int,
         *,
@@ -120,10 +122,13 @@ class Sparsifier(VariableSizeCodec):
         scale: float = 1.0,
         clear: Tensor | None = None,
     ) -> None:
-        """Write what the threshold selects of ``wanted`` (plus ``scale * x``) into ``body``; leave the rest there."""
+        """Write what the choice selects of ``wanted`` (plus ``scale * x``) into ``body``; leave the rest there."""
         n = wanted.numel()
         spec = self._params(n).spec(n, torch.float32 if x is None else x.dtype, seed, offset)
-        native.sparse_encode(spec, self.wire(n).offsets, wanted, threshold, ties, body, x=x, scale=scale, clear=clear)
+        (threshold, ties), there = ((0, 0), choice) if isinstance(choice, Tensor) else (choice, None)
+        native.sparse_encode(
+            spec, self.wire(n).offsets, wanted, threshold, ties, body, x=x, scale=scale, clear=clear, choice=there
+        )
 
     def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
         n = form.numel
@@ -270,23 +275,24 @@ class ThresholdSparsifier(Sparsifier):
         if kept is None:
             native.accumulate(x, scale, wanted)
         else:
-            self._send(wanted, body, kept, ALL, seed, offset, x=x, scale=scale)
+            self._send(wanted, body, (kept, ALL), seed, offset, x=x, scale=scale)
             if self._is_sound(body, wanted.numel()):
                 state.numbers["age"] += 1
                 return
             self._take_back(x, wanted, body)
             state.numbers["age"] = self.reuse
-        threshold, ties = self._select(wanted, state, derive_seed(seed, offset))
-        self._send(wanted, body, threshold, ties, seed, offset)
+        self._send(wanted, body, self._select(wanted, state, derive_seed(seed, offset)), seed, offset)
 
-    def _select(self, wanted: Tensor, state: TensorState, seed: int) -> tuple[int, int]:
-        """Return the threshold for ``wanted`` (n,), and how many elements that equal it go: ``ALL`` or a number."""
+    def _select(self, wanted: Tensor, state: TensorState, seed: int) -> Choice:
+        """Return what goes of ``wanted`` (n,)."""
         n = wanted.numel()
         k, capacity = self.target(n), self.capacity(n)
         if k == n:
             return 0, ALL
         kept = self._kept(state)
         own = [bits_of(value) for value in self._estimate(wanted, k, state, seed)] if kept is None else [kept]
+        if not own and self.reuse == 1:  # no later step needs the threshold, so the host does not wait for it
+            return native.choose_largest(wanted, k)
         last = int(state.numbers.get("threshold", own[0] if own else 0))
         ladder = [*own, *_neighbours(last, 15 - len(own))] if own else []
         *counts, broken = native.count_above(wanted, [*ladder, INFINITE])

@@ -106,8 +106,7 @@ class DGC(ThresholdSparsifier, name="dgc"):
             state.tensors["velocity"] = torch.zeros_like(wanted)
         velocity = state.tensors["velocity"]
         native.accumulate_momentum(x, scale, self.momentum, self.nesterov, velocity, wanted)
-        threshold, ties = self._select(wanted, state, seed)
-        self._send(wanted, body, threshold, ties, seed, offset, clear=velocity)
+        self._send(wanted, body, self._select(wanted, state, seed), seed, offset, clear=velocity)
 
     def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
         if self.momentum or self.clip_norm is not None:

@@ -6,15 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from .. import native
-from ._sparse import ALL, Sparsifier
+from ._sparse import ALL, Choice, Sparsifier
 from ._state import TensorState
 
 __all__ = ["RandomK"]
 
 _NUMBERS = 1 << 32  # an element draws a number below this
+_FEW = 64  # from this k on, no element at all is drawn with a probability below 2^-92, which is taken for never
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class RandomK(Sparsifier, name="randomk"):
     ) -> None:
         n = wanted.numel()
         threshold = max(1, self.target(n) * _NUMBERS // n)
-        self._send(wanted, body, threshold, ALL, seed, offset, x=x, scale=scale)
-        ends = self.wire(n).planes(body)[0]
-        while not int(ends[-1]):
-            threshold = min(2 * threshold, _NUMBERS)
-            self._send(wanted, body, threshold, ALL, seed, offset)
+        choice: Choice = threshold, ALL
+        if self.target(n) >= _FEW:
+            return self._send(wanted, body, choice, seed, offset, x=x, scale=scale)
+        native.accumulate(x, scale, wanted)
+        choice = native.choose_drawn(self._params(n).spec(n, torch.float32, seed, offset), wanted, threshold)
+        self._send(wanted, body, choice, seed, offset)

@@ -19,7 +19,19 @@ from ._hops import send_and_receive
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .ring import schedule
 
-__all__ = ["all_gather", "reduce_scatter", "ring_reduce_scatter"]
+__all__ = ["all_gather", "reduce_scatter", "ring_reduce_scatter", "row_piece"]
+
+_ROW = 1 << 20
+# Of all rows together, and of rows of a device alone. The host launches kernels for each piece and calls the network's
+# library, so pieces are large. TACO found 64 MB best on fast links of GPUs (Fig. 10).
+_DEVICE_BYTES = 64 << 20
+
+
+def row_piece(x: Tensor, rows: int) -> int:
+    """Return how many elements of each of ``rows`` rows should travel at a time, of the type and device of ``x``."""
+    if x.device.type == "cpu":
+        return _ROW
+    return max(_ROW, _DEVICE_BYTES // (rows * x.element_size()))
 
 
 def all_gather(

@@ -13,7 +13,7 @@ from .. import codecs, collectives, context
 from ..clock import clock_of
 from ..codecs import Codec
 from ..config import Config, blame
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
 from ..planning.autotune import Autotune, Autotuner
@@ -123,6 +123,8 @@ def make_planning(
     ahead = options.ahead if options.ahead is not None else settings.ahead
     planner = _planner(options.planner, settings)
     plan = FusionPlan.from_yaml(options.plan) if isinstance(options.plan, (str, Path)) else options.plan
+    if plan is not None:
+        require(plan, FusionPlan, "plan", "a fusionlayer.FusionPlan, or the path of a file with one")
     if plan is None and settings.plan is not None:
         with blame(settings, "plan"):
             plan = FusionPlan.from_yaml(settings.plan)
@@ -163,6 +165,7 @@ def make_planning(
         if profile is not None and not changed:
             with blame(settings, *([] if options.profile is not None else ["profile"])):
                 measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
+                require(measured, Profile, "profile", "the path of a file that `fusionlayer profile` has written")
                 plan = by_measuring.plan_by(measured)
     if tuning is not None:
         plan_controller = Autotuner(
@@ -210,7 +213,9 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
         if options.codec_options or fidelity is not None:
             raise ConfigError("codec options and fidelity stand in the policy's file; leave them out of the arguments")
         with blame(settings, *([] if options.policy is not None else ["policy"])):
-            return CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
+            rules = CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
+            require(rules, CodecRules, "policy", "a fusionlayer.CodecRules, or the path of a file with rules")
+            return rules
     if (settings.codec if options.codec is None else options.codec) == AUTO:
         if options.codec_options:
             raise ConfigError(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import collectives, context
 from ..codecs import Codec, CodecOptions
 from ..config import Config, blame
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, UsageError, kind_of
 from ..functional import make_codec, refuse_unknown
 from ..plan import Bucket, FusionPlan, Slot
 from ..planning.autotune import Autotune
@@ -76,7 +76,7 @@ def register(
         PlanMismatch: ranks disagree on options.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(f"ddp.register got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
+        raise ConfigError(f"ddp.register got {kind_of(model)}; wrap the model in DistributedDataParallel first")
     given: Mapping[str, object] = codec_options
     refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan"} & given.keys())
     if refused:

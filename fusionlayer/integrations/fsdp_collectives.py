@@ -30,8 +30,6 @@ __all__ = ["AllGather", "Direction", "ReduceScatter", "ReplicaGather"]
 
 _RAW = codecs.get("raw").bare
 _SAMPLE = 4096
-_PIECE = 1 << 20
-"""Elements of a row that travel at a time."""
 
 
 class Direction:
@@ -106,7 +104,8 @@ class AllGather(_Collective):
         else:
             # The seed is the same within a step, so that stochastic rounding gives backward the weights of forward.
             rows, seed = output_tensor.view(transport.size, -1), derive_seed(self._shards.version, self._number)
-            halves.all_gather(input_tensor, rows, codec, transport, seed=seed, piece=_PIECE)
+            piece = halves.row_piece(input_tensor, transport.size)
+            halves.all_gather(input_tensor, rows, codec, transport, seed=seed, piece=piece)
         self._direction.bytes_sent += transport.bytes_sent - before
 
 
@@ -212,7 +211,8 @@ class ReduceScatter(_Collective):
 
 
 def _reduce(x: Tensor, out: Tensor, codec: Codec, transport: Transport, seed: int = 0) -> None:
-    halves.reduce_scatter(x.view(transport.size, -1), out, codec, transport, seed=seed, piece=_PIECE)
+    piece = halves.row_piece(x, transport.size)
+    halves.reduce_scatter(x.view(transport.size, -1), out, codec, transport, seed=seed, piece=piece)
 
 
 def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from .. import context
 from ..codecs import Codec, CodecOptions
 from ..deprecations import deprecated
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
 from ..plan import FusionPlan
 from ..planning.autotune import Autotune
@@ -132,8 +133,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
         TransportError: a peer was lost, stopped or late; also from ``step`` and ``synchronize``.
     """
+    require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")
     check_op(op)
     refuse_unknown(DistributedOptimizer, codec, codec_options)
+    require(gradient_predivide_factor, Real, "gradient_predivide_factor", "a number above 0")
+    require(backward_passes_per_step, Integral, "backward_passes_per_step", "a whole number, at least 1")
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ConfigError("gradient_predivide_factor needs op=Average; leave it at 1.0 with op=Sum")
     if not gradient_predivide_factor > 0:
@@ -148,6 +152,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     roster = Roster(optimizer.param_groups, named_parameters, group)
     names = roster.reduced(optimizer.param_groups)
     refuse_twice(names)
+    if isinstance(optimizer, Distributed):
+        raise ConfigError("this optimizer is a DistributedOptimizer already; use it as it is, or make a new one")
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
     if isinstance(optimizer, LBFGS) and context.transport(group).size > 1:

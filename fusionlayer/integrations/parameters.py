@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..functional import Group
 from ..plan import TensorInfo
 
@@ -80,11 +80,11 @@ def given_names(named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | Non
         return None
     if isinstance(named_parameters, nn.Module):
         named_parameters = named_parameters.named_parameters()
+    expected = "the model, or (name, parameter) pairs, such as model.named_parameters()"
+    require(named_parameters, Iterable, "named_parameters", expected)
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ConfigError(
-            "named_parameters: expected the model, or (name, parameter) pairs, such as model.named_parameters()"
-        )
+        raise ConfigError(f"named_parameters: expected {expected}")
     counts: dict[str, int] = {}
     for name, _ in pairs:
         counts[name] = counts.get(name, 0) + 1

@@ -13,9 +13,6 @@ from ..transport import Transport
 
 __all__ = ["Replica"]
 
-_PIECE = 1 << 20
-"""Elements of a rank's part that travel at a time."""
-
 
 class Replica:
     """A copy of all weights, the same bits on every rank (SDP4Bit, section 3.1 and Algorithm 2).
@@ -97,6 +94,7 @@ class Replica:
             self._whole = True
         if main is not None:
             seed = derive_seed(version, self._number)
-            halves.all_gather(main, rows, self._codec, transport, seed=seed, piece=_PIECE, differences=True)
+            piece = halves.row_piece(main, transport.size)
+            halves.all_gather(main, rows, self._codec, transport, seed=seed, piece=piece, differences=True)
             self._own.copy_(mine)
             self.version = version

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import context
 from ..codecs import Codec
 from ..collectives import halves
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, UsageError, kind_of, require
 from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
@@ -23,9 +23,6 @@ from .replicas import Replicas, check_interval
 from .weights import Weights, both_ways
 
 __all__ = ["ShardedOptimizer"]
-
-_PIECE = 1 << 20
-"""Elements of a rank's part that travel at a time."""
 
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch whose update of an element depends on other elements."""
@@ -73,6 +70,14 @@ class ShardedOptimizer(Optimizer):
         check_replicas: bool | int | None = None,
         **defaults: Any,
     ) -> None:
+        if not callable(optimizer_class):
+            raise ConfigError(
+                f"optimizer_class: got {kind_of(optimizer_class)}; expected one such as torch.optim.AdamW"
+            )
+        require(params, Iterable, "ShardedOptimizer", "parameters, such as model.parameters()")
+        params = list(params)  # type: ignore[assignment]
+        if not params:
+            raise ConfigError("ShardedOptimizer got no parameters; give those of a model, such as model.parameters()")
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
         if name in _WHOLE_TENSORS:
             raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
@@ -245,7 +250,8 @@ class _Part:
         if transport.size > 1:
             own = torch.empty_like(own)
             rows = self._gradients.view_as(self._rows)
-            halves.reduce_scatter(rows, own, codec, transport, seed=seed, piece=_PIECE)
+            piece = halves.row_piece(rows, transport.size)
+            halves.reduce_scatter(rows, own, codec, transport, seed=seed, piece=piece)
         own[self._filled :] = 0  # a codec's rotation spreads values into the padding, which belongs to no parameter
         self.main.grad = own.float()
 
@@ -255,10 +261,12 @@ class _Part:
             self._own.copy_(self.main)
         elif weights.differences:
             main = self.main.detach()
-            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, piece=_PIECE, differences=True)
+            piece = halves.row_piece(main, transport.size)
+            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, piece=piece, differences=True)
         else:
             mine = self.main.to(self._replica.dtype)
-            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=_PIECE)
+            piece = halves.row_piece(mine, transport.size)
+            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=piece)
 
     def frozen(self) -> list[tuple[Tensor, Tensor]]:
         """Return the places in ``main`` of this rank's elements of frozen parameters, with copies of their values."""

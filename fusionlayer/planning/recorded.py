@@ -22,23 +22,24 @@ __all__ = ["MODELLED", "Forecast", "RecordedBucket", "RecordedStep", "forecast"]
 MODELLED = ("dense", "one_shot", "two_shot", "ring", "butterfly")
 """Collectives whose transfers follow from one link between equal ranks, which is all that a timeline tells of it."""
 
-_REPEATS = 3
-_SMALL = 1 << 12
+# Measurements of each codec, on the largest bucket and on as few elements as this.
+_REPEATS, _SMALL = 3, 1 << 12
+# Messages tell latency from rate if the largest is more than this many times the smallest.
 _APART = 2
 
 
 @dataclass(frozen=True)
 class RecordedBucket:
-    """A bucket's median over steps, in seconds.
+    """A bucket: medians over steps. Times are in seconds.
 
     Attributes:
-        elements: of the bucket.
-        codec: of the bucket.
+        elements: number of its elements.
+        codec: its codec.
         algorithm: its collective, one of ``MODELLED``.
         ready: when its last gradient was there, counted from the start of backward.
-        packing: of packing, unpacking, and all else that a communication thread does outside codec and network.
-        coding: of encoding and decoding.
-        exchanged: for which it had the network to itself.
+        packing: time for packing, unpacking, and all else that a communication thread does outside codec and network.
+        coding: time for encoding and decoding.
+        exchanged: time on the network, as if no other bucket had been there.
         sent: bytes that a rank sent.
     """
 
@@ -54,11 +55,11 @@ class RecordedBucket:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A rank's mean step, in seconds.
+    """A rank's mean step. Times are in seconds.
 
     Attributes:
-        seconds: of the step.
-        forward, backward, rest: of the training thread without waiting; ``rest`` comes after the last result.
+        seconds: time of the whole step.
+        forward, backward, rest: times of the training thread without waiting; ``rest`` comes after the last result.
         workers: number of ranks.
         lanes: number of communication threads.
         buckets: in the order in which they are sent.
@@ -79,8 +80,8 @@ class Forecast:
 
     Attributes:
         codec: name of the codec that all buckets have instead.
-        seconds: predicted of the step.
-        saved: seconds by which that is less than the recorded step.
+        seconds: what the step would take.
+        saved: seconds that this is less than the recorded step.
         modelled: seconds that the same model gives for the recorded step.
         rate: bytes per second that the recorded step sent.
     """
@@ -95,16 +96,16 @@ class Forecast:
 def forecast(step: RecordedStep, names: Sequence[str], clock: Clock = HOST) -> list[Forecast]:
     """Return what the step would take with each of the codecs ``names``, the fastest first.
 
-    The network's latency and rate are those of the recorded exchanges. Codecs are measured here and now, on the device
-    of ``clock``; where the recorded codec took longer or shorter than here, the others are taken to do so too.
+    A codec that all buckets have already is left out. The network's latency and rate are those of the recorded
+    exchanges. Codecs are measured here and now, on the device of ``clock``; if the recorded codec took twice as long as
+    it does here, the others are expected to take twice as long, too.
     """
     buckets = step.buckets
-    link = _link(buckets)
     others = [name for name in names if any(codecs.get(name).bare != bucket.codec.bare for bucket in buckets)]
     sizes = [_SMALL, max(2 * _SMALL, *(bucket.elements for bucket in buckets))]
     found = {str(bucket.codec.bare): bucket.codec for bucket in buckets} | {name: codecs.get(name) for name in others}
     measured = as_codecs(measure_codecs(found, sizes, _REPEATS, clock))
-    cluster = Cluster(step.workers, link)
+    cluster = Cluster(step.workers, _link(buckets))
     copy = AlphaBeta.through([(bucket.elements, max(bucket.packing / 2, 1e-9)) for bucket in buckets])
 
     def seconds(costs: Sequence[BucketCosts]) -> float:
@@ -140,7 +141,7 @@ def _link(buckets: Sequence[RecordedBucket]) -> LinkCost:
     sizes = [sent for sent, _ in points]
     if points and max(sizes) > _APART * min(sizes):
         line = AlphaBeta.through(points)
-    else:  # sizes that are much alike do not tell latency from rate, and most of the time is the rate's
+    else:  # most of the time is the rate's
         line = AlphaBeta(0.0, sum(seconds for _, seconds in points) / max(sum(sizes), 1.0))
     # one_shot exchanges once; all others pass over the network there and back.
     latency = line.alpha / (1 if all(bucket.algorithm == "one_shot" for bucket in buckets) else 2)

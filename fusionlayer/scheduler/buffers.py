@@ -170,18 +170,27 @@ class FlatBuffer(Buffer):
         flat = self._make_flat() if self._flat is None else self._flat
         slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
         with self._timeline.part("MEMCPY_IN_FUSION_BUFFER"):
-            if self._prescale == 1:
-                torch._foreach_copy_(slots, given)
-            else:
-                for slot, gradient in zip(slots, given, strict=True):
-                    torch.mul(gradient, self._prescale, out=slot)
-            if self._gaps:
-                torch._foreach_zero_(self._gaps)
+            self._pack(flat, slots, given)
         self._sum(flat, transport, seed)
         if self._in_place:
             with self._timeline.part("MEMCPY_OUT_FUSION_BUFFER"):
                 torch._foreach_copy_(given, slots)
         return dict(zip(gradients, given if self._in_place else slots, strict=True))
+
+    def _pack(self, flat: Tensor, slots: list[Tensor], given: list[Tensor]) -> None:
+        """Copy gradients times prescale into the slots of ``flat``, with zeros between them."""
+        # On a device a launch for each tensor would take the host longer than a second pass over the memory takes the
+        # device. On the CPU it is the other way round. A conversion between the two would round twice.
+        at_once = self._device.type != "cpu" and all(gradient.dtype == self._dtype for gradient in given)
+        if self._prescale == 1 or at_once:
+            torch._foreach_copy_(slots, given)
+        else:
+            for slot, gradient in zip(slots, given, strict=True):
+                torch.mul(gradient, self._prescale, out=slot)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+        if at_once and self._prescale != 1:
+            flat.mul_(self._prescale)
 
     def _sum(self, flat: Tensor, transport: Transport, seed: int) -> None:
         with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, elements=self.bucket.numel):

@@ -116,7 +116,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 def _ranks(comm: Any) -> list[int]:
     try:
         return [int(rank) for rank in comm]
-    except TypeError:
+    except (TypeError, ValueError):
         raise ConfigError(f"init(comm={comm!r}); communicators of mpi4py are not supported: leave comm out") from None
 
 

@@ -246,7 +246,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
         ctx.process_set = process_set
-        ctx.shapes = [tensor.shape for tensor in tensors]
+        ctx.shapes = [checked("allgather", tensor).shape for tensor in tensors]
         return tuple(synchronize(_gather(tensors, name, process_set, at_once=True)))
 
     @staticmethod
@@ -269,7 +269,7 @@ def _gather(
     deliver: Callable[[Any], Any] | None = None,
     at_once: bool = False,
 ) -> int:
-    rows = [tensor if tensor.dim() else tensor.view(1) for tensor in tensors]
+    rows = [tensor if checked("allgather", tensor).dim() else tensor.view(1) for tensor in tensors]
     return submit("allgather", rows, name=name, process_set=process_set, deliver=deliver, at_once=at_once)
 
 

@@ -152,18 +152,22 @@ class Transport(ABC):
         self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8))
 
     def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
-        """Return an uninitialised (nbytes,) uint8 tensor. It is valid until the next call with the same ``name``.
+        """Return an uninitialised (nbytes,) uint8 tensor, for the current stream.
 
-        On the CPU the transport keeps the memory. New memory would cost a page fault for every 4 KiB of every message.
+        It is valid until the next call with the same ``name`` on that stream: whatever other streams do with it, the
+        current one must have waited for. The transport keeps the memory. New memory would cost a page fault for every
+        4 KiB of every message on the CPU, and a search of the allocator's lists on a device.
         """
-        if device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        kept = self.__dict__.setdefault("_workspaces", {})
-        if name not in kept or kept[name].numel() < nbytes:
+        # Work on one stream comes after what was queued before it, so only there the memory is free again.
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        kept, key = self.__dict__.setdefault("_workspaces", {}), (name, device, stream)
+        if stream is not None and torch.cuda.is_current_stream_capturing():
+            kept = {}  # memory that belongs to the graph
+        if key not in kept or kept[key].numel() < nbytes:
             # A tensor made in inference mode could not be written during training later.
             with torch.inference_mode(False):
-                kept[name] = torch.empty(nbytes, dtype=torch.uint8)
-        return cast(Tensor, kept[name][:nbytes])
+                kept[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return cast(Tensor, kept[key][:nbytes])
 
     @contextmanager
     def doing(self, purpose: str, why: str = "") -> Iterator[None]:

@@ -61,6 +61,12 @@ class Call:
         return call
 
     @classmethod
+    def rows(cls, size: int, nbytes: int, purpose: str = "") -> Call:
+        """Return the call ``exchange`` in which every rank sends ``nbytes`` to every rank."""
+        each = (nbytes,) * size
+        return _exchange(each, each, purpose)
+
+    @classmethod
     def all_reduce(cls, x: Tensor, purpose: str = "") -> Call:
         """Return the call ``all_reduce(x)``."""
         return cls(f"all_reduce of {_describe(x, 'all_reduce')}", purpose=purpose)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DamagedMessage", "Link", "LinkError", "LinkMessage", "damaged"]
+__all__ = ["DamagedMessage", "Link", "LinkError", "LinkMessage", "RowLink", "damaged"]
 
 
 class LinkMessage(NamedTuple):
@@ -77,3 +77,15 @@ class Link(ABC):
     def is_overdue(self) -> bool:
         """Return whether a call has returned but its work did not end within the time-out. Any thread may ask."""
         return False
+
+
+class RowLink(Link):
+    """A link that moves messages of one length by one call of its library, however many ranks there are."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), which may be this rank's row of ``out``."""
+
+    @abstractmethod
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""

@@ -26,7 +26,7 @@ from ..timeline import here
 from ._base import Transport
 from ._calls import Call, peers
 from ._checks import checked_peers
-from ._link import DamagedMessage, Link, LinkError, LinkMessage
+from ._link import DamagedMessage, Link, LinkError, LinkMessage, RowLink
 from ._rendezvous import Connecting, Rendezvous
 from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
@@ -90,11 +90,24 @@ class LinkedTransport(Transport):
             connecting: runs what waits for the other ranks.
         """
 
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        link = self._row_link(x, out) if out.shape == (self.size, x.numel()) else None
+        if link is None:
+            return super().all_gather(x, out)
+        with self._exchanging(Call.rows(self.size, x.numel(), self.purpose)):
+            link.all_gather(x, out)
+            self.bytes_sent += (self.size - 1) * x.numel()
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        link = self._row_link(x, out) if x.shape == out.shape == (self.size, x.size(-1)) else None
+        if link is None:
+            return super().all_to_all(x, out)
+        with self._exchanging(Call.rows(self.size, x.size(1), self.purpose)):
+            link.all_to_all(x, out)
+            self.bytes_sent += (self.size - 1) * x.size(1)
+
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
-        if self.why:
-            call = replace(call, why=self.why)
-        with _InCall(self, call, counted=True):
+        with self._exchanging(Call.exchange(self.rank, self.size, sends, recvs, self.purpose)) as call:
             if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
                 recvs[self.rank].copy_(sends[self.rank])
             if self.size == 1:
@@ -211,7 +224,7 @@ class LinkedTransport(Transport):
             self._shut(failure, finding)
             raise failure from error
         watch.leave()
-        self._rendezvous = replace(self._rendezvous, known=watch.known)
+        self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of))
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
         self._dropped = weakref.finalize(self, _abandon, links, watch)
@@ -248,6 +261,16 @@ class LinkedTransport(Transport):
         on_cuda = set(map(_IS_CUDA, xs))
         link = self._links.get("cuda" if True in on_cuda else "cpu") or next(iter(self._links.values()))
         return link, on_cuda == {link.device.type == "cuda"}
+
+    def _row_link(self, x: Tensor, out: Tensor) -> RowLink | None:
+        """Return the link if it moves rows by one call and the tensors are its own, contiguous uint8; else None."""
+        link, here = self._link_for(x, out) if self._links and x.numel() else (None, False)
+        if not here or not isinstance(link, RowLink):
+            return None
+        return link if all(each.dtype is torch.uint8 and each.is_contiguous() for each in (x, out)) else None
+
+    def _exchanging(self, call: Call) -> _InCall:
+        return _InCall(self, replace(call, why=self.why) if self.why else call, counted=True)
 
     def _fail_call(self, call: Call, error: BaseException) -> None:
         """Close the transport after an error in a call.
@@ -321,8 +344,9 @@ class _InCall:
         if self._watch is not None:
             self._watch.enter(call, transport.sequence)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Call:
         self._span.__enter__()
+        return self._call
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._span.__exit__(None, None, None)

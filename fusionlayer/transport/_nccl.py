@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._link import Link, LinkError, LinkMessage
+from ._link import LinkError, LinkMessage, RowLink
 
 __all__ = ["NcclLink"]
 
@@ -24,7 +24,7 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _WATCHDOG_FACTOR = 4
 
 
-class NcclLink(Link):
+class NcclLink(RowLink):
     """One rank's end of an NCCL group that no other code uses, on the current CUDA device.
 
     Calls return before the device has done the work. An event after each operation tells ``is_overdue`` when it ended.
@@ -52,6 +52,14 @@ class NcclLink(Link):
             for peer, data, _ in incoming:
                 self._group.recv([data], peer, 0)
             self._group._end_coalescing().wait()
+
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        with self._operation():
+            self._group._allgather_base(out.view(-1), x).wait()
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        with self._operation():
+            self._group.alltoall_base(out.view(-1), x.view(-1), [], []).wait()
 
     def all_reduce(self, x: Tensor, key: int) -> None:
         with self._operation():

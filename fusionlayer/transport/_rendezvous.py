@@ -122,13 +122,13 @@ class Connecting:
             RuntimeError: what ``make`` raised.
         """
         # Kept, because torch's reference to it does not keep its Python part.
-        self._store = store = _EndingStore(self.store, self._in_vain, self._deadline, self.watch.keys)
+        self._store = store = _EndingStore(self.store, self._in_vain, self._deadline, self.watch.board.keys)
         watch = self.watch
         try:
             return bounded(
                 lambda: make(store),
                 self._deadline,
-                lambda: self._in_vain.is_set() or watch.see_gone(),
+                lambda: self._in_vain.is_set() or watch.processes.see_gone(),
                 f"making of {self._what}",
             )
         except Overdue:

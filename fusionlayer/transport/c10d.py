@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import UsageError
+from ..errors import UsageError, require
 from ._gloo import GlooLink
 from ._link import Link, LinkError
 from ._linked import LinkedTransport
@@ -167,6 +167,8 @@ def _next_rendezvous(group: dist.ProcessGroup | None) -> _GroupRendezvous:
     world = dist.group.WORLD
     assert world is not None
     group = group or world
+    if not isinstance(group, int):  # which torch gives a process in place of a group that it is not in
+        require(group, dist.ProcessGroup, "group", "a process group of torch.distributed, or None for all ranks")
     rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError("this process is not in the group that was given; make the transport on its members only")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import TransportError
+from ..errors import ConfigError, TransportError
 from ..timeline import here
 from ._base import Transport
 from ._calls import Call
@@ -53,6 +53,8 @@ def run(
         Exception: the first exception that a rank raised, with the rank at the start of its message. The other ranks
             get ``TransportError`` from their calls.
     """
+    if not isinstance(world, int) or world < 1:
+        raise ConfigError(f"world={world!r}; expected a number of ranks, at least 1")
     hub = _Hub()
     group = _Group(hub, world, timeout, ranks_per_node)
     results: list[Any] = [None] * world

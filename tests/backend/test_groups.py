@@ -91,7 +91,7 @@ def inherit(rank: int, world: int, folder: str) -> None:
 
     with pytest.raises(ConfigError, match=r"policy: rules\[0\]: unknown op 'allreduce'"):
         dist.new_group(pg_options={"rules": [{"codec": "int8", "op": "allreduce"}]})
-    with pytest.raises(ConfigError, match="policy: got a int; expected"):
+    with pytest.raises(ConfigError, match="policy: got an int; expected"):
         dist.new_group(pg_options=3)
     with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0. Rank 0 has\n(.|\n)*bits=8") as caught:
         dist.new_group(pg_options={"rules": [{"codec": "int8" if rank == 0 else "int4"}]})

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from benchmarks.faults import __main__ as command
 from benchmarks.faults.attacks import ATTACKS, FRONTS, controls, kill
 from benchmarks.faults.cost import lines
+from benchmarks.faults.deeds import await_child
 from benchmarks.faults.fronts import PLAIN
 from benchmarks.faults.job import Outcome, Phase
 from benchmarks.faults.ports import Scanner, listening
@@ -78,6 +80,17 @@ def test_who_is_blamed() -> None:
     assert blamed(raised("rank 0: the store is gone", None), 0) == ()
     assert blamed(raised("rank 0 cannot connect to rank 1", None), 0) == (1,)
     assert blamed(raised("rank 1 cannot connect to rank 1", (1,)), 1) == (1,)
+
+
+@pytest.mark.short
+def test_a_child_that_computes_does_not_hang_and_one_that_sleeps_does() -> None:
+    def child(code: str) -> int:
+        return os.posix_spawn(sys.executable, [sys.executable, "-Sc", f"import time\n{code}"], os.environ)
+
+    computes = "while time.process_time() < 1.0: pass"
+    assert await_child(child(f"{computes}\nraise SystemExit(3)"), 0.5, 60.0) == 3
+    assert "hung" in str(await_child(child("time.sleep(10)"), 0.5, 60.0))
+    assert "hung" in str(await_child(child(computes), 60.0, 0.2))
 
 
 @pytest.mark.short

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusionlayer
-from fusionlayer import codecs, native
+from fusionlayer import codecs, libraries
 from fusionlayer.cli import doctor, environment, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.cast import Raw
@@ -110,18 +110,18 @@ def test_version_is_two_lines_or_one_that_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--version"]) == 0
-    versions, libraries = capsys.readouterr().out.splitlines()
+    versions, built = capsys.readouterr().out.splitlines()
     assert versions == f"fusionlayer {fusionlayer.__version__}, torch {torch.__version__}"
     info = fusionlayer.build_info()
     cuda = info.cuda.get("archs", "none")
-    assert libraries == f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {cuda}"
-    monkeypatch.setattr(native, "__file__", "/nowhere/native.py")
-    native.cpu.cache_clear()
+    assert built == f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {cuda}"
+    monkeypatch.setattr(libraries, "__file__", "/nowhere/libraries.py")
+    libraries.cpu.cache_clear()
     try:
         assert main(["--version"]) == 1
     finally:
         monkeypatch.undo()
-        native.cpu.cache_clear()
+        libraries.cpu.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fusionlayer --version: libfusionlayer_cpu.so is not installed; reinstall the package")
 

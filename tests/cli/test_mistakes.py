@@ -124,7 +124,9 @@ LINES = (
     *(f"profile {words}" for words in PROFILES),
     *(f"bench collectives {words}" for words in BENCHES),
     *(f"autotune {words}" for words in AUTOTUNES),
-    *("simulate PROFILE --plot OUT", "simulate PROFILE --columns stpe"),
+    *("simulate PROFILE --plot OUT", "simulate PROFILE --columns stpe", "--verison", "help", "Plan --profile PROFILE"),
+    *("doctor all", "plan PROFILE", "explain PLAN", "simulate --worker 2 NONE", "trace TRACE --plot OUT"),
+    *("trace TRACE --merge FOLDER", "autotune --plot x.svg", "bench collective -np 2", "bench collectives 2"),
 )
 RUNS = (
     *("", "-np", "-np 0 python", "-np x python", "-np 2", "-np 2 --", "python x", "-np 2 -H python", "-np 2 -H a:b p"),

@@ -319,6 +319,8 @@ def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
     found = re.search(r"^FUSIONLAYER_TIMELINE=(\S+) torchrun (.*)\nfusionlayer (.*)$", text, re.MULTILINE)
     assert found is not None
     file, run = found[1], found[2].split()
+    step = (ROOT / "docs/concepts/step.md").read_text()
+    assert found[0].replace("\n", " --steps 20\n") in step, "the same on the page that explains a step"
     script = [str(ROOT / part) if part.startswith("examples/") else part for part in run]
     small = ["--steps", "6", "--width", "32", "--layers", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *script, *small]

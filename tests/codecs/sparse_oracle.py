@@ -52,6 +52,25 @@ def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
     return kth, int((bits > kth).sum())
 
 
+def choose_largest(acc: Tensor, k: int) -> Tensor:
+    magnitude, above = kth_magnitude(acc, k)
+    if count_above(acc, [INFINITE])[0]:
+        return torch.tensor([INFINITE, -1])
+    return torch.tensor([magnitude, k - above if magnitude else int(not above)])
+
+
+def choose_drawn(spec: native.Spec, acc: Tensor, threshold: int) -> Tensor:
+    drawn = random_numbers(spec, len(acc))
+    while not ((drawn < threshold) | ~acc.isfinite()).any():
+        threshold = min(2 * threshold, 1 << 32)
+    return torch.tensor([threshold, -1])
+
+
+def random_numbers(spec: native.Spec, n: int) -> Tensor:
+    a, b, c = int_reference.philox_key(spec.seed)
+    return torch.from_numpy(_random(a, b, c, spec.offset, n).astype(np.int64))
+
+
 def magnitude_stats(acc: Tensor, above: int = 0) -> native.MagnitudeStats:
     bits = magnitudes(acc)
     chosen = bits >= above
@@ -71,14 +90,16 @@ def sparse_encode(
     x: Tensor | None = None,
     scale: float = 1.0,
     clear: Tensor | None = None,
+    choice: Tensor | None = None,
 ) -> None:
+    if choice is not None:
+        threshold, ties = choice.tolist()
     form, value, capacity, flags = spec.param
     if x is not None:
         accumulate(x, scale, acc)
     bits = magnitudes(acc)
     if flags & native.SPARSE_RANDOM:
-        a, b, c = int_reference.philox_key(spec.seed)
-        numbers = torch.from_numpy(_random(a, b, c, spec.offset, len(acc)).astype(np.int64))
+        numbers = random_numbers(spec, len(acc))
         equal, chosen = numbers == threshold, (numbers < threshold) | (bits >= INFINITE)
         equal[:] = False
     else:

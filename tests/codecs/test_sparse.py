@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, native
 from fusionlayer.codecs import Sparsifier, TensorState
-from fusionlayer.codecs._sparse import ThresholdSparsifier, _layout
+from fusionlayer.codecs._sparse import Choice, ThresholdSparsifier, _layout
 from fusionlayer.errors import ConfigError, WireError
 from tests.synthetic import gradient
 from tests.tiers import tiered
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.short
 
 NAMES = ["topk", "randomk", "dgc", "gaussiank", "redsync", "redsync_trim", "sidco"]
 VERBS = ("accumulate", "accumulate_momentum", "magnitude_stats", "count_above", "kth_magnitude")
-VERBS += ("sparse_encode", "sparse_decode_sum")
+VERBS += ("choose_largest", "choose_drawn", "sparse_encode", "sparse_decode_sum")
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 
 
@@ -310,7 +310,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     noted: list[int] = []
     select = ThresholdSparsifier._select
 
-    def noting(self: ThresholdSparsifier, wanted: Tensor, state: TensorState, seed: int) -> tuple[int, int]:
+    def noting(self: ThresholdSparsifier, wanted: Tensor, state: TensorState, seed: int) -> Choice:
         noted.append(len(noted))
         return select(self, wanted, state, seed)
 

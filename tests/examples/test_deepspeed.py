@@ -15,6 +15,7 @@ import pytest
 from tests.tiers import exhaustive, needs
 
 from .places import EXAMPLES
+from .test_examples import of_page
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(200), needs("deepspeed")]
 
@@ -31,6 +32,7 @@ def run(*command: str) -> str:
 @exhaustive(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
 def test_torchrun(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
+    assert of_page("deepspeed.md", "train_deepspeed.py") == [(2, [])]
     output = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(str(EXAMPLES / "train_deepspeed.py"), "--steps", "3", "--json", str(result), *SMALL),

@@ -226,21 +226,26 @@ def torchrun(workers: int, script: str, *options: str, timeout: float = 110) -> 
     return done.stdout
 
 
+def of_page(page: str, script: str) -> list[tuple[int, list[str]]]:
+    """Return with how many workers, and with which options, a page of ``docs`` starts an example, in its order."""
+    text = (EXAMPLES.parent / "docs" / page).read_text()
+    found = re.findall(rf"^torchrun --nproc-per-node (\d) examples/{script}(.*)$", text, re.MULTILINE)
+    return [(int(workers), shlex.split(options)) for workers, options in found]
+
+
 @pytest.mark.medium
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("sequence", tiered([False, True], lambda sequence: sequence))
 @exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    cut = ("--sequence-parallel",) if sequence else ("--data-parallel", "2")
+    workers, options = of_page("model_parallel.md", "train_tp.py")[sequence]
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4")
-    out = torchrun(
-        2 if sequence else 4, "train_tp.py", "--codec", "taco", *cut, *small, "--json", str(path), timeout=140
-    )
+    out = torchrun(workers, "train_tp.py", *options, *small, "--json", str(path), timeout=140)
     losses = [float(loss) for loss in re.findall(r"^step \d+/12  loss (\S+)", out, re.MULTILINE)]
     assert len(losses) == 12 and losses[-1] < losses[0] - 1
     result = json.loads(path.read_text())
-    assert result["mesh"] == [1, 2] if sequence else [2, 2]
+    assert result["mesh"] == ([2, 2] if sequence else [1, 2])
     assert (result["codec"], result["sequence_parallel"]) == ("taco", sequence)
     assert math.isfinite(result["validation_loss"])
     assert result["ranks_agree"] is True and "ranks             agree to the last bit" in out
@@ -253,6 +258,7 @@ def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> 
 def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_path: Path) -> None:
     results = {}
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4")
+    assert of_page("model_parallel.md", "train_moe.py") == [(2, ["--codec", "zip"])]
     for codec in ("raw", "zip"):
         path = tmp_path / f"{codec}.json"
         out = torchrun(ranks, "train_moe.py", "--codec", codec, *small, "--json", str(path), timeout=140)
@@ -273,8 +279,11 @@ def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_
 def test_train_pp_learns(schedule: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     small = ("--width", "64", "--layers", "4", "--steps", "12", "--batch-size", "8")
-    codecs = ("--codec", "taco", "--gradient-codec", "int8", "--warmup-steps", "2")
-    out = torchrun(2, "train_pp.py", *codecs, *small, "--schedule", schedule, "--json", str(path), timeout=140)
+    ((workers, options),) = of_page("model_parallel.md", "train_pp.py")
+    assert options[-2:] == ["--schedule", "interleaved"]
+    if schedule == "1f1b":
+        options = ["--codec", "taco", "--gradient-codec", "int8", "--warmup-steps", "2", "--schedule", schedule]
+    out = torchrun(workers, "train_pp.py", *options, *small, "--json", str(path), timeout=140)
     losses = [float(loss) for loss in re.findall(r"^step \d+/12  loss (\S+)", out, re.MULTILINE)]
     assert len(losses) == 12 and losses[-1] < losses[0] - 1
     result = json.loads(path.read_text())
@@ -321,10 +330,9 @@ def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, 
 def test_train_fsdp_learns_at_four_bits_as_without(tmp_path: Path) -> None:
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4", "--validate-every", "6")
     results = {}
-    for weights, gradients in (("sdp4bit", "auto"), ("none", "none")):
+    for weights, (workers, options) in zip(("sdp4bit", "none"), of_page("fsdp.md", "train_fsdp.py"), strict=True):
         path = tmp_path / f"{weights}.json"
-        names = ("--weights", weights, "--gradients", gradients, "--nodes", "1")
-        out = torchrun(2, "train_fsdp.py", *names, *small, "--json", str(path), timeout=70)
+        out = torchrun(workers, "train_fsdp.py", *options, *small, "--json", str(path), timeout=70)
         losses = [float(loss) for loss in re.findall(r"^step \d+/12  loss (\S+)", out, re.MULTILINE)]
         assert len(losses) == 12 and losses[-1] < losses[0] - 1
         results[weights] = json.loads(path.read_text())

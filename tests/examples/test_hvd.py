@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.tiers import exhaustive
 
-from .test_examples import torchrun
+from .test_examples import of_page, torchrun
 
 
 def told(output: str) -> list[float]:
@@ -53,7 +53,8 @@ def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     import hvd_digits
 
-    output = torchrun(2, "hvd_digits.py", "--epochs", "2", "--log-interval", "1")
+    ((workers, options),) = of_page("horovod.md", "hvd_digits.py")
+    output = torchrun(workers, "hvd_digits.py", *options, "--log-interval", "1")
     losses, expected = told(output), losses_in_one_process(hvd_digits, 2)
     assert len(losses) == len(expected) == 2 * 24
     assert losses == pytest.approx(expected, abs=2e-4)

@@ -37,6 +37,7 @@ def test_looks_agree(numel: int) -> None:
         on_gpu = acc.to(GPU)
         for k in {1, max(1, numel // 100), numel}:
             assert native.kth_magnitude(on_gpu, k) == native.kth_magnitude(acc, k)
+            assert same(native.choose_largest(acc, k), native.choose_largest(on_gpu, k))
         for above in (0, 0x38000000):
             assert native.magnitude_stats(on_gpu, above) == native.magnitude_stats(acc, above)
         ladder = [0, 1, 0x38000000, 0x3F800000, 0x7F800000]
@@ -62,11 +63,22 @@ def test_messages_agree(form: int, dtype: torch.dtype) -> None:
                 acc, clear = start.to(device, copy=True), gradient(numel, 3).to(device)
                 body = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
                 given = x.to(device)
-                native.sparse_encode(spec, offsets[:4], acc, threshold, ties, body, x=given, scale=0.5, clear=clear)
+                choice = None if ties < 0 else torch.tensor([threshold, ties], device=device)
+                how = {"x": given, "scale": 0.5, "clear": clear, "choice": choice}
+                native.sparse_encode(spec, offsets[:4], acc, threshold, ties, body, **how)
                 out = given.clone()
                 native.sparse_decode_sum(spec, offsets[:4], torch.stack([body] * 3), out, add=True)
                 results.append((acc, clear, body, out))
             assert all(same(cpu, gpu) for cpu, gpu in zip(*results, strict=True)), (numel, flags, ties, above)
+
+
+def test_draws_agree() -> None:
+    for numel, threshold in ((50, 1), (4097, 1 << 16), (1_000_003, 1 << 12)):
+        acc = gradient(numel, 6)
+        spec = native.CodecParams(native.SPARSE, (native.SPARSE_SHORT, 0, numel, native.SPARSE_RANDOM)).spec(
+            numel, torch.float32, seed=9
+        )
+        assert same(native.choose_drawn(spec, acc, threshold), native.choose_drawn(spec, acc.to(GPU), threshold))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

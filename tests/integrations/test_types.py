@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,4 +40,27 @@ def test_the_fronts_say_what_they_take_and_return() -> None:
 def test_mypy_takes_what_is_right_and_finds_what_is_wrong() -> None:
     script = Path(__file__).with_name("typed_script.py")
     done = subprocess.run([sys.executable, "-m", "mypy", script], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+PYRIGHT = next((path for name in ("pyright", "basedpyright") if (path := shutil.which(name))), None)
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(PYRIGHT is None, reason="neither pyright nor basedpyright, which `pip install` brings, is on PATH")
+@exhaustive(guarded_by="tests/integrations/test_types.py::test_the_fronts_say_what_they_take_and_return")
+def test_pyright_takes_what_is_right_and_finds_what_is_wrong(tmp_path: Path) -> None:
+    """It reads the same comments as mypy; one where it finds nothing wrong is an error here too."""
+    settings = {
+        "include": [str(Path(__file__).with_name("typed_script.py"))],
+        "extraPaths": [str(ROOT)],
+        "pythonVersion": "3.10",
+        "typeCheckingMode": "standard",
+        "reportUnnecessaryTypeIgnoreComment": "error",
+    }
+    project = tmp_path / "pyrightconfig.json"
+    project.write_text(json.dumps(settings))
+    command = [str(PYRIGHT), "--project", str(project), "--pythonpath", sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

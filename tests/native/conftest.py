@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import native
+from fusionlayer import libraries
 from tests.cores import all_cores
 from tests.tiers import exhaustive
 
 ROOT = Path(__file__).resolve().parents[2]
-CSRC = Path(native.__file__).parent / "csrc"
+CSRC = Path(libraries.__file__).parent / "csrc"
 HOST = Path(__file__).parent / "cuda_on_host"
 COMPILE = (
     *("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"),
@@ -51,7 +51,7 @@ def host_kernels() -> Callable[[str], ctypes.CDLL]:
                     compile_kernels(folder, library, sanitize)
                     made_of.write_text(wanted)
         loaded = ctypes.CDLL(str(library))
-        native.declare(loaded)
+        libraries.declare(loaded)
         for name in ("fl_build_info", "fl_last_error"):
             getattr(loaded, name).restype = ctypes.c_char_p
         return loaded

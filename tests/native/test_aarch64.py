@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,16 +32,16 @@ from tests.native.abi import (
     verbs_of,
     zip_case,
 )
+from tests.packaging.project_tree import CROSS, ROOT, cross_build
 from tests.tiers import exhaustive
 
-ROOT = Path(__file__).parents[2]
-CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+EMULATOR = "qemu-aarch64"
 VERBS = ("fl_encode", "fl_decode", "fl_decode_sum", "fl_recode")
 
 pytestmark = [
     pytest.mark.medium,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not (shutil.which(CXX) and shutil.which(EMULATOR)), reason=f"no {CXX}, or no {EMULATOR}"),
+    pytest.mark.skipif(not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"no {CROSS}, or no {EMULATOR}"),
     exhaustive(guarded_by="tests/codecs/test_isa.py::test_every_instruction_set_makes_the_same_bytes"),
 ]
 
@@ -83,18 +81,10 @@ class Remote(Run):
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     """Build the library with setup.py, link it with ``remote_core.cpp`` and start the program."""
     folder = tmp_path_factory.mktemp("aarch64")
-    shutil.copytree(ROOT / "fusionlayer/csrc", folder / "fusionlayer/csrc")
-    shutil.copy(ROOT / "setup.py", folder)
-    if (compiled := ROOT / "build/native-aarch64").exists():
-        shutil.copytree(compiled, folder / "build/native-aarch64")
-    environment = {**os.environ, "CXX": CXX, "FUSIONLAYER_CUDA": "0", "FUSIONLAYER_WERROR": "0"}
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=folder, env=environment, check=True)
-    program = folder / "remote_core"
-    library = folder / "fusionlayer/lib/libfusionlayer_cpu.so"
-    command = [CXX, "-O1", "-std=c++17", f"-I{ROOT}/fusionlayer/csrc/include", "-o", program]
+    library, program = cross_build(folder), folder / "remote_core"
+    command: list[str | Path] = [CROSS, "-O1", "-std=c++17", f"-I{ROOT}/fusionlayer/csrc/include", "-o", program]
     command += [Path(__file__).with_name("remote_core.cpp"), library, f"-Wl,-rpath,{library.parent}"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=100)
     run = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", str(program)]
     with subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         yield process

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fusionlayer import native
+from fusionlayer import libraries, native
 from fusionlayer.errors import ConfigError, FusionLayerError, WireError
 from tests.native.abi import (
     BAD_ARGUMENT,
@@ -579,7 +579,7 @@ def test_settings(cpu: ctypes.CDLL) -> None:
     assert native.isa() == ISAS[0], "the first one built that the CPU has is the best"
     assert cpu.fl_set_threads(0) == BAD_ARGUMENT
     facts = dict(line.split("=", 1) for line in cpu.fl_build_info().decode().splitlines())
-    assert facts["abi"] == str(native.ABI_VERSION) and facts["kind"] == "cpu" and facts["compiler"]
+    assert facts["abi"] == str(libraries.ABI_VERSION) and facts["kind"] == "cpu" and facts["compiler"]
     assert set(ISAS) <= set(facts["isas"].split(","))
     assert cpu.fl_last_error() == b""
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from setuptools.errors import SetupError
 
-from fusionlayer import native
+from fusionlayer import libraries, native
 from tests.tiers import exhaustive
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]  # nvcc compiles for four targets
@@ -113,7 +113,7 @@ def test_library_opens_without_a_driver_and_says_what_it_is(library: Path) -> No
     opened = ctypes.CDLL(str(library))
     opened.fl_build_info.restype = opened.fl_last_error.restype = ctypes.c_char_p
     facts = dict(line.split("=", 1) for line in opened.fl_build_info().decode().splitlines())
-    assert facts["abi"] == str(native.ABI_VERSION)
+    assert facts["abi"] == str(libraries.ABI_VERSION)
     assert facts["kind"] == "cuda"
     assert facts["compiler"].startswith("nvcc ")
     assert facts["archs"] == "sm_80 sm_90 sm_100 compute_100"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusionlayer import native
+from fusionlayer import libraries, native
 from fusionlayer.codecs.zip import Zip
 from tests.native.abi import (
     BF16,
@@ -368,7 +368,7 @@ def test_a_cuda_error_becomes_a_status_and_a_text(kernels: ctypes.CDLL, check: C
 
 def test_build_info_names_abi_and_kind(kernels: ctypes.CDLL) -> None:
     facts = dict(line.split("=", 1) for line in kernels.fl_build_info().decode().splitlines())
-    assert facts["abi"] == str(native.ABI_VERSION)
+    assert facts["abi"] == str(libraries.ABI_VERSION)
     assert facts["kind"] == "cuda"
     assert facts["archs"] == "host"
     assert facts["compiler"]

@@ -67,6 +67,8 @@ class Case:
     scale: float = 0.3
     random: bool = False
     misaligned: bool = False
+    chosen: bool = False
+    """Threshold and ties lie in memory."""
 
     @property
     def spec(self) -> native.Spec:
@@ -104,6 +106,13 @@ class Message:
         return bool((data[:, gaps] == 0xA5).all()) and self.area.guards_hold()
 
 
+def choice_of(case: Case) -> tuple[int, int, ctypes.Array[ctypes.c_int64] | None]:
+    """Return threshold, ties and choice as ``fl_sparse_encode`` takes them."""
+    if not case.chosen:
+        return case.threshold, case.ties, None
+    return 0, 0, (ctypes.c_int64 * 2)(case.threshold, case.ties)
+
+
 def workspace(library: ctypes.CDLL, verb: int, numel: int) -> Area:
     nbytes = library.fl_workspace_bytes(verb, numel)
     assert 0 <= nbytes <= numel // 2 + 65536
@@ -121,7 +130,7 @@ def encode(library: ctypes.CDLL, case: Case, acc: Floats, x: Bytes | None, clear
     room = workspace(library, 2, shape.numel)
     status = library.fl_sparse_encode(
         ctypes.byref(case.spec),
-        *(at["x"], case.scale, at["acc"], at["clear"], case.threshold, case.ties, room.address),
+        *(at["x"], case.scale, at["acc"], at["clear"], *choice_of(case), room.address),
         *(ctypes.byref(out.messages), None),
     )
     assert status == OK, case
@@ -212,7 +221,7 @@ def test_more_than_one_superblock_with_ties_across_them(library: ctypes.CDLL, fo
     above = int((oracle.magnitudes(acc) > threshold).sum())
     equal = int((oracle.magnitudes(acc) == threshold).sum())
     for ties in (0, 1, equal // 2, equal - 1, -1):
-        check(library, Case(Shape(LARGE, form, F32, above + equal), threshold, ties), acc)
+        check(library, Case(Shape(LARGE, form, F32, above + equal), threshold, ties, chosen=ties != 1), acc)
 
 
 @every_form
@@ -255,7 +264,7 @@ def test_random_selection_depends_on_the_number_alone(library: ctypes.CDLL, form
     acc = values(8, F32, 70_001).view(np.float32)
     for threshold, x in ((0, None), (2**32 // 50, F32), (2**32, None)):
         room = min(acc.size, acc.size * threshold // 2**32 + 3000)
-        check(library, Case(Shape(acc.size, form, F32, room), threshold, x=x, random=True), acc)
+        check(library, Case(Shape(acc.size, form, F32, room), threshold, x=x, random=True, chosen=x is None), acc)
     finite = gaussian(70_001)
     case = Case(Shape(finite.size, form, F32, finite.size), 2**32 // 10, random=True)
     sent = [check(library, case, v).sent for v in (finite, 2 * finite)]
@@ -432,6 +441,43 @@ def test_kth_magnitude_where_a_sample_misleads(cpu: ctypes.CDLL) -> None:
         assert found.tolist() == [order[k - 1], int((order > order[k - 1]).sum())]
 
 
+def test_the_largest_are_chosen(library: ctypes.CDLL) -> None:
+    few = np.zeros(9000, np.float32)
+    few[::1000] = gaussian(9)
+    broken = gaussian(9000)
+    broken[[7, 8999]] = np.nan, -np.inf
+    for acc in (gaussian(1), gaussian(9000), np.round(gaussian(LARGE), 1), few, few[:1] * 0, few * 0):
+        order = np.sort(oracle.magnitudes(acc))[::-1]
+        for k in sorted({1, 9, 10, acc.size // 100, acc.size} & set(range(1, acc.size + 1))):
+            kth = int(order[k - 1])
+            above = int((order > kth).sum())
+            want = [kth, k - above if kth else int(not above)]
+            assert look(library, "fl_choose_largest", acc, 2, k, room=1).data.view(np.int64).tolist() == want
+    for k in (1, 5, 9000):
+        found = look(library, "fl_choose_largest", broken, 2, k, room=1).data.view(np.int64)
+        assert found.tolist() == [INF, -1]
+
+
+def test_at_least_one_element_is_drawn(library: ctypes.CDLL) -> None:
+    out = Area(np.zeros(16, np.uint8))
+    for numel, broken in ((1, False), (50, False), (3000, False), (3000, True)):
+        acc = gaussian(numel)
+        acc[numel // 2] = np.inf if broken else acc[numel // 2]
+        least = 0 if broken else int(random_numbers(numel).min())
+        spec, area = Case(Shape(numel, SHORT, F32, numel), 0, random=True).spec, Area(acc.view(np.uint8), 4)
+        for threshold in (1, 3, least, least + 1, 2**32 - 5, 2**32):
+            if threshold:
+                want = threshold
+                while want <= least:
+                    want = min(2 * want, 2**32)
+                assert library.fl_choose_drawn(spec, area.address, threshold, out.address, None) == OK
+                assert out.data.view(np.int64).tolist() == [want, -1] and out.guards_hold()
+    for threshold in (0, 2**32 + 1):
+        assert library.fl_choose_drawn(spec, area.address, threshold, out.address, None) == BAD_ARGUMENT
+    by_magnitude = Case(Shape(50, SHORT, F32, 50), 0).spec
+    assert library.fl_choose_drawn(by_magnitude, area.address, 1, out.address, None) == UNSUPPORTED
+
+
 @pytest.mark.parametrize("numel", [*LENGTHS, LARGE])
 def test_count_above(library: ctypes.CDLL, numel: int) -> None:
     acc = values(7, F32, numel).view(np.float32)
@@ -515,9 +561,9 @@ def test_nothing_beyond_the_input_is_read(library: ctypes.CDLL) -> None:
             acc, x = ends[0] - 4 * numel, ends[1] - 2 * numel
             shape = Shape(numel, form, F32, numel)
             case, out = Case(shape, 0, x=BF16), Message(shape)
-            planes = ctypes.byref(out.messages)
+            planes, room = ctypes.byref(out.messages), scratch.address
             spec = ctypes.byref(case.spec)
-            assert library.fl_sparse_encode(spec, x, 1.0, acc, None, 0, -1, scratch.address, planes, None) == OK
+            assert library.fl_sparse_encode(spec, x, 1.0, acc, None, 0, -1, None, room, planes, None) == OK
             assert library.fl_decode_sum(spec, planes, x, 0, None) == OK
             assert library.fl_magnitude_stats(acc, numel, 0, scratch.address, results.address, None) == OK
             assert library.fl_kth_magnitude(acc, numel, 1, scratch.address, results.address, None) == OK
@@ -534,7 +580,7 @@ def test_wrong_arguments_are_refused(library: ctypes.CDLL) -> None:
     planes = native.Messages((ctypes.c_void_p * native.MAX_PLANES)(at, at + 1024, at + 2048, at + 4096), 8192, 1)
 
     def status(case: Case = good, acc: int | None = at + 16384, room: int | None = at + 32768) -> int:
-        given = None, 1.0, acc, None, case.threshold, case.ties, room
+        given = None, 1.0, acc, None, *choice_of(case), room
         return int(library.fl_sparse_encode(ctypes.byref(case.spec), *given, ctypes.byref(planes), None))
 
     assert status() == OK

@@ -12,7 +12,7 @@ from .project_tree import ROOT
 
 pytestmark = pytest.mark.short
 
-PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder"
+PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-restart 0"
 
 
 @pytest.mark.parametrize(

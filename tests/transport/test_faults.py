@@ -254,7 +254,7 @@ def fail_apart(rank: int, world: int, slow: int) -> None:
         if rank != slow:
             transport.barrier()
         assert other._watch is not None
-        while len(other._watch._look_around()) < world - 1:
+        while len(other._watch.processes.look_around()) < world - 1:
             time.sleep(0.01)
         other.barrier()
     except TransportError:

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from fusionlayer.processes import Identity
+from fusionlayer.transport._board import Board
 from fusionlayer.transport._calls import Call
 from fusionlayer.transport._causes import Cause
+from fusionlayer.transport._inquiry import Inquiry, Processes, Progress
 from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
-from fusionlayer.transport._states import UNREADABLE
-from fusionlayer.transport.heartbeat import Watch, _Progress
+from fusionlayer.transport._states import UNREADABLE, encode_state
+from fusionlayer.transport.heartbeat import Watch
 
 pytestmark = pytest.mark.short
 
@@ -147,17 +149,25 @@ def test_calls_that_fit_and_calls_that_do_not() -> None:
 
 def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
     """Who sent less than the others expect may be done, and come to wait for them in a later call."""
-    watch = Watch(dist.HashStore(), "", 1, 2, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None)
-    watch._identities = {0: Identity.own(), 1: Identity.own()}
+    store, board = dist.HashStore(), Board("", 1, 2)
+    board.use(store)
+    processes = Processes(1, 2, {0: Identity.own()})
     short, expected = exchange([0, 0], [9, 0], 1), exchange([0, 9], [0, 9], 0)
-    place = _Progress(3, short, 0.0, ((2, short), (3, short)))
-    state = {"state": "open", "sequence": 2, "call": expected, "recent": [(2, expected)]}
-    sign = watch.interpret(place, 0, state, True, 1.0)
-    assert sign is not None and (sign.kind, sign.ranks) == ("conflict", (0, 1))
+    progress = Progress(3, short, 0.0, ((2, short), (3, short)))
+
+    def evidence(call: Call) -> Sign:
+        store.set("/at/0", encode_state(1, 2, call, ((2, call),), {}))
+        inquiry = Inquiry(board, processes, 1, progress, "1.1", 8.0)
+        assert not inquiry.step(Diagnosis((), "", True)) and not inquiry.signs, "rank 0 has not answered"
+        store.set("/at/0", encode_state(2, 2, call, ((2, call),), {}))
+        assert inquiry.step(Diagnosis((), "", True))
+        (sign,) = inquiry.signs
+        return sign
+
+    sign = evidence(expected)
+    assert (sign.kind, sign.ranks) == ("conflict", (0, 1))
     assert sign.text.startswith("rank 1 sends 0 bytes to rank 0, which expects 9 bytes")
-    state |= {"call": exchange([0, 9], [0, 0], 0)}
-    sign = watch.interpret(place, 0, state, True, 1.0)
-    assert sign is not None and sign.kind == "late", "the calls fit"
+    assert evidence(exchange([0, 9], [0, 0], 0)).kind == "late", "the calls fit"
 
 
 def test_messages_that_pair_and_messages_that_do_not() -> None:
@@ -226,7 +236,7 @@ def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
     first, second = watches
     for text in GARBAGE:
         store.set("w/at/1", text)
-        assert first.read_states([1]) == {1: UNREADABLE}, text[:100]
+        assert first.board.read_states([1]) == {1: UNREADABLE}, text[:100]
     second.write_state = lambda: store.set("w/at/1", "{}")  # type: ignore[method-assign]
     first.enter(Call.all_reduce(torch.zeros(3)), 1)
     store.set("w/ask", "\0" * 100_000)
@@ -234,7 +244,7 @@ def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
     finding = first.diagnose(otherwise=Diagnosis((), "", True))
     assert finding.ranks == (1,) and "gives no sign of life" in finding.text
     store.delete_key("w/at/1")
-    assert first.read_states([1]) == {1: UNREADABLE}
+    assert first.board.read_states([1]) == {1: UNREADABLE}
     store.delete_key("w/ask")
     deadline = time.monotonic() + 20
     while not store.check(["w/ask"]):

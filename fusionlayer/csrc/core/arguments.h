@@ -271,13 +271,22 @@ inline int check_count_above(const float *acc, int64_t numel, const uint32_t *th
   return check_look(acc, numel, counts, counts);
 }
 
+inline int check_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, const fl_choice *out) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (spec->codec != FL_SPARSE || !(spec->param[3] & FL_SPARSE_RANDOM)) return FL_UNSUPPORTED;
+  if (spec->numel < 1 || threshold < 1 || threshold > kNumbers || !out || !aligned(out, 8)) return FL_BAD_ARGUMENT;
+  return check_array(acc, spec->numel, 4);
+}
+
 inline int check_sparse_encode(const fl_spec *spec, const void *x, const float *acc, const float *clear,
-                               int64_t threshold, int64_t ties, const void *workspace, const fl_messages *out) {
+                               const fl_choice &given, const fl_choice *choice, const void *workspace,
+                               const fl_messages *out) {
   if (const int bad = check_spec(spec)) return bad;
   if (spec->codec != FL_SPARSE) return FL_UNSUPPORTED;
   if (const int bad = check_messages(*spec, out)) return bad;
-  const int64_t most = spec->param[3] & FL_SPARSE_RANDOM ? int64_t(1) << 32 : int64_t(kMagnitudeBits);
-  if (out->count != 1 || threshold < 0 || threshold > most || ties < -1) return FL_BAD_ARGUMENT;
+  const int64_t most = spec->param[3] & FL_SPARSE_RANDOM ? kNumbers : int64_t(kMagnitudeBits);
+  if (given.threshold < 0 || given.threshold > most || given.ties < -1) return FL_BAD_ARGUMENT;
+  if (out->count != 1 || !aligned(choice, 8)) return FL_BAD_ARGUMENT;
   const int arrays = first_error(check_array(acc, spec->numel, 4), check_optional(clear, spec->numel, 4));
   return first_error(arrays, first_error(check_optional(x, spec->numel, element_size(spec->dtype)),
                                          check_array(workspace, spec->numel, kPlaneAlignment)));

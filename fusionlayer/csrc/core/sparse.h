@@ -83,6 +83,35 @@ FL_HD void add_momentum(float scaled, float momentum, bool nesterov, float &velo
   acc = canonical(acc + (nesterov ? velocity + scaled : velocity));
 }
 
+// What fl_choose_largest chooses: `kth` is of k, `broken` says whether an element is not finite. A value that is not finite
+// makes an optimizer skip the step: only such values go, so that the residual keeps all others. Zeros need not travel, but
+// a message has a pair.
+FL_HD fl_choice largest_of(const fl_kth &kth, int64_t k, bool broken) {
+  if (broken) return {int64_t(kF32Inf), -1};
+  return {kth.magnitude, kth.magnitude ? k - kth.above : kth.above ? 0 : 1};
+}
+
+constexpr int64_t kNumbers = int64_t(1) << 32;  // an element draws a number below it
+
+// What fl_choose_drawn chooses, if `least` is the least number drawn; what is not finite draws 0.
+FL_HD fl_choice drawn_of(int64_t threshold, int64_t least) {
+  while (threshold <= least) threshold *= 2;
+  return {threshold < kNumbers ? threshold : kNumbers, -1};
+}
+
+// A choice as encoders take it.
+struct Bound {
+  uint64_t limit;  // random: numbers below it are selected
+  int threshold;   // else: magnitudes above it
+  int64_t ties;    // and as many that equal it
+};
+
+FL_HD Bound bound_of(const fl_choice &choice, bool random) {
+  if (random) return {uint64_t(choice.threshold), 0, 0};
+  const bool all = choice.ties < 0;  // that equal t: all above t - 1
+  return {0, int(choice.threshold) - int(all), all ? 0 : choice.ties};
+}
+
 // What stays of `value` after it was sent as `sent`.
 FL_HD float kept(float value, float sent) {
   const float lost = value - sent;

@@ -1,4 +1,5 @@
-// What vectors of 32-bit lanes exchange with narrower and wider numbers: bytes, half words and f64.
+// What vectors of 32-bit lanes exchange with narrower and wider numbers: bytes, half words and f64. Portable code writes a
+// vector as a whole: one that is filled lane by lane is uninitialised to gcc 12.
 #pragma once
 
 #include "simd.h"
@@ -52,7 +53,13 @@ FL_INLINE void load_bytes(const uint8_t *p, vi (&v)[kQuad]) {
   v[2] = (vi)_mm_unpacklo_epi16(high, high) >> 24;
   v[3] = (vi)_mm_unpackhi_epi16(high, high) >> 24;
 #else
-  for (int i = 0; i < 16; ++i) v[i / kLanes][i % kLanes] = int8_t(p[i]);
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  for (vi &lanes : v) {
+    Bytes bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    lanes = __builtin_convertvector(bytes, vi);
+    p += kLanes;
+  }
 #endif
 }
 
@@ -93,7 +100,13 @@ FL_INLINE void load_high_halves(const uint16_t *p, vi (&v)[kVectors]) {
     v[2 * j + 1] = (vi)_mm_unpackhi_epi16(_mm_setzero_si128(), halves);
   }
 #else
-  for (int i = 0; i < kBlock; ++i) v[i / kLanes][i % kLanes] = int32_t(uint32_t(p[i]) << 16);
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  for (vi &lanes : v) {
+    Halves halves;
+    __builtin_memcpy(&halves, p, sizeof halves);
+    lanes = (vi)(__builtin_convertvector(halves, vu) << 16);
+    p += kLanes;
+  }
 #endif
 }
 
@@ -113,7 +126,10 @@ FL_INLINE void widen(vf v, vd (&wide)[2]) {
   wide[0] = _mm_cvtps_pd(v);
   wide[1] = _mm_cvtps_pd(_mm_movehl_ps(v, v));
 #else
-  for (int i = 0; i < kLanes; ++i) wide[i / 2][i % 2] = v[i];
+  typedef float Half __attribute__((vector_size(2 * kLanes)));
+  Half halves[2];
+  __builtin_memcpy(halves, &v, sizeof v);
+  for (int i = 0; i < 2; ++i) wide[i] = __builtin_convertvector(halves[i], vd);
 #endif
 }
 

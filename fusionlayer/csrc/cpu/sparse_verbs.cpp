@@ -52,14 +52,14 @@ fl_magnitudes add_up(const Magnitudes *runs, int64_t n) {
 
 int64_t mark_bytes(const SparseShape &shape) { return shape.blocks() * (kCounted / 8); }
 
-Selection selection_of(const fl_spec &spec, const void *x, float scale, float *acc, float *clear, int64_t threshold,
-                       int64_t ties, void *workspace, const fl_messages &out) {
+Selection selection_of(const fl_spec &spec, const void *x, float scale, float *acc, float *clear, const Bound &bound,
+                       void *workspace, const fl_messages &out) {
   Selection s{};
   s.shape = sparse_shape(spec);
   s.random = spec.param[3] & FL_SPARSE_RANDOM;
-  s.limit = uint64_t(threshold);
-  s.threshold = int32_t(s.random ? 0 : ties < 0 ? threshold - 1 : threshold);  // all that equal t: all above t - 1
-  s.ties = !s.random && ties > 0;
+  s.limit = bound.limit;
+  s.threshold = bound.threshold;
+  s.ties = bound.ties > 0;
   s.key = make_key(spec.seed);
   s.offset = uint64_t(spec.offset);
   s.x = x;
@@ -214,19 +214,45 @@ int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace
   return FL_OK;
 }
 
+int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace, fl_choice *out, void *stream) {
+  const uint32_t infinite = fl::kF32Inf;
+  alignas(fl::kPlaneAlignment) int64_t broken = 0;
+  fl_kth kth{};
+  if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
+  if (const int bad = fl_kth_magnitude(acc, numel, k, workspace, &kth, stream)) return bad;
+  if (const int bad = fl_count_above(acc, numel, &infinite, 1, &broken, stream)) return bad;
+  *out = fl::largest_of(kth, k, broken > 0);
+  return FL_OK;
+}
+
+int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out, void *) {
+  if (const int bad = fl::check_choose_drawn(spec, acc, threshold, out)) return bad;
+  const fl::RngKey key = fl::make_key(spec->seed);
+  int64_t least = fl::kNumbers;
+  for (int64_t i = 0; i < spec->numel && least >= threshold; ++i) {
+    const uint64_t number = uint64_t(spec->offset) + uint64_t(i);
+    const int64_t drawn = fl::random_bits(fl::key_at(key, number), uint32_t(number));
+    least = std::min(least, fl::magnitude(acc[i]) < fl::kF32Inf ? drawn : 0);
+  }
+  *out = fl::drawn_of(threshold, least);
+  return FL_OK;
+}
+
 int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc, float *clear, int64_t threshold,
-                     int64_t ties, void *workspace, const fl_messages *out, void *) {
-  if (const int bad = fl::check_sparse_encode(spec, x, acc, clear, threshold, ties, workspace, out)) return bad;
+                     int64_t ties, const fl_choice *choice, void *workspace, const fl_messages *out, void *) {
+  const fl_choice given = choice && fl::aligned(choice, 8) ? *choice : fl_choice{threshold, ties};
+  if (const int bad = fl::check_sparse_encode(spec, x, acc, clear, given, choice, workspace, out)) return bad;
   if (spec->numel == 0) return FL_OK;
   const fl::FloatEnvironment ieee;
-  const fl::Selection s = fl::selection_of(*spec, x, scale, acc, clear, threshold, ties, workspace, *out);
+  const fl::Bound bound = fl::bound_of(given, spec->param[3] & FL_SPARSE_RANDOM);
+  const fl::Selection s = fl::selection_of(*spec, x, scale, acc, clear, bound, workspace, *out);
   const int64_t superblocks = s.shape.superblocks();
   // One thread takes each superblock through all steps while the second-level cache has it.
   const bool shared = fl::thread_count() > 1 && superblocks >= fl::kSharedSuperblocks;
   const int64_t together = shared ? superblocks : 1;
   fl::Taken taken{};
   for (int64_t i = 0; i < superblocks; i += together)
-    fl::encode(s, i, std::min(superblocks, i + together), std::max<int64_t>(ties, 0), taken);
+    fl::encode(s, i, std::min(superblocks, i + together), bound.ties, taken);
   fl::clear_behind(s, taken.pairs);
   return FL_OK;
 }

@@ -1,6 +1,8 @@
-// fl_magnitude_stats, fl_count_above, fl_kth_magnitude: what thresholds are made of (core/sparse.h).
+// fl_magnitude_stats, fl_count_above, fl_kth_magnitude, fl_choose_largest, fl_choose_drawn: what thresholds are made of
+// (core/sparse.h).
 #include "arguments.h"
 #include "launch.cuh"
+#include "rng.h"
 #include "sparse.h"
 
 namespace fl {
@@ -98,13 +100,22 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The k-th magnitude is found digit by digit, the highest first: a histogram of the digit among the elements that begin
-// as it does, then a choice.
+// as it does, then a choice, by the warp that counts last.
 constexpr int kBins = 256;
 
 struct Search {
   Counter bins[kBins];
   int64_t above;    // elements whose digits so far are larger
+  int64_t broken;   // elements that are not finite
   uint32_t prefix;  // the digits so far
+  uint32_t asked;   // warps that have counted
+};
+
+// What is looked for, and where it goes: one of the two.
+struct Kth {
+  int64_t k;
+  fl_kth *out;
+  fl_choice *choice;
 };
 
 struct Digit {
@@ -112,8 +123,44 @@ struct Digit {
 };
 constexpr Digit kDigits[] = {{23, 8}, {15, 8}, {7, 8}, {0, 7}};
 
+// By one warp, when all bins are counted. Lane 0 has the highest bins; the highest of the first digit is that of what is
+// not finite. Leaves the bins empty.
+FL_DEVICE void choose_digit(Search *search, const Digit digit, const Kth &wanted) {
+  constexpr int kEach = kBins / kLanes;
+  volatile Counter *bins = search->bins;  // other warps have counted them: no cache of this one may know them
+  const int lane = lane_index(), highest = kBins - 1 - lane * kEach;
+  const int64_t above = search->above;
+  const uint32_t prefix = search->prefix;
+  if (digit.shift == kDigits[0].shift && lane == 0) search->broken = int64_t(bins[kBins - 1]);
+  int64_t mine = 0;
+  for (int i = 0; i < kEach; ++i) mine += int64_t(bins[highest - i]);
+  int64_t before = above + sum_before(mine, lane);
+  if (before < wanted.k && wanted.k <= before + mine) {
+    int bin = highest;
+    for (; before + int64_t(bins[bin]) < wanted.k; --bin) before += int64_t(bins[bin]);
+    search->prefix = prefix << digit.bits | uint32_t(bin);
+    search->above = before;
+    const fl_kth found{int64_t(search->prefix), before};
+    if (digit.shift == 0 && wanted.out) *wanted.out = found;
+    if (digit.shift == 0 && wanted.choice) *wanted.choice = largest_of(found, wanted.k, search->broken > 0);
+  }
+  meet();
+  for (int i = 0; i < kEach; ++i) bins[highest - i] = 0;
+}
+
+// Whether this warp is the last to ask; it sees what the others wrote before they asked.
+FL_DEVICE bool is_last(uint32_t *asked) {
+  __threadfence();
+  meet();
+  uint32_t before = 0;
+  if (lane_index() == 0) before = atomicAdd(asked, 1u);
+  const bool last = shuffle(before, 0) == uint32_t(warp_count()) - 1;
+  __threadfence();
+  return last;
+}
+
 __global__ void __launch_bounds__(kThreads)
-    histogram_kernel(const float *x, int64_t numel, const Digit digit, Search *search) {
+    digit_kernel(const float *x, int64_t numel, const Digit digit, const Kth wanted, Search *search) {
   __shared__ uint32_t all_bins[kWarps][kBins];
   uint32_t *bins = all_bins[threadIdx.x / kLanes];
   const int lane = lane_index();
@@ -132,26 +179,37 @@ __global__ void __launch_bounds__(kThreads)
   meet();
   for (int i = lane; i < kBins; i += kLanes)
     if (bins[i]) atomicAdd(search->bins + i, Counter(bins[i]));
+  if (!is_last(&search->asked)) return;
+  choose_digit(search, digit, wanted);
+  if (lane == 0) search->asked = 0;
 }
 
-// Lane 0 has the highest bins.
-__global__ void __launch_bounds__(kLanes) choose_kernel(Search *search, const Digit digit, int64_t k, fl_kth *out) {
-  constexpr int kEach = kBins / kLanes;
-  const int lane = lane_index(), highest = kBins - 1 - lane * kEach;
-  const int64_t above = search->above;
-  const uint32_t prefix = search->prefix;
-  int64_t mine = 0;
-  for (int i = 0; i < kEach; ++i) mine += int64_t(search->bins[highest - i]);
-  int64_t before = above + sum_before(mine, lane);
-  if (before < k && k <= before + mine) {
-    int bin = highest;
-    for (; before + int64_t(search->bins[bin]) < k; --bin) before += int64_t(search->bins[bin]);
-    search->prefix = prefix << digit.bits | uint32_t(bin);
-    search->above = before;
-    if (digit.shift == 0) *out = {int64_t(search->prefix), before};
+cudaError_t find(const float *acc, int64_t numel, const Kth &wanted, void *workspace, cudaStream_t stream) {
+  Search *search = static_cast<Search *>(workspace);
+  if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, stream)) return error;
+  const Grid grid(ceil_div(numel, kSwath), 1);
+  if (grid.error) return grid.error;
+  for (const Digit digit : kDigits)
+    FL_LAUNCH(digit_kernel, grid.blocks, kThreads, stream, acc, numel, digit, wanted, search);
+  return cudaGetLastError();
+}
+
+// The least number that an element draws.
+__global__ void __launch_bounds__(kThreads)
+    draw_kernel(const float *x, int64_t numel, const RngKey key, uint64_t offset, Counter *least) {
+  const int64_t stride = int64_t(gridDim.x) * kThreads;
+  uint32_t mine = UINT32_MAX;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < numel; i += stride) {
+    const uint64_t number = offset + uint64_t(i);
+    const uint32_t drawn = is_finite(x[i]) ? random_bits(key_at(key, number), uint32_t(number)) : 0;
+    mine = drawn < mine ? drawn : mine;
   }
-  meet();
-  for (int i = 0; i < kEach; ++i) search->bins[highest - i] = 0;
+  atomicMin(least, Counter(mine));
+}
+
+// `choice` holds the least number, and then the choice.
+__global__ void __launch_bounds__(kLanes) drawn_kernel(int64_t threshold, fl_choice *choice) {
+  if (lane_index() == 0) *choice = drawn_of(threshold, choice->threshold);
 }
 
 Bounds bounds_of(const uint32_t *thresholds, int count) {
@@ -200,15 +258,24 @@ int fl_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, 
 int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  fl::Search *search = static_cast<fl::Search *>(workspace);
-  if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, fl::as_stream(stream)))
-    return fl::finish(error);
-  const fl::Grid grid(fl::ceil_div(numel, fl::kSwath), 1);
+  return fl::finish(fl::find(acc, numel, {k, out, nullptr}, workspace, fl::as_stream(stream)));
+}
+
+int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace, fl_choice *out, void *stream) {
+  if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
+  if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
+  return fl::finish(fl::find(acc, numel, {k, nullptr, out}, workspace, fl::as_stream(stream)));
+}
+
+int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out, void *stream) {
+  if (const int bad = fl::check_choose_drawn(spec, acc, threshold, out)) return bad;
+  const cudaStream_t order = fl::as_stream(stream);
+  if (const cudaError_t error = cudaMemsetAsync(out, 0xff, sizeof *out, order)) return fl::finish(error);
+  const fl::Grid grid(fl::ceil_div(spec->numel, fl::kSwath), 1);
   if (grid.error) return fl::finish(grid.error);
-  for (const fl::Digit digit : fl::kDigits) {
-    FL_LAUNCH(fl::histogram_kernel, grid.blocks, fl::kThreads, fl::as_stream(stream), acc, numel, digit, search);
-    FL_LAUNCH(fl::choose_kernel, dim3(1), fl::kLanes, fl::as_stream(stream), search, digit, k, out);
-  }
+  FL_LAUNCH(fl::draw_kernel, grid.blocks, fl::kThreads, order, acc, spec->numel, fl::make_key(spec->seed),
+            uint64_t(spec->offset), reinterpret_cast<fl::Counter *>(&out->threshold));
+  FL_LAUNCH(fl::drawn_kernel, dim3(1), fl::kLanes, order, threshold, out);
   return fl::finish(cudaGetLastError());
 }
 

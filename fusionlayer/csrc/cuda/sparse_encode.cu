@@ -28,9 +28,8 @@ struct SuperblockPlan {
 struct Selection {
   SparseShape shape;
   bool random;
-  uint64_t limit;  // random: numbers below it are selected
-  int threshold;   // else: magnitudes above it
-  int64_t ties;    // and as many that equal it
+  fl_choice given;
+  const fl_choice *choice;  // in place of what is given
   RngKey key;
   uint64_t offset;
   const void *x;
@@ -41,6 +40,8 @@ struct Selection {
   BlockPlan *blocks;
   SuperblockPlan *superblocks;
 };
+
+FL_DEVICE Bound bound_of(const Selection &s) { return fl::bound_of(s.choice ? *s.choice : s.given, s.random); }
 
 // A lane's elements of a block: element i of them is number i * kLanes + lane.
 struct Held {
@@ -75,19 +76,20 @@ FL_DEVICE void add_x(const Selection &s, int64_t block, Held &held) {
   });
 }
 
-FL_DEVICE bool selected(const Selection &s, int64_t block, const Held &held, int i) {
+FL_DEVICE bool selected(const Selection &s, const Bound &bound, int64_t block, const Held &held, int i) {
   const int bits = int(magnitude(held.v[i]));
   if (!(held.exist >> i & 1)) return false;
-  if (!s.random) return bits > s.threshold;
+  if (!s.random) return bits > bound.threshold;
   const uint64_t number = s.offset + uint64_t(element_of(block, i));
-  return bits >= int(kF32Inf) || random_bits(key_at(s.key, number), uint32_t(number)) < s.limit;
+  return bits >= int(kF32Inf) || random_bits(key_at(s.key, number), uint32_t(number)) < bound.limit;
 }
 
-FL_DEVICE bool equal(const Selection &s, const Held &held, int i) {
-  return s.ties > 0 && (held.exist >> i & 1) && int(magnitude(held.v[i])) == s.threshold;
+FL_DEVICE bool equal(const Bound &bound, const Held &held, int i) {
+  return bound.ties > 0 && (held.exist >> i & 1) && int(magnitude(held.v[i])) == bound.threshold;
 }
 
 __global__ void __launch_bounds__(kThreads) mark_kernel(const Selection s) {
+  const Bound bound = bound_of(s);
   for (int64_t block = warp_index(); block < s.shape.blocks(); block += warp_count()) {
     Held held = load(s, block);
     if (s.x) add_x(s, block, held);
@@ -95,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) mark_kernel(const Selection s) {
     bool wild = false;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      marked += __popc(ballot(selected(s, block, held, i)));
-      marked += uint32_t(__popc(ballot(equal(s, held, i)))) << 16;
+      marked += __popc(ballot(selected(s, bound, block, held, i)));
+      marked += uint32_t(__popc(ballot(equal(bound, held, i)))) << 16;
       wild = wild || !is_finite(held.v[i]);
     }
     const bool any_wild = ballot(wild) != 0;
@@ -109,6 +111,7 @@ FL_DEVICE uint32_t equal_in(const BlockPlan &plan) { return plan.marked >> 16 & 
 
 // How many elements of each superblock equal the threshold.
 __global__ void __launch_bounds__(kThreads) tie_kernel(const Selection s) {
+  if (bound_of(s).ties <= 0) return;
   for (int64_t superblock = warp_index(); superblock < s.shape.superblocks(); superblock += warp_count()) {
     int64_t sum = 0;
     for (int i = lane_index(); i < kBlocks; i += kLanes) {
@@ -122,23 +125,29 @@ __global__ void __launch_bounds__(kThreads) tie_kernel(const Selection s) {
 
 FL_DEVICE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-FL_DEVICE int64_t ties_left(const Selection &s, int64_t superblock) {
-  if (s.ties <= 0) return 0;
+FL_DEVICE int64_t ties_left(const Selection &s, const Bound &bound, int64_t superblock) {
+  if (bound.ties <= 0) return 0;
   int64_t before = 0;
   for (int64_t i = lane_index(); i < superblock; i += kLanes) before += s.superblocks[i].equal;
   before = sum_over_lanes(before);
-  return before < s.ties ? s.ties - before : 0;
+  return before < bound.ties ? bound.ties - before : 0;
+}
+
+FL_DEVICE void place(const Selection &s, int64_t superblock, int64_t first) {
+  s.superblocks[superblock].first = first;
+  s.out.ends[superblock] = uint32_t(least(first + s.superblocks[superblock].pairs, s.shape.capacity));
 }
 
 // Lane l settles blocks 8 l to 8 l + 7 of the superblock.
 __global__ void __launch_bounds__(kThreads) settle_kernel(const Selection s) {
+  const Bound bound = bound_of(s);
   const int lane = lane_index();
   const uint32_t most = s.shape.form == FL_SPARSE_BYTE ? kMostCounted : kCounted;
   for (int64_t superblock = warp_index(); superblock < s.shape.superblocks(); superblock += warp_count()) {
     const int64_t start = superblock * kBlocks + lane * kLaneBlocks, left = s.shape.blocks() - start;
     const int count = left < 0 ? 0 : int(least(left, kLaneBlocks));
-    int64_t ties = ties_left(s, superblock);
-    if (s.ties > 0) {
+    int64_t ties = ties_left(s, bound, superblock);
+    if (bound.ties > 0) {
       int64_t equals = 0;
       for (int i = 0; i < count; ++i) equals += equal_in(s.blocks[start + i]);
       ties -= sum_before(equals, lane);
@@ -155,7 +164,10 @@ __global__ void __launch_bounds__(kThreads) settle_kernel(const Selection s) {
     }
     const uint32_t before = uint32_t(sum_before(pairs, lane));
     for (int i = 0; i < count; ++i) s.blocks[start + i].first += before;
-    if (lane == kLanes - 1) s.superblocks[superblock].pairs = before + pairs;
+    if (lane == kLanes - 1) {
+      s.superblocks[superblock].pairs = before + pairs;
+      if (s.shape.superblocks() == 1) place(s, superblock, 0);
+    }
   }
 }
 
@@ -164,9 +176,7 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const Selection s) {
     int64_t first = 0;
     for (int64_t i = lane_index(); i < superblock; i += kLanes) first += s.superblocks[i].pairs;
     first = sum_over_lanes(first);
-    if (lane_index() != 0) continue;
-    s.superblocks[superblock].first = first;
-    s.out.ends[superblock] = uint32_t(least(first + s.superblocks[superblock].pairs, s.shape.capacity));
+    if (lane_index() == 0) place(s, superblock, first);
   }
 }
 
@@ -192,7 +202,7 @@ FL_DEVICE void write_bits(const Selection &s, int64_t block, uint32_t word) {
     static_cast<uint8_t *>(s.out.positions)[byte] = uint8_t(word >> lane_index() % 4 * 8);
 }
 
-FL_DEVICE void write_block(const Selection &s, int64_t block, int64_t first) {
+FL_DEVICE void write_block(const Selection &s, const Bound &bound, int64_t block, int64_t first) {
   const BlockPlan plan = s.blocks[block];
   const int64_t room = s.shape.capacity - first;
   const int64_t most = least(s.shape.form == FL_SPARSE_BYTE ? kMostCounted : kCounted, room > 0 ? room : 0);
@@ -204,10 +214,10 @@ FL_DEVICE void write_block(const Selection &s, int64_t block, int64_t first) {
     const Held held = load(s, block);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      const uint32_t same = ballot(equal(s, held, i));
+      const uint32_t same = ballot(equal(bound, held, i));
       const bool granted = (same >> lane & 1) && uint32_t(__popc(below(same, lane))) < ties;
       ties -= uint32_t(__popc(same)) < ties ? uint32_t(__popc(same)) : ties;
-      const uint32_t go = ballot(selected(s, block, held, i) || granted);
+      const uint32_t go = ballot(selected(s, bound, block, held, i) || granted);
       const int64_t rank = taken + __popc(below(go, lane));
       const bool sent = (go >> lane & 1) && rank < most;
       taken += __popc(go);
@@ -240,25 +250,22 @@ FL_DEVICE void clear_behind(const Selection &s) {
 }
 
 __global__ void __launch_bounds__(kThreads) write_kernel(const Selection s) {
+  const Bound bound = bound_of(s);
   for (int64_t block = warp_index(); block < s.shape.blocks(); block += warp_count())
-    write_block(s, block, s.superblocks[block / kBlocks].first + s.blocks[block].first);
+    write_block(s, bound, block, s.superblocks[block / kBlocks].first + s.blocks[block].first);
   clear_behind(s);
 }
 
 int64_t block_bytes(int64_t numel) { return ceil_div(ceil_div(numel, kCounted) * int64_t(sizeof(BlockPlan)), 16) * 16; }
 
-Selection selection_of(const fl_spec &spec, const void *x, float scale, float *acc, float *clear, int64_t threshold,
-                       int64_t ties, void *workspace, const fl_messages &out) {
-  const bool random = spec.param[3] & FL_SPARSE_RANDOM;
+Selection selection_of(const fl_spec &spec, const void *x, float scale, float *acc, float *clear,
+                       const fl_choice &given, const fl_choice *choice, void *workspace, const fl_messages &out) {
   uint8_t *memory = static_cast<uint8_t *>(workspace);
   return {
       sparse_shape(spec),
-      random,
-      uint64_t(threshold),
-      int(random     ? 0
-          : ties < 0 ? threshold - 1
-                     : threshold),  // all that equal t: all above t - 1
-      random || ties < 0 ? 0 : ties,
+      bool(spec.param[3] & FL_SPARSE_RANDOM),
+      given,
+      choice,
       make_key(spec.seed),
       uint64_t(spec.offset),
       x,
@@ -276,9 +283,10 @@ cudaError_t encode(const Selection &s, cudaStream_t stream) {
   const Grid blocks(s.shape.blocks(), 1), superblocks(s.shape.superblocks(), 1);
   if (blocks.error || superblocks.error) return blocks.error ? blocks.error : superblocks.error;
   FL_LAUNCH(mark_kernel, blocks.blocks, kThreads, stream, s);
-  if (s.ties > 0) FL_LAUNCH(tie_kernel, superblocks.blocks, kThreads, stream, s);
+  const bool several = s.shape.superblocks() > 1;  // else nothing comes before a superblock, and settling places it
+  if (several && (s.choice || s.given.ties > 0)) FL_LAUNCH(tie_kernel, superblocks.blocks, kThreads, stream, s);
   FL_LAUNCH(settle_kernel, superblocks.blocks, kThreads, stream, s);
-  FL_LAUNCH(place_kernel, superblocks.blocks, kThreads, stream, s);
+  if (several) FL_LAUNCH(place_kernel, superblocks.blocks, kThreads, stream, s);
   FL_LAUNCH(write_kernel, blocks.blocks, kThreads, stream, s);
   return cudaGetLastError();
 }
@@ -292,10 +300,11 @@ int64_t encode_workspace(int64_t numel) {
 }  // namespace fl
 
 extern "C" int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc, float *clear,
-                                int64_t threshold, int64_t ties, void *workspace, const fl_messages *out,
-                                void *stream) {
-  if (const int bad = fl::check_sparse_encode(spec, x, acc, clear, threshold, ties, workspace, out)) return bad;
+                                int64_t threshold, int64_t ties, const fl_choice *choice, void *workspace,
+                                const fl_messages *out, void *stream) {
+  const fl_choice given{threshold, ties};
+  if (const int bad = fl::check_sparse_encode(spec, x, acc, clear, given, choice, workspace, out)) return bad;
   if (spec->numel == 0) return FL_OK;
-  const fl::Selection s = fl::selection_of(*spec, x, scale, acc, clear, threshold, ties, workspace, *out);
+  const fl::Selection s = fl::selection_of(*spec, x, scale, acc, clear, given, choice, workspace, *out);
   return fl::finish(fl::encode(s, fl::as_stream(stream)));
 }

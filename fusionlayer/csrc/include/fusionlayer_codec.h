@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 3
+#define FL_ABI_VERSION 4
 #define FL_MAX_PLANES 5
 
 enum fl_status {
@@ -204,14 +204,30 @@ typedef struct fl_kth {
 FL_API int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out /* device */,
                             void *stream);
 
+/* What fl_sparse_encode selects. */
+typedef struct fl_choice {
+  int64_t threshold;
+  int64_t ties;
+} fl_choice;
+
+/* Chooses the k largest magnitudes, 1 <= k <= numel, among equals the first; fewer if fewer are not 0, but at least one.
+ * Where an element is not finite, all that are not finite are chosen, and no others. */
+FL_API int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace /* FL_WORKSPACE_KTH */,
+                             fl_choice *out /* device */, void *stream);
+
+/* For FL_SPARSE_RANDOM: doubles `threshold`, 1 to 2^32, until it selects an element of acc. */
+FL_API int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out /* device */,
+                           void *stream);
+
 /* First acc += scale * x if x (of spec->dtype) is not null. Then selects the elements whose magnitude is > threshold, and
  * the first `ties` of those that equal it (-1: all). With FL_SPARSE_RANDOM it selects those whose number is < threshold (up
  * to 2^32), and those that are not finite. The message takes the selected elements in their order: no more than the
  * capacity, and in form FL_SPARSE_BYTE at most 255 of each 256. acc keeps what was not sent, bf16 rounding included, and
  * becomes 0 where that is not finite. `clear` (f32, may be null) becomes 0 where an element was sent or was not finite.
- * Planes are written whole: zeros behind the last pair. */
+ * Planes are written whole: zeros behind the last pair. A `choice` takes the place of `threshold` and `ties`. */
 FL_API int fl_sparse_encode(const fl_spec *spec, const void *x, float scale, float *acc, float *clear,
-                            int64_t threshold, int64_t ties, void *workspace, const fl_messages *out, void *stream);
+                            int64_t threshold, int64_t ties, const fl_choice *choice /* device, may be null */,
+                            void *workspace, const fl_messages *out, void *stream);
 
 /* Super-groups of FL_DYNAMIQ ------------------------------------------------------------------------------------------ */
 

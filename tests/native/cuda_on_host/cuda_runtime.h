@@ -170,6 +170,8 @@ inline uint32_t __shfl_sync(unsigned, uint32_t value, int lane) {
 
 inline uint32_t __ballot_sync(unsigned, int vote) { return cuda_on_host::Warp::current().ballot(vote != 0); }
 
+inline void __threadfence() {}
+
 inline void __syncwarp() { cuda_on_host::Warp::current().shuffle_xor(0, 0); }
 
 inline long long __double_as_longlong(double v) {
@@ -197,6 +199,13 @@ inline T atomicAdd(T *p, T value) {
 inline uint32_t atomicMax(uint32_t *p, uint32_t value) {
   const uint32_t old = *p;
   if (value > old) *p = value;
+  return old;
+}
+
+template <class T>
+inline T atomicMin(T *p, T value) {
+  const T old = *p;
+  if (value < old) *p = value;
   return old;
 }
 
