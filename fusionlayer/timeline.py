@@ -11,15 +11,17 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import torch
 from torch.autograd import profiler
 
 from . import forks
+from .clock import Clock, Stamp
 from .errors import ConfigError
 
 __all__ = ["Timeline", "carried", "here"]
@@ -84,8 +86,46 @@ def carried(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+_LONG_AGO = 4.0
+"""Seconds from which on single precision is coarser than the half microsecond that a device resolves."""
+
+
+class _TimedSpan(NamedTuple):
+    """A span whose beginning and end a device has yet to reach."""
+
+    name: str
+    start: Stamp
+    end: Stamp
+    row: str
+    details: Mapping[str, Any]
+
+
+class _Device:
+    """The moments of a device on the time axis of the host, and the spans that wait for them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        clock.finish()
+        self._origin, self._at = clock.stamp(), time.perf_counter_ns()
+        self.pending: deque[_TimedSpan] = deque()
+
+    def place(self, span: _TimedSpan) -> tuple[int, int] | None:
+        """Return beginning and end of a span in ``perf_counter_ns``; None if the device has not reached both."""
+        before, until = (self.clock.seconds(self._origin, moment) for moment in (span.start, span.end))
+        if before is None or until is None:
+            return None
+        start, end = self._at + round(before * 1e9), self._at + round(until * 1e9)
+        # A device tells milliseconds in single precision, so they are counted from a moment that is not long ago.
+        if before > _LONG_AGO:
+            self._origin, self._at = span.start, start
+        return start, end
+
+
 class Timeline:
     """Writes one event for each span. Any thread may record.
+
+    After ``time_by`` with a device's clock the times of spans are those of the device. Such spans are written when the
+    device has reached them.
 
     All timelines of a process with the same path share one file. Where the file can no longer be written, as on a full
     disk, a warning says so once, and nothing more is recorded: what is timed goes on. While torch's profiler is active
@@ -106,6 +146,7 @@ class Timeline:
         self._rank = rank
         self._file = _File.join(f"{path}.{rank}", rank) if path else None
         self.enabled = self._file is not None
+        self._device: _Device | None = None
         if self.enabled:
             forks.at_exit(self.close)
 
@@ -129,9 +170,31 @@ class Timeline:
         doing = here.doing
         return doing(name, details) if isinstance(doing, _Parts) else _NOTHING
 
-    def record(self, name: str, start: int, end: int, *, row: str | None = None, **details: Any) -> None:
-        """Record a span that is over. Times are of ``perf_counter_ns``; ``row``: None is the calling thread's row."""
+    def time_by(self, clock: Clock) -> None:
+        """Let spans have the times of a device, if its ``clock`` is one's; this waits for the device."""
+        if self.enabled and clock.lags:
+            self._device = _Device(clock)
+            assert self._file is not None
+            self._file.write(_metadata("device", self._rank, 0, name=str(clock.device)))
+
+    def now(self) -> Stamp:
+        """Return the present moment for ``record``: ``perf_counter_ns``, or a stamp of the device's clock."""
+        return time.perf_counter_ns() if self._device is None else self._device.clock.stamp()
+
+    def record(self, name: str, start: Stamp, end: Stamp, *, row: str | None = None, **details: Any) -> None:
+        """Record a span that is over, from ``start`` to ``end`` of ``now``; ``row``: None is the calling thread's."""
         self._write(name, start, end, row or threading.current_thread().name, details)
+
+    def settle(self) -> None:
+        """Write the spans that the device has reached; called by one thread at a time, and it does not wait."""
+        device = self._device
+        while device is not None and device.pending:
+            span = device.pending[0]
+            times = device.place(span)
+            if times is None:
+                break
+            device.pending.popleft()
+            self._put(span.name, *times, span.row, span.details)
 
     def note_clock(self, offset: int, error: int, ranks: int) -> None:
         """Write by how many nanoseconds rank 0's clock is ahead of this one, and how wrong that may be."""
@@ -141,6 +204,15 @@ class Timeline:
             self._file.write(_metadata("clock", self._rank, 0, **args))
 
     def _write(
+        self, name: str, start: Stamp, end: Stamp, row: str, details: Mapping[str, Any], busy: int | None = None
+    ) -> None:
+        if self._device is not None and not isinstance(start, int):
+            # What the thread itself was busy with says nothing about the device.
+            self._device.pending.append(_TimedSpan(name, start, end, row, details))
+        else:
+            self._put(name, start, end, row, details, busy)
+
+    def _put(
         self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], busy: int | None = None
     ) -> None:
         file = self._file
@@ -153,7 +225,12 @@ class Timeline:
             )
 
     def close(self) -> None:
-        """End this timeline; complete the file if no other timeline writes to it. A second call does nothing."""
+        """End this timeline; complete the file if no other timeline writes to it. A second call does nothing.
+
+        Spans that a device has not reached are left out.
+        """
+        self.settle()
+        self._device = None
         file, self._file = self._file, None
         self.enabled = False
         if file is not None:
@@ -173,10 +250,10 @@ class _Span:
 
     def __enter__(self) -> None:
         self._profile.__enter__()
-        self._start, self._cpu = time.perf_counter_ns(), time.thread_time_ns()
+        self._start, self._cpu = self._timeline.now(), time.thread_time_ns()
 
     def __exit__(self, *error: Any) -> None:
-        busy, end = time.thread_time_ns() - self._cpu, time.perf_counter_ns()
+        busy, end = time.thread_time_ns() - self._cpu, self._timeline.now()
         row = threading.current_thread().name
         self._timeline._write(self._name, self._start, end, row, self._details, busy)
         self._profile.__exit__(*error)

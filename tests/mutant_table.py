@@ -155,8 +155,8 @@ MUTANTS: list[Mutant] = [
         ("engine.py", "lane.put(lambda _: agreement.wait())", "pass", "other lanes send before the ranks agree"),
         (
             "engine.py",
-            "            job.wait()\n            buffer.join()",
-            "            buffer.join()",
+            "            job.wait()\n            buffer.join()\n        self._codecs",
+            "            buffer.join()\n        self._codecs",
             "a plan is switched while buckets are under way",
         ),
         ("engine.py", "self._cause = self._cause or told", "self._cause = told", "the last failure is raised"),
@@ -166,7 +166,9 @@ MUTANTS: list[Mutant] = [
             "self._send(index, derive_seed(self.step))",
             "buckets share noise",
         ),
-        ("order.py", "seconds / self._lanes", "seconds", "several lanes are taken for one"),
+        ("order.py", "every[1] /= self._lanes", "pass", "several lanes are taken for one"),
+        ("plan_controller.py", "if wall is None:", "if False:", "what a device has not reached is read"),
+        ("plan_controller.py", "reversed(range(len(self._unread)))", "range(1)", "a device that is late stays late"),
         (
             "order.py",
             "chosen = max(complete) if complete",
@@ -191,7 +193,8 @@ MUTANTS: list[Mutant] = [
             "looks need not be in a row",
         ),
         ("autotune/tuner.py", "self._window.settle + 1", "self._window.settle", "a step that settles counts"),
-        ("autotune/tuner.py", "typical(every.amax(0).tolist())", "typical(every[0].tolist())", "rank 0 alone decides"),
+        ("autotune/tuner.py", "in every.amax(0).tolist()", "in every[0].tolist()", "rank 0 alone decides"),
+        ("online.py", "step - seconds.late < self._from", "step < self._from", "a device's late warm-up counts"),
         ("autotune/search.py", "ratio = 2 * seconds / (before", "ratio = seconds / (before", "who wins a duel"),
     ),
     *_of(

@@ -17,10 +17,12 @@ import torch
 
 import fusionlayer
 from fusionlayer import native
+from fusionlayer.clock import HOST
 from fusionlayer.errors import ConfigError
 from fusionlayer.timeline import Timeline
 from fusionlayer.transport import LocalTransport, Transport
 from tests.disk import room_for
+from tests.fake_device import FakeDevice
 from tests.packaging.project_tree import ROOT
 from tests.ranks import over_threads
 from tests.spans import spans_of
@@ -49,6 +51,37 @@ def test_spans_become_complete_events(tmp_path: Path) -> None:
     assert clock["args"] == {"offset_us": -1.5, "error_us": 0.02, "ranks": 4}
     assert (row["name"], row["args"]) == ("thread_name", {"name": "MainThread"})
     assert all(type(event["tid"]) is int for event in events), "viewers sort and name rows by numbers"
+
+
+def test_spans_of_a_device_have_its_times_and_are_written_when_it_has_reached_them(tmp_path: Path) -> None:
+    device = FakeDevice()
+    timeline = Timeline(str(tmp_path / "trace"), rank=0)
+    timeline.time_by(HOST)
+    with timeline.span("HOST"):
+        pass
+    timeline.time_by(device)
+    waits, step = device.waits, 5.0
+    for number in range(3):
+        with timeline.span("OUTER", step=number):
+            device.work(step)
+            with timeline.span("INNER"):
+                device.work(0.25)
+        began = timeline.now()
+        device.work(0.5)
+        timeline.record("RECORDED", began, timeline.now(), row="row")
+    device.now = 2 * (step + 0.75)  # so far the device has come
+    timeline.settle()
+    assert device.waits == waits, "only to place its time on that of the host"
+    timeline.close()
+    events = json.loads((tmp_path / "trace.0").read_text())
+    assert [event["args"] for event in events if event["name"] == "device"] == [{"name": "cpu"}]
+    host, *spans = [event for event in events if event["ph"] == "X"]
+    assert host["name"] == "HOST" and "tdur" in host
+    assert [span["name"] for span in spans] == ["INNER", "OUTER", "RECORDED"] * 2, "the third step is not over"
+    assert [round(span["dur"] / 1e6, 6) for span in spans] == [0.25, 5.25, 0.5] * 2
+    first = spans[1]["ts"]
+    assert [round((span["ts"] - first) / 1e6, 6) for span in spans] == [5.0, 0.0, 5.25, 10.75, 5.75, 11.0]
+    assert all("tdur" not in span for span in spans)
 
 
 def test_a_disabled_timeline_does_nothing_and_asks_nothing_of_its_details() -> None:

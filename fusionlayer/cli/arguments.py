@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml
 
-from .. import codecs
+from .. import codecs, context
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..planning.cluster import Scenario
@@ -23,10 +24,13 @@ __all__ = [
     "Parser",
     "above_zero",
     "add_cluster",
+    "add_device",
     "as_options",
+    "check_device",
     "check_file",
     "check_folder",
     "count",
+    "device_of",
     "get_codec",
     "join",
     "key_value",
@@ -173,6 +177,26 @@ def check_file(path: str | Path, flag: str) -> None:
 def check_folder(path: str | Path, flag: str) -> None:
     """Raise ``ConfigError`` unless files can be written into this folder. It is made."""
     check_file(Path(path) / "fusionlayer.tmp", flag)
+
+
+def add_device(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option that says where tensors are."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=f"{what} (default cpu)")
+
+
+def check_device(options: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` unless this machine has the device of ``add_device``."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, and torch sees no CUDA device; leave it out")
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Return this rank's device. Ranks of a host take its devices in turn, and the rank's becomes the current one."""
+    if options.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", context.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import codecs, collectives, context, functional, launch
 from ..errors import ConfigError
 from ..transport import Transport
-from .arguments import check_file, names, positive
+from .arguments import add_device, check_device, check_file, device_of, names, positive
 from .outputs import add_plot, check_picture, keep, keep_picture, tell
 from .pictures import draw_bandwidths
 from .progress import Progress
@@ -94,7 +94,7 @@ def add_parser(commands: Any) -> None:
         help="of all_reduce and reduce_scatter; default: what is chosen by codec and number of ranks; or all",
     )
     parser.add_argument("--dtype", choices=[*_DTYPES], default="f32", help="of the tensors (default f32)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the tensors (default cpu)")
+    add_device(parser, "of the tensors")
     parser.add_argument("--calls", type=positive, default=20, metavar="N", help="that are timed (default 20)")
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="calls before those (default 5)")
     parser.add_argument("--format", choices=[*FORMATS], default="text", help="default text")
@@ -146,8 +146,7 @@ def _check(options: argparse.Namespace, ranks: int, writes: bool) -> None:
         )
     if options.min > options.max:
         raise ConfigError(f"--min {options.min} is above --max {options.max} bytes; give a range")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, and torch sees no CUDA device; leave it out")
+    check_device(options)
     if options.out is not None and writes:
         check_file(options.out, "--out")
     if options.plot is not None and writes:
@@ -214,7 +213,7 @@ def _cells(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 def _measure(options: argparse.Namespace, transport: Transport, progress: Progress) -> Iterator[Row]:
     dtype = _DTYPES[options.dtype]
-    device = torch.device("cuda", context.local_rank()) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     cells = list(_cells(options))
     sizes = list(_sizes(options.min, options.max, options.factor))
     weights = [size + _SIZE_OF_A_STARTUP for size in sizes]

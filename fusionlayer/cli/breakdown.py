@@ -46,7 +46,7 @@ _PARTS = {
     "MEMCPY_OUT_FUSION_BUFFER": PACKING,
 }
 _BUCKET = "ALLREDUCE"
-_NANOSECOND = 1e-3  # microseconds; by rounding a span may end after the next one has begun
+_ROUNDING = 1.0  # microseconds; by rounding a span may end after the next one has begun: a device resolves half of one
 
 Span = Mapping[str, Any]
 Job = tuple[int, int]
@@ -209,7 +209,7 @@ def _exclusive(spans: Sequence[Span]) -> list[tuple[str, float]]:
     open_spans: list[list[Any]] = []  # [end, name, seconds]
 
     def close(until: float) -> None:
-        while open_spans and open_spans[-1][0] <= until + _NANOSECOND:
+        while open_spans and open_spans[-1][0] <= until + _ROUNDING:
             _, name, seconds = open_spans.pop()
             found.append((name, seconds))
 

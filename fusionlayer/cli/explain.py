@@ -35,7 +35,7 @@ examples:
         --plot plan.svg
 
 Times count from the start of backward. They are predicted for one thread that
-communicates and has a core of its own.
+communicates and has a core of its own, or for one stream of a GPU that does.
 
 ready    the bucket's gradients are there, encoded if that is done ahead
 start    the communication thread takes the bucket
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
     print_text(
         f"Backward, with what is encoded in it: {_ms(found.alone)} ms. Last result: {_ms(found.seconds)} ms. The "
         f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "
-        "between buckets."
+        f"between buckets.{profile.machine.assumed}"
     )
     if options.plot:
         keep_picture(options.plot, lambda: draw(title, profile, plan, costs, found))

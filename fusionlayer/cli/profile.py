@@ -11,11 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import __version__, codecs, context
+from ..clock import clock_of
 from ..codecs import Codec
 from ..planning.cost_model import parse_rate
-from ..planning.profiler import Sizes, describe_machine, file_name, measure_profile
+from ..planning.profiler import Sizes, describe_machine, device_name, file_name, measure_profile
 from ..transport import Transport, local
-from .arguments import check_folder, names, positive
+from .arguments import add_device, check_device, check_folder, device_of, names, positive
 from .outputs import keep
 from .progress import Progress
 
@@ -26,10 +27,12 @@ examples:
     fusionlayer profile --model gpt --codec raw,int8,int4
     torchrun --nproc-per-node 2 --no-python fusionlayer profile --model gpt
     mpirun -n 2 fusionlayer profile --model mypackage.training:model_and_batch
+    torchrun --nproc-per-node 2 --no-python fusionlayer profile --device cuda
 
 Alone it measures the model's step, codecs and copies. On several ranks it also
 measures a link and collectives, and writes means over ranks. The schema of the
-file is in profiles/README.md.
+file is in profiles/README.md. With --device cuda model, codecs and messages
+are on GPUs, and times are those of the GPUs.
 """
 _COMMENT = "A measured cost profile; profiles/README.md has the schema. Written by: {command}"
 
@@ -51,6 +54,7 @@ def add_parser(commands: Any) -> None:
         "arguments of that forward (default gpt)",
     )
     parser.add_argument("--codec", type=names, metavar="NAME,NAME", help="codecs to measure (default: all)")
+    add_device(parser, "of the model")
     parser.add_argument("--rate", metavar="RATE", help="of the link, such as 1gbit (default: as it was measured)")
     parser.add_argument("--out", type=Path, default=Path("profiles"), metavar="FOLDER", help="default profiles")
     parser.add_argument("--hardware", metavar="NAME", help="of the machine (default: its processor)")
@@ -72,6 +76,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure on all ranks; rank 0 writes the profile and prints its path."""
     if options.rate is not None:
         parse_rate(options.rate)
+    check_device(options)
     chosen = {name: codecs.get(name) for name in options.codec or codecs.names()}
     whole = Sizes()
     grown = tuple(size for size in whole.elements[2:] if size <= options.largest)
@@ -84,10 +89,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Sizes) -> None:
+    device = device_of(options)  # before the transport, which takes the current one
     transport = context.transport()
     if transport.rank == 0:
         check_folder(options.out, "--out")
-    environment = {**describe_machine(options.hardware), "fusionlayer": __version__}
+    environment = {**describe_machine(options.hardware or device_name(device)), "fusionlayer": __version__}
     with Progress("profile", shown=transport.rank == 0) as progress:
         profile = measure_profile(
             options.model,
@@ -98,6 +104,7 @@ def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Si
             rate=options.rate,
             sizes=sizes,
             environment=environment,
+            clock=clock_of(device),
             note=progress.at,
         )
     if transport.rank == 0:

@@ -83,6 +83,8 @@ def run(options: argparse.Namespace) -> None:
     profile = Profile.from_yaml(options.profile)
     rate = options.rate or profile.fastest_rate
     scenario = Scenario(rate, options.per_host, options.cores, options.latency, curves=options.curves)
+    if options.cores is not None and profile.machine.on_device:
+        raise ConfigError(f"--cores {options.cores:g} with a profile of {profile.machine.device}; leave it out")
     workers = [count for count in options.workers if count % options.per_host == 0]
     if not workers:
         raise ConfigError(f"--workers: none is a multiple of --per-host {options.per_host}")
@@ -261,13 +263,15 @@ class Projection:
         hosts = f", {self.scenario.per_host} workers on a host" if self.scenario.per_host > 1 else ""
         cluster = self.scenario.cluster(self.profile, self.workers[-1])
         latency = f"latency {cluster.between.latency * 1e6:.0f} us"
-        return f"{self.scenario.rate}, {latency}, cores per worker {cluster.cores:g}{hosts}"
+        computing = "a device" if self.profile.machine.on_device else f"cores per worker {cluster.cores:g}"
+        return f"{self.scenario.rate}, {latency}, {computing}{hosts}"
 
     def reliability(self) -> str:
         """Return a sentence on how far the projection may be trusted."""
         known = self.profile.validation
         if known is None:
-            return "This profile has not been compared with measured steps: all of this is EXTRAPOLATION."
+            told = "This profile has not been compared with measured steps: all of this is EXTRAPOLATION."
+            return told + self.profile.machine.assumed
         mean, median, largest = known.error
         return (
             f"Validated with {known.cells} measured steps ({known.workers[0]} to {known.workers[1]} workers, "

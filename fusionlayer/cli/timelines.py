@@ -31,6 +31,7 @@ class Recording:
         error: by how many microseconds that may be wrong.
         ranks: number of ranks in the job; None: unknown.
         cut: whether the file ends before its list does.
+        device: whose times these are; None: the host's.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Recording:
     error: float
     ranks: int | None
     cut: bool
+    device: str | None = None
 
     @property
     def rank(self) -> int:
@@ -116,12 +118,20 @@ def _read(path: Path) -> Recording:
         events, cut = _whole_lines(text, path), True
     try:
         spans = [event for event in events if event["ph"] == "X"]
+        devices = [event["args"]["name"] for event in events if event["name"] == "device" and event["ph"] == "M"]
         clocks = [event["args"] for event in events if event["name"] == "clock" and event["ph"] == "M"]
         if not events or not all({"name", "ts", "dur", "pid", "tid", "args"} <= span.keys() for span in spans):
             raise LookupError
         clock: Mapping[str, Any] = clocks[-1] if clocks else {}
         recording = Recording(
-            path, events, spans, clock.get("offset_us"), clock.get("error_us", 0.0), clock.get("ranks"), cut
+            path=path,
+            events=events,
+            spans=spans,
+            offset=clock.get("offset_us"),
+            error=clock.get("error_us", 0.0),
+            ranks=clock.get("ranks"),
+            cut=cut,
+            device=devices[-1] if devices else None,
         )
         int(events[0]["pid"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     recordings = timelines.read(timelines.files(options.timelines))
     latest = timelines.latest_exchanges(recordings)
     ranks = [_break_down(recording, options.skip, latest) for recording in recordings]
-    found = predicted(ranks[0], recordings[0].ranks)
+    found = predicted(ranks[0], recordings[0].ranks, recordings[0].device)
     if options.json:
         forecast = found if isinstance(found, str) else [asdict(each) for each in found]
         whole = {"verdict": verdict(ranks), "prediction": forecast, "ranks": [rank.as_dict() for rank in ranks]}
@@ -103,6 +103,9 @@ def _notes(recordings: Sequence[Recording]) -> list[str]:
         notes.append(
             "The clocks of the ranks were not measured, so waiting for late ranks counts as waiting for the network."
         )
+    devices = sorted({recording.device for recording in recordings if recording.device is not None})
+    if devices:
+        notes.append(f"Times are those of {', '.join(devices)}, and not of the host, which runs ahead.")
     error = max(recording.error for recording in recordings)
     if error:
         notes.append(f"Clocks of hosts were compared to {error / 1e3:.2g} ms when training began.")

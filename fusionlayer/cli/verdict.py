@@ -7,7 +7,10 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from .. import codecs
+from ..clock import HOST, clock_of
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..planning.recorded import MODELLED, Forecast, RecordedBucket, RecordedStep, forecast
@@ -51,10 +54,18 @@ def verdict(ranks: Sequence[Breakdown]) -> str:
     return f"{text} It waits {', '.join(rest)}." if rest else text
 
 
-def predicted(rank: Breakdown, workers: int | None) -> list[Forecast] | str:
-    """Return what the rank's step would take with other codecs, or why that cannot be told."""
+def predicted(rank: Breakdown, workers: int | None, device: str | None = None) -> list[Forecast] | str:
+    """Return what the rank's step would take with other codecs, or why that cannot be told.
+
+    Args:
+        rank: the recorded step.
+        workers: number of ranks; None: unknown.
+        device: whose times these are; None: the host's.
+    """
     if workers is None or workers < 2:
         return "the timeline does not say how many ranks there were"
+    if device is not None and not torch.cuda.is_available():
+        return f"it measures codecs where gradients are, on {device}, and this machine has no such device"
     if rank.overlaps_forward:
         return "with overlap_forward, results are waited for in the midst of forward"
     try:
@@ -75,6 +86,7 @@ def predicted(rank: Breakdown, workers: int | None) -> list[Forecast] | str:
             buckets,
         ),
         TRIED,
+        HOST if device is None else clock_of(torch.device("cuda")),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import codecs, collectives, context
+from ..clock import clock_of
 from ..codecs import Codec
 from ..config import Config, blame
 from ..errors import ConfigError, require
@@ -87,6 +88,7 @@ def make_engine(
         timeline=timeline,
         lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
         overlap_forward=overlap_forward,
+        clock=clock_of(device),
     )
 
 
@@ -145,7 +147,6 @@ def make_planning(
         raise ConfigError("replan=True beside autotune, which detects drift itself from measured steps; leave one out")
     plan_controller: PlanController | None = None
     if plan is None and by_costs:
-        _refuse_cuda(device, planner)
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
 
         plan_controller = by_measuring = OnlinePlanner(
@@ -158,6 +159,7 @@ def make_planning(
             ahead=ahead,
             replan=replan and tuning is None,
             local_size=context.local_size(),
+            clock=clock_of(device),
         )
         profile = options.profile if options.profile is not None else settings.profile
         if profile is not None and not changed:
@@ -170,7 +172,7 @@ def make_planning(
             tensors,
             tuning,
             rank,
-            device,
+            clock_of(device),
             overlap_forward,
             first=None if plan is not None else plan_controller,
         )
@@ -246,16 +248,3 @@ def _by_rules(policy: CodecRules, tensors: Sequence[TensorInfo]) -> dict[str, Co
 
 def _has_auto(policy: CodecRules, tensors: Sequence[TensorInfo]) -> bool:
     return any(policy.rule_for(tensor)[1].codec == AUTO for tensor in tensors)
-
-
-def _refuse_cuda(device: torch.device, planner: Planner) -> None:
-    """Raise ``ConfigError`` unless gradients are on the CPU.
-
-    Costs are wall and CPU seconds of the host. On a GPU they say when kernels are queued, not when they run.
-    """
-    if device.type != "cpu":
-        what = f"planner {planner.name!r}" if planner.needs_costs else "codec 'auto'"
-        raise ConfigError(
-            f"{what} plans by costs that are measured for the CPU only, and the gradients are on {device}; give a "
-            "plan, a codec by its name and a planner that needs no costs, such as 'tapered'"
-        )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..clock import Stamp
 from ..scheduler import Engine
 from ..timeline import Timeline
 
@@ -33,9 +33,9 @@ class StepPhases:
         # The hooks are global, so modules on other threads call them too. Only the thread that made this object counts.
         self._thread = threading.get_ident()
         self._depth = 0
-        self._began = 0
-        self._forward_end = 0
-        self._last_gradient = 0
+        self._began: Stamp = None
+        self._forward_end: Stamp = None
+        self._last_gradient: Stamp = None
 
     def watch(self) -> list[RemovableHandle]:
         """Register hooks on every module's forward; the handles remove them."""
@@ -45,20 +45,20 @@ class StepPhases:
 
     def note_gradient(self) -> None:
         """Note that backward has made a gradient; called on the thread that runs backward."""
-        self._last_gradient = time.perf_counter_ns()
+        self._last_gradient = self._timeline.now()
 
     def end_backward(self) -> None:
         """Record the backward that has just run, if any ran since the last forward."""
-        if self._forward_end and self._last_gradient > self._forward_end:
+        if self._forward_end is not None and self._last_gradient is not None:
             self._timeline.record("BACKWARD", self._forward_end, self._last_gradient, step=self._engine.step)
-        self._forward_end = 0
+        self._forward_end = None
 
     def _enter(self, *_: Any) -> None:
         if threading.get_ident() != self._thread or not torch.is_grad_enabled():
             return
         if self._depth == 0:
             self.end_backward()
-            self._began = time.perf_counter_ns()
+            self._began = self._timeline.now()
         self._depth += 1
 
     def _leave(self, *_: Any) -> None:
@@ -66,5 +66,5 @@ class StepPhases:
             return
         self._depth -= 1
         if self._depth == 0:
-            self._forward_end = time.perf_counter_ns()
+            self._forward_end, self._last_gradient = self._timeline.now(), None
             self._timeline.record("FORWARD", self._began, self._forward_end, step=self._engine.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .cost_model import LinkCost, parse_rate
+from .cost_model import Cost, LinkCost, parse_rate
 from .profile import Profile
 
 __all__ = ["Cluster", "Scenario"]
@@ -22,6 +22,8 @@ class Cluster:
         inside: link between ranks of one host; needed if a host has several.
         cores: cores that a rank has for itself; less than one if ranks share them.
         threads: threads that a rank computes with.
+        staging: seconds of copying so many bytes from the device to the host, and as many back, where the links carry
+            the host's memory. A copy engine for each direction does it.
     """
 
     workers: int
@@ -30,6 +32,7 @@ class Cluster:
     inside: LinkCost | None = None
     cores: float = 2.0
     threads: int = 1
+    staging: Cost | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
@@ -85,4 +88,5 @@ class Scenario:
             raise ConfigError(f"{self.per_host} workers on a host, and the profile has no costs of a link inside one")
         cores = profile.machine.cores_per_worker if self.cores is None else self.cores
         inside = profile.inside.fitted() if profile.inside else None
-        return Cluster(workers, link, min(self.per_host, workers), inside, cores, profile.machine.threads)
+        threads = profile.machine.threads
+        return Cluster(workers, link, min(self.per_host, workers), inside, cores, threads, profile.staging)

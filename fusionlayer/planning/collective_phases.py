@@ -34,6 +34,7 @@ class Phase:
 
 
 BETWEEN, _INSIDE = "between", "inside"
+_TO_HOST, _FROM_HOST = "copies to the host", "copies from the host"
 _HISTOGRAM_BYTES = 1024
 _OMNIREDUCE_BLOCK = 256
 _LARGEST_INTEGER = 30  # the largest that a code of thc stands for
@@ -44,11 +45,21 @@ def _work(cost: Cost, elements: float) -> Phase:
     return Phase(seconds, seconds)
 
 
-def _transfer(seconds: float, latency: float, cpu: float, link: str, sent: float = 0.0) -> list[Phase]:
-    """Return a transfer: first its latency, which keeps no link busy, then its time on the link."""
+def _transfer(
+    cluster: Cluster, nbytes: float, seconds: float, latency: float, cpu: float, link: str, sent: float = 0.0
+) -> list[Phase]:
+    """Return a transfer: first its latency, which keeps no link busy, then its time on the link.
+
+    Where messages travel from the host's memory, a copy engine of the device brings the rank's ``nbytes`` there before
+    that, and another one as many back.
+    """
     way = min(latency, seconds)
     used = min(cpu, seconds) / seconds if seconds else 0.0
-    return [Phase(way, way * used), Phase(seconds - way, (seconds - way) * used, link, sent)]
+    phases = [Phase(way, way * used), Phase(seconds - way, (seconds - way) * used, link, sent)]
+    if cluster.staging is None:
+        return phases
+    copying = cluster.staging(nbytes)
+    return [Phase(copying, 0.0, _TO_HOST), *phases, Phase(copying, 0.0, _FROM_HOST)]
 
 
 def _exchange(cluster: Cluster, nbytes: float) -> list[Phase]:
@@ -61,9 +72,10 @@ def _exchange(cluster: Cluster, nbytes: float) -> list[Phase]:
     # The measured latency contains one message's overhead.
     more = overhead * max(0, cluster.workers - 2) / max(1, cluster.workers - 1)
     seconds = max(within.exchange(near * nbytes), between.exchange(crossing)) + more
+    own = (near + far) * nbytes
     if not far:
-        return _transfer(seconds, within.latency + more, cpu, _INSIDE)
-    return _transfer(seconds, between.latency + more, cpu, BETWEEN, crossing)
+        return _transfer(cluster, own, seconds, within.latency + more, cpu, _INSIDE)
+    return _transfer(cluster, own, seconds, between.latency + more, cpu, BETWEEN, crossing)
 
 
 def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = False) -> list[Phase]:
@@ -76,7 +88,7 @@ def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = Fa
     cost, measured_hops = (link.all_reduce, 2) if transports_own else (link.exchange, 1)
     seconds = cost(nbytes) + max(0, hops - measured_hops) * link.latency
     cpu = nbytes * link.cpu_per_byte + hops * link.overhead
-    return _transfer(seconds, hops * link.latency, cpu, name, nbytes if name == BETWEEN else 0.0)
+    return _transfer(cluster, nbytes, seconds, hops * link.latency, cpu, name, nbytes if name == BETWEEN else 0.0)
 
 
 def _share(cluster: Cluster) -> float:
@@ -132,7 +144,7 @@ def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
         latency = messages * link.latency
         seconds = link.exchange(sharing * each) + latency - link.latency
         cpu = messages * link.overhead + each * link.cpu_per_byte
-        return _transfer(seconds, latency, cpu, name, sharing * each if name == BETWEEN else 0.0)
+        return _transfer(cluster, each, seconds, latency, cpu, name, sharing * each if name == BETWEEN else 0.0)
 
     def across(each: float, ranks: int) -> list[Phase]:
         if cluster.hosts == 1:
@@ -221,7 +233,8 @@ def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
         more = max(0, peers - 1) * link.overhead
         seconds = link.exchange(sharing * peers * nbytes) + more
         cpu = peers * (link.overhead + nbytes * link.cpu_per_byte)
-        return _transfer(seconds, link.latency + more, cpu, name, ranks * peers * nbytes if name == BETWEEN else 0.0)
+        sent = ranks * peers * nbytes if name == BETWEEN else 0.0
+        return _transfer(cluster, peers * nbytes, seconds, link.latency + more, cpu, name, sent)
 
     piece = n / ranks
     across = swap(cluster.between, BETWEEN, hosts - 1, ranks, codec.nbytes(piece) / hosts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .. import codecs
+from ..clock import HOST, Clock
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..plan import FusionPlan, TensorInfo
@@ -66,6 +68,9 @@ class OnlinePlanner(PlanController):
     then on the ranks compare their steps with the first ones under that plan, in one small message at each look. When
     several looks in a row are off, they measure and plan again.
 
+    A device tells the seconds of a step some time after its end, or not at all. So steps are counted as they end, the
+    same on all ranks, and those count whose seconds are known by then.
+
     Args:
         tensors: of a step.
         planner: makes the plans.
@@ -76,6 +81,7 @@ class OnlinePlanner(PlanController):
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
         replan: look for drift.
         local_size: ranks of this host, which share its cores.
+        clock: of the gradients' device.
         schedule: when to measure and look.
 
     Attributes:
@@ -97,6 +103,7 @@ class OnlinePlanner(PlanController):
         ahead: bool | None = None,
         replan: bool = True,
         local_size: int = 1,
+        clock: Clock = HOST,
         schedule: ReplanSchedule = ReplanSchedule(),
     ) -> None:
         if algorithm is not None and algorithm not in ALGORITHMS:
@@ -113,12 +120,15 @@ class OnlinePlanner(PlanController):
         self._ahead = ahead
         self._replan = replan
         self._local_size = local_size
+        self._clock = clock
         self._schedule = schedule
         # The fields below need no lock. The thread that submits writes them in ``note_step``, a communication thread in
         # ``next_plan``; meanwhile the engine lets the first thread wait.
         self.profile: Profile | None = None
         self._measuring = True
         self._skip = schedule.warm_up
+        self._from = 0  # the first step that counts
+        self._ended = 0  # steps that have ended since
         self._steps: list[StepSeconds] = []
         self._paces: list[Pace] = []
         self._drift = Drift(schedule.tolerance, schedule.looks)
@@ -152,12 +162,17 @@ class OnlinePlanner(PlanController):
 
     # ---- PlanController ----------------------------------------------------------------------------------------------
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
         """Keep the seconds of a step, as far as the next plan or look needs them."""
         self._present = engine.plan
         if self._skip:
             self._skip -= 1
-        elif self._measuring:
+            self._from = step + 1
+            return
+        self._ended += 1
+        if seconds is None or step - seconds.late < self._from:
+            return
+        if self._measuring:
             self._steps.append(seconds)
         elif self._replan:
             self._paces.append(Pace(seconds.backward, sum(seconds.buckets.values()), seconds.waiting))
@@ -167,11 +182,13 @@ class OnlinePlanner(PlanController):
         # A rank that called ``next_plan`` alone would wait for the others for ever. So only counts decide that are the
         # same on all ranks: of steps, and of plans.
         if self._measuring:
-            return len(self._steps) >= self._schedule.measured
-        return len(self._paces) >= self._schedule.between_looks << min(max(0, self._plans - 1), 10)
+            return self._ended >= self._schedule.measured
+        between = self._schedule.between_looks << min(max(0, self._plans - 1), 10)
+        return self._replan and self._ended >= between
 
     def next_plan(self, transport: Transport) -> FusionPlan | None:
         """Measure and plan; or take a look, and after drift begin to measure."""
+        self._ended = 0
         if self._measuring:
             return self._measure_and_plan(transport)
         self._look(transport)
@@ -181,10 +198,13 @@ class OnlinePlanner(PlanController):
 
     def _look(self, transport: Transport) -> None:
         names = [field.name for field in fields(Pace)]
-        middle = [statistics.median(getattr(pace, name) for pace in self._paces) for name in names]
+        samples = [[getattr(pace, name) for pace in self._paces] for name in names]
+        middle = [statistics.median(each) if each else math.nan for each in samples]
         self._paces.clear()
         # All ranks see the same mean, so all find the same drift and begin to measure with the same step.
         pace = Pace(*average(middle, transport))
+        if math.isnan(pace.backward):
+            return  # some rank's device has told nothing
         if self._drift.reference is None and self._predicted is not None:
             self._say("the plan in use waits %s a step, %s predicted", _ms(pace.waiting), _ms(self._predicted.waiting))
         drifted = self._drift.look(pace)
@@ -193,7 +213,14 @@ class OnlinePlanner(PlanController):
             self._say("training has drifted: %s; costs are measured again", drifted)
 
     def _measure_and_plan(self, transport: Transport) -> FusionPlan | None:
-        self.profile = profile_training(self._steps, self._tensors, self._to_measure(), transport, self._local_size)
+        (known,) = average([float(bool(self._steps))], transport)
+        if known < 1:
+            self._say("a device has not told yet what its steps take; the next ones are measured too")
+            self._clock.finish()  # so it tells at once of those that it has in hand
+            return None
+        self.profile = profile_training(
+            self._steps, self._tensors, self._to_measure(), transport, self._local_size, self._clock
+        )
         self._steps.clear()
         self._measuring, self._skip = False, self._schedule.warm_up
         self._drift = Drift(self._schedule.tolerance, self._schedule.looks)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from .. import records
 from ..errors import ConfigError
@@ -26,21 +29,43 @@ class Machine:
         cores: of the machine.
         workers: ranks that shared these cores, those of emulated hosts included.
         threads: threads that each rank computed with.
+        device: what computed: "cpu", or "cuda", a device for each rank.
     """
 
     cores: int
     workers: int
     threads: int = 1
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("cores", "workers", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r}; expected cpu or cuda")
+
+    @classmethod
+    def here(cls, workers: int, device: torch.device) -> Machine:
+        """Return this machine, which ``workers`` ranks share, with what computes on ``device``."""
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        return cls(len(os.sched_getaffinity(0)), workers, threads, device.type)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether times are those of a device, and not of cores."""
+        return self.device != "cpu"
+
+    @property
+    def assumed(self) -> str:
+        """What predictions assume of a device, a sentence that follows others; none for the CPU."""
+        if not self.on_device:
+            return ""
+        return f" Times are those of a device ({self.device}): one stream of it computes, and one communicates."
 
     @property
     def cores_per_worker(self) -> float:
-        """Cores that a rank had for itself."""
-        return self.cores / self.workers
+        """Cores that a rank had for itself. A device counts as one, which computing and codecs share."""
+        return 1.0 if self.on_device else self.cores / self.workers
 
 
 @dataclass(frozen=True)
@@ -140,12 +165,15 @@ class Profile:
         title: what was measured, in words.
         machine: where it was measured.
         model: step of the model.
-        copy: CPU seconds of packing, and of unpacking, by elements of a bucket.
+        copy: CPU seconds of packing, and of unpacking, by elements of a bucket; like all CPU seconds of a profile those
+            of the device, where that computes.
         codecs: costs by name of the codec.
         links: costs of the link between hosts, by rate in the words of tc; none if one process measured alone.
         inside: costs of the link between ranks of one host, if it was measured.
         collectives: seconds of collectives by bytes of each rank's message, by algorithm and number of ranks.
         disturbance: seconds that a rank's computing loses while it exchanges one small message with all others.
+        staging: seconds of copying between device and host, one way, by bytes, where messages travel from the host's
+            memory. The costs of ``links`` are then without it; those of ``collectives`` never are.
         environment: facts about hardware and software, in words.
         validation: how well projections from this profile held.
     """
@@ -160,6 +188,7 @@ class Profile:
     inside: LinkCost | None = None
     collectives: Mapping[str, Mapping[str, Cost]] = field(default_factory=dict)
     disturbance: float = 0.0
+    staging: Cost | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     validation: Validation | None = None
 

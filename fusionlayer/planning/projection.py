@@ -125,7 +125,8 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
     model = profile.model
     runs = method.fuse([tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors)))
     buckets = [PlannedBucket([tensor.name for tensor in run], costs) for run in runs]
-    return predict(model, buckets, Resources(cluster.cores, cluster.threads, method.lanes, method.overlap_forward))
+    lanes = 1 if profile.machine.on_device else method.lanes
+    return predict(model, buckets, Resources(cluster.cores, cluster.threads, lanes, method.overlap_forward))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .. import codecs, collectives
+from ..clock import HOST, Clock
 from ..codecs import Codec
 from ..collectives._alpha_beta import AlphaBeta
 from .bucket_costs import BucketCosts
@@ -92,18 +93,18 @@ class Forecast:
     rate: float
 
 
-def forecast(step: RecordedStep, names: Sequence[str]) -> list[Forecast]:
+def forecast(step: RecordedStep, names: Sequence[str], clock: Clock = HOST) -> list[Forecast]:
     """Return what the step would take with each of the codecs ``names``, the fastest first.
 
     A codec that all buckets have already is left out. The network's latency and rate are those of the recorded
-    exchanges. Codecs are measured here and now; if the recorded codec took twice as long as it does here, the others
-    are expected to take twice as long, too.
+    exchanges. Codecs are measured here and now, on the device of ``clock``; if the recorded codec took twice as long as
+    it does here, the others are expected to take twice as long, too.
     """
     buckets = step.buckets
     others = [name for name in names if any(codecs.get(name).bare != bucket.codec.bare for bucket in buckets)]
     sizes = [_SMALL, max(2 * _SMALL, *(bucket.elements for bucket in buckets))]
     found = {str(bucket.codec.bare): bucket.codec for bucket in buckets} | {name: codecs.get(name) for name in others}
-    measured = as_codecs(measure_codecs(found, sizes, _REPEATS))
+    measured = as_codecs(measure_codecs(found, sizes, _REPEATS, clock))
     cluster = Cluster(step.workers, _link(buckets))
     copy = AlphaBeta.through([(bucket.elements, max(bucket.packing / 2, 1e-9)) for bucket in buckets])
 

@@ -79,12 +79,16 @@ class Buffer(ABC):
         for slot in self.bucket.slots:
             self.put(slot.name, flat[slot.offset : slot.offset + slot.numel], step)
 
-    def run(self, transport: Transport, seed: int) -> None:
-        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
-        self.join()
+    def follow(self) -> None:
+        """Let the current stream wait for the gradients; a second call does nothing more."""
         # Backward has only queued the kernels that write the gradients, perhaps on several streams.
         for arrival in self._arrivals.values():
             torch.cuda.current_stream(self._device).wait_event(arrival)
+
+    def run(self, transport: Transport, seed: int) -> None:
+        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
+        self.join()
+        self.follow()
         self._results = self._reduce(self._gradients, transport, seed)
         self._note_work()
         self.full = False

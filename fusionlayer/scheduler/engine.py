@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import codecs, collectives
+from ..clock import Clock, Stamp, clock_of
 from ..codecs import Codec, PartsCodec
 from ..collectives import UNSCALED, Scaling
 from ..errors import PlanMismatch, UsageError, again
@@ -67,6 +67,7 @@ class Engine:
         overlap_forward: the caller takes buckets one by one while the next forward runs. After some steps buckets leave
             in the order in which forward needs them: of the complete ones, the one that backward completed last.
         plan_controller: watches the steps and may give the engine another plan between two of them.
+        clock: times the steps; None: that of the ``device``.
         name: of the threads.
 
     Attributes:
@@ -92,6 +93,7 @@ class Engine:
         lanes: int = 1,
         overlap_forward: bool = False,
         plan_controller: PlanController | None = None,
+        clock: Clock | None = None,
         name: str = "fusionlayer",
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
@@ -107,7 +109,9 @@ class Engine:
         self._timeline = timeline or Timeline(None, transport.rank)
         self._overlap_forward = overlap_forward
         self.plan_controller = plan_controller
-        self._watch = None if plan_controller is None else StepTimer()
+        self._clock = clock_of(device) if clock is None else clock
+        self._timeline.time_by(self._clock)
+        self._watch = None if plan_controller is None else StepTimer(self._clock)
         self.rank = transport.rank
         self.size = transport.size
         self.step = 0
@@ -123,7 +127,7 @@ class Engine:
         self._bucket_of: dict[str, int] = {}
         if transport.only_queues(device):
             lanes = 1
-        self._order = SendOrder(0, lanes)
+        self._order = SendOrder(0, lanes, self._clock)
         self._arrived: dict[str, Tensor] = {}
         self._jobs: dict[int, Job] = {}
         self._ended: dict[int, tuple[Job, Buffer]] = {}
@@ -133,9 +137,9 @@ class Engine:
         # because no hook runs then. Lanes never take it, so a thread that holds it may wait for a lane.
         self._lock = threading.Lock()
         transport.agree("the number of lanes", lanes)
-        clock = measure_clock(transport, wanted=self._timeline.enabled)
-        if clock is not None:
-            self._timeline.note_clock(*clock, transport.size)
+        offset = measure_clock(transport, wanted=self._timeline.enabled)
+        if offset is not None:
+            self._timeline.note_clock(*offset, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.failure: BaseException | None = None
@@ -193,10 +197,10 @@ class Engine:
         self._codec = codec
         self.plan, self._next_plan = None, plan
         self.plan_controller = plan_controller
-        self._watch = None if plan_controller is None else StepTimer()
+        self._watch = None if plan_controller is None else StepTimer(self._clock)
         self._codecs, self._codecs_change = [], False
         self._buffers, self._bucket_of = [], {}
-        self._order = SendOrder(0, len(self._lanes))
+        self._order = SendOrder(0, len(self._lanes), self._clock)
         if not tensors:
             # No gradient will begin this step, so the ranks agree at once.
             self.plan, self._next_plan = FusionPlan((), self.size), None
@@ -281,7 +285,7 @@ class Engine:
             FusionLayerError: an earlier step has failed; the same error again.
         """
         self._check_sound(f"gradient {name!r} arrives")
-        arrived = 0.0 if self._watch is None else time.perf_counter()
+        arrived = None if self._watch is None else self._clock.stamp()
         with self._lock:
             tensor = self._tensors.get(name)
             if tensor is None:
@@ -384,7 +388,7 @@ class Engine:
         """
         try:
             job, buffer = self._ended[index]
-            self._wait_for(index, job)
+            self._wait_for(index, job, buffer)
         except BaseException as error:
             self._fail(error)
         del self._ended[index]
@@ -454,10 +458,9 @@ class Engine:
 
     def _begin_step(self) -> None:
         """Adopt the next plan, if there is one, and the codecs' settings for this step."""
-        if self._watch is not None and self.plan_controller is not None:
-            last = self._watch.begin(self.step)
-            if last is not None:
-                self.plan_controller.note_step(self, self.step - 1, last)
+        if self._watch is not None and self.plan_controller is not None and self._watch.begin(self.step):
+            self.plan_controller.note_step(self, self.step - 1, self._watch.read())
+        self._timeline.settle()
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None
             self._agree_first(partial(self._agree, self.step, self.plan))
@@ -474,9 +477,9 @@ class Engine:
         The training thread waits for the answer, so it and the lane never use the controller at the same time.
         """
         # The controller measures: a bucket on another lane would falsify that.
-        for index, (job, _) in self._ended.items():
-            self._wait_for(index, job)
-        start = time.perf_counter()
+        for index, (job, buffer) in self._ended.items():
+            self._wait_for(index, job, buffer)
+        start = self._clock.stamp()
         plans: list[FusionPlan | None] = []
 
         def ask(transport: Transport) -> None:
@@ -487,14 +490,16 @@ class Engine:
         if plans[0] is not None:
             self.switch(plans[0])
         if self._watch is not None:
-            self._watch.leave_out(time.perf_counter() - start)
+            self._watch.leave_out(start)
 
-    def _wait_for(self, index: int, job: Job) -> None:
-        start = time.perf_counter()
+    def _wait_for(self, index: int, job: Job, buffer: Buffer) -> None:
+        start = None if self._watch is None else self._clock.stamp()
         with self._timeline.span("WAIT", step=self.step - 1, bucket=index):
             job.wait()
+            if self._watch is not None or self._timeline.enabled:
+                buffer.join()  # here already, so that what the device waits counts too
         if self._watch is not None:
-            self._watch.note_waiting(time.perf_counter() - start)
+            self._watch.note_waiting(start)
 
     def _agree_first(self, work: Callable[[Transport], None]) -> Job:
         """Queue ``work`` on the first lane; every other lane waits for it before it sends anything queued later."""
@@ -518,7 +523,7 @@ class Engine:
             for index, (bucket, codec) in enumerate(zip(plan.buckets, self._codecs, strict=True))
         ]
         self._bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket.names}
-        self._order = SendOrder(len(self._buffers), len(self._lanes))
+        self._order = SendOrder(len(self._buffers), len(self._lanes), self._clock)
 
     def _lay_out(self, index: int, bucket: Bucket) -> None:
         """Put ``bucket`` into the plan at ``index``, unless it is there already, and drop all buckets after it."""
@@ -530,7 +535,7 @@ class Engine:
         self._codecs[index:] = [self._codec_of(bucket)]
         self._codecs_change = any(type(codec).at_step is not Codec.at_step for codec in self._codecs)
         self._buffers[index:] = [self._make_buffer(index, bucket, self._codecs[index].at_step(self.step))]
-        self._order = SendOrder(len(self._buffers), len(self._lanes))
+        self._order = SendOrder(len(self._buffers), len(self._lanes), self._clock)
 
     def _make_buffer(self, index: int, bucket: Bucket, codec: Codec) -> Buffer:
         device = self._device
@@ -576,7 +581,8 @@ class Engine:
         buffer = self._buffers[index]
         buffer.put(name, gradient, self.step)
         if buffer.full:
-            self._order.note_complete(index)
+            if self._overlap_forward:
+                self._order.note_complete(index)
             self._launch()
 
     def _launch(self) -> None:
@@ -592,7 +598,7 @@ class Engine:
         # The bucket's number in the order picks the lane, not which lane is free: each lane has its own transport, and
         # all ranks must send a bucket on the same one.
         lane = self._lanes[len(self._jobs) % len(self._lanes)]
-        work = partial(self._run, index, self._buffers[index], self.step, seed, time.perf_counter_ns(), done)
+        work = partial(self._run, index, self._buffers[index], self.step, seed, self._timeline.now(), done)
         self._jobs[index] = lane.put(work, abandoned=done)
 
     # ---- in the jobs of lanes ---------------------------------------------------------------------------------------
@@ -603,15 +609,17 @@ class Engine:
         buffer: Buffer,
         step: int,
         seed: int,
-        ready: int,
+        ready: Stamp,
         done: Callable[[], None] | None,
         transport: Transport,
     ) -> None:
         timeline = self._timeline
+        timed = self._watch is not None or self._overlap_forward and self._order.measures
+        if timeline.enabled or timed:
+            buffer.follow()  # on a device the bucket is under way from here on, and not from the call
         if timeline.enabled:
-            now = time.perf_counter_ns()
-            timeline.record("QUEUE", ready, now, row=f"bucket {index}", step=step, bucket=index)
-        start = time.perf_counter()
+            timeline.record("QUEUE", ready, timeline.now(), row=f"bucket {index}", step=step, bucket=index)
+        start = self._clock.stamp() if timed else None
         try:
             with timeline.bucket_span(transport, step=step, bucket=index):
                 buffer.run(transport, seed)
@@ -622,10 +630,11 @@ class Engine:
             except BaseException as told:
                 self._cause = self._cause or told
                 raise
-        seconds = time.perf_counter() - start
-        self._order.note_sent(index, seconds)
-        if self._watch is not None:
-            self._watch.note_bucket(step, index, seconds)
+        if timed:
+            end = self._clock.stamp()
+            self._order.note_sent(index, start, end)
+            if self._watch is not None:
+                self._watch.note_bucket(step, index, start, end)
         if done is not None:
             done()  # last: if anything before it fails, the lane calls it, as the job's ``abandoned``
 

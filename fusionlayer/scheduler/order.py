@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 
 import torch
 
+from ..clock import HOST, Clock, Stamp
 from ..transport import Transport
 
 __all__ = ["SendOrder", "send_order"]
@@ -49,18 +49,25 @@ class SendOrder:
     Args:
         buckets: number of buckets.
         lanes: number of buckets that are under way at once.
+        clock: of the gradients' device.
 
     Attributes:
         sequence: bucket numbers in the order in which they leave; the same on all ranks.
     """
 
-    def __init__(self, buckets: int, lanes: int) -> None:
+    def __init__(self, buckets: int, lanes: int, clock: Clock = HOST) -> None:
         self.sequence = list(range(buckets))
         self._lanes = lanes
+        self._clock = clock
         self._steps = 0
-        self._first = 0.0
-        self._complete: list[list[float]] = [[] for _ in range(buckets)]
-        self._busy: list[list[float]] = [[] for _ in range(buckets)]
+        self._first: Stamp | None = None
+        self._complete: list[list[tuple[Stamp, Stamp]]] = [[] for _ in range(buckets)]
+        self._busy: list[list[tuple[Stamp, Stamp]]] = [[] for _ in range(buckets)]
+
+    @property
+    def measures(self) -> bool:
+        """Whether the times of the present step count."""
+        return WARM_UP <= self._steps < WARM_UP + MEASURED
 
     @property
     def due(self) -> bool:
@@ -70,25 +77,31 @@ class SendOrder:
     def end_step(self) -> None:
         """Count a step."""
         self._steps += 1
-        self._first = 0.0
+        self._first = None
 
     def note_complete(self, index: int) -> None:
         """Record that a bucket has all its gradients."""
-        now = time.perf_counter()
-        self._first = self._first or now
-        if WARM_UP <= self._steps < WARM_UP + MEASURED:
-            self._complete[index].append(now - self._first)
+        if self.measures:
+            now = self._clock.stamp()
+            self._first = now if self._first is None else self._first
+            self._complete[index].append((self._first, now))
 
-    def note_sent(self, index: int, seconds: float) -> None:
-        """Record for how many seconds a bucket was under way; called by the lanes."""
-        if WARM_UP <= self._steps < WARM_UP + MEASURED:
-            self._busy[index].append(seconds / self._lanes)
+    def note_sent(self, index: int, start: Stamp, end: Stamp) -> None:
+        """Record from when to when a bucket was under way; called by the lanes."""
+        if self.measures:
+            self._busy[index].append((start, end))
 
     def agree(self, transport: Transport) -> None:
         """Order by the mean of all ranks' measurements. All ranks call it together."""
+        # Once for each plan, and not in backward: so a device may be waited for, and no time is missing.
+        self._clock.finish()
         # Ranks measure different seconds but must send in one order: lanes would otherwise exchange different buckets.
-        mine = [[statistics.median(samples or [0.0]) for samples in rows] for rows in (self._complete, self._busy)]
-        every = torch.tensor(mine, dtype=torch.float64)
+        every = torch.tensor([self._medians(self._complete), self._medians(self._busy)], dtype=torch.float64)
+        every[1] /= self._lanes
         transport.all_reduce(every)
         ready, cost = (every / transport.size).tolist()
         self.sequence = send_order(ready, cost)
+
+    def _medians(self, rows: Sequence[Sequence[tuple[Stamp, Stamp]]]) -> list[float]:
+        spans = [[self._clock.seconds(start, end) or 0.0 for start, end in row] for row in rows]
+        return [statistics.median(span or [0.0]) for span in spans]

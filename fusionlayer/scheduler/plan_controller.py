@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..clock import HOST, Clock, Stamp
 from ..plan import FusionPlan
 from ..transport import Transport
 
@@ -19,7 +20,9 @@ __all__ = ["StepSeconds", "StepTimer", "PlanController"]
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step on this rank. A step lasts from its first gradient to the first gradient of the next step.
+    """Seconds of a step on this rank, by the clock of the device that has its gradients.
+
+    A step lasts from its first gradient to the first gradient of the next step.
 
     Attributes:
         wall: of the whole step: backward, waiting, update, the next forward, and pauses of training in between. Seconds
@@ -30,6 +33,7 @@ class StepSeconds:
         ready: seconds of ``backward`` until each gradient arrived, by name, in order of arrival.
         buckets: seconds for which each bucket was under way on its lane, by its index in the plan; buckets that are
             still under way are missing.
+        late: steps that have ended since this one; 0 by the host's clock, at least 1 by a device's.
     """
 
     wall: float
@@ -38,6 +42,7 @@ class StepSeconds:
     waiting: float
     ready: Mapping[str, float]
     buckets: Mapping[int, float]
+    late: int = 0
 
 
 class PlanController(ABC):
@@ -45,7 +50,7 @@ class PlanController(ABC):
 
     An engine calls it in this order, on every rank in the same steps:
 
-    1. ``note_step`` at the first gradient of a step, about the step before;
+    1. ``note_step`` at the first gradient of a step, once for each step before it;
     2. ``due`` when the step's last gradient has been submitted;
     3. if ``due`` returned true: ``next_plan``, when the step's buckets have travelled.
 
@@ -59,10 +64,16 @@ class PlanController(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
-        """Take the seconds of a step on this rank.
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
+        """Take note that ``step`` has ended, and the seconds of a step on this rank.
 
         The thread that submits calls it during backward, with the engine's lock held: it must not send or wait.
+
+        Args:
+            engine: that has run the step.
+            step: its number.
+            seconds: of step ``step - seconds.late``. None: a device has finished no other step since the last call.
+                Ranks may differ in that, so what they do together must not depend on it.
         """
 
     @abstractmethod
@@ -82,56 +93,115 @@ class PlanController(ABC):
         """
 
 
+_UNREAD = 8
+"""Steps whose stamps are kept until the device has reached them."""
+
+
+@dataclass
+class _Stamps:
+    """The moments of a step, as its clock marks them; those of pairs are its beginning and its end."""
+
+    step: int
+    began: Stamp
+    ended: Stamp = None
+    gradients: list[tuple[str, Stamp, Stamp]] = field(default_factory=list)
+    waits: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    left_out: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    buckets: dict[int, tuple[Stamp, Stamp]] = field(default_factory=dict)
+
+
 class StepTimer:
-    """Measures the seconds of an engine's steps.
+    """Measures the seconds of an engine's steps, without ever waiting for the device that works on them.
+
+    The host only marks moments. ``read`` turns those of a step into seconds when the device has reached them, which is
+    a step later or more. By the host's clock it is at once.
 
     Calls about submitting, ending and taking never overlap: the engine's lock and the order of a step see to that.
     Lanes call ``note_bucket`` at any time. Each lane stores other buckets, so no lock is needed.
+
+    Args:
+        clock: of the gradients' device.
     """
 
-    def __init__(self) -> None:
-        self._step = -1
-        self._left_out = 0.0
-        self._began = self._submitted = time.perf_counter()
-        self._submitting = self._waiting = 0.0
-        self._ready: dict[str, float] = {}
-        self._buckets: dict[int, float] = {}
+    def __init__(self, clock: Clock = HOST) -> None:
+        self._clock = clock
+        self._now: _Stamps | None = None
+        self._unread: deque[_Stamps] = deque(maxlen=_UNREAD)
 
-    def begin(self, step: int) -> StepSeconds | None:
-        """Begin a step with its first gradient; return the seconds of the step before, if there was one."""
-        now = time.perf_counter()
-        seconds = None
-        if self._step >= 0:
-            seconds = StepSeconds(
-                wall=now - self._began - self._left_out,
-                backward=max(self._ready.values(), default=0.0),
-                submitting=self._submitting,
-                waiting=self._waiting,
-                ready=self._ready,
-                buckets=self._buckets,
-            )
-        self._step = step
-        self._began = self._submitted = now
-        self._left_out = self._submitting = self._waiting = 0.0
-        self._ready, self._buckets = {}, {}
-        return seconds
+    def begin(self, step: int) -> bool:
+        """Begin a step with its first gradient; return whether a step has ended with that."""
+        last, self._now = self._now, _Stamps(step, self._clock.stamp())
+        if last is not None:
+            last.ended = self._now.began
+            self._unread.append(last)
+        return last is not None
 
-    def note_gradient(self, name: str, arrived: float) -> None:
+    def read(self) -> StepSeconds | None:
+        """Return the seconds of the latest step that is over and was not read before; None if there is none.
+
+        Steps before it that were not read are dropped: a device that catches up tells of its last step alone.
+        """
+        for place in reversed(range(len(self._unread))):
+            seconds = self._seconds(self._unread[place], late=len(self._unread) - 1 - place)
+            if seconds is not None:
+                for _ in range(place + 1):
+                    self._unread.popleft()
+                return seconds
+        return None
+
+    def note_gradient(self, name: str, arrived: Stamp) -> None:
         """Record that a gradient arrived at ``arrived`` and has been submitted just now."""
-        now = time.perf_counter()
-        self._ready[name] = max(0.0, arrived - self._began - self._submitting)
-        self._submitting += now - max(arrived, self._began)
+        assert self._now is not None
+        # The step begins with its first gradient, though that has arrived a moment before ``begin``.
+        arrived = arrived if self._now.gradients else self._now.began
+        self._now.gradients.append((name, arrived, self._clock.stamp()))
 
-    def note_bucket(self, step: int, index: int, seconds: float) -> None:
-        """Record for how many seconds a bucket was under way."""
-        # A bucket may end after the next step has begun; its step's seconds have been handed out by then.
-        if step == self._step:
-            self._buckets[index] = seconds
+    def note_bucket(self, step: int, index: int, start: Stamp, end: Stamp) -> None:
+        """Record from when to when a bucket was under way."""
+        # A bucket may end after the next step has begun. Its step's seconds have been handed out by then, or its
+        # stamps wait for the device.
+        for each in (self._now, *self._unread):
+            if each is not None and each.step == step:
+                each.buckets[index] = (start, end)
 
-    def note_waiting(self, seconds: float) -> None:
-        """Add seconds of waiting for results."""
-        self._waiting += seconds
+    def note_waiting(self, start: Stamp) -> None:
+        """Record that results were waited for from ``start`` until now."""
+        if self._now is not None:
+            self._now.waits.append((start, self._clock.stamp()))
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave these seconds out of the step's ``wall``."""
-        self._left_out += seconds
+    def leave_out(self, start: Stamp) -> None:
+        """Leave the time from ``start`` until now out of the step's ``wall``."""
+        if self._now is not None:
+            self._now.left_out.append((start, self._clock.stamp()))
+
+    def _seconds(self, stamps: _Stamps, late: int) -> StepSeconds | None:
+        """Return the seconds of a step; None if the device has not reached all its moments, those of buckets aside."""
+        clock, began = self._clock, stamps.began
+        wall = clock.seconds(began, stamps.ended)
+        if wall is None:
+            return None
+        pairs = [(began, arrived) for _, arrived, _ in stamps.gradients]
+        pairs += [(arrived, submitted) for _, arrived, submitted in stamps.gradients]
+        pairs += [*stamps.waits, *stamps.left_out]
+        found: list[float] = []
+        for start, end in pairs:
+            seconds = clock.seconds(start, end)
+            if seconds is None:
+                return None
+            found.append(seconds)
+        count, waits = len(stamps.gradients), len(stamps.waits)
+        ready: dict[str, float] = {}
+        submitting = 0.0
+        for (name, _, _), at, spent in zip(stamps.gradients, found[:count], found[count : 2 * count], strict=True):
+            ready[name] = max(0.0, at - submitting)
+            submitting += spent + min(at, 0.0)  # a gradient of another thread may arrive just before the first one
+        buckets = {index: clock.seconds(start, end) for index, (start, end) in list(stamps.buckets.items())}
+        return StepSeconds(
+            wall=wall - sum(found[2 * count + waits :]),
+            backward=max(ready.values(), default=0.0),
+            submitting=submitting,
+            waiting=sum(found[2 * count : 2 * count + waits]),
+            ready=ready,
+            buckets={index: seconds for index, seconds in buckets.items() if seconds is not None},
+            late=late,
+        )

@@ -150,6 +150,10 @@ class Transport(ABC):
                 f"{self.size - 1}, and call it only on those"
             )
 
+    def stages(self, device: torch.device) -> bool:
+        """Return whether messages of ``device`` travel from the host's memory, to which they are copied first."""
+        return False
+
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, in ascending order; nodes are in the order of their first ranks.

@@ -290,6 +290,9 @@ class LinkedTransport(Transport):
         self._group_by_node(nodes)
         self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 
+    def stages(self, device: torch.device) -> bool:
+        return device.type == "cuda" and "cuda" not in self._links
+
     def _link_for(self, *xs: Tensor) -> tuple[Link, bool]:
         """Return the link for these tensors, and whether all of them are on its device already."""
         on_cuda = set(map(_IS_CUDA, xs))

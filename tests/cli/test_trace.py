@@ -53,7 +53,7 @@ def whole_steps(steps: int) -> list[dict[str, Any]]:
     return [event for step in range(steps) for event in step_spans(step, 1000.0 * step)]
 
 
-def seconds_for_a_million(codecs: Mapping[str, Any], sizes: Sequence[int], _: int) -> dict[str, dict[str, Any]]:
+def seconds_for_a_million(codecs: Mapping[str, Any], sizes: Sequence[int], *_: Any) -> dict[str, dict[str, Any]]:
     """Stands for ``measure_codecs``: every function of every codec takes a second for a million elements."""
     curves = dict.fromkeys(("encode", "decode", "sum", "recode"), [[size, 1e-6 * size] for size in sizes])
     bits = {name: 8 * codec.bare.wire(1 << 20).capacity / (1 << 20) for name, codec in codecs.items()}

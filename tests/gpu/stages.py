@@ -158,7 +158,7 @@ STAGES = {
     "trainers": Stage(
         "two ranks over gloo learn what they do without compression",
         _BASIC,
-        (_tests("trainers", "processes_gpu", workers=3),),
+        (_tests("trainers", "processes_gpu planning_gpu", workers=3),),
     ),
     "race": Stage(
         "races: launch order over NCCL, streams of trainers, kernels",

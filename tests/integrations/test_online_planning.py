@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
+from fusionlayer import context
+from fusionlayer.clock import DeviceClock
+from fusionlayer.config import Config
 from fusionlayer.errors import ConfigError
-from fusionlayer.integrations.construction import GradientOptions, make_engine
+from fusionlayer.integrations import construction
+from fusionlayer.integrations.construction import GradientOptions, make_planning
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.prediction import plan_costs
 from fusionlayer.planning.profile import Profile
-from fusionlayer.scheduler import Scaling
-from fusionlayer.timeline import Timeline
 from fusionlayer.transport import local
+from tests.fake_device import FakeDevice
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
 from tests.integrations.test_optimizer_results import assert_same_bits, sgd, trained
@@ -172,26 +176,47 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [(GradientOptions(planner="safusion"), "planner 'safusion'"), (GradientOptions(codec="auto"), "codec 'auto'")],
-)
-def test_costs_of_a_gpu_are_not_guessed(options: GradientOptions, what: str) -> None:
-    def rank_main(rank: int) -> None:
-        transport = local.current()
-        assert transport is not None
-        with pytest.raises(ConfigError, match=f"{what} plans by costs that are measured for the CPU only.* on cuda"):
-            make_engine(
-                options,
-                MODEL,
-                transport,
-                torch.device("cuda", 0),
-                scaling=Scaling(),
-                timeline=Timeline(None, rank),
-                overlap_forward=False,
-            )
+@pytest.mark.parametrize("options", [{"planner": "safusion"}, {"codec": "auto"}, {"autotune": True}], ids=str)
+def test_a_gpu_is_planned_for_by_its_own_clock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of a GPU until there is an engine, so this needs none."""
+    monkeypatch.setattr(context, "settings", Config)
+    monkeypatch.setattr(context, "local_size", lambda: 1)
+    device = torch.device("cuda", 3)
+    planning = make_planning(GradientOptions(**options), MODEL, 0, 2, device, False)
+    clock = planning.plan_controller._clock  # type: ignore[union-attr]
+    assert isinstance(clock, DeviceClock) and clock.device == device
 
-    local.run(rank_main, 2)
+
+@pytest.mark.short
+@pytest.mark.parametrize(("per_element", "chosen"), [(1e-9, "int"), (1e-4, "raw")])
+def test_auto_follows_what_a_device_tells(per_element: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host takes no time for a step, the device 9 s and more: the choice is made by what codecs cost there."""
+    devices = [FakeDevice(), FakeDevice()]
+    here = threading.local()
+    monkeypatch.setattr(construction, "clock_of", lambda device: devices[here.rank])
+
+    def rank_main(rank: int) -> tuple[set[str], Profile, int]:
+        here.rank, device = rank, devices[rank]
+        model = make_model()
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.register_hook(lambda _: device.work(1.0 + 2.0 * rank))
+        optimizer: Any = fl.DistributedOptimizer(sgd(parameters), model.named_parameters(), codec="auto")
+        for step in range(STEPS + 3):
+            train(model, optimizer, rank, [step])
+            device.work(5.0)
+            device.now = device.stamp().at - 1.0  # the device is behind by a second
+        used = {bucket.codec for bucket in optimizer.fusion_plan.buckets}
+        profile = optimizer.cost_profile
+        optimizer.close()
+        return used, profile, device.waits
+
+    with costs_measured(latency=1e-6, per_byte=1e-5, per_element=per_element):
+        (used, profile, waits), other = local.run(rank_main, 2)
+    assert used == other[0] == {chosen} and waits == 0
+    tensors = profile.model.tensors
+    assert [tensor.ready for tensor in tensors] == [2.0 * i for i in range(len(tensors))], "the mean of 1 s and 3 s"
+    assert profile.model.forward == 7.0, "5 s of update and forward, and the first gradient"
 
 
 @pytest.mark.short

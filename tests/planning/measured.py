@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from fusionlayer.clock import Clock
 from fusionlayer.codecs import Codec
 from fusionlayer.planning.profiler import training
 from fusionlayer.transport import Transport
@@ -35,7 +36,9 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
     def line(sizes: Sequence[int], alpha: float, beta: float, rank: int) -> list[list[float]]:
         return [[size, (alpha + beta * size) * (1 + rank / 10)] for size in sizes]
 
-    def codecs(found: Mapping[str, Codec], sizes: Sequence[int], repeats: int) -> dict[str, dict[str, Any]]:
+    def codecs(
+        found: Mapping[str, Codec], sizes: Sequence[int], repeats: int, clock: Clock
+    ) -> dict[str, dict[str, Any]]:
         return {
             name: {
                 "bits": 8 * codec.bare.wire(1 << 20).capacity / (1 << 20),
@@ -50,7 +53,7 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
         }
 
     def collectives(
-        transport: Transport, sizes: Sequence[int], repeats: int, limit: float
+        transport: Transport, sizes: Sequence[int], repeats: int, limit: float, clock: Clock
     ) -> dict[str, list[list[float]]]:
         network.ranks.append(transport.rank)
         names = ("dense", "one_shot", "two_shot")
@@ -59,10 +62,10 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
     with ExitStack() as stack:
         for name, function in {
             "measure_codecs": codecs,
-            "measure_copy": lambda sizes, repeats: line(sizes, 0.0, 0.0, 0),
-            "measure_call": lambda transport, repeats: {"latency": network.latency, "cpu": 0.0},
+            "measure_copy": lambda sizes, repeats, clock: line(sizes, 0.0, 0.0, 0),
+            "measure_call": lambda transport, repeats, clock: {"latency": network.latency, "cpu": 0.0},
             "measure_collectives": collectives,
-            "measure_disturbance": lambda transport, repeats: 0.0,
+            "measure_disturbance": lambda transport, repeats, clock: 0.0,
         }.items():
             stack.enter_context(mock.patch.object(training, name, function))
         yield network

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.clock import HOST
 from fusionlayer.errors import ConfigError, PlanMismatch
 from fusionlayer.plan import FusionPlan
 from fusionlayer.planning.autotune import Autotune, Autotuner
@@ -25,20 +26,18 @@ from tests.tiers import tiered
 
 pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
 
-CPU = torch.device("cpu")
-
 
 class Clock(Autotuner):
     """Autotuning by made-up seconds, and what it did."""
 
     def __init__(self, *args: Any, slow_rank: int = 0, **options: Any) -> None:
-        super().__init__(MODEL, *args, CPU, **options)
+        super().__init__(MODEL, *args, HOST, **options)
         self._slow_rank = slow_rank
         self._rank = args[1]
         self.buckets: list[int] = []
         self.asked = 0
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
         assert engine.plan is not None
         buckets = len(engine.plan.buckets)
         self.buckets.append(buckets)
@@ -143,7 +142,7 @@ def test_begins_with_the_plan_that_another_steering_brings() -> None:
     class First(PlanController):
         asked = 0
 
-        def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
+        def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
             pass
 
         def due(self, step: int) -> bool:
@@ -224,7 +223,7 @@ def test_real_steps_with_a_slow_collective() -> None:
         transport.all_reduce(x)
 
     def body(transport: Transport) -> tuple[int, FusionPlan | None]:
-        tuner = Autotuner(MODEL, Autotune(steps=400), transport.rank, CPU)
+        tuner = Autotuner(MODEL, Autotune(steps=400), transport.rank, HOST)
         engine = make_engine(
             transport, plan_controller=tuner, codec=codecs.get("raw"), algorithm="slow", planner=planners.get("wfbp")
         )

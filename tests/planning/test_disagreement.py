@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from fusionlayer import codecs
+from fusionlayer.clock import HOST
 from fusionlayer.plan import FusionPlan
 from fusionlayer.planning.autotune import Autotune, Autotuner
 from fusionlayer.planning.autotune.search import WARM_UP
@@ -49,7 +49,7 @@ def test_drift_is_what_all_ranks_take_together(
         steps += [step_of(**{**usual, what: usual[what] * after})] * 8
         seen = []
         for count in range(len(steps)):
-            drive(planner, transport, steps[count : count + 1])
+            drive(planner, transport, steps[count : count + 1], begin=count)
             seen.append(planner._measuring)
         return seen
 
@@ -63,12 +63,12 @@ class Settling(Autotuner):
     """Autotuning by steps that tell how many of their plan's came before: what a window counts is seen in them."""
 
     def __init__(self, rank: int, **options: Any) -> None:
-        super().__init__(MODEL, Autotune(steps=150), rank, torch.device("cpu"), **options)
+        super().__init__(MODEL, Autotune(steps=150), rank, HOST, **options)
         self.plan: FusionPlan | None = None
         self.number = 0
         self.counted: list[list[int]] = []
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
         self.number = self.number + 1 if engine.plan is self.plan else 0
         self.plan = engine.plan
         super().note_step(engine, step, StepSeconds(1.0 + self.number / 1024, 0.0, 0.0, 0.0, {}, {}))

@@ -50,11 +50,18 @@ def step_of(backward: float = 0.01, communication: float = 0.004, waiting: float
 
 
 def drive(
-    planner: OnlinePlanner, transport: Transport, steps: Iterable[StepSeconds], first: FusionPlan | None = None
+    planner: OnlinePlanner,
+    transport: Transport,
+    steps: Iterable[StepSeconds | None],
+    first: FusionPlan | None = None,
+    begin: int = 0,
 ) -> list[FusionPlan]:
-    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it gets."""
+    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it gets.
+
+    The first of the steps has the number ``begin``.
+    """
     plans = [first or fuse(MODEL, START, RAW, transport.size)]
-    for number, seconds in enumerate(steps):
+    for number, seconds in enumerate(steps, begin):
         planner.note_step(SimpleNamespace(plan=plans[-1]), number, seconds)  # type: ignore[arg-type]
         if planner.due(number):
             plan = planner.next_plan(transport)
@@ -187,7 +194,7 @@ def test_a_plan_that_is_better_after_the_drift_takes_over(caplog: pytest.LogCapt
         transport.barrier()
         network.latency, network.per_byte = 0.05, 1e-9  # another network: startups are dear
         transport.barrier()
-        return [*before, *drive(planner, transport, [step_of(communication=0.3, waiting=0.3)] * 100, before[-1])]
+        return [*before, *drive(planner, transport, [step_of(communication=0.3, waiting=0.3)] * 100, before[-1], 60)]
 
     with costs_measured(latency=0.0, per_byte=1e-6) as network:
         first, second = over_threads(2, body)

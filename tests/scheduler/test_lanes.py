@@ -18,6 +18,7 @@ from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import Engine, order
 from fusionlayer.scheduler.order import MEASURED, WARM_UP
 from fusionlayer.transport import Transport
+from tests.fake_device import FakeDevice, Moment
 from tests.ranks import over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
@@ -291,19 +292,19 @@ def test_the_agreed_order_holds_on_all_lanes(monkeypatch: pytest.MonkeyPatch) ->
     assert all(sorted(lanes.values()) == [[4, 2, 0], [5, 3, 1]] for lanes in left)
 
 
-def test_two_lanes_halve_what_a_bucket_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_lanes_halve_what_a_bucket_costs() -> None:
     """A bucket that takes as long as four others arrive holds up the network for half as long with two lanes."""
-    clock = threading.local()
-    monkeypatch.setattr(order.time, "perf_counter", lambda: clock.now)
 
     def agreed(transport: Transport, lanes: int) -> list[int]:
-        sequence = order.SendOrder(5, lanes)
+        device = FakeDevice()
+        sequence = order.SendOrder(5, lanes, device)
         for _ in range(WARM_UP + MEASURED):
             for index in range(5):
-                clock.now = 100.0 + index * (1 + transport.rank)  # ranks of different pace: on average 2 s apart
+                device.work(1.0 + transport.rank)  # ranks of different pace: on average 2 s apart
                 sequence.note_complete(index)
-                sequence.note_sent(index, 8.0)
+                sequence.note_sent(index, Moment(0.0), Moment(8.0))
             sequence.end_step()
+        assert device.now == 0, "the host has not waited so far"
         sequence.agree(transport)
         return sequence.sequence
 

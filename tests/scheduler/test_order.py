@@ -48,7 +48,7 @@ def test_ranks_that_measured_differently_agree() -> None:
             for index in range(4):
                 order.note_complete(index)
                 # The mean of ranks says that the network is slow, rank 0 alone would not.
-                order.note_sent(index, transport.rank * 100.0)
+                order.note_sent(index, 0.0, transport.rank * 100.0)
             order.end_step()
         assert order.due
         order.agree(transport)

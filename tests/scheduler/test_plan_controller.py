@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusionlayer import codecs
+from fusionlayer import clock, codecs
 from fusionlayer.errors import ConfigError, PlanMismatch
 from fusionlayer.plan import FusionPlan
-from fusionlayer.scheduler import Engine, PlanController, StepSeconds, plan_controller, planners
-from fusionlayer.scheduler.plan_controller import StepTimer
+from fusionlayer.scheduler import Engine, PlanController, StepSeconds, planners
+from fusionlayer.scheduler.plan_controller import _UNREAD, StepTimer
 from fusionlayer.transport import Transport
+from tests.fake_device import FakeDevice, streams_joined
 from tests.ranks import over_threads
 
-from .engines import MODEL, exact_sum, gradients, make_engine, run_step
+from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
 
 pytestmark = pytest.mark.short
 
@@ -36,8 +37,8 @@ class Script(PlanController):
         self.planned: list[int] = []
         self.asked = 0
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
-        assert engine.plan is not None
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
+        assert engine.plan is not None and seconds is not None
         self.noted.append((step, seconds))
         self.planned.append(len(engine.plan.buckets))
 
@@ -50,6 +51,13 @@ class Script(PlanController):
         assert total.item() == transport.size
         self.asked += 1
         return list(self.plans.values())[self.asked - 1]
+
+
+class Late(Script):
+    """Keeps what it is told of a device."""
+
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
+        self.noted.append((step, seconds))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap_forward", [False, True])
@@ -131,25 +139,101 @@ def test_a_plan_for_another_model_ends_the_engine() -> None:
 def test_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward, submitting and waiting are told apart; what a plan controller takes is no part of a step."""
     now = 0.0
-    monkeypatch.setattr(plan_controller, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
     watch = StepTimer()
     now = 5.0
-    assert watch.begin(0) is None
+    assert not watch.begin(0) and watch.read() is None
     now = 5.5
     watch.note_gradient("a", 5.0)  # half a second of encoding
     now = 6.75
     watch.note_gradient("b", 6.5)  # after one second of backward
-    watch.note_bucket(0, 0, 0.125)
-    watch.note_bucket(9, 1, 1.0)  # of another step
-    watch.note_waiting(0.25)
-    watch.note_waiting(0.5)
-    watch.leave_out(2.0)
+    watch.note_bucket(0, 0, 6.0, 6.125)
+    watch.note_bucket(9, 1, 6.0, 7.0)  # of another step
+    watch.note_waiting(6.5)
+    watch.note_waiting(6.25)
+    watch.leave_out(4.75)
     now = 10.0
-    assert watch.begin(1) == StepSeconds(
+    assert watch.begin(1)
+    assert watch.read() == StepSeconds(
         wall=3.0, backward=1.0, submitting=0.75, waiting=0.75, ready={"a": 0.0, "b": 1.0}, buckets={0: 0.125}
     )
+    assert watch.read() is None, "once"
     now = 11.0
-    assert watch.begin(2) == StepSeconds(1.0, 0.0, 0.0, 0.0, {}, {})
+    assert watch.begin(2)
+    assert watch.read() == StepSeconds(1.0, 0.0, 0.0, 0.0, {}, {})
+
+
+def test_a_device_is_read_late_and_never_waited_for() -> None:
+    device = FakeDevice()
+    watch = StepTimer(device)
+    for step in range(4):  # the device takes 4 s for each
+        device.now = 10.0 if step == 3 else 0.5 * step
+        device.work(1.0)
+        arrived = device.stamp()
+        assert watch.begin(step) == (step > 0)
+        seconds = watch.read()
+        if step < 3:
+            assert seconds is None, "the device is still in the first step"
+        for name in ("a", "b"):
+            device.work(0.5)
+            watch.note_gradient(name, arrived)
+            device.work(1.0)
+            arrived = device.stamp()
+    assert seconds == StepSeconds(4.0, 1.0, 1.0, 0.0, {"a": 0.0, "b": 1.0}, {}, late=1), "of step 1; step 0 is skipped"
+    assert watch.read() is None
+    for step in range(4, 40):
+        device.work(4.0)
+        assert watch.begin(step) and watch.read() is None
+    assert len(watch._unread) == _UNREAD, "a device that never catches up costs no more memory"
+    device.now = 1000.0
+    assert watch.begin(40)
+    seconds = watch.read()
+    assert seconds is not None and seconds.late == 0
+    assert not device.waits
+
+
+def test_an_engine_tells_what_its_steps_took_the_device() -> None:
+    """The host takes no time at all. Lanes wait for gradients, and the update for lanes, as streams do."""
+    tensors = MODEL[:3]
+
+    def summed(x: torch.Tensor, codec: object, transport: Transport, **_: object) -> None:
+        devices[transport.rank].work(3.0)
+        transport.all_reduce(x)
+
+    def body(transport: Transport) -> tuple[list[tuple[int, StepSeconds | None]], int]:
+        device, script = devices[transport.rank], Late({})
+        engine = make_engine(
+            transport,
+            tensors,
+            codec=codecs.get("raw"),
+            algorithm="summed",
+            planner=planners.get("wfbp"),
+            plan_controller=script,
+            clock=device,
+        )
+        for step in range(5):
+            for name, value in gradients(transport.rank, step, tensors).items():
+                device.work(1.0)
+                engine.submit(name, value)
+            engine.synchronize()
+            device.work(2.0)
+            device.now += 11.0 if step else 0.5  # the host is ahead by most of the first step
+        engine.close()
+        return script.noted, device.waits
+
+    devices = [FakeDevice(), FakeDevice()]
+    with collective_named("summed", summed), streams_joined():
+        (noted, waits), other = over_threads(2, body)
+    assert (noted, waits) == other and waits == 0
+    assert [step for step, _ in noted] == [0, 1, 2, 3]
+    assert noted[0][1] is None, "the device has not ended the first step when the second begins"
+    last = noted[-1][1]
+    # Gradients come 1 s apart and buckets take 3 s each, one after the other: 1 + 3 * 3 s, then the update.
+    assert last is not None
+    assert dict(last.ready) == {"w0": 0.0, "w1": 1.0, "w2": 2.0}
+    assert dict(last.buckets) == {0: 3.0, 1: 3.0, 2: 3.0}
+    assert (last.backward, last.submitting, last.waiting) == (2.0, 0.0, 7.0)
+    assert last.wall == 12.0
 
 
 def test_an_engine_tells_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +243,7 @@ def test_an_engine_tells_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) ->
             return super().next_plan(transport)
 
     left_out: list[float] = []
-    monkeypatch.setattr(StepTimer, "leave_out", lambda _, seconds: left_out.append(seconds))
+    monkeypatch.setattr(StepTimer, "leave_out", lambda _, start: left_out.append(time.perf_counter() - start))
 
     def body(transport: Transport) -> list[tuple[int, StepSeconds]]:
         script = Slow({2: None})

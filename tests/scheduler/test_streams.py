@@ -317,7 +317,7 @@ PLANTED: dict[str, tuple[Any, str, str, str, Any]] = {
     ),
     "buckets are packed before backward is done": (
         Buffer,
-        "run",
+        "follow",
         "torch.cuda.current_stream(self._device).wait_event(arrival)",
         "pass",
         lambda gpu: races(gpu, True, **IN_FLAT),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from ...clock import Clock
 from ...plan import FusionPlan, TensorInfo
 from ...scheduler.order import MEASURED, WARM_UP
 from ...scheduler.plan_controller import PlanController, StepSeconds
@@ -30,15 +32,15 @@ SETTLE_WITH_ORDER = WARM_UP + MEASURED + 1
 class Autotuner(PlanController):
     """Gives the engine the plan of a ``Space`` with the shortest measured steps; see ``Search``.
 
-    A step counts as long as on its slowest rank. At the end of a window, ranks exchange the seconds of its steps in one
-    message of 8 bytes a step: every 8 to 23 steps during a search, every 100 after it. Nothing is sent in between, and
-    with ``settings.steps`` nothing after those.
+    A step counts as long as on its slowest rank, if the devices of all ranks have told by the end of its window. At the
+    end of a window, ranks exchange the seconds of its steps in one message of 8 bytes a step: every 8 to 23 steps
+    during a search, every 100 after it. Nothing is sent in between, and with ``settings.steps`` nothing after those.
 
     Args:
         tensors: of the engine.
         settings: of the user.
         rank: this rank; rank 0 keeps the log.
-        device: of the gradients. On a GPU the training thread waits for it once in each measured step.
+        clock: of the gradients' device.
         overlap_forward: as in the engine: a plan then gets its final order only after some steps.
         first: gives the plan to start from, the first time that it is due, and is not asked again. None: start from the
             engine's own plan.
@@ -52,7 +54,7 @@ class Autotuner(PlanController):
         tensors: Iterable[TensorInfo],
         settings: Autotune,
         rank: int,
-        device: torch.device,
+        clock: Clock,
         overlap_forward: bool = False,
         first: PlanController | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class Autotuner(PlanController):
         self._tensors = list(tensors)
         self._settings = settings
         self._settle = SETTLE_WITH_ORDER if overlap_forward else SETTLE
-        self._device = device
+        self._clock = clock
         self._log = TrialLog(settings.log) if rank == 0 else None
         self._windows: _Windows | None = None
         self._step = 0
@@ -71,7 +73,7 @@ class Autotuner(PlanController):
     def __str__(self) -> str:
         return f"{replace(self._settings, log=None)} {self.first}"
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds) -> None:
+    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
         """Count a step; the first step shows the plan to start from."""
         self._step = step
         if self._waits_for is not None:
@@ -81,10 +83,7 @@ class Autotuner(PlanController):
             space = Space(engine.plan, self._tensors)
             self._windows = _Windows(space, Search(space, self._settings, self._settle, self._note_trial))
         else:
-            if self._device.type == "cuda" and self._windows.measuring:
-                # The host has only queued the kernels here; without waiting, a step would seem to take no time.
-                torch.cuda.current_stream(self._device).synchronize()
-            self._windows.note(seconds.wall)
+            self._windows.note(step, seconds)
 
     def due(self, step: int) -> bool:
         """Return whether the window is over."""
@@ -101,7 +100,12 @@ class Autotuner(PlanController):
             return first.next_plan(transport)
         assert self._windows is not None
         # Every rank's search gets the same seconds, so it yields the same next plan.
-        plan = self._windows.end(_slowest(self._windows.seconds, transport))
+        slowest = _slowest(self._windows.seconds, transport)
+        if slowest is None:
+            self._clock.finish()  # so it tells at once of the steps that it has in hand
+            self._windows.again()
+            return None
+        plan = self._windows.end(slowest)
         if self._log is not None:
             self._log.note_progress(self._step, self._windows.search)
         return plan
@@ -112,7 +116,12 @@ class Autotuner(PlanController):
 
 
 class _Windows:
-    """The windows of a search, one after the other, counted in steps."""
+    """The windows of a search, one after the other, counted in steps.
+
+    Attributes:
+        search: the search.
+        seconds: of the steps of the present window that have ended; NaN where a device has not told them.
+    """
 
     def __init__(self, space: Space, search: Search) -> None:
         self.search = search
@@ -120,24 +129,30 @@ class _Windows:
         self._asking: Asking = search.run()
         self._window: Window | None = next(self._asking, None)
         self._to_skip = 0 if self._window is None else self._window.settle
+        self._first = 0  # step of the window that counts
         self.seconds: list[float] = []
-
-    @property
-    def measuring(self) -> bool:
-        """Whether the step that begins now, or the one that ends now, counts."""
-        return self._window is not None and self._to_skip <= 1
 
     @property
     def over(self) -> bool:
         """Whether the present window is over."""
         return self._window is not None and len(self.seconds) == self._window.steps
 
-    def note(self, seconds: float) -> None:
-        """Count a step of the present window."""
+    def note(self, step: int, seconds: StepSeconds | None) -> None:
+        """Count a step of the present window, and keep the seconds if they are of this window."""
         if self._to_skip:
             self._to_skip -= 1
-        elif self._window is not None:
-            self.seconds.append(seconds)
+            self._first = step + 1
+            return
+        if self._window is None:
+            return
+        self.seconds.append(math.nan)
+        if seconds is not None and step - seconds.late >= self._first:
+            self.seconds[step - seconds.late - self._first] = seconds.wall
+
+    def again(self) -> None:
+        """Begin the present window once more, without a switch."""
+        self._first += len(self.seconds)
+        self.seconds.clear()
 
     def end(self, seconds: float) -> FusionPlan | None:
         """End the window with its ``seconds`` per step; return the next window's plan, or None if it stays the same."""
@@ -153,12 +168,13 @@ class _Windows:
         return None if point == last else self._space.plan(point)
 
 
-def _slowest(seconds: Sequence[float], transport: Transport) -> float:
-    """Return the typical seconds of a step, each step as long as on its slowest rank.
+def _slowest(seconds: Sequence[float], transport: Transport) -> float | None:
+    """Return the typical seconds of a step, each step as long as on its slowest rank; None if no step counts.
 
-    All ranks call it together, with equally many ``seconds``.
+    Steps that are NaN on a rank do not count. All ranks call it together, with equally many ``seconds``.
     """
     mine = torch.tensor(seconds, dtype=torch.float64)
     every = torch.empty(transport.size, len(seconds), dtype=torch.float64)
     transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
-    return typical(every.amax(0).tolist())
+    slowest = [each for each in every.amax(0).tolist() if not math.isnan(each)]
+    return typical(slowest) if slowest else None

@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from ...clock import HOST, Clock
 from ...codecs import Codec, TensorState, TwoLevelCodec
 from .averages import Points
 
-__all__ = ["cpu_seconds", "measure_codecs", "measure_copy"]
+__all__ = ["busy_seconds", "measure_codecs", "measure_copy", "measure_staging"]
 
-_EVICTED_BYTES = 32 << 20
-"""Bytes written before each timed call: they evict the call's data from the cache, as training does."""
+_EVICTED_BYTES, _DEVICE_EVICTED_BYTES = 32 << 20, 128 << 20
+"""Bytes written before timed calls: they evict their data from the cache, as training does.
+
+On a device that takes longer than to launch the calls, so their kernels are queued before the first of them begins.
+"""
 _FAN_IN = 2
 _TENSOR = 1 << 16
 """Elements of each gradient in a bucket that is packed."""
 
 
-def measure_codecs(codecs: Mapping[str, Codec], sizes: Sequence[int], repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the costs of codecs by name: CPU seconds by number of elements."""
-    return {name: _measure_codec(codec.bare, sizes, repeats) for name, codec in codecs.items()}
+def measure_codecs(
+    codecs: Mapping[str, Codec], sizes: Sequence[int], repeats: int, clock: Clock = HOST
+) -> dict[str, dict[str, Any]]:
+    """Return the costs of codecs by name: CPU seconds, or seconds of the clock's device, by number of elements."""
+    return {name: _measure_codec(codec.bare, sizes, repeats, clock) for name, codec in codecs.items()}
 
 
-def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
+def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int, clock: Clock) -> dict[str, Any]:
     curves: dict[str, Points] = {"encode": [], "decode": [], "sum": [], "recode": []}
     for size in sizes:
-        x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(clock.device)
         part = size // _FAN_IN
-        residual = torch.zeros(size) if codec.feedback_pays else None
-        message = torch.zeros(codec.wire(size).capacity, dtype=torch.uint8)
-        messages = torch.zeros(_FAN_IN, codec.wire(part).capacity, dtype=torch.uint8)
+        residual = torch.zeros_like(x) if codec.feedback_pays else None
+        message = torch.zeros(codec.wire(size).capacity, dtype=torch.uint8, device=x.device)
+        messages = torch.zeros(_FAN_IN, codec.wire(part).capacity, dtype=torch.uint8, device=x.device)
         again = torch.zeros_like(messages[0])
         codec.encode_chunks(x, messages, part)
         kept = None if residual is None else residual[:part]
@@ -46,7 +51,7 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str
             "recode": partial(codec.recode, messages, again, part, residual=kept),
         }
         for verb, call in calls.items():
-            curves[verb].append([size, cpu_seconds(call, repeats)])
+            curves[verb].append([size, busy_seconds(call, repeats, clock)])
     bits = 8 * (codec.used_bytes(message, size) / size if codec.zips else codec.wire(1 << 20).capacity / (1 << 20))
     algorithm = {"algorithm": codec.collective} if codec.collective else {}
     within = {}
@@ -55,13 +60,13 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int) -> dict[str
     return {"bits": bits, "lossless": codec.lossless, "ahead": codec.ahead, **within, **algorithm, **curves}
 
 
-def measure_copy(sizes: Sequence[int], repeats: int) -> Points:
-    """Return CPU seconds of packing a bucket, and of unpacking it, by number of elements."""
+def measure_copy(sizes: Sequence[int], repeats: int, clock: Clock = HOST) -> Points:
+    """Return seconds of packing a bucket, and of unpacking it, by number of elements; as for ``measure_codecs``."""
     points = []
     for size in sizes:
-        gradients, flat = torch.ones(size), torch.empty(size)
+        gradients, flat = torch.ones(size, device=clock.device), torch.empty(size, device=clock.device)
         copies = partial(_pack_and_unpack, list(gradients.split(_TENSOR)), flat, list(flat.split(_TENSOR)))
-        points.append([size, cpu_seconds(copies, repeats) / 2])
+        points.append([size, busy_seconds(copies, repeats, clock) / 2])
     return points
 
 
@@ -71,14 +76,37 @@ def _pack_and_unpack(gradients: list[torch.Tensor], flat: torch.Tensor, slots: l
     torch._foreach_copy_(gradients, slots)
 
 
-def cpu_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Return the median CPU seconds of a call, of all threads together; a first call does not count."""
-    evicted = torch.empty(_EVICTED_BYTES, dtype=torch.uint8)
+def measure_staging(sizes: Sequence[int], repeats: int, clock: Clock) -> Points:
+    """Return seconds of copying so many bytes between the clock's device and the host's memory, one way."""
+    points = []
+    for size in sizes:
+        near = torch.ones(size, dtype=torch.uint8, device=clock.device)
+        far = torch.empty(size, dtype=torch.uint8, pin_memory=near.is_cuda)
+        copies = partial(_there_and_back, near, far)
+        points.append([size, busy_seconds(copies, repeats, clock) / 2])
+    return points
+
+
+def _there_and_back(near: torch.Tensor, far: torch.Tensor) -> None:
+    far.copy_(near, non_blocking=True)
+    near.copy_(far, non_blocking=True)
+
+
+def busy_seconds(call: Callable[[], object], repeats: int, clock: Clock = HOST) -> float:
+    """Return the median seconds for which a call keeps cores or the clock's device busy; a first call does not count.
+
+    On the CPU these are CPU seconds, of all threads together. On a device they are the time between two events around
+    some calls that follow on each other, so that the host's launches are not counted.
+    """
+    nbytes = _DEVICE_EVICTED_BYTES if clock.lags else _EVICTED_BYTES
+    evicted = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
     call()
     samples = []
     for _ in range(repeats):
-        evicted.fill_(1)
-        start = time.process_time()
-        call()
-        samples.append(time.process_time() - start)
+        for _ in range(clock.replays):
+            evicted.fill_(1)
+        start = clock.worked()
+        for _ in range(clock.replays):
+            call()
+        samples.append(clock.waited(start, clock.worked()) / clock.replays)
     return statistics.median(samples)

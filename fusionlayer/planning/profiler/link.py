@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...clock import HOST, Clock
 from ...transport import Transport
 from .averages import Points
 
@@ -23,39 +24,41 @@ _CALLS = 20
 Transfer = Callable[[], object]
 
 
-def measure_call(transport: Transport, repeats: int) -> dict[str, float]:
+def measure_call(transport: Transport, repeats: int, clock: Clock = HOST) -> dict[str, float]:
     """Return seconds, and CPU seconds of the process, of an exchange of one byte. All ranks call it together.
+
+    By a device's clock the byte lies on the device, and CPU seconds are 0: no transfer takes them from the device.
 
     The first decile of many calls counts: scheduling only adds to so short a call, and would look like a cost of the
     network.
     """
-    samples = _samples(transport, _gather(transport, 1), _CALLS * repeats)
+    samples = _samples(transport, _gather(transport, 1, clock), _CALLS * repeats, clock)
     latency, cpu = (statistics.quantiles(column, n=10)[0] for column in zip(*samples, strict=True))
     return {"latency": latency, "cpu": cpu}
 
 
-def measure_link(transport: Transport, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
+def measure_link(transport: Transport, sizes: Sequence[int], repeats: int, clock: Clock = HOST) -> dict[str, Any]:
     """Return the costs of the link between two ranks, by bytes that each of them sends. Both call it together.
 
     ``latency`` and ``cpu`` are those of an exchange of one byte. For other sizes CPU seconds are those of the process
     plus each rank's equal part of the kernel's for the network.
     """
-    call = measure_call(transport, repeats)
+    call = measure_call(transport, repeats, clock)
     curves: dict[str, Points] = {"exchange": [], "all_reduce": []}
     per_byte = 0.0
     for size in sizes:
         before = _softirq_seconds()
-        seconds, cpu = _transfer(transport, _gather(transport, size), repeats)
-        cpu += (_softirq_seconds() - before) / transport.size / repeats
+        seconds, cpu = _transfer(transport, _gather(transport, size, clock), repeats, clock)
+        cpu += 0.0 if clock.lags else (_softirq_seconds() - before) / transport.size / repeats
         per_byte = max(0.0, cpu - call["cpu"]) / size  # the largest size has the last word
         curves["exchange"].append([size, seconds])
-        seconds, _ = _transfer(transport, _reduce(transport, size), repeats)
+        seconds, _ = _transfer(transport, _reduce(transport, size, clock), repeats, clock)
         curves["all_reduce"].append([size, seconds])
     return {**call, "cpu_per_byte": per_byte, **curves}
 
 
 def measure_collectives(
-    transport: Transport, sizes: Sequence[int], repeats: int, limit: float = math.inf
+    transport: Transport, sizes: Sequence[int], repeats: int, limit: float = math.inf, clock: Clock = HOST
 ) -> dict[str, Points]:
     """Return seconds of the transfers of each collective by bytes of each rank's message. All ranks call it together.
 
@@ -67,8 +70,9 @@ def measure_collectives(
         repeats: calls for each size; their median counts. One more comes before them.
         limit: seconds for all sizes. A size that is expected to exceed it, in proportion to the time of the size
             before, is left out with all larger ones. The first two are always measured.
+        clock: of the device on which the messages lie.
     """
-    kinds: dict[str, Callable[[Transport, int], Transfer]] = {
+    kinds: dict[str, Callable[[Transport, int, Clock], Transfer]] = {
         "dense": _reduce,
         "one_shot": _gather,
         "two_shot": _pieces,
@@ -80,7 +84,7 @@ def measure_collectives(
             break
         start = time.perf_counter()
         for name, kind in kinds.items():
-            found[name].append([size, _transfer(transport, kind(transport, size), repeats)[0]])
+            found[name].append([size, _transfer(transport, kind(transport, size, clock), repeats, clock)[0]])
         if limit < math.inf:
             spent[1] = time.perf_counter() - start
             spent[0] += spent[1]
@@ -88,18 +92,17 @@ def measure_collectives(
     return found
 
 
-def _gather(transport: Transport, nbytes: int) -> Transfer:
-    mine = torch.ones(nbytes, dtype=torch.uint8)
-    every = torch.empty(transport.size, nbytes, dtype=torch.uint8)
-    return partial(transport.all_gather, mine, every)
+def _gather(transport: Transport, nbytes: int, clock: Clock) -> Transfer:
+    mine = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
+    return partial(transport.all_gather, mine, mine.new_empty(transport.size, nbytes))
 
 
-def _reduce(transport: Transport, nbytes: int) -> Transfer:
-    return partial(transport.all_reduce, torch.zeros(nbytes // 4))
+def _reduce(transport: Transport, nbytes: int, clock: Clock) -> Transfer:
+    return partial(transport.all_reduce, torch.zeros(nbytes // 4, device=clock.device))
 
 
-def _pieces(transport: Transport, nbytes: int) -> Transfer:
-    mine = torch.ones(transport.size, nbytes // transport.size, dtype=torch.uint8)
+def _pieces(transport: Transport, nbytes: int, clock: Clock) -> Transfer:
+    mine = torch.ones(transport.size, nbytes // transport.size, dtype=torch.uint8, device=clock.device)
     every = torch.empty_like(mine)
 
     def two_shots() -> None:
@@ -109,21 +112,24 @@ def _pieces(transport: Transport, nbytes: int) -> Transfer:
     return two_shots
 
 
-def _transfer(transport: Transport, call: Transfer, repeats: int) -> tuple[float, float]:
+def _transfer(transport: Transport, call: Transfer, repeats: int, clock: Clock) -> tuple[float, float]:
     """Return medians of a call's seconds and of the process's CPU seconds during it."""
-    seconds, cpu = (statistics.median(column) for column in zip(*_samples(transport, call, repeats), strict=True))
+    samples = _samples(transport, call, repeats, clock)
+    seconds, cpu = (statistics.median(column) for column in zip(*samples, strict=True))
     return seconds, cpu
 
 
-def _samples(transport: Transport, call: Transfer, repeats: int) -> list[tuple[float, float]]:
+def _samples(transport: Transport, call: Transfer, repeats: int, clock: Clock) -> list[tuple[float, float]]:
     """Return each call's seconds and the process's CPU seconds; a first call does not count."""
     call()
     samples = []
     for _ in range(repeats):
+        clock.finish()
         transport.barrier()
-        busy, start = time.process_time(), time.perf_counter()
+        busy, start = time.process_time(), clock.stamp()
         call()
-        samples.append((time.perf_counter() - start, time.process_time() - busy))
+        end, busy = clock.stamp(), time.process_time() - busy
+        samples.append((clock.waited(start, end), 0.0 if clock.lags else busy))
     return samples
 
 

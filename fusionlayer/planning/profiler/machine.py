@@ -14,7 +14,7 @@ import torch
 
 from ...errors import ConfigError
 
-__all__ = ["cpu_name", "describe_machine", "file_name"]
+__all__ = ["cpu_name", "describe_machine", "device_name", "file_name"]
 
 
 def cpu_name() -> str:
@@ -28,6 +28,11 @@ def cpu_name() -> str:
         generation = {"25": "4" if int(fields["model"]) >= 16 else "3", "26": "5"}.get(fields["cpu family"])
         return f"{fields['model name']} Zen {generation}" if generation else fields["model name"]
     return fields.get("model name", platform.machine())
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the processor that a device is."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def describe_machine(hardware: str | None = None) -> dict[str, str]:

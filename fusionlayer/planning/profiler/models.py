@@ -34,7 +34,7 @@ class _GPT(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         logits = self.head(self.blocks(x, mask=self.mask, is_causal=True))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

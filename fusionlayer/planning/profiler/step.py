@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...clock import HOST, Clock, Stamp
 from ...errors import ConfigError
 from ..profile import Gradient, Model
 
@@ -24,6 +24,7 @@ def measure_step(
     batch: Callable[[int], Sequence[Any]],
     warm_up: int,
     steps: int,
+    clock: Clock = HOST,
 ) -> dict[str, Any]:
     """Return medians over ``steps`` without communication, in seconds; ``as_model`` makes a profile's model of them.
 
@@ -37,19 +38,21 @@ def measure_step(
         batch: returns the arguments of the model's forward for the number of a step.
         warm_up: number of steps that do not count.
         steps: number of steps after them, which count.
+        clock: of the device of model and batch. It is waited for when all steps are over, so the host runs ahead as in
+            training.
     """
     names = {parameter: key for key, parameter in model.named_parameters() if parameter.requires_grad}
-    seconds: dict[str, list[float]] = defaultdict(list)
-    ready: dict[str, list[float]] = {key: [] for key in names.values()}
-    used: dict[str, list[float]] = {key: [] for key in names.values()}
-    start = 0.0
+    spans: dict[str, list[tuple[Stamp, Stamp]]] = defaultdict(list)
+    ready: dict[str, list[tuple[Stamp, Stamp]]] = {key: [] for key in names.values()}
+    used: dict[str, list[tuple[Stamp, Stamp]]] = {key: [] for key in names.values()}
+    start: Stamp = None
 
     def note_ready(key: str, _: Tensor) -> None:
-        ready[key].append(time.perf_counter() - start)
+        ready[key].append((start, clock.stamp()))
 
     def note_used(keys: list[str], *_: object) -> None:
         for key in keys:
-            used[key].append(time.perf_counter() - start)
+            used[key].append((start, clock.stamp()))
 
     for parameter, key in names.items():
         parameter.register_post_accumulate_grad_hook(partial(note_ready, key))
@@ -59,23 +62,27 @@ def measure_step(
 
     for number in range(warm_up + steps):
         if number == warm_up:
-            for samples in (*seconds.values(), *ready.values(), *used.values()):
+            for samples in (*spans.values(), *ready.values(), *used.values()):
                 samples.clear()
-        start = time.perf_counter()
+        start = clock.stamp()
         loss = model(*batch(number))
-        start = _note(seconds["forward"], start)
+        spans["forward"].append((start, start := clock.stamp()))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"the model's forward returned {type(loss).__name__}; expected the loss, of one element")
         loss.backward()
-        start = _note(seconds["backward"], start)
+        spans["backward"].append((start, start := clock.stamp()))
         optimizer.step()
         optimizer.zero_grad()
-        _note(seconds["optimizer"], start)
-    arrived = {key: statistics.median(samples) for key, samples in ready.items() if samples}
+        spans["optimizer"].append((start, clock.stamp()))
+
+    def median(samples: Sequence[tuple[Stamp, Stamp]]) -> float:
+        return statistics.median(clock.waited(start, end) for start, end in samples)
+
+    arrived = {key: median(samples) for key, samples in ready.items() if samples}
     return {
-        **{key: statistics.median(samples) for key, samples in seconds.items()},
+        **{key: median(samples) for key, samples in spans.items()},
         "ready": arrived,
-        "used": {key: statistics.median(used[key]) if used[key] else 0.0 for key in arrived},
+        "used": {key: median(used[key]) if used[key] else 0.0 for key in arrived},
         "tensors": {
             key: [parameter.numel(), str(parameter.dtype).removeprefix("torch."), parameter.element_size()]
             for parameter, key in names.items()
@@ -92,10 +99,3 @@ def as_model(name: str, found: dict[str, Any]) -> Model:
     ]
     tensors.sort(key=lambda tensor: tensor.ready)
     return Model(name, found["forward"], found["backward"], found["optimizer"], tuple(tensors))
-
-
-def _note(samples: list[float], start: float) -> float:
-    """Record the seconds since ``start``; return the present time."""
-    now = time.perf_counter()
-    samples.append(now - start)
-    return now

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from ...clock import HOST, Clock
 from ...codecs import Codec
 from ...plan import TensorInfo
 from ...scheduler.plan_controller import StepSeconds
@@ -19,7 +17,7 @@ from .averages import Points, average
 from .codecs import measure_codecs, measure_copy
 from .disturbance import measure_disturbance
 from .link import measure_call, measure_collectives
-from .machine import describe_machine
+from .machine import describe_machine, device_name
 from .results import as_codecs, as_curve
 
 __all__ = ["TRANSFER_SECONDS", "profile_training"]
@@ -37,6 +35,7 @@ def profile_training(
     codecs: Mapping[str, Codec],
     transport: Transport,
     local_size: int = 1,
+    clock: Clock = HOST,
 ) -> Profile:
     """Return the costs of this training, means over ranks of each rank's medians. All ranks call it together.
 
@@ -49,6 +48,7 @@ def profile_training(
         codecs: by registered name, each with the options to measure.
         transport: all ranks; nothing else may compute or travel meanwhile.
         local_size: ranks of this host, which share its cores.
+        clock: of the gradients' device; codecs and messages are measured there too.
     """
     names = sorted(tensors)
     largest = max(tensor.numel for tensor in tensors.values())
@@ -57,21 +57,21 @@ def profile_training(
         "ready": {name: statistics.median(step.ready[name] for step in steps) for name in names},
         "backward": statistics.median(step.backward for step in steps),
         "forward": statistics.median(s.wall - s.backward - s.submitting - s.waiting for s in steps),
-        "copy": measure_copy(elements, _REPEATS),
-        "codecs": measure_codecs(codecs, elements, _REPEATS),
-        "call": measure_call(transport, _REPEATS),
-        "disturbance": measure_disturbance(transport, _REPEATS),
-        "collectives": measure_collectives(transport, _NBYTES, _REPEATS, TRANSFER_SECONDS),
+        "copy": measure_copy(elements, _REPEATS, clock),
+        "codecs": measure_codecs(codecs, elements, _REPEATS, clock),
+        "call": measure_call(transport, _REPEATS, clock),
+        "disturbance": measure_disturbance(transport, _REPEATS, clock),
+        "collectives": measure_collectives(transport, _NBYTES, _REPEATS, TRANSFER_SECONDS, clock),
     }
     found = average(found, transport)
     size = transport.size
     link = _link(found["call"]["latency"], found["collectives"], size)
-    environment = describe_machine()
+    environment = describe_machine(device_name(clock.device))
     nbytes, seconds = found["collectives"]["one_shot"][-1]
     return Profile(
         version=PROFILE_VERSION,
         title=f"training on {environment['hardware']}, {size} rank{'s' if size > 1 else ''}",
-        machine=Machine(len(os.sched_getaffinity(0)), local_size, torch.get_num_threads()),
+        machine=Machine.here(local_size, clock.device),
         model=_model(found, tensors),
         copy=as_curve(found["copy"]),
         codecs=as_codecs(found["codecs"]),

@@ -1,0 +1,109 @@
+"""A device that tests make up: streams and moments on a clock of its own, to which the host runs ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from fusionlayer.clock import Clock
+from fusionlayer.scheduler.buffers import Buffer
+from fusionlayer.scheduler.engine import Engine
+
+__all__ = ["FakeDevice", "Moment", "streams_joined"]
+
+
+class Moment(NamedTuple):
+    """A stamp: when the device reaches it, in seconds of the host."""
+
+    at: float
+
+
+class FakeDevice(Clock):
+    """A device of one rank. Each of the rank's threads has a stream, which does its work in order.
+
+    Attributes:
+        now: the host's time, which the test moves on. The device has reached what lies before it.
+        waits: how often the host has waited for the device.
+    """
+
+    device = torch.device("cpu")
+    lags = True
+    replays = 2
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits = 0
+        self._streams: dict[int, float] = {}
+
+    @property
+    def _end(self) -> float:
+        return max(self.now, self._streams.get(threading.get_ident(), 0.0))
+
+    def work(self, seconds: float) -> None:
+        """Queue work of so many seconds on the calling thread's stream."""
+        self._streams[threading.get_ident()] = self._end + seconds
+
+    def follow(self, moment: Moment) -> None:
+        """Let the calling thread's stream wait for a moment of another stream."""
+        self._streams[threading.get_ident()] = max(self._end, moment.at)
+
+    def stamp(self) -> Moment:
+        return Moment(self._end)
+
+    def seconds(self, start: Moment, end: Moment) -> float | None:
+        return end.at - start.at if max(start.at, end.at) <= self.now else None
+
+    def worked(self) -> Moment:
+        return self.stamp()
+
+    def finish(self) -> None:
+        self.waits += 1
+        self.now = max(self.now, *self._streams.values(), 0.0)
+
+
+@contextmanager
+def streams_joined() -> Iterator[None]:
+    """Let buffers order the streams of their engine's ``FakeDevice`` as they order those of CUDA.
+
+    A bucket's lane waits for its gradients, and who takes its results waits for its lane.
+    """
+
+    def after(name: str, more: Callable[[Any, Any], object]) -> Any:
+        real = getattr(Buffer, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            result = real(self, *args)
+            if hasattr(self, "fake"):
+                more(self, self.fake)
+            return result
+
+        return mock.patch.object(Buffer, name, call)
+
+    make = Engine._make_buffer
+
+    def make_buffer(self: Any, *args: Any) -> Any:
+        buffer: Any = make(self, *args)
+        if isinstance(self._clock, FakeDevice):
+            buffer.fake, buffer.arrived, buffer.ended = self._clock, [], []
+        return buffer
+
+    def note_arrival(buffer: Any, device: FakeDevice) -> None:
+        buffer.arrived.append(device.stamp())
+
+    def note_end(buffer: Any, device: FakeDevice) -> None:
+        buffer.ended = [device.stamp()]
+        buffer.arrived = []
+
+    with (
+        mock.patch.object(Engine, "_make_buffer", make_buffer),
+        after("put", note_arrival),
+        after("follow", lambda buffer, device: [device.follow(moment) for moment in buffer.arrived]),
+        after("run", note_end),
+        after("join", lambda buffer, device: [device.follow(moment) for moment in buffer.ended]),
+    ):
+        yield
