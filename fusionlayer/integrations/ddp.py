@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -173,6 +174,9 @@ class CommHook:
         self._waiting: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         self._sent = 0
+        # A program that has failed closes nothing, and the engine's threads do not end by themselves.
+        self._release = weakref.finalize(self, engine.close)
+        self._release.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the reduction of one bucket; the future holds its average."""
@@ -220,7 +224,7 @@ class CommHook:
 
     def close(self) -> None:
         """End the engine's threads and close its transport; backward fails from then on."""
-        self._engine.close()
+        self._release()
 
     def _fuse(self, bucket: GradBucket, done: Callable[[], None]) -> None:
         """Submit the gradients of a bucket by name; with the last bucket, when backward has ended, wait for all."""

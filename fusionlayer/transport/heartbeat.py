@@ -193,11 +193,11 @@ class Watch:
 
     def enter_again(self) -> None:
         """Note that this rank waits for the last collective: its call has returned, but not all its work is done."""
-        recent = self._place.recent
+        recent = self._progress.recent
         if recent:
             sequence, call = recent[-1]
             self.enter(call, sequence)
-            self._place = self._place._replace(recent=recent)
+            self._progress = self._progress._replace(recent=recent)
 
     def leave(self) -> None:
         """Note that the call has succeeded."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from typing import Any
 
 import pytest
@@ -341,3 +343,30 @@ def check_refusals(rank: int, world: int) -> None:
 
 def test_what_cannot_be_is_refused_on_every_rank() -> None:
     run_ranks(check_refusals, 2, timeout=50)
+
+
+def check_forgotten(rank: int, world: int) -> None:
+    """A backward that fails on every rank; nobody closes the hook."""
+    before = set(threading.enumerate())
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise ValueError("a mistake in the model")
+
+    def attempt() -> set[threading.Thread]:
+        model, _ = make_ddp(codec="int8")
+        next(model.parameters()).register_hook(fail)
+        with pytest.raises(ValueError, match="a mistake"):
+            loss_of(model, rank, 0).backward()
+        new = set(threading.enumerate()) - before
+        return {thread for thread in new if thread.name.startswith("fusionlayer") and "heartbeat" not in thread.name}
+
+    ours = attempt()
+    assert ours, "the hook has no threads"
+    gc.collect()
+    for thread in ours:
+        thread.join(20)
+        assert not thread.is_alive(), thread.name
+
+
+def test_a_hook_that_nobody_closes_leaves_no_threads() -> None:
+    run_ranks(check_forgotten, 2, timeout=50)
