@@ -64,7 +64,7 @@ class Rounds:
         self._references = references
 
     def play(self, round_: Round) -> tuple[Verdict, dict[str, Any]]:
-        """Return the verdict on a round, and its row of the result file."""
+        """Return the verdict on a round, and its row of the result file: what ranks told only where something is wrong."""
         job, error = round_.job, ""
         reference: list[str] = []
         try:
@@ -97,7 +97,7 @@ class Rounds:
             "why": verdict.why,
             "ending": verdict.ending,
             "seconds": None if verdict.seconds is None else round(verdict.seconds, 3),
-            "ranks": [_told(outcome, attacked) for outcome in outcomes],
+            "ranks": [_told(outcome, attacked) for outcome in outcomes if verdict.kinds],
         }
 
     def _reference(self, job: Job) -> list[Outcome]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from benchmarks import ablation, hops, missing, plots, sharded_losses
+from benchmarks.faults import summary as faults
 from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, end, result, rows, speedup, the
 from benchmarks.pages.tables import HEADLINE
 from benchmarks.sharded import __main__ as sharded
@@ -60,6 +61,7 @@ def _time_to_loss() -> Figure:
 
 TITLES = {
     "ablation-gpt-2x1": "Planners that fuse wait less than wfbp, which sends every tensor by itself",
+    "faults": "What is attacked tells so, and rightly, or trains on",
     "hops": "Each hop of a ring adds an error, two_shot adds none (grey: other methods)",
     "missing": "Top-k behind fusion sends nothing of many tensors, with feedback of fewer",
     "sharded-2x2": "Sharded training: sdp4bit sends least and makes the most steps",
@@ -85,6 +87,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     },
     "time-to-loss_gpt-2x1": _time_to_loss,
     "ablation-gpt-2x1": lambda: _titled("ablation-gpt-2x1", ablation.picture(rows("ablation-gpt-2x1"), "gpt, dgc")),
+    "faults": lambda: _titled("faults", faults.picture(rows("faults"))),
     "hops": lambda: _titled("hops", hops.picture(rows("hops"))),
     "missing": lambda: _titled("missing", missing.picture(rows("missing"), 0.01)),
     "sharded-2x2": lambda: _titled("sharded-2x2", sharded.picture(rows("sharded-2x2"))),

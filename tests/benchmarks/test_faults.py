@@ -159,7 +159,7 @@ def test_what_is_bad_on_purpose_is_judged_so() -> None:
     for (kind, round_), row in zip(known, rows, strict=False):
         assert kind in row["verdict"], (round_.what, row)
     assert rows[-1]["verdict"] == ["ok"] and rows[-1]["ending"] == "error", rows[-1]
-    assert [rank["kind"] for rank in rows[-1]["ranks"]] == ["raised", "silent", "raised"]
+    assert all(row["ranks"] for row in rows[:-1]) and not rows[-1]["ranks"], "what ranks told, where all is well"
 
 
 @exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
