@@ -64,7 +64,7 @@ class Rounds:
         self._references = references
 
     def play(self, round_: Round) -> tuple[Verdict, dict[str, Any]]:
-        """Return the verdict on a round and its row of the result file, with what ranks told where something is wrong."""
+        """Return the verdict on a round and its row of the result; it has what ranks told where something is wrong."""
         job, error = round_.job, ""
         reference: list[str] = []
         try:
