@@ -87,20 +87,22 @@ class Buffer(ABC):
 
     def run(self, transport: Transport, seed: int) -> None:
         """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
-        self.join()
-        self.follow()
+        if self._arrivals:
+            self.join()
+            self.follow()
         self._results = self._reduce(self._gradients, transport, seed)
-        self._note_work()
+        if self._arrivals:
+            self._note_work()
+            self._owners = [*self._owners[:1], *self._arrivals]
+            self._arrivals.clear()
         self.full = False
         self._gradients.clear()
-        self._owners = [*self._owners[:1], *self._arrivals]
-        self._arrivals.clear()
 
     def take(self) -> dict[str, Tensor]:
         """Return the results of the last ``run`` by name, to be used on the current stream."""
-        self.join()
         results, self._results = self._results, {}
         if self._done is not None:
+            self.join()
             # When memory is freed, the allocator gives it to the next work of its owner.
             for owner in self._owners:
                 owner.wait_event(self._done)

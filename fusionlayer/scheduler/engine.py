@@ -284,7 +284,8 @@ class Engine:
                 result of the last step has not been taken; or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
-        self._check_sound(f"gradient {name!r} arrives")
+        if self.failure is not None or self._device.type == "cuda":
+            self._check_sound(f"gradient {name!r} arrives")
         arrived = None if self._watch is None else self._clock.stamp()
         with self._lock:
             tensor = self._tensors.get(name)
@@ -598,7 +599,8 @@ class Engine:
         # The bucket's number in the order picks the lane, not which lane is free: each lane has its own transport, and
         # all ranks must send a bucket on the same one.
         lane = self._lanes[len(self._jobs) % len(self._lanes)]
-        work = partial(self._run, index, self._buffers[index], self.step, seed, self._timeline.now(), done)
+        ready = self._timeline.now() if self._timeline.enabled else None
+        work = partial(self._run, index, self._buffers[index], self.step, seed, ready, done)
         self._jobs[index] = lane.put(work, abandoned=done)
 
     # ---- in the jobs of lanes ---------------------------------------------------------------------------------------
@@ -609,7 +611,7 @@ class Engine:
         buffer: Buffer,
         step: int,
         seed: int,
-        ready: Stamp,
+        ready: Stamp | None,
         done: Callable[[], None] | None,
         transport: Transport,
     ) -> None:
@@ -617,7 +619,7 @@ class Engine:
         timed = self._watch is not None or self._overlap_forward and self._order.measures
         if timeline.enabled or timed:
             buffer.follow()  # on a device the bucket is under way from here on, and not from the call
-        if timeline.enabled:
+        if timeline.enabled and ready is not None:  # a timeline may begin in between
             timeline.record("QUEUE", ready, timeline.now(), row=f"bucket {index}", step=step, bucket=index)
         start = self._clock.stamp() if timed else None
         try:

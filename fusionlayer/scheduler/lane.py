@@ -47,7 +47,8 @@ class Lane:
 
         ``abandoned`` is called if the work fails or never begins.
         """
-        return self._worker.put(partial(self._run, work), abandoned)
+        run = partial(self._run, work) if self._is_at_once else partial(work, self.transport)
+        return self._worker.put(run, abandoned)
 
     def drain(self) -> None:
         """Wait until the device has done all messages of jobs that have ended; raise what has failed meanwhile.
@@ -70,9 +71,6 @@ class Lane:
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _run(self, work: Callable[[Transport], None]) -> None:
-        if not self._is_at_once:
-            work(self.transport)
-            return
         with torch.no_grad(), torch.cuda.stream(self._stream):
             work(self.transport)
 

@@ -74,6 +74,7 @@ class Jobs:
         self._closed = False
         self._generation = forks.generation()
         self.error: BaseException | None = None
+        self._accept: Callable[[Job], object] = self._take
 
     def put(self, work: Callable[[], None], abandoned: Callable[[], None] | None = None) -> Job:
         """Run ``work`` in its turn and return its job; ``abandoned`` is called if the work fails or never begins.
@@ -87,7 +88,7 @@ class Jobs:
         if self._closed:
             raise FusionLayerError(f"{self._name} is closed: nothing can be sent any more")
         job = Job(work, abandoned)
-        self._take(job)
+        self._accept(job)
         return job
 
     def close(self) -> None:
@@ -112,6 +113,7 @@ class Worker(Jobs):
         super().__init__(name)
         # The only state that callers and the thread both change: it needs no lock of ours. None ends the thread.
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._accept = self._queue.put
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -130,9 +132,6 @@ class Worker(Jobs):
             self._closed = True
             self._queue.put(None)
 
-    def _take(self, job: Job) -> None:
-        self._queue.put(job)
-
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
-            super()._take(job)
+            self._take(job)
