@@ -41,7 +41,15 @@ struct Selection {
   SuperblockPlan *superblocks;
 };
 
-FL_DEVICE Bound bound_of(const Selection &s) { return fl::bound_of(s.choice ? *s.choice : s.given, s.random); }
+// Copied member by member: a pointer to either would be one to any kind of memory, and its loads slower.
+FL_DEVICE Bound bound_of(const Selection &s) {
+  fl_choice choice = s.given;
+  if (s.choice) {
+    choice.threshold = s.choice->threshold;
+    choice.ties = s.choice->ties;
+  }
+  return fl::bound_of(choice, s.random);
+}
 
 // A lane's elements of a block: element i of them is number i * kLanes + lane.
 struct Held {
