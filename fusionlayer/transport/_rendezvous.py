@@ -155,9 +155,9 @@ class Connecting:
                 lambda: watch.meet(self._timeout), self._deadline + _LAST_LOOK, name="meeting of ranks"
             )
         except Overdue:
-            raise self.error(watch.judge_here()) from None
+            raise self.error(watch.judge_here(is_silent=True)) from None
         except RuntimeError as error:
-            raise self.error(self._own(error) or watch.judge_here()) from error
+            raise self.error(self._own(error) or watch.judge_here(is_silent=True)) from error
         if finding:
             raise self.error(finding)
         return store

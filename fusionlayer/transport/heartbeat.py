@@ -170,16 +170,20 @@ class Watch:
         for rank in ranks:
             self.processes.of[rank] = self.board.identity(rank)
 
-    def judge_here(self) -> Diagnosis:
-        """Return what the processes of this host show, without the store; else that the store does not answer."""
+    def judge_here(self, is_silent: bool = False) -> Diagnosis:
+        """Return what the processes of this host show, without the store; else that the store does not answer.
+
+        ``is_silent``: it does not, for certain. A rank that has gone explains that only if it is the store's keeper.
+        """
         told = self._cause or self.because() or self._known
         if told:
             return told
         seen = self.processes.seen()
         # Its keeper stays until the others have read why it leaves. So a keeper that is lost without a word came first.
-        return judge([sign for sign in seen if sign.rank == self._store_rank] or seen, self._progress.call) or (
-            self._lost_store
-        )
+        keeper = [sign for sign in seen if sign.rank == self._store_rank]
+        if is_silent and not keeper and self._store_rank not in (None, self._rank):
+            return self._lost_store
+        return judge(keeper or seen, self._progress.call) or self._lost_store
 
     def enter(self, call: Call, sequence: int) -> None:
         """Note that a call begins. The calling thread calls it for each message, so it does not touch the store."""
