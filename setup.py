@@ -180,7 +180,7 @@ def build_cpu(werror: bool) -> Path:
 
     kernels = sources("cpu/kernels*.cpp")
     steps = [compile_step(source, "", *built) for source in sources("cpu/*.cpp") if source not in kernels]
-    # Beside the others, the baseline runs only on CPUs from before 2013. It takes longest to compile, and gains least.
+    # Beside the others, the baseline runs only on CPUs without AVX2. It takes longest to compile.
     variants = {isa: ("-O1",) if isa == "baseline" and len(isas) > 1 else ISA_FLAGS[isa] for isa in isas}
     for isa, extra in variants.items():
         steps += [compile_step(source, f".{isa}", f"-DFL_ISA={isa}", *extra) for source in kernels]

@@ -223,7 +223,11 @@ class CommHook:
         self._engine.memory.load_state_dict(state)
 
     def close(self) -> None:
-        """End the engine's threads and close its transport; backward fails from then on."""
+        """End the engine's threads and close its transport; backward fails from then on.
+
+        Raises:
+            TransportError: over NCCL, the last step could not end on the device, so weights are worthless.
+        """
         self._release()
 
     def _fuse(self, bucket: GradBucket, done: Callable[[], None]) -> None:

@@ -429,24 +429,24 @@ class Engine:
         A second call does nothing.
 
         Raises:
-            TransportError: over NCCL, a step whose results were taken could not end. The engine is closed all the same.
+            TransportError: over NCCL, a step whose results were taken could not end.
+            UsageError: a CUDA graph is captured. The engine is closed in both cases.
         """
         # Other ranks wait for this rank's share of these buckets, so they travel even if nobody here takes them.
         for job, _ in self._ended.values():
             with suppress(Exception):
                 job.wait()
-        if self.failure is None:
-            self.drain()
-        self._close_lanes()
-
-    def _close_lanes(self) -> None:
-        for lane in self._lanes:
-            lane.close()
-        self._timeline.close()
+        try:
+            if self.failure is None:
+                self.drain()
+        finally:
+            self.give_up()
 
     def give_up(self) -> None:
         """Close the transports at once: what is under way fails here and on the other ranks."""
-        self._close_lanes()
+        for lane in self._lanes:
+            lane.close()
+        self._timeline.close()
 
     def _check_sound(self, what: str) -> None:
         """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""
@@ -570,7 +570,7 @@ class Engine:
         # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
         cause = error if self._cause is None or not isinstance(error, Exception) else again(self._cause)
         self.failure = again(cause).with_traceback(None)
-        self._close_lanes()
+        self.give_up()
         self._arrived.clear()
         self._ended.clear()
         if cause is error:

@@ -159,7 +159,8 @@ class StepTimer:
     def note_bucket(self, step: int, index: int, start: Stamp, end: Stamp) -> None:
         """Record from when to when a bucket was under way."""
         # A bucket may end after the next step has begun. Its step's seconds have been handed out by then, or its
-        # stamps wait for the device.
+        # stamps wait for the device. The deque is copied in one operation of the interpreter, so it cannot change
+        # meanwhile.
         for each in (self._now, *self._unread):
             if each is not None and each.step == step:
                 each.buckets[index] = (start, end)

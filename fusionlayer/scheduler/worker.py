@@ -74,6 +74,7 @@ class Jobs:
         self._closed = False
         self._generation = forks.generation()
         self.error: BaseException | None = None
+        # An attribute and not a method: a queue's own ``put`` can take its place, without a call in between.
         self._accept: Callable[[Job], object] = self._take
 
     def put(self, work: Callable[[], None], abandoned: Callable[[], None] | None = None) -> Job:

@@ -70,7 +70,7 @@ class Processes:
         return [sign for rank in self._others if (sign := self.look_at(rank))]
 
     def see_gone(self) -> bool:
-        """Return whether a process has been gone for a while. ``first`` then knows which one was the first.
+        """Return whether a process has been gone for a while. ``seen`` then returns which ones went first.
 
         Ranks that fail for the same reason end soon after the first one, so it is worth looking often.
         """

@@ -293,7 +293,10 @@ def test_gradients_are_refused_while_a_graph_is_captured(gpu: Gpu) -> None:
         engine.submit(name, x)
     engine.synchronize()
     assert len(transport.told) == len(MODEL)
-    engine.close()
+    gpu.capturing = True
+    with pytest.raises(UsageError, match="while a CUDA graph is captured"):
+        engine.close()
+    assert transport.told[-1] == "closed", "threads and connections stay"
 
 
 # ---- planted races --------------------------------------------------------------------------------------------------

@@ -205,6 +205,20 @@ def test_the_first_finding_is_that_of_all_ranks() -> None:
     assert told == [findings[0]] * 3
 
 
+@pytest.mark.parametrize(
+    "keeper, silent, blamed", [(0, True, (0,)), (0, False, (2,)), (2, True, (2,)), (None, True, (2,))]
+)
+def test_a_rank_that_has_gone_explains_a_silent_store_only_if_it_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, keeper: int | None, silent: bool, blamed: tuple[int, ...]
+) -> None:
+    """Rank 2 has gone, perhaps because rank 0 was stopped, of which this rank, 1, knows no process yet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    known = {2: replace(Identity.own(), started="long ago")}
+    watch = Watch(store, "w", 1, 3, 2.0, 60.0, keeper, known, is_overdue=lambda: False, interrupt=lambda: None)
+    monkeypatch.setattr(watch, "because", lambda: None)  # what this process remembers of other tests
+    assert watch.judge_here(is_silent=silent).ranks == blamed
+
+
 GARBAGE = [
     b"",
     b"{",
