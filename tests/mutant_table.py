@@ -178,7 +178,7 @@ MUTANTS: list[Mutant] = [
         ("memory.py", "view.copy_(_handed_over(state.residual))", "pass", "another plan loses error feedback"),
         ("worker.py", "job.run(self.error)", "job.run(None)", "a lane goes on after a failure"),
         ("buffers.py", 'self._device.type != "cpu" and', "False and", "a launch for each gradient that is packed"),
-        ("engine.py", "        if self.failure is None:\n            self.drain()\n", "", "the last sums are cut off"),
+        ("engine.py", "                self.drain()\n", "                pass\n", "the last sums are cut off"),
         ("buffers.py", "owner.wait_event(self._done)", "pass", "memory of gradients is used again too early"),
         ("planners/horovod.py", "tensor.nbytes > room", "tensor.nbytes >= room", "full buckets"),
         ("planners/mg_wfbp.py", "arrives - start < costs.startup", "arrives - start > costs.startup", "what is merged"),
