@@ -34,6 +34,7 @@ USING = (ROOT / "docs/using.md").read_text()
 PAGES = [
     *("README.md", "CONTRIBUTING.md", "tests/README.md", "benchmarks/README.md", "benchmarks/lab/README.md"),
     "profiles/README.md",
+    "benchmarks/results/README.md",
     *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md")),
 ]
 
@@ -311,6 +312,14 @@ def test_links_lead_somewhere(page: str) -> None:
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), f"{page} links to {target}"
         assert not anchor or anchor in anchors(path), f"{page} links to {target}#{anchor}"
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("page", PAGES)
+def test_no_cell_of_a_table_reads_as_a_list_or_a_heading(page: str) -> None:
+    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
+    cells = [cell.strip() for line in lines for cell in re.split(r"(?<!\\)\|", line)]
+    assert not [cell for cell in cells if re.match(r"- |#+ |```", cell)]
 
 
 def anchors(page: Path) -> set[str]:

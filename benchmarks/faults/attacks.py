@@ -131,7 +131,7 @@ def exits(rounds: int) -> Iterator[Round]:
                     front, 3, keeper=_keeper(turn % 2), deeds=(Deed(victim, Phase("backward", 1), what, options),)
                 )
                 lost = (victim,) if words == "gets SIGTERM" else ()
-                expected = Expected((victim,), lost, own=(victim,))
+                expected = Expected((victim,), lost, own=(victim,), ends=True)
                 yield Round("exit", f"rank {victim} {words}", job, expected, by_ranks)
 
 

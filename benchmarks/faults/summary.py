@@ -31,7 +31,8 @@ def table_of(rows: Sequence[Row]) -> list[dict[str, str]]:
         longest = [
             max((row["seconds"] for row in side if row["seconds"] is not None), default=None) for side in (mine, theirs)
         ]
-        line["longest, s"] = " / ".join("-" if each is None else f"{each:.1f}" for each in longest[: 1 + bool(theirs)])
+        times = ["-" if each is None else f"{each:.1f}" for each in longest[: 1 + bool(theirs)]]
+        line["longest, s"] = " / ".join(times) if {*times} != {"-"} else "-"  # a cell "- / -" would begin a list
         for kind in FAILURES:
             counts = [sum(kind in row["verdict"] for row in side) for side in (mine, theirs)]
             if kind in GOALS or any(kind in row["verdict"] for row in rows):

@@ -49,6 +49,7 @@ class Expected:
         compared: texts say how ranks differ, so they may name those that the culprits are compared with.
         any_result: parameters may be any that are equal over ranks.
         files: files may be left behind, as by a process that was killed.
+        ends: the ranks of ``own`` do not come to their end; where one does, the attack had no effect.
     """
 
     culprits: tuple[int, ...] | None
@@ -59,6 +60,7 @@ class Expected:
     compared: bool = False
     any_result: bool = False
     files: bool = False
+    ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def judge(
     timed = raised if attacked else []
     times = {rank: outcomes[rank].at - attacked for rank in timed if rank not in expected.slow}
     found: dict[str, str] = {}
-    if attacked == 0:
+    if attacked == 0 or (expected.ends and any(outcomes[rank].kind == "finished" for rank in expected.own)):
         found["not attacked"] = "; ".join(outcome.text or outcome.log[-200:] for outcome in outcomes)
     for rank in ranks:
         outcome = outcomes[rank]

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import itertools
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -116,6 +117,8 @@ class Worker:
 def run(job: Job, rank: int, controller: Connection) -> None:
     """Be rank ``rank`` of ``job``, from the first line of a user's program to the last."""
     torch.set_num_threads(1)
+    # A shell without job control starts what runs in the background with Ctrl-C ignored, and ranks would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tempfile.tempdir = None  # the host has looked for it already, and for torch's level of debugging
     dist.set_debug_level_from_env()
     if (device := os.environ["GLOO_SOCKET_IFNAME"]) != "lo":

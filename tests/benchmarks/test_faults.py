@@ -70,6 +70,7 @@ def test_the_judge_tells_good_from_bad() -> None:
     assert verdict_on([FINISHED, told, FINISHED], any_error) == ()
     assert verdict_on([FINISHED, gone, FINISHED], harmless) == ("false alarm",)
     assert judge([FINISHED] * 3, RIGHT, any_error, 0.0, 4.0).fails
+    assert verdict_on([FINISHED] * 3, Expected((1,), own=(1,), ends=True)) == ("not attacked",)
     assert {*GOALS} < {*FAILURES}
 
 
