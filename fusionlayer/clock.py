@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ class Clock(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait until every stamp that was taken has come. Only measurements between steps call this."""
+
+    def replayed(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Return what makes the device do the work of ``call`` once more; on the host that is ``call`` itself.
+
+        ``call`` has been made before. On a device its kernels are launched by one call, however many they are.
+        """
+        return call
 
     def waited(self, start: Stamp, end: Stamp) -> float:
         """Return the seconds from ``start`` to ``end``, when both have come: it waits as ``finish`` does."""
@@ -111,6 +119,21 @@ class DeviceClock(Clock):
     def worked(self) -> torch.cuda.Event:
         """Record a timed event."""
         return self.stamp()
+
+    def replayed(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Capture the kernels of ``call`` as a CUDA graph; return its replay, or ``call`` if it cannot be captured.
+
+        A call that asks the device for a number cannot.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            # Other threads may do as they like meanwhile, such as the one that watches over the ranks.
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                call()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)  # torch does not leave the stream of a capture that has failed
+            return call
+        return graph.replay
 
     def finish(self) -> None:
         """Wait for all streams of the device."""

@@ -90,7 +90,7 @@ class Config:
         "ranks that share a node, counted in rank order; null: those that share a host and its network", None
     )
     lanes: int | None = _setting(
-        "buckets of an optimizer that are under way at once; null: 2 on the CPU, 1 on a GPU; over NCCL always 1",
+        "buckets of an optimizer that are under way at once; null: 2; over NCCL always 1",
         None,
     )
     backend: Mapping[str, Any] | None = _setting(

@@ -23,6 +23,7 @@ __all__ = [
     "NO_CUDA_LIBRARY",
     "SEEDS",
     "BuildInfo",
+    "Chooser",
     "Messages",
     "Spec",
     "build_info",
@@ -35,7 +36,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_PLANES = 5
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
 SEEDS = (1 << 64) - 1  # the bits of a seed
@@ -70,6 +71,23 @@ class Messages(ctypes.Structure):
     ]
 
 
+class Chooser(ctypes.Structure):
+    """``fl_chooser`` of ``fusionlayer_codec.h``."""
+
+    _fields_ = [
+        ("estimator", ctypes.c_uint32),
+        ("reuse", ctypes.c_uint32),
+        ("k", ctypes.c_int64),
+        ("capacity", ctypes.c_int64),
+        ("sampled", ctypes.c_int64),
+        ("sample_k", ctypes.c_int64),
+        ("stages", ctypes.c_uint32),
+        ("most_stages", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("given", ctypes.c_double * 14),
+    ]
+
+
 _POINTER, _I32, _I64, _U32, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
 _VERBS = {
     "fl_encode": (Spec, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
@@ -87,6 +105,7 @@ _VERBS = {
     "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
     "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
     "fl_choose_largest": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
+    "fl_choose_threshold": (Chooser, _POINTER, _I64, *[_POINTER] * 5),
     "fl_choose_drawn": (Spec, _POINTER, _I64, _POINTER, _POINTER),
     "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, *[_POINTER] * 2, Messages, _POINTER),
 }

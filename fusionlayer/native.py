@@ -19,6 +19,7 @@ from .libraries import (
     MAX_PLANES,
     SEEDS,
     BuildInfo,
+    Chooser,
     Messages,
     Spec,
     build_info,
@@ -32,6 +33,7 @@ from .libraries import (
 
 __all__ = [
     "BuildInfo",
+    "Chooser",
     "MagnitudeStats",
     "Messages",
     "Spec",
@@ -41,6 +43,7 @@ __all__ = [
     "build_info",
     "choose_drawn",
     "choose_largest",
+    "choose_threshold",
     "count_above",
     "cpu",
     "crc32c",
@@ -55,6 +58,7 @@ __all__ = [
     "kth_magnitude",
     "library_path",
     "magnitude_stats",
+    "norm",
     "recode",
     "recode_from",
     "root_mean_square",
@@ -76,7 +80,8 @@ SPARSE_RANDOM = 1
 ZIP_AUTO, ZIP_WINDOW, ZIP_TABLE = 0, 1, 2
 THC_UNIFORM, THC_STOCHASTIC, THC_RANKS_SHIFT = 1, 2, 16
 DYNAMIQ_FLAT = 1
-MAX_THRESHOLDS = 16
+MAX_THRESHOLDS, MAX_ESTIMATES, THRESHOLD_NUMBERS = 16, 14, 5
+GIVEN, SAMPLED, NORMAL, BISECTED, TRIMMED, EXPONENTIAL, PARETO = range(7)  # enum fl_estimator
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 DEVICE_ERROR, BAD_MESSAGE = 3, 4
@@ -88,7 +93,7 @@ _STATUS = {
 }
 # One packer for each number of planes. Packing bytes takes a third of the time that setting a structure's fields does.
 _MESSAGES = [struct.Struct(f"@{planes}Q{(MAX_PLANES - planes) * 8}xqq") for planes in range(MAX_PLANES + 1)]
-_WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE = 0, 1, 2
+_WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE, _WORKSPACE_THRESHOLD = range(4)
 _INFINITY = 0x7F800000  # the bits of Inf as f32
 
 
@@ -240,11 +245,7 @@ def magnitude_stats(acc: Tensor, above: int = 0) -> MagnitudeStats:
 
     The sums are f64, in an order that depends on n alone.
     """
-    out = torch.empty(4, dtype=torch.int64, device=acc.device)
-    workspace = _workspace(_WORKSPACE_STATS, acc)
-    given = acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr()
-    _call("fl_magnitude_stats", acc, *given)
-    out = out.cpu()
+    out = _sums(acc, above).cpu()
     count, _, _, largest = out.tolist()
     _, total, squares, _ = out.view(torch.float64).tolist()
     return MagnitudeStats(count, total, squares, largest)
@@ -255,11 +256,25 @@ def root_mean_square(x: Tensor) -> Tensor:
 
     The sum is that of ``magnitude_stats``. On CUDA the host does not wait.
     """
-    out = torch.empty(4, dtype=torch.int64, device=x.device)
-    workspace = _workspace(_WORKSPACE_STATS, x)
-    _call("fl_magnitude_stats", x, x.data_ptr(), x.numel(), 0, workspace.data_ptr(), out.data_ptr())
+    out = _sums(x, 0)
     root = (out.view(torch.float64)[2] / max(1, x.numel())).sqrt().float()
     return torch.where(out[3] >= _INFINITY, math.nan, root)
+
+
+def norm(x: Tensor) -> Tensor:
+    """Return () f64: the root of the sum of squares of ``x`` (n,) f32, without those that are not finite.
+
+    On CUDA the host does not wait.
+    """
+    return _sums(x, 0).view(torch.float64)[2].sqrt()
+
+
+def _sums(acc: Tensor, above: int) -> Tensor:
+    """Return ``fl_magnitudes``, (4,) int64 on the device of ``acc`` (n,) f32."""
+    out = torch.empty(4, dtype=torch.int64, device=acc.device)
+    workspace = _workspace(_WORKSPACE_STATS, acc)
+    _call("fl_magnitude_stats", acc, acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr())
+    return out
 
 
 def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:
@@ -291,6 +306,24 @@ def choose_largest(acc: Tensor, k: int) -> Tensor:
     workspace = _workspace(_WORKSPACE_KTH, acc)
     given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), choice.data_ptr()
     _call("fl_choose_largest", acc, *given)
+    return choice
+
+
+def choose_threshold(how: Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None = None) -> Tensor:
+    """Return (2,) int64, a choice for ``sparse_encode``: about ``how.k`` of ``acc`` (n,) f32, by a threshold.
+
+    It is ``fl_choose_threshold``. On CUDA the host does not wait.
+
+    Args:
+        how: the way to find a threshold.
+        acc: (n,) f32, what a tensor has to send.
+        memory: (``THRESHOLD_NUMBERS``,) f32, what is kept from call to call; zeros to begin with.
+        sample: (``how.sampled``,) f32, for ``SAMPLED``.
+    """
+    choice = torch.empty(2, dtype=torch.int64, device=acc.device)
+    workspace = _workspace(_WORKSPACE_THRESHOLD, acc)
+    pointers = _pointer(sample), memory.data_ptr(), workspace.data_ptr(), choice.data_ptr()
+    _call("fl_choose_threshold", acc, how, acc.data_ptr(), acc.numel(), *pointers)
     return choice
 
 

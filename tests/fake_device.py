@@ -39,6 +39,7 @@ class FakeDevice(Clock):
         self.now = 0.0
         self.waits = 0
         self._streams: dict[int, float] = {}
+        self._worked = 0.0  # seconds of work, of all streams
 
     @property
     def _end(self) -> float:
@@ -47,6 +48,7 @@ class FakeDevice(Clock):
     def work(self, seconds: float) -> None:
         """Queue work of so many seconds on the calling thread's stream."""
         self._streams[threading.get_ident()] = self._end + seconds
+        self._worked += seconds
 
     def follow(self, moment: Moment) -> None:
         """Let the calling thread's stream wait for a moment of another stream."""
@@ -60,6 +62,12 @@ class FakeDevice(Clock):
 
     def worked(self) -> Moment:
         return self.stamp()
+
+    def replayed(self, call: Callable[[], object]) -> Callable[[], object]:
+        before = self._worked
+        call()
+        seconds = self._worked - before  # without the pauses in which the device waits for the host's next launch
+        return lambda: self.work(seconds)
 
     def finish(self) -> None:
         self.waits += 1

@@ -53,7 +53,8 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "codecs/",
-        ("dgc.py", "return limit / norm if norm > limit else 1.0", "return limit / norm", "short gradients grow"),
+        ("dgc.py", "return limit / norm.clamp_min(limit)", "return limit / norm", "short gradients grow"),
+        ("_sparse.py", 'or memory.device.type != "cpu" or', "or", "a kept threshold makes the host wait for a device"),
         ("_sparse.py", "max(1, math.floor(self.density * numel))", "max(1, math.ceil(self.density * numel))", "k of n"),
         ("_low_rank.py", "return rows, -(-numel // rows)", "return rows, numel // rows + 1", "shapes of flat tensors"),
         (

@@ -197,12 +197,13 @@ class Gpu:
 
     def set_stream(self, stream: Stream) -> None:
         if not hasattr(self._here, "stream") and threading.current_thread() is not threading.main_thread():
-            _Factories().__enter__()  # for good: this is a thread's own stream
+            _Factories().__enter__()  # for good: no thread but the main one goes on without the model
         self._here.stream = stream
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self._here.stream = self.current(), stream
+        before = self.current()
+        self.set_stream(stream)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""The communication thread on which the compressed calls of one process group run."""
+"""The compressed calls of one process group, in a row: on a communication thread, or over NCCL on the caller's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import FusionLayerError
 from ..scheduler.worker import Job, Worker
-from ..transport import Transport
+from ..transport import URGENT, Transport
 from .work import BackgroundWork, Ticket
 
 __all__ = ["CallQueue"]
@@ -24,24 +24,32 @@ class CallQueue:
     starts the thread and the transport. After a call has failed no further call runs, because ranks may be out of step.
     On CUDA, a call runs on a stream of the queue, after the work that the calling stream held when the call was made.
 
+    Over NCCL a call only queues work on the device. It does so within ``submit``: several communicators of a device
+    then get their work in the order of the program on all ranks, as over torch's own group.
+
     Args:
         name: name of the group, for errors.
         connect: makes the transport; the queue's thread calls it.
         compare: whether ranks meet before each call, on the CPU. NCCL cannot tell messages of different calls apart,
             but a meeting of ranks in different calls fails.
+        at_once: whether calls of CUDA tensors run within ``submit``. The transport must only queue their work then.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Transport], *, compare: bool = False) -> None:
+    def __init__(
+        self, name: str, connect: Callable[[], Transport], *, compare: bool = False, at_once: bool = False
+    ) -> None:
         self._name = name
         self._connect = connect
         self._compare = compare
+        self._at_once = at_once
+        self._failed: BaseException | None = None  # the first error of a call that ran within submit
         # Guards _worker, _closed and _last: another thread may close the queue while callers submit calls. It also
         # orders submit and _abandon: the worker may drop a job before submit has set work.job, which _abandon needs.
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._last: Job | None = None
         self._closed = False
-        # Only the queue's thread makes these two. Other threads read the transport for its counter, and close it.
+        # Only the thread that runs a call makes these two. Other threads read the transport for its counter, and close it.
         self._transport: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -64,9 +72,11 @@ class CallQueue:
         device = results[0].device
         work = BackgroundWork(results, Ticket(device))
         if self._worker is not None and self._worker.is_here:
-            work.job = Job(lambda: self._run(what, call, work), work.fail)
-            work.job.run(None)
-            work.job.finish()
+            self._run_here(what, call, work)
+        elif self._at_once and device.type == "cuda":
+            self._check_open()
+            self.drain()  # a call of CPU tensors may be under way, on the same transport
+            self._run_here(what, call, work)
         else:
             with self._lock:
                 work.job = self._open_worker().put(lambda: self._run(what, call, work), lambda: self._abandon(work))
@@ -97,9 +107,18 @@ class CallQueue:
             self._transport.finish()
         self._last = None
 
-    def _open_worker(self) -> Worker:
+    def _check_open(self) -> None:
         if self._closed:
             raise FusionLayerError(f"process group {self._name!r} was destroyed: it can send nothing any more")
+
+    def _run_here(self, what: str, call: Callable[[Transport], None], work: BackgroundWork) -> None:
+        work.job = Job(lambda: self._run(what, call, work), work.fail)
+        work.job.run(self._failed)
+        self._failed = self._failed or work.job.error
+        work.job.finish()
+
+    def _open_worker(self) -> Worker:
+        self._check_open()
         if self._worker is None:
             self._worker = Worker(f"fusionlayer group {self._name}")
         return self._worker
@@ -129,7 +148,7 @@ class CallQueue:
 
     def _side(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device, priority=URGENT)
         return self._stream
 
 

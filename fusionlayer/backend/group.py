@@ -387,7 +387,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
                 connect = partial(_connect, self._ranks, name, self._timeout, self._settings, device)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
-                self._queue = CallQueue(self.group_desc if described else name, connect, compare=compare)
+                at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors travel by gloo
+                name = self.group_desc if described else name
+                self._queue = CallQueue(name, connect, compare=compare, at_once=at_once)
                 # A program may drop a group without shutdown: its thread and connections must end all the same.
                 weakref.finalize(self, self._queue.close, wait=False).atexit = False
             return self._queue
@@ -421,7 +423,7 @@ def _connect(
 ) -> Transport:
     """Return the transport of a group's compressed calls, with NCCL if a CUDA ``device`` is given.
 
-    The queue's thread calls it, so the current device has to be set on that thread.
+    The thread that runs a call calls it, perhaps the queue's own, so the current device has to be set on it.
     """
     if device is not None:
         torch.cuda.set_device(device)

@@ -21,11 +21,10 @@ from ._capabilities import VariableSizeCodec
 from ._encoding import Encoding
 from ._state import TensorState
 
-__all__ = ["ALL", "INFINITE", "SMALLEST", "Choice", "Sparsifier", "ThresholdSparsifier", "bits_of", "value_of"]
+__all__ = ["ALL", "INFINITE", "MEMORY", "Choice", "Sparsifier", "ThresholdSparsifier", "bits_of"]
 
 ALL = -1  # every element that equals the threshold is sent
 INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite have these bits or larger ones
-SMALLEST = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
 # A threshold, and how many elements that equal it go: numbers of the host, or (2,) int64 on the gradient's device,
 # which the host never reads.
 Choice = tuple[int, int] | Tensor
@@ -33,7 +32,9 @@ Choice = tuple[int, int] | Tensor
 _LARGEST = struct.unpack("<f", struct.pack("<I", INFINITE - 1))[0]
 _SUPERBLOCK, _BLOCK = 1 << 16, 1 << 8
 _BITMAP, _BYTE, _SHORT = range(3)
-_STEPS = (1, 2, 3, 5, 8, 13, 21)  # steps of the ladder, in 1/128 of an octave
+_MOST_REUSE = 1 << 24  # ages are f32
+_MOST_COUNTED = 255  # pairs of a block of 256
+MEMORY, _AGE = "threshold", 1  # what is kept of a tensor's thresholds, and where in it a threshold's age is
 _VALUES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -43,12 +44,6 @@ def bits_of(magnitude: float) -> int:
         return INFINITE - 1
     bits: int = struct.unpack("<I", struct.pack("<f", max(magnitude, 0.0)))[0]
     return min(max(bits, 1), INFINITE - 1)
-
-
-def value_of(bits: int) -> float:
-    """Return the f32 with these ``bits``."""
-    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return value
 
 
 @dataclass(frozen=True)
@@ -237,7 +232,7 @@ class ThresholdSparsifier(Sparsifier):
             to 99 of 100 cases with a slack of 1.1, depending on the codec; in 57 to 85 with 1.0, in 78 to 100 with
             1.25.
         reuse: number of steps that use one threshold; 1 finds a new one in every step. A reused threshold needs a
-            single pass over the gradient. If it sends less than k / 4 or fills the message, it is found anew at once,
+            single pass over the gradient, on a GPU a second one that counts. If it sends less than k / 4 or fills the message, it is found anew at once,
             which costs more than not to reuse it. In that training nine of ten thresholds sent 0.4 to 2.2 k one step
             later, so reuse needs slack.
     """
@@ -257,16 +252,25 @@ class ThresholdSparsifier(Sparsifier):
     def capacity(self, numel: int) -> int:
         return min(numel, math.ceil(self.target(numel) * self.slack))
 
-    @abstractmethod
     def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
         """Return at most 14 thresholds that might send ``k`` elements of ``wanted`` (n,), the likeliest first.
 
-        An empty list makes the codec use the k-th magnitude itself.
+        An empty list makes the codec use the k-th magnitude itself. A number that is read from ``wanted`` makes the
+        host wait for its device; the core's estimators do not (``_chooser``).
         """
+        return []
 
-    def _choose(self, counts: Sequence[int], k: int, state: TensorState) -> int:
-        """Return the index of the estimate to use; ``counts[i]`` is how many elements estimate i would send."""
-        return 0
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, Tensor | None]:
+        """Return how the core finds a threshold that sends ``k`` of ``wanted`` (n,), and the sample that it needs."""
+        return self._how(native.GIVEN, wanted, k, self._estimate(wanted, k, state, seed)), None
+
+    def _how(
+        self, estimator: int, wanted: Tensor, k: int, given: Sequence[float] = (), *, stages: int = 1, most: int = 1
+    ) -> native.Chooser:
+        room = self.capacity(wanted.numel())
+        return native.Chooser(
+            estimator, min(self.reuse, _MOST_REUSE), k, room, 0, 0, stages, most, len(given), tuple(given)
+        )
 
     def _encode_sum(
         self, x: Tensor, scale: float, wanted: Tensor, body: Tensor, state: TensorState, seed: int, offset: int
@@ -277,49 +281,39 @@ class ThresholdSparsifier(Sparsifier):
         else:
             self._send(wanted, body, (kept, ALL), seed, offset, x=x, scale=scale)
             if self._is_sound(body, wanted.numel()):
-                state.numbers["age"] += 1
+                state.tensors[MEMORY][_AGE] += 1
                 return
             self._take_back(x, wanted, body)
-            state.numbers["age"] = self.reuse
         self._send(wanted, body, self._select(wanted, state, derive_seed(seed, offset)), seed, offset)
 
     def _select(self, wanted: Tensor, state: TensorState, seed: int) -> Choice:
         """Return what goes of ``wanted`` (n,)."""
-        n = wanted.numel()
-        k, capacity = self.target(n), self.capacity(n)
-        if k == n:
+        k = self.target(wanted.numel())
+        if k == wanted.numel():
             return 0, ALL
-        kept = self._kept(state)
-        own = [bits_of(value) for value in self._estimate(wanted, k, state, seed)] if kept is None else [kept]
-        if not own and self.reuse == 1:  # no later step needs the threshold, so the host does not wait for it
+        how, sample = self._chooser(wanted, k, state, seed)
+        if how.estimator == native.GIVEN and not how.count and self.reuse == 1:  # no later step needs the threshold
             return native.choose_largest(wanted, k)
-        last = int(state.numbers.get("threshold", own[0] if own else 0))
-        ladder = [*own, *_neighbours(last, 15 - len(own))] if own else []
-        *counts, broken = native.count_above(wanted, [*ladder, INFINITE])
-        # A value that is not finite makes the optimizer skip the step. Only such values are sent, so that the residual
-        # keeps all others.
-        if broken:
-            return INFINITE, ALL
-        usable = [i for i, count in enumerate(counts) if 0.8 * k <= count <= capacity]
-        chosen = self._choose(counts[: len(own)], k, state) if own and kept is None else 0
-        if usable:
-            threshold, ties = ladder[chosen if chosen in usable else max(usable, key=counts.__getitem__)], ALL
-        else:
-            threshold, above = native.kth_magnitude(wanted, k)
-            ties = k - above if threshold else int(not above)  # zeros need not travel, but a message has one pair
-        age = state.numbers["age"] if kept == threshold else 0
-        state.numbers.update(threshold=max(threshold, 1), age=age + 1)
-        return threshold, ties
+        if MEMORY not in state.tensors:
+            state.tensors[MEMORY] = torch.zeros(native.THRESHOLD_NUMBERS, device=wanted.device)
+        return native.choose_threshold(how, wanted, state.tensors[MEMORY], sample)
 
     def _kept(self, state: TensorState) -> int | None:
-        """Return the threshold of an earlier step if this step should reuse it, else None."""
-        return int(state.numbers["threshold"]) if state.numbers.get("age", self.reuse) < self.reuse else None
+        """Return the threshold of an earlier step if this step may try it in the pass that adds the gradient.
+
+        None on a device: only there is it known. The core tries it.
+        """
+        memory = state.tensors.get(MEMORY) if self.reuse > 1 else None
+        if memory is None or memory.device.type != "cpu" or not 1 <= memory[_AGE] < self.reuse:
+            return None
+        return bits_of(float(memory[0]))
 
     def _is_sound(self, body: Tensor, n: int) -> bool:
-        """Return whether a reused threshold sent about enough, did not fill the message and sent finite values only."""
-        ends, *_, values = self.wire(n).planes(body)
-        pairs, capacity = int(ends[-1]), self.capacity(n)
-        return 4 * pairs >= self.target(n) and (pairs < capacity or capacity == n) and bool(values.isfinite().all())
+        """Return whether a reused threshold surely sent what the core would let it send."""
+        ends, counts, _, values = self.wire(n).planes(body)
+        pairs = int(ends[-1])
+        cut = pairs >= self.capacity(n) or bool((counts == _MOST_COUNTED).any())
+        return 4 * pairs >= self.target(n) and not cut and bool(values.isfinite().all())
 
     def _take_back(self, x: Tensor, wanted: Tensor, body: Tensor) -> None:
         """Restore ``wanted`` to what it was before ``body`` was written, with ``x`` added."""
@@ -328,12 +322,6 @@ class ThresholdSparsifier(Sparsifier):
         # The core drops a value that is not finite and for which the message has no room: it is in neither of the two.
         if broken.any():
             wanted[broken] = x[broken].float()
-
-
-def _neighbours(bits: int, count: int) -> list[int]:
-    """Return the bits of ``count`` magnitudes on both sides of that of ``bits``, nearest first."""
-    steps = [sign * step << 16 for step in _STEPS for sign in (1, -1)]
-    return [min(max(bits + step, 1), INFINITE - 1) for step in steps[:count]]
 
 
 def _is_number(value: object) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,11 @@ from ..errors import ConfigError
 from ..wire import WireFormat
 from ._base import Codec
 from ._encoding import Encoding
-from ._sparse import ThresholdSparsifier, value_of
+from ._sparse import ThresholdSparsifier
 from ._state import TensorState
 
 __all__ = ["DGC", "clipping", "warm_up_density"]
 
-_LOWERED = tuple(0.8**i for i in range(6))
 _RANK = 16  # the threshold is the 16th largest of the sample or a later one: its count is mostly off by 1/4 at most
 
 
@@ -29,10 +27,10 @@ def warm_up_density(density: float, stage: int, stages: int) -> float:
     return float(density ** ((stage + 1) / (stages + 1)))
 
 
-def clipping(norm: float, limit: float, ranks: int) -> float:
-    """Return the factor, at most 1, that clips a rank's gradient of norm ``norm`` to limit / sqrt(ranks)."""
+def clipping(norm: Tensor, limit: float, ranks: int) -> Tensor:
+    """Return the factor () f64, at most 1, that clips a rank's gradient of norm ``norm`` to limit / sqrt(ranks)."""
     limit /= math.sqrt(ranks)
-    return limit / norm if norm > limit else 1.0
+    return limit / norm.clamp_min(limit)
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,10 @@ class DGC(ThresholdSparsifier, name="dgc"):
     def encode_tensor(
         self, x: Tensor, payload: Tensor, state: TensorState, *, scale: float = 1.0, ranks: int = 1, seed: int = 0
     ) -> None:
-        if self.clip_norm is not None:
-            norm = abs(scale) * native.magnitude_stats(x.float()).squares ** 0.5
-            scale *= clipping(norm, self.clip_norm, ranks)
+        if self.clip_norm is not None:  # on a device the norm stays there
+            given = x.float()
+            factor = clipping(native.norm(given) * abs(scale), self.clip_norm, ranks) * scale
+            x, scale = given * factor.float(), 1.0
         super().encode_tensor(x, payload, state, scale=scale, ranks=ranks, seed=seed)
 
     def _encode_sum(
@@ -116,12 +115,10 @@ class DGC(ThresholdSparsifier, name="dgc"):
             )
         super()._encode_rows(x, bodies, form, how)
 
-    def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, Tensor]:
         # Rows of a matrix often have a power of two elements: an odd stride does not sample the same columns always.
         stride = max(1, min(round(1 / self.sampling), k // _RANK)) | 1
         sample = wanted[seed % stride :: stride].contiguous()
-        bits, _ = native.kth_magnitude(sample, math.ceil(k / wanted.numel() * sample.numel()))
-        return [value_of(bits) * factor for factor in _LOWERED]
-
-    def _choose(self, counts: Sequence[int], k: int, state: TensorState) -> int:
-        return next((i for i, count in enumerate(counts) if count >= 0.8 * k), len(counts) - 1)
+        how = self._how(native.SAMPLED, wanted, k)
+        how.sampled, how.sample_k = sample.numel(), math.ceil(k / wanted.numel() * sample.numel())
+        return how, sample

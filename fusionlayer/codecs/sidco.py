@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,31 +11,14 @@ from torch import Tensor
 
 from .. import native
 from ..errors import ConfigError
-from ._sparse import SMALLEST, ThresholdSparsifier, bits_of
+from ._sparse import MEMORY, ThresholdSparsifier
 from ._state import TensorState
 
-__all__ = ["SIDCo", "exponential_tail", "gamma_tail", "pareto_tail", "stage_ratios"]
+__all__ = ["SIDCo", "gamma_tail"]
 
-_FIRST_RATIO = 0.25
-_WINDOW = 5  # the number of stages adapts after so many estimates
+_FIRST_SHARE = 0.25  # of the elements, for the first of several stages
+_MOST_STAGES = 64
 _SAMPLE = 1 << 16
-
-
-def exponential_tail(mean: float, ratio: float) -> float:
-    """Return the value that a share ``ratio`` of exponential values exceeds."""
-    return -mean * math.log(ratio)
-
-
-def pareto_tail(mean: float, variance: float, ratio: float) -> float:
-    """Return the value that a share ``ratio`` of generalized Pareto values exceeds, with a fit by moments.
-
-    If variance = mean^2, the shape is 0 and the distribution is exponential.
-    """
-    relative = mean * mean / variance if variance > 0 else math.inf
-    shape = 0.5 * (relative - 1)
-    if not abs(shape) > 1e-6 or math.isinf(shape):
-        return exponential_tail(mean, ratio)
-    return 0.5 * mean * (relative + 1) * (1 - math.pow(ratio, shape)) / shape
 
 
 def gamma_tail(mean: float, log_gap: float, ratio: float) -> float:
@@ -52,13 +34,6 @@ def gamma_tail(mean: float, log_gap: float, ratio: float) -> float:
     gap = max(log_gap, 1e-6)
     shape = (3 - gap + math.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
     return mean / shape * float(gammaincinv(shape, 1 - ratio))
-
-
-def stage_ratios(ratio: float, stages: int) -> list[float]:
-    """Return the share of each stage; their product is ``ratio``, the first is 1/4."""
-    if stages == 1 or ratio >= _FIRST_RATIO:
-        return [ratio]
-    return [_FIRST_RATIO] + [(ratio / _FIRST_RATIO) ** (1 / (stages - 1))] * (stages - 1)
 
 
 @dataclass(frozen=True)
@@ -88,36 +63,25 @@ class SIDCo(ThresholdSparsifier, name="sidco"):
         if type(self.stages) is not int or not 1 <= self.stages <= 16:
             raise ConfigError(f"sidco codec: stages={self.stages!r}; expected 1 to 16")
 
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, None]:
+        estimator = native.EXPONENTIAL if self.distribution == "exponential" else native.PARETO
+        most = min(_MOST_STAGES, max(1, math.ceil(-math.log2(self.density))))
+        return self._how(
+            estimator, wanted, k, self._estimate(wanted, k, state, seed), stages=self.stages, most=most
+        ), None
+
     def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
+        """Return the first stage's threshold where the core does not find it: of a gamma distribution."""
+        if self.distribution != "gamma":
+            return []
         stats = native.magnitude_stats(wanted, 1)
         if stats.count <= k:
-            return [SMALLEST]
-        threshold = 0.0
-        for stage, ratio in enumerate(stage_ratios(k / stats.count, int(state.numbers.get("stages", self.stages)))):
-            if stage:
-                stats = native.magnitude_stats(wanted, bits_of(threshold))
-            if stats.count < 2:
-                break
-            whole = stats.total / stats.count
-            mean, variance = whole - threshold, stats.squares / stats.count - whole * whole
-            if self.distribution == "exponential":
-                threshold += exponential_tail(mean, ratio)
-            elif self.distribution == "gamma" and not stage:
-                threshold = gamma_tail(mean, _log_gap(wanted, seed), ratio)
-            else:
-                threshold += pareto_tail(mean, variance, ratio)
-        return [threshold]
-
-    def _choose(self, counts: Sequence[int], k: int, state: TensorState) -> int:
-        numbers = state.numbers
-        numbers["sent"] = numbers.get("sent", 0) + counts[0] / k
-        numbers["estimates"] = numbers.get("estimates", 0) + 1
-        if numbers["estimates"] == _WINDOW:
-            mean = numbers["sent"] / _WINDOW
-            stages = numbers.get("stages", self.stages) + (mean < 0.8) - (mean > 1.2)
-            most = max(1, math.ceil(-math.log2(self.density)))
-            numbers.update(stages=min(max(stages, 1), most), sent=0, estimates=0)
-        return 0
+            return []
+        kept = state.tensors.get(MEMORY)
+        stages = self.stages if kept is None else int(kept[2]) or self.stages
+        ratio = k / stats.count
+        share = ratio if stages == 1 else max(ratio, _FIRST_SHARE)
+        return [gamma_tail(stats.total / stats.count, _log_gap(wanted, seed), share)]
 
 
 def _log_gap(x: Tensor, seed: int) -> float:

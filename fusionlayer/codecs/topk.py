@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ._sparse import ThresholdSparsifier
-from ._state import TensorState
 
 __all__ = ["TopK"]
 
@@ -20,6 +17,3 @@ class TopK(ThresholdSparsifier, name="topk"):
     """
 
     slack: float = 1.0
-
-    def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
-        return []

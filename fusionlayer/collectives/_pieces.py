@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from ..timeline import carried
-from ..transport import Transport
+from ..transport import URGENT, Transport
 
 __all__ = ["IN_FLIGHT", "Piece", "cut", "pipeline"]
 
@@ -21,8 +21,6 @@ Piece = Iterator[Callable[[], None]]
 
 # Pieces under way. While the oldest one computes, the other one has the network. More would only take more memory.
 IN_FLIGHT = 2
-# The priority of a stream on which messages travel.
-_URGENT = -1
 
 
 def cut(numel: int, piece: int | None, unit: int) -> list[slice]:
@@ -144,6 +142,6 @@ class _StreamWorker(CommWorker):
 def _beside(computing: torch.cuda.Stream) -> torch.cuda.Stream:
     """Return the stream for the calls of what ``computing`` computes: always the same one, and another one."""
     # torch deals out a few streams again and again, so a new one may be the computing one itself.
-    while (travelling := torch.cuda.Stream(computing.device, priority=_URGENT)) == computing:
+    while (travelling := torch.cuda.Stream(computing.device, priority=URGENT)) == computing:
         pass
     return travelling

@@ -19,7 +19,10 @@ from ._hops import send_and_receive
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .ring import schedule
 
-__all__ = ["all_gather", "reduce_scatter", "ring_reduce_scatter", "row_piece"]
+__all__ = ["SUITABLE", "all_gather", "reduce_scatter", "ring_reduce_scatter"]
+
+SUITABLE = 0
+"""As a piece: as many elements as suit the device."""
 
 _ROW = 1 << 20
 # Of all rows together, and of rows of a device alone. The host launches kernels for each piece and calls the network's
@@ -27,8 +30,10 @@ _ROW = 1 << 20
 _DEVICE_BYTES = 64 << 20
 
 
-def row_piece(x: Tensor, rows: int) -> int:
-    """Return how many elements of each of ``rows`` rows should travel at a time, of the type and device of ``x``."""
+def _piece(piece: int | None, x: Tensor, rows: int) -> int | None:
+    """Return how many elements of each of ``rows`` rows travel at a time, of the type and device of ``x``."""
+    if piece != SUITABLE:
+        return piece
     if x.device.type == "cpu":
         return _ROW
     return max(_ROW, _DEVICE_BYTES // (rows * x.element_size()))
@@ -41,7 +46,7 @@ def all_gather(
     transport: Transport,
     *,
     seed: int = 0,
-    piece: int | None = None,
+    piece: int | None = SUITABLE,
     differences: bool = False,
 ) -> None:
     """Fill row r of ``out`` (size, n) with rank r's ``x`` (n,): one quantisation, the same bits on every rank.
@@ -54,11 +59,12 @@ def all_gather(
         codec: what travels; made the same on all ranks.
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
-        piece: elements that travel at a time, while others are encoded or decoded; None: all.
+        piece: elements of a row that travel at a time, while others are encoded or decoded; None: all.
         differences: with a lossy codec, send ``x``, in f32, minus this rank's row of ``out``, and add the received
             differences to the rows, rounded once. The next difference contains what this one lost (SDP4Bit,
             Algorithm 2).
     """
+    piece = _piece(piece, x, transport.size)
     if codec.zips and x.dtype in DTYPE_CODES:
         zipped.all_gather(x, out.view(-1), codec, transport, piece=piece)
         return
@@ -106,13 +112,14 @@ def all_gather(
 
 
 def reduce_scatter(
-    x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, piece: int | None = None
+    x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, piece: int | None = SUITABLE
 ) -> None:
     """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n), in rank order in f32.
 
     One quantisation. The arguments are those of ``all_gather``; rows are cut into pieces.
     """
     size, numel = x.shape
+    piece = _piece(piece, x, size)
     if codec.zips and x.dtype in DTYPE_CODES:
         zipped.reduce_scatter(x.view(-1), out, codec, transport, piece=piece)
         return
@@ -154,7 +161,7 @@ def ring_reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transpo
     those of ``reduce_scatter``, without pieces. A codec that agrees over ranks gives each row its own budget.
     """
     if codec.lossless:
-        return reduce_scatter(x, out, codec, transport, seed=seed)
+        return reduce_scatter(x, out, codec, transport, seed=seed, piece=None)
     (size, numel), rank = x.shape, transport.rank
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))

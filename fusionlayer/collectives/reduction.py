@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -198,6 +199,6 @@ def reduce_scatter_flat(
         algorithm: "ring" passes sums on from rank to rank; None sends each row straight to its rank.
         seed: as in ``reduce_flat``.
     """
-    scatter = halves.ring_reduce_scatter if algorithm == "ring" else halves.reduce_scatter
+    scatter = halves.ring_reduce_scatter if algorithm == "ring" else partial(halves.reduce_scatter, piece=None)
     scatter(scaling.scaled(rows), out, codec, transport, seed=seed)
     scaling.scale_after_(out)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import codecs
+from ..clock import Clock, Stamp, clock_of
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..transport import Transport
@@ -105,6 +106,7 @@ class _Cell:
         self.decided = False
         self.look = 1  # forms are timed from this call on
         self.pending: list[bool] = []  # forms still to be timed, one in each call; True is zipped
+        self.timed: list[tuple[bool, Stamp, Stamp]] = []  # forms with beginning and end, whose seconds are not read yet
         self.samples: dict[bool, deque[float]] = {form: deque(maxlen=SAMPLES) for form in (False, True)}
         self.factor: float | None = None
         self.agreed: tuple[float, float, float] | None = None  # seconds of both forms, factor
@@ -126,18 +128,26 @@ class Switcher:
         transport: the ranks; only the calling thread uses it.
         codec: lossless and of variable size; None is ``zip``.
         expected: costs of collectives, by name, used until there are measurements; the same on all ranks.
+        clock: times the calls; None is that of the tensors' device. What a device has done is read in the next call of
+            the same size, so that the host need not wait for it.
 
     Raises:
         ConfigError: the codec is not lossless and of variable size.
     """
 
     def __init__(
-        self, transport: Transport, codec: Codec | None = None, *, expected: Mapping[str, Costs] | None = None
+        self,
+        transport: Transport,
+        codec: Codec | None = None,
+        *,
+        expected: Mapping[str, Costs] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.codec = codec or codecs.get("zip").bare
         if not self.codec.zips:
             raise ConfigError(f"a switcher got {self.codec}; expected a lossless codec of variable size, such as zip")
         self._transport = transport
+        self._clock = clock
         self._expected = dict(expected or {})
         self._cells: dict[tuple[str, int], _Cell] = {}
         self._sync = 0.0
@@ -265,15 +275,18 @@ class Switcher:
         cell = self._cells.setdefault((kind, nbytes.bit_length()), _Cell())
         cell.calls += 1
         cell.nbytes = nbytes
+        clock = self._clock or clock_of(like.device)
+        if cell.timed and not cell.pending:
+            self._agree(kind, cell, clock)
         if not cell.pending and cell.calls >= cell.look:
             self._begin_to_look(kind, cell, precision)
         if not cell.pending:
             (zipped if cell.zips else native)()
             return cell.zips
         form = cell.pending.pop(0)
-        self._time(cell, form, zipped if form else native, like.device, (nbytes if sent is None else sent) * precision)
-        if not cell.pending:
-            self._agree(kind, cell)
+        self._time(cell, form, zipped if form else native, clock, (nbytes if sent is None else sent) * precision)
+        if not cell.pending and not clock.lags:
+            self._agree(kind, cell, clock)
         return form
 
     # ---- choices ----------------------------------------------------------------------------------------------------
@@ -324,18 +337,20 @@ class Switcher:
         first = cell.zips
         cell.pending = [first, not first] * (1 if cell.agreed else RECENT if cell.decided else SAMPLES)
 
-    def _time(self, cell: _Cell, form: bool, call: Callable[[], object], device: torch.device, elements: float) -> None:
-        # All ranks start together. Otherwise the time would contain the wait for the last rank.
-        self._transport.barrier()
-        _wait_for(device)
-        before, start = self._transport.bytes_sent, time.perf_counter()
+    def _time(self, cell: _Cell, form: bool, call: Callable[[], object], clock: Clock, elements: float) -> None:
+        # All ranks start together. Otherwise the time would contain the wait for the last rank. Devices meet in a sum.
+        self._transport.all_reduce(torch.zeros(1, device=clock.device)) if clock.lags else self._transport.barrier()
+        before, start = self._transport.bytes_sent, clock.stamp()
         call()
-        _wait_for(device)
-        cell.samples[form].append(time.perf_counter() - start)
+        cell.timed.append((form, start, clock.stamp()))
         if form and elements:
             cell.factor = (self._transport.bytes_sent - before) / elements
 
-    def _agree(self, kind: str, cell: _Cell) -> None:
+    def _agree(self, kind: str, cell: _Cell, clock: Clock) -> None:
+        for form, begun, ended in cell.timed:
+            passed = clock.seconds(begun, ended)
+            cell.samples[form].append(clock.waited(begun, ended) if passed is None else passed)
+        cell.timed.clear()
         counting = RECENT if cell.decided else SAMPLES
         mine = [statistics.median(list(cell.samples[form])[-counting:]) for form in (False, True)]
         known = torch.tensor([*mine, cell.factor or 0.0, self._sync], dtype=torch.float64)
@@ -373,11 +388,6 @@ def describe(costs: Costs, precision: float = 1.0) -> str:
 
 def _line(line: AlphaBeta) -> str:
     return f"{1e3 * line.alpha:.3f} ms + {1e9 * line.beta:.3f} ns per byte"
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def switcher_of(transport: Transport, codec: Codec | None = None) -> Switcher:

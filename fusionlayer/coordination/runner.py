@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ConfigError
 from ..timeline import Timeline
-from ..transport import Transport
+from ..transport import URGENT, Transport
 from .execution import OperationPart, execute
 from .operation import Operation
 from .requests import ALL_RANKS
@@ -126,7 +126,7 @@ class Runner:
             return
         where = operations[0].tensors[0].device
         if where not in self._streams:
-            self._streams[where] = torch.cuda.Stream(where)
+            self._streams[where] = torch.cuda.Stream(where, priority=URGENT)
         stream = self._streams[where]
         with torch.cuda.stream(stream):
             for operation in operations:

@@ -19,7 +19,7 @@ from ..plan import FusionPlan, TensorInfo
 from ..planning.autotune import Autotune, Autotuner
 from ..planning.codec_rules import AUTO, CodecRule, CodecRules
 from ..planning.profile import Profile
-from ..scheduler import CPU_LANES, Engine, PlanController, Scaling, planners
+from ..scheduler import LANES, Engine, PlanController, Scaling, planners
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from ..transport import Transport
@@ -86,7 +86,7 @@ def make_engine(
         error_feedback=options.error_feedback if options.error_feedback is not None else settings.error_feedback,
         scaling=scaling,
         timeline=timeline,
-        lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
+        lanes=settings.lanes or LANES,
         overlap_forward=overlap_forward,
         clock=clock_of(device),
     )

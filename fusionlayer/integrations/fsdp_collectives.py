@@ -109,8 +109,7 @@ class AllGather(_Collective):
         else:
             # The seed is the same within a step, so that stochastic rounding gives backward the weights of forward.
             rows, seed = output_tensor.view(transport.size, -1), derive_seed(self._shards.version, self._number)
-            piece = halves.row_piece(input_tensor, transport.size)
-            halves.all_gather(input_tensor, rows, codec, transport, seed=seed, piece=piece)
+            halves.all_gather(input_tensor, rows, codec, transport, seed=seed)
         self._direction.bytes_sent += transport.bytes_sent - before
 
 
@@ -216,8 +215,7 @@ class ReduceScatter(_Collective):
 
 
 def _reduce(x: Tensor, out: Tensor, codec: Codec, transport: Transport, seed: int = 0) -> None:
-    piece = halves.row_piece(x, transport.size)
-    halves.reduce_scatter(x.view(transport.size, -1), out, codec, transport, seed=seed, piece=piece)
+    halves.reduce_scatter(x.view(transport.size, -1), out, codec, transport, seed=seed)
 
 
 def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -> None:

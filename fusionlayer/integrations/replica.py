@@ -94,7 +94,6 @@ class Replica:
             self._whole = True
         if main is not None:
             seed = derive_seed(version, self._number)
-            piece = halves.row_piece(main, transport.size)
-            halves.all_gather(main, rows, self._codec, transport, seed=seed, piece=piece, differences=True)
+            halves.all_gather(main, rows, self._codec, transport, seed=seed, differences=True)
             self._own.copy_(mine)
             self.version = version

@@ -254,8 +254,7 @@ class _Part:
         if transport.size > 1:
             own = torch.empty_like(own)
             rows = self._gradients.view_as(self._rows)
-            piece = halves.row_piece(rows, transport.size)
-            halves.reduce_scatter(rows, own, codec, transport, seed=seed, piece=piece)
+            halves.reduce_scatter(rows, own, codec, transport, seed=seed)
         own[self._filled :] = 0  # a codec's rotation spreads values into the padding, which belongs to no parameter
         self.main.grad = own.float()
 
@@ -265,12 +264,10 @@ class _Part:
             self._own.copy_(self.main)
         elif weights.differences:
             main = self.main.detach()
-            piece = halves.row_piece(main, transport.size)
-            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, piece=piece, differences=True)
+            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, differences=True)
         else:
             mine = self.main.to(self._replica.dtype)
-            piece = halves.row_piece(mine, transport.size)
-            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed, piece=piece)
+            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed)
 
     def frozen(self) -> list[tuple[Tensor, Tensor]]:
         """Return the places in ``main`` of this rank's elements of frozen parameters, with copies of their values."""

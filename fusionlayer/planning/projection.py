@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..plan import TensorInfo
 from ..registry import nearest
 from ..scheduler import planners
-from ..scheduler.lane import CPU_LANES
+from ..scheduler.lane import LANES
 from ..scheduler.planners import StepCosts
 from .bucket_costs import BucketCosts
 from .cluster import Scenario
@@ -55,7 +55,7 @@ class Method:
     algorithm: str | None
     fuse: Fuse
     overlap_forward: bool = False
-    lanes: int = CPU_LANES  # gloo, which DDP uses, has as many threads
+    lanes: int = LANES  # gloo, which DDP uses, has as many threads
 
     @classmethod
     def named(cls, name: str, profile: Profile, algorithm: str | None = None, planner: str | None = None) -> Method:
@@ -125,7 +125,7 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
     model = profile.model
     runs = method.fuse([tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors)))
     buckets = [PlannedBucket([tensor.name for tensor in run], costs) for run in runs]
-    lanes = 1 if profile.machine.on_device else method.lanes
+    lanes = 1 if profile.machine.on_device and profile.staging is None else method.lanes  # over NCCL one
     return predict(model, buckets, Resources(cluster.cores, cluster.threads, lanes, method.overlap_forward))
 
 

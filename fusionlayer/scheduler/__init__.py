@@ -4,13 +4,13 @@ from ..collectives import Scaling
 from .ahead import AheadBuffer
 from .engine import Engine
 from .failure import located
-from .lane import CPU_LANES
+from .lane import LANES
 from .memory import Memory
 from .plan_controller import PlanController, StepSeconds
 from .worker import Job, Worker
 
 __all__ = [
-    "CPU_LANES",
+    "LANES",
     "AheadBuffer",
     "Engine",
     "Job",

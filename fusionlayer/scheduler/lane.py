@@ -8,16 +8,13 @@ from functools import partial
 
 import torch
 
-from ..transport import Transport
+from ..transport import URGENT, Transport
 from .worker import Job, Jobs, Worker
 
-__all__ = ["CPU_LANES", "Lane"]
+__all__ = ["LANES", "Lane"]
 
-CPU_LANES = 2
-"""How many lanes an optimizer of CPU tensors has by default."""
-
-# Kernels of backward that are queued already must not hold up a bucket: other ranks wait for it.
-_URGENT = -1
+LANES = 2
+"""How many lanes an optimizer has by default. Over NCCL an engine has one, whatever it is told."""
 
 
 class Lane:
@@ -35,7 +32,7 @@ class Lane:
 
     def __init__(self, transport: Transport, device: torch.device, name: str) -> None:
         self.transport = transport
-        self._stream = torch.cuda.Stream(device, priority=_URGENT) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=URGENT) if device.type == "cuda" else None
         self._is_at_once = transport.only_queues(device)
         self._worker = Jobs(name) if self._is_at_once else Worker(name)
         if not self._is_at_once:

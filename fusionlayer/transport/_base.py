@@ -14,7 +14,11 @@ from torch import Tensor
 from ..errors import ConfigError, PlanMismatch, TransportError
 from ..wire import digest
 
-__all__ = ["Transport"]
+__all__ = ["URGENT", "Transport"]
+
+URGENT = -1
+"""Priority of a stream that carries messages. Kernels of backward that are queued already must not hold up a message:
+other ranks wait for it."""
 
 # Up to this size all_reduce_max sends the whole tensor to every rank: one exchange instead of two.
 _WHOLE_BYTES = 1 << 12

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusionlayer import native
 from fusionlayer.errors import WireError
 
-from . import int_reference
+from . import int_reference, threshold_oracle
 
 SUPERBLOCK, BLOCK, INFINITE = 1 << 16, 256, 0x7F800000
 BITMAP, BYTE, SHORT = range(3)
@@ -57,6 +57,10 @@ def choose_largest(acc: Tensor, k: int) -> Tensor:
     if count_above(acc, [INFINITE])[0]:
         return torch.tensor([INFINITE, -1])
     return torch.tensor([magnitude, k - above if magnitude else int(not above)])
+
+
+def choose_threshold(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None = None) -> Tensor:
+    return threshold_oracle.choose(how, acc, memory, sample, (magnitude_stats, count_above, kth_magnitude))
 
 
 def choose_drawn(spec: native.Spec, acc: Tensor, threshold: int) -> Tensor:

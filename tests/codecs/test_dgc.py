@@ -64,8 +64,8 @@ def test_momentum_needs_the_memory_of_a_tensor() -> None:
 
 
 def test_clipping_leaves_each_rank_its_part() -> None:
-    assert clipping(3.0, 4.0, 1) == clipping(2.0, 4.0, 4) == 1.0
-    assert clipping(8.0, 4.0, 1) == 0.5 and clipping(8.0, 4.0, 4) == 0.25
+    for norm, ranks, factor in ((3.0, 1, 1.0), (2.0, 4, 1.0), (8.0, 1, 0.5), (8.0, 4, 0.25)):
+        assert clipping(torch.tensor(norm), 4.0, ranks) == factor
     x = gradient(N, 1, torch.bfloat16)
     norm = float(x.double().norm())
     for ranks, scale in ((1, 1.0), (4, 0.25)):

@@ -13,10 +13,24 @@ from torch import Tensor
 
 from fusionlayer import codecs, native
 from fusionlayer.codecs import TensorState
-from fusionlayer.codecs._sparse import INFINITE, ThresholdSparsifier, bits_of, value_of
-from fusionlayer.codecs.gaussiank import gaussian_threshold
-from fusionlayer.codecs.redsync import between, bisect, trim
-from fusionlayer.codecs.sidco import exponential_tail, gamma_tail, pareto_tail, stage_ratios
+from fusionlayer.codecs._sparse import ThresholdSparsifier
+from fusionlayer.codecs._sparse import bits_of as bits_in_the_package
+from fusionlayer.codecs.sidco import gamma_tail
+from tests.synthetic import awkward
+
+from . import sparse_oracle, threshold_oracle
+from .threshold_oracle import (
+    INFINITE,
+    between,
+    bisect,
+    bits_of,
+    exponential_tail,
+    gaussian_threshold,
+    pareto_tail,
+    stage_ratios,
+    trim,
+    value_of,
+)
 
 pytestmark = pytest.mark.short
 
@@ -39,17 +53,45 @@ def sent(name: str, shape: str, seed: int = 0, **options: object) -> tuple[float
     """Return what the estimate, and what the codec chose after refining it, would send; shares of k."""
     codec = codecs.get(name, **options)
     assert isinstance(codec, ThresholdSparsifier)
-    state = TensorState()
-    estimates = codec._estimate(values(shape), K, state, seed)
+    how, sample = codec._chooser(values(shape), K, TensorState(), seed)
+    verbs = native.magnitude_stats, native.count_above, native.kth_magnitude
+    estimates = threshold_oracle.estimates(how, values(shape), torch.zeros(5), sample, verbs)
     counts = native.count_above(values(shape), [bits_of(value) for value in estimates])
-    return counts[0] / K, counts[codec._choose(counts, K, state)] / K
+    return counts[0] / K, counts[threshold_oracle.settled(how, counts)] / K
+
+
+NAMES = ["topk", "dgc", "gaussiank", "redsync", "redsync_trim", "sidco"]
+
+
+@pytest.mark.parametrize("reuse", [1, 3])
+@pytest.mark.parametrize("name", [*NAMES, "sidco generalized_pareto", "sidco gamma"])
+def test_the_core_chooses_what_the_formulas_say(name: str, reuse: int) -> None:
+    """Step after step, of values of all kinds: thresholds, ties, ages and stages."""
+    name, _, distribution = name.partition(" ")
+    options = {"distribution": distribution} if distribution else {}
+    n = 20_000
+    student = values("student")
+    kinds = [values("normal")[:n], values("laplace")[:n], student[:n], student[n : 2 * n].round()]
+    kinds += [torch.where(torch.arange(n) % 700 == 0, student[:n], 0), awkward(n, 32, torch.float32), torch.zeros(n)]
+    for density in (0.01, 0.3):
+        codec = codecs.get(name, density=density, slack=1.5, reuse=reuse, **options)
+        assert isinstance(codec, ThresholdSparsifier)
+        k, state, memory = codec.target(n), TensorState(), torch.zeros(5)
+        state.tensors["threshold"] = memory.clone()
+        for step in range(24):
+            acc = kinds[step % 7 if step > 12 else step // 4] * (1 + step % 3)
+            how, sample = codec._chooser(acc, k, state, step)
+            chosen = native.choose_threshold(how, acc, state.tensors["threshold"], sample)
+            assert torch.equal(chosen, sparse_oracle.choose_threshold(how, acc, memory, sample)), (density, step)
+            assert torch.equal(state.tensors["threshold"], memory), (density, step)
 
 
 def test_bits_and_values() -> None:
-    assert [bits_of(value) for value in (1.0, 0.0, -1.0, 1e-50, math.inf, 1e300, math.nan)] == [
-        *(0x3F800000, 1, 1, 1),
-        *[INFINITE - 1] * 3,
-    ]
+    for bits in (bits_of, bits_in_the_package):
+        assert [bits(value) for value in (1.0, 0.0, -1.0, 1e-50, math.inf, 1e300, math.nan)] == [
+            *(0x3F800000, 1, 1, 1),
+            *[INFINITE - 1] * 3,
+        ]
     assert value_of(0x40490FDB) == pytest.approx(math.pi, rel=1e-6) and value_of(INFINITE) == math.inf
 
 
@@ -154,11 +196,12 @@ def test_sidco_sends_what_its_distribution_makes_of_the_values(
 def test_sidco_finds_its_number_of_stages() -> None:
     codec = codecs.get("sidco", stages=1)
     assert isinstance(codec, ThresholdSparsifier)
-    state = TensorState()
+    how, _ = codec._chooser(values("laplace"), 1000, TensorState(), 0)
+    memory = torch.zeros(5)
 
     def estimates_send(share: float) -> list[float]:
         """Return the number of stages after each of 25 estimates."""
-        return [codec._choose([round(share * 1000)], 1000, state) or state.numbers.get("stages", 1) for _ in range(25)]
+        return [threshold_oracle.adapt(how, round(share * 1000), memory) or int(memory[2]) or 1 for _ in range(25)]
 
     assert estimates_send(0.5) == [1] * 4 + [2] * 5 + [3] * 5 + [4] * 5 + [5] * 5 + [6]
     assert estimates_send(0.1)[-1] == 7, "no more than the logarithm of the density to base 1/2"

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fusionlayer as fl
+from fusionlayer import clock as clocks
 from fusionlayer import codecs
 from fusionlayer.codecs.zip import Zip
 from fusionlayer.collectives import switching
@@ -23,6 +25,7 @@ from fusionlayer.collectives.switching import Costs, Switcher, describe, switche
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport, local
 from tests.codecs.conformance import same_bits
+from tests.fake_device import FakeDevice
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -44,8 +47,30 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(switching, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for module in (switching, clocks):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_on_a_device_the_host_reads_what_the_device_has_done_before(late: bool) -> None:
+    """In the next call of this size; only where the device lags further behind the host waits for it."""
+
+    def body(transport: Transport) -> tuple[list[bool], int]:
+        device = FakeDevice()
+        switcher = Switcher(transport, clock=device)
+        chosen = []
+        for _ in range(2 * switching.SAMPLES + 4):
+            native, zipped = (partial(device.work, seconds) for seconds in (3.0 + transport.rank, 2.0))
+            chosen.append(switcher.run("all_gather", 1 << 20, native, zipped, like=LIKE))
+            device.now += 1.0 if late else 10.0
+        (decision,) = switcher.decisions
+        assert (decision.native, decision.zipped) == (4.0, 2.0), "the slowest rank counts"
+        return chosen, device.waits
+
+    for chosen, waits in over_threads(2, body):
+        assert chosen == [False, True] * switching.SAMPLES + [True] * 4
+        assert waits == int(late)
 
 
 class Network:

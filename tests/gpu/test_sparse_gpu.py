@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import native
+from fusionlayer import codecs, native
+from fusionlayer.codecs import TensorState
 from tests.gpu.place import GPU
 from tests.synthetic import awkward, gradient
 
@@ -70,6 +72,23 @@ def test_messages_agree(form: int, dtype: torch.dtype) -> None:
                 native.sparse_decode_sum(spec, offsets[:4], torch.stack([body] * 3), out, add=True)
                 results.append((acc, clear, body, out))
             assert all(same(cpu, gpu) for cpu, gpu in zip(*results, strict=True)), (numel, flags, ties, above)
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "gaussiank", "redsync", "redsync_trim", "sidco"])
+def test_thresholds_agree(name: str) -> None:
+    """Messages, residuals and what is kept, step after step, of a threshold that is found anew and of one that is kept."""
+    for numel, reuse in itertools.product((257, 65_537, 1_000_003), (1, 3)):
+        codec = codecs.get(name, header=False, slack=1.5, reuse=reuse, density=0.02)
+        states = [TensorState(torch.zeros(numel, device=device)) for device in (torch.device("cpu"), GPU)]
+        for step in range(7):
+            x = awkward(numel, 32, torch.float32) if step == 5 else gradient(numel, step) * 2.0**step
+            sent = []
+            for state in states:
+                assert state.residual is not None
+                body = torch.zeros(codec.wire(numel).capacity, dtype=torch.uint8, device=state.residual.device)
+                codec.encode_tensor(x.to(body.device), body, state, scale=0.5, seed=step)
+                sent.append([body, state.residual, *state.tensors.values()])
+            assert all(same(cpu, gpu) for cpu, gpu in zip(*sent, strict=True)), (numel, reuse, step)
 
 
 def test_draws_agree() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from fusionlayer import native
 from fusionlayer.errors import FusionLayerError, WireError
+from tests.codecs import sparse_oracle as formulas
 from tests.native import sparse_oracle as oracle
 from tests.native.abi import BAD_ARGUMENT, BF16, F16, F32, OK, UNSUPPORTED, Area, Bytes, itemsize, values
 from tests.native.sparse_oracle import BITMAP, BYTE, INF, SHORT, Encoded, Floats, Shape
@@ -478,6 +479,76 @@ def test_at_least_one_element_is_drawn(library: ctypes.CDLL) -> None:
     assert library.fl_choose_drawn(by_magnitude, area.address, 1, out.address, None) == UNSUPPORTED
 
 
+CHOOSERS = {  # estimator: what else it needs
+    "given": (native.GIVEN, {"count": 2, "given": (2.5, 2.0)}),
+    "kth": (native.GIVEN, {}),
+    "sampled": (native.SAMPLED, {}),
+    "normal": (native.NORMAL, {}),
+    "bisected": (native.BISECTED, {}),
+    "trimmed": (native.TRIMMED, {}),
+    "exponential": (native.EXPONENTIAL, {"stages": 2, "most_stages": 7}),
+    "pareto": (native.PARETO, {"stages": 3, "most_stages": 4}),
+    "pareto, first given": (native.PARETO, {"stages": 2, "most_stages": 2, "count": 1, "given": (1.2,)}),
+}
+
+
+def chooser(name: str, numel: int, k: int, reuse: int = 1) -> native.Chooser:
+    estimator, more = CHOOSERS[name]
+    sampled = numel // 3 + 1
+    given = {"estimator": estimator, "reuse": reuse, "k": k, "capacity": min(numel, k + k // 2), "stages": 1}
+    sample = {"sampled": sampled, "sample_k": max(1, k * sampled // numel)} if estimator == native.SAMPLED else {}
+    return native.Chooser(**{**given, "most_stages": 1, **sample, **more})
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_a_threshold_is_chosen(library: ctypes.CDLL, name: str) -> None:
+    """Call after call: choices, ages and stages are those of the formulas, whatever the values are."""
+    for numel, k in ((1, 1), (600, 7), (9000, 90), (LARGE, LARGE // 3)):
+        broken, few = gaussian(numel), np.zeros(numel, np.float32)
+        broken[numel // 2] = np.nan
+        few[::50] = gaussian(numel)[::50]
+        steps = [gaussian(numel, seed) * np.float32(2.0 ** (seed // 4)) for seed in range(9)]
+        steps += [np.round(gaussian(numel), 1), gaussian(numel) ** 3, few, few * 0, broken, gaussian(numel, 9)]
+        for reuse in (1, 3):
+            how = chooser(name, numel, k, reuse)
+            memory, expected = Area(np.zeros(20, np.uint8)), torch.zeros(5)
+            for step, acc in enumerate(steps if numel < LARGE else steps[8:]):
+                area, out = Area(acc.view(np.uint8), 4), Area(np.zeros(16, np.uint8))
+                sample = np.ascontiguousarray(acc[: how.sampled])
+                room = workspace(library, 3, numel)
+                given = area.address, numel, sample.ctypes.data, memory.address, room.address, out.address, None
+                assert library.fl_choose_threshold(ctypes.byref(how), *given) == OK
+                assert all(space.guards_hold() for space in (area, memory, room, out))
+                want = formulas.choose_threshold(how, torch.from_numpy(acc), expected, torch.from_numpy(sample))
+                assert out.data.view(np.int64).tolist() == want.tolist(), (numel, reuse, step)
+                assert memory.data.view(np.float32).tolist() == expected.tolist(), (numel, reuse, step)
+
+
+def test_choosers_that_make_no_sense_are_refused(library: ctypes.CDLL) -> None:
+    at = Area(np.zeros(65536, np.uint8)).address
+
+    def status(acc: int | None = at, sample: int | None = at, memory: int | None = at + 4096, **wrong: int) -> int:
+        how = chooser("sampled", 64, 8)
+        for field, value in wrong.items():
+            setattr(how, field, value)
+        return int(library.fl_choose_threshold(ctypes.byref(how), acc, 64, sample, memory, at + 8192, at + 8160, None))
+
+    assert status() == status(estimator=native.NORMAL, sample=None) == OK
+    assert status(acc=None) == status(sample=None) == status(memory=None) == status(memory=at + 2) == BAD_ARGUMENT
+    for field, values_ in {
+        "estimator": (7,),
+        "reuse": (0,),
+        "k": (0, 65),
+        "capacity": (7, 65),
+        "sampled": (0, 65),
+        "sample_k": (0, 23),
+        "stages": (0, 65),
+        "most_stages": (0, 65),
+        "count": (15,),
+    }.items():
+        assert {status(**{field: value}) for value in values_} == {BAD_ARGUMENT}, field
+
+
 @pytest.mark.parametrize("numel", [*LENGTHS, LARGE])
 def test_count_above(library: ctypes.CDLL, numel: int) -> None:
     acc = values(7, F32, numel).view(np.float32)
@@ -612,7 +683,7 @@ def test_wrong_arguments_are_refused(library: ctypes.CDLL) -> None:
     for k in (0, 65):
         assert library.fl_kth_magnitude(at, 64, k, at + 1024, at + 2048, None) == BAD_ARGUMENT
     assert library.fl_accumulate(3, at, 1.0, 64, at + 1024, None) == BAD_ARGUMENT
-    assert library.fl_workspace_bytes(3, 64) == library.fl_workspace_bytes(0, -1) == -1
+    assert library.fl_workspace_bytes(4, 64) == library.fl_workspace_bytes(0, -1) == -1
 
 
 # ---- the Python face ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusionlayer import codecs
+from fusionlayer.clock import DeviceClock
 from fusionlayer.plan import FusionPlan
 from fusionlayer.planning.autotune import Autotune, Autotuner
 from fusionlayer.planning.bucket_costs import BucketCosts
@@ -156,6 +158,52 @@ def test_calls_are_measured_by_the_device_alone() -> None:
     device = FakeDevice()
 
     assert busy_seconds(lambda: device.work(0.25), 3, device) == 0.25
+
+
+def test_what_the_host_takes_to_launch_kernels_is_not_counted() -> None:
+    device = FakeDevice()
+
+    def kernels() -> None:
+        for _ in range(3):
+            device.now += 1.0
+            device.work(0.25)
+
+    assert busy_seconds(kernels, 3, device) == 0.75
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["captured", "asks the device"])
+def test_the_clock_of_a_device_replays_what_can_be_captured(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, calls = ["the program's"], []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    class Capture:
+        """As torch's: where the capture has failed, its stream stays the current one."""
+
+        def __init__(self, graph: Graph, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"
+
+        def __enter__(self) -> None:
+            streams.append("the capture's")
+
+        def __exit__(self, *error: object) -> None:
+            if reads:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            streams.pop()
+
+    for name, stand_in in {
+        "CUDAGraph": Graph,
+        "graph": Capture,
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device: streams[-1],
+        "set_stream": lambda stream: streams.append(stream),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    DeviceClock(torch.device("cuda", 0)).replayed(lambda: calls.append("call"))()
+    assert calls == ["call", "call" if reads else "replay"]
+    assert streams[-1] == "the program's"
 
 
 class Wire:

@@ -118,11 +118,19 @@ def test_the_stand_in_shows_whoever_waits(verb: Callable[[Tensor], object]) -> N
         verb(torch.empty(1, device=DEVICE))
 
 
+BY_THRESHOLD = ["fl_accumulate", "fl_choose_threshold", "fl_sparse_encode"]
+
+
 @pytest.mark.parametrize(
     "name, options, verbs",
     [
         ("topk", {}, ["fl_accumulate", "fl_choose_largest", "fl_sparse_encode"]),
         ("topk", {"density": 1.0}, ["fl_accumulate", "fl_sparse_encode"]),
+        ("topk", {"reuse": 3, "slack": 1.5}, BY_THRESHOLD),
+        *((name, {}, BY_THRESHOLD) for name in ("dgc", "gaussiank", "redsync", "redsync_trim", "sidco")),
+        ("sidco", {"distribution": "generalized_pareto", "reuse": 3}, BY_THRESHOLD),
+        ("dgc", {"momentum": 0.9}, ["fl_accumulate_momentum", *BY_THRESHOLD[1:]]),
+        ("dgc", {"clip_norm": 1.0}, ["fl_magnitude_stats", *BY_THRESHOLD]),
         ("randomk", {}, ["fl_accumulate", "fl_choose_drawn", "fl_sparse_encode"]),
         ("randomk", {"density": 0.1}, ["fl_sparse_encode"]),
     ],
@@ -165,5 +173,5 @@ def test_payloads_lie_in_memory_that_is_kept() -> None:
 def test_pieces_of_rows_are_large_on_a_device_alone() -> None:
     f32, bf16 = torch.float32, torch.bfloat16
     for rows, dtype, elements in ((8, bf16, 4 << 20), (2, f32, 8 << 20), (64, f32, 1 << 20)):
-        assert halves.row_piece(torch.empty(9, dtype=dtype, device=DEVICE), rows) == elements
-        assert halves.row_piece(torch.empty(9, dtype=dtype), rows) == 1 << 20
+        assert halves._piece(halves.SUITABLE, torch.empty(9, dtype=dtype, device=DEVICE), rows) == elements
+        assert halves._piece(halves.SUITABLE, torch.empty(9, dtype=dtype), rows) == 1 << 20

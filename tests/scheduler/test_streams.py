@@ -164,7 +164,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("at_once", [True, False], ids=["NCCL", "gloo"])
 @pytest.mark.parametrize("overlapped", [False, True], ids=["in place", "overlapped"])
 def test_every_read_is_ordered_after_its_write(gpu: Gpu, at_once: bool, overlapped: bool, way: str) -> None:
-    assert races(gpu, at_once, overlapped, **WAYS[way]) == []
+    assert races(gpu, at_once, overlapped, lanes=2, **WAYS[way]) == []  # over NCCL it is one
 
 
 def test_results_are_those_of_the_operations(gpu: Gpu) -> None:

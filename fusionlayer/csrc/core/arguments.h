@@ -278,6 +278,20 @@ inline int check_choose_drawn(const fl_spec *spec, const float *acc, int64_t thr
   return check_array(acc, spec->numel, 4);
 }
 
+inline int check_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel, const float *sample,
+                                  const fl_threshold_memory *memory, const void *workspace, const fl_choice *out) {
+  if (!how || how->estimator > FL_ESTIMATE_PARETO || how->reuse < 1 || how->count > FL_MAX_ESTIMATES)
+    return FL_BAD_ARGUMENT;
+  if (numel < 1 || how->k < 1 || how->k > how->capacity || how->capacity > numel) return FL_BAD_ARGUMENT;
+  if (how->stages < 1 || how->stages > FL_MAX_STAGES) return FL_BAD_ARGUMENT;
+  if (how->most_stages < 1 || how->most_stages > FL_MAX_STAGES) return FL_BAD_ARGUMENT;
+  const bool takes_sample = how->estimator == FL_ESTIMATE_SAMPLED;
+  if (takes_sample && (how->sampled < 1 || how->sampled > numel || how->sample_k < 1 || how->sample_k > how->sampled))
+    return FL_BAD_ARGUMENT;
+  const int arrays = first_error(check_array(sample, takes_sample ? how->sampled : 0, 4), check_array(memory, 1, 4));
+  return first_error(arrays, check_look(acc, numel, out, workspace));
+}
+
 inline int check_sparse_encode(const fl_spec *spec, const void *x, const float *acc, const float *clear,
                                const fl_choice &given, const fl_choice *choice, const void *workspace,
                                const fl_messages *out) {

@@ -118,6 +118,7 @@ int64_t fl_workspace_bytes(int verb, int64_t numel) {
   if (numel < 0 || numel > fl::kMaxElements) return -1;
   if (verb == FL_WORKSPACE_STATS) return fl::stats_workspace(numel);
   if (verb == FL_WORKSPACE_KTH) return fl::kth_workspace();
+  if (verb == FL_WORKSPACE_THRESHOLD) return fl::threshold_workspace(numel);
   return verb == FL_WORKSPACE_ENCODE ? fl::encode_workspace(numel) : -1;
 }
 

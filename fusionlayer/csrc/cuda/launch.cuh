@@ -94,6 +94,7 @@ cudaError_t dynamiq_recode(const fl_spec &spec, const fl_messages &in, const voi
 // Bytes of workspace of the verbs that need one.
 int64_t stats_workspace(int64_t numel);
 int64_t kth_workspace();
+int64_t threshold_workspace(int64_t numel);
 int64_t encode_workspace(int64_t numel);
 
 cudaError_t sparse_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);

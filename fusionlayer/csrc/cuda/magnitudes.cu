@@ -1,9 +1,9 @@
-// fl_magnitude_stats, fl_count_above, fl_kth_magnitude, fl_choose_largest, fl_choose_drawn: what thresholds are made of
-// (core/sparse.h).
+// fl_magnitude_stats, fl_count_above, fl_kth_magnitude, fl_choose_largest, fl_choose_threshold, fl_choose_drawn: what
+// thresholds are made of (core/sparse.h), and how they are chosen (core/thresholds.h).
 #include "arguments.h"
 #include "launch.cuh"
 #include "rng.h"
-#include "sparse.h"
+#include "thresholds.h"
 
 namespace fl {
 namespace {
@@ -37,7 +37,7 @@ FL_DEVICE void fold(Magnitudes &m, int width) {
 }
 
 // Half a warp takes a run: lane l of it is partial sum l.
-__global__ void __launch_bounds__(kThreads) run_kernel(const float *x, int64_t numel, int above, Magnitudes *runs) {
+FL_DEVICE void sum_runs(const float *x, int64_t numel, int above, Magnitudes *runs) {
   const int lane = lane_index(), partial = lane % kRunSums;
   const int64_t count = ceil_div(numel, kRun);
   for (int64_t pair = warp_index(); 2 * pair < count; pair += warp_count()) {
@@ -59,17 +59,28 @@ __global__ void __launch_bounds__(kThreads) run_kernel(const float *x, int64_t n
   }
 }
 
-__global__ void __launch_bounds__(kLanes) total_kernel(const Magnitudes *runs, int64_t count, fl_magnitudes *out) {
+__global__ void __launch_bounds__(kThreads) run_kernel(const float *x, int64_t numel, int above, Magnitudes *runs) {
+  sum_runs(x, numel, above, runs);
+}
+
+// The sum of all runs, in all lanes. Where other warps have just written them, they are volatile: no cache may know them.
+template <class Run>
+FL_DEVICE fl_magnitudes total_of(Run *runs, int64_t count) {
   Magnitudes all = {};
   for (int64_t r = lane_index(); r < count; r += kTotalSums) {
-    const Magnitudes run = runs[r];
+    const Magnitudes run = {runs[r].total, runs[r].squares, runs[r].count, runs[r].largest};
     all.total += run.total;
     all.squares += run.squares;
     all.count += run.count;
     all.largest = run.largest > all.largest ? run.largest : all.largest;
   }
   fold(all, kTotalSums);
-  if (lane_index() == 0) *out = {all.count, all.total, all.squares, int64_t(all.largest)};
+  return {all.count, all.total, all.squares, int64_t(all.largest)};
+}
+
+__global__ void __launch_bounds__(kLanes) total_kernel(const Magnitudes *runs, int64_t count, fl_magnitudes *out) {
+  const fl_magnitudes all = total_of(runs, count);
+  if (lane_index() == 0) *out = all;
 }
 
 struct Bounds {
@@ -79,8 +90,7 @@ struct Bounds {
 
 using Counter = unsigned long long;  // what atomicAdd takes
 
-__global__ void __launch_bounds__(kThreads)
-    count_kernel(const float *x, int64_t numel, const Bounds bounds, Counter *counts) {
+FL_DEVICE void count_all(const float *x, int64_t numel, const Bounds &bounds, Counter *counts) {
   uint32_t found[FL_MAX_THRESHOLDS] = {};
   for (int64_t swath = warp_index(); swath * kSwath < numel; swath += warp_count()) {
     int held[kHeld];
@@ -97,6 +107,11 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t sum = sum_over_lanes(found[t]);
     if (t < bounds.count && lane_index() == 0 && sum > 0) atomicAdd(counts + t, Counter(sum));
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const float *x, int64_t numel, const Bounds bounds, Counter *counts) {
+  count_all(x, numel, bounds, counts);
 }
 
 // The k-th magnitude is found digit by digit, the highest first: a histogram of the digit among the elements that begin
@@ -116,6 +131,8 @@ struct Kth {
   int64_t k;
   fl_kth *out;
   fl_choice *choice;
+  fl_threshold_memory *memory;  // keeps the choice; may be null
+  const uint32_t *settled;      // where it is not 0, nothing is looked for; may be null
 };
 
 struct Digit {
@@ -142,7 +159,11 @@ FL_DEVICE void choose_digit(Search *search, const Digit digit, const Kth &wanted
     search->above = before;
     const fl_kth found{int64_t(search->prefix), before};
     if (digit.shift == 0 && wanted.out) *wanted.out = found;
-    if (digit.shift == 0 && wanted.choice) *wanted.choice = largest_of(found, wanted.k, search->broken > 0);
+    if (digit.shift == 0 && wanted.choice) {
+      const fl_choice choice = largest_of(found, wanted.k, search->broken > 0);
+      *wanted.choice = choice;
+      if (wanted.memory) remember(*wanted.memory, choice.threshold);
+    }
   }
   meet();
   for (int i = 0; i < kEach; ++i) bins[highest - i] = 0;
@@ -162,6 +183,7 @@ FL_DEVICE bool is_last(uint32_t *asked) {
 __global__ void __launch_bounds__(kThreads)
     digit_kernel(const float *x, int64_t numel, const Digit digit, const Kth wanted, Search *search) {
   __shared__ uint32_t all_bins[kWarps][kBins];
+  if (wanted.settled && *wanted.settled) return;
   uint32_t *bins = all_bins[threadIdx.x / kLanes];
   const int lane = lane_index();
   for (int i = lane; i < kBins; i += kLanes) bins[i] = 0;
@@ -184,15 +206,109 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) search->asked = 0;
 }
 
-cudaError_t find(const float *acc, int64_t numel, const Kth &wanted, void *workspace, cudaStream_t stream) {
-  Search *search = static_cast<Search *>(workspace);
-  if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, stream)) return error;
+// `search` is zeros.
+cudaError_t find_in(const float *acc, int64_t numel, const Kth &wanted, Search *search, cudaStream_t stream) {
   const Grid grid(ceil_div(numel, kSwath), 1);
   if (grid.error) return grid.error;
   for (const Digit digit : kDigits)
     FL_LAUNCH(digit_kernel, grid.blocks, kThreads, stream, acc, numel, digit, wanted, search);
   return cudaGetLastError();
 }
+
+cudaError_t find(const float *acc, int64_t numel, const Kth &wanted, void *workspace, cudaStream_t stream) {
+  Search *search = static_cast<Search *>(workspace);
+  if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, stream)) return error;
+  return find_in(acc, numel, wanted, search, stream);
+}
+
+// What fl_choose_threshold has found out, in its workspace; zeros to begin with. In each kernel the warp that ends last
+// draws the conclusions.
+struct Job {
+  uint32_t done;   // the choice is made
+  uint32_t asked;  // warps that have done their part of a kernel
+  Estimation found;
+  Ladder ladder;
+  Counter counts[FL_MAX_THRESHOLDS];
+  fl_kth sampled;
+  Search of_sample, of_all;
+};
+
+struct Choosing {
+  fl_chooser how;
+  const float *x;
+  int64_t numel;
+  fl_threshold_memory *memory;
+  fl_choice *out;
+  Job *job;
+  Magnitudes *runs;
+};
+
+// Whether a threshold that is kept still serves.
+__global__ void __launch_bounds__(kThreads) kept_kernel(const Choosing c) {
+  if (!keeps(c.how, *c.memory)) return;
+  const uint32_t kept = float_bits(c.memory->threshold);
+  const Bounds bounds{{int(kept) - 1, int(kF32Inf) - 1}, 2};
+  count_all(c.x, c.numel, bounds, c.job->counts);
+  if (!is_last(&c.job->asked) || lane_index() != 0) return;
+  volatile Counter *counts = c.job->counts;
+  if (serves(c.how, c.numel, int64_t(counts[0]), int64_t(counts[1]))) {
+    c.job->done = 1;
+    c.memory->age += 1.0f;
+    c.out->threshold = kept;
+    c.out->ties = -1;
+  } else {
+    c.memory->age = 0.0f;
+  }
+  counts[0] = counts[1] = 0;
+  c.job->asked = 0;
+}
+
+__global__ void __launch_bounds__(kThreads) stage_kernel(const Choosing c, int stage) {
+  const uint32_t above = stage ? c.job->found.above : 1;
+  if (c.job->done || !above) return;
+  sum_runs(c.x, c.numel, int(above), c.runs);
+  if (!is_last(&c.job->asked)) return;
+  const volatile Magnitudes *runs = c.runs;
+  const fl_magnitudes stats = total_of(runs, ceil_div(c.numel, kRun));
+  if (lane_index() != 0) return;
+  add_stage(c.how, *c.memory, stats, stage, c.job->found);
+  c.job->asked = 0;
+}
+
+__global__ void __launch_bounds__(kLanes) ladder_kernel(const Choosing c) {
+  if (c.job->done || lane_index() != 0) return;
+  const double sampled = double(bits_float(uint32_t(c.job->sampled.magnitude)));
+  make_ladder(c.how, *c.memory, c.job->found, sampled, c.job->ladder);
+}
+
+__global__ void __launch_bounds__(kThreads) decide_kernel(const Choosing c) {
+  if (c.job->done) return;
+  Bounds bounds{{}, c.job->ladder.count};
+#pragma unroll
+  for (int t = 0; t < FL_MAX_THRESHOLDS; ++t) bounds.bound[t] = int(c.job->ladder.bits[t]) - 1;
+  count_all(c.x, c.numel, bounds, c.job->counts);
+  if (!is_last(&c.job->asked) || lane_index() != 0) return;
+  const volatile Counter *counts = c.job->counts;
+  if (decide(c.how, c.job->ladder, counts, *c.memory, *c.out)) c.job->done = 1;
+}
+
+cudaError_t choose(const Choosing &c, const float *sample, cudaStream_t stream) {
+  if (const cudaError_t error = cudaMemsetAsync(c.job, 0, sizeof *c.job, stream)) return error;
+  const Grid swaths(ceil_div(c.numel, kSwath), 1), pairs((ceil_div(c.numel, kRun) + 1) / 2, 1);
+  if (swaths.error || pairs.error) return swaths.error ? swaths.error : pairs.error;
+  if (c.how.reuse > 1) FL_LAUNCH(kept_kernel, swaths.blocks, kThreads, stream, c);
+  for (int stage = 0; stage < most_stages(c.how); ++stage)
+    FL_LAUNCH(stage_kernel, pairs.blocks, kThreads, stream, c, stage);
+  if (c.how.estimator == FL_ESTIMATE_SAMPLED) {
+    const Kth wanted{c.how.sample_k, &c.job->sampled, nullptr, nullptr, &c.job->done};
+    if (const cudaError_t error = find_in(sample, c.how.sampled, wanted, &c.job->of_sample, stream)) return error;
+  }
+  FL_LAUNCH(ladder_kernel, dim3(1), kLanes, stream, c);
+  FL_LAUNCH(decide_kernel, swaths.blocks, kThreads, stream, c);
+  return find_in(c.x, c.numel, {c.how.k, nullptr, c.out, c.memory, &c.job->done}, &c.job->of_all, stream);
+}
+
+int64_t job_bytes() { return ceil_div(sizeof(Job), 16) * 16; }
 
 // The least number that an element draws.
 __global__ void __launch_bounds__(kThreads)
@@ -222,6 +338,7 @@ Bounds bounds_of(const uint32_t *thresholds, int count) {
 
 int64_t stats_workspace(int64_t numel) { return ceil_div(numel, kRun) * int64_t(sizeof(Magnitudes)); }
 int64_t kth_workspace() { return sizeof(Search); }
+int64_t threshold_workspace(int64_t numel) { return job_bytes() + stats_workspace(numel); }
 
 }  // namespace fl
 
@@ -258,13 +375,22 @@ int fl_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, 
 int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  return fl::finish(fl::find(acc, numel, {k, out, nullptr}, workspace, fl::as_stream(stream)));
+  return fl::finish(fl::find(acc, numel, {k, out, nullptr, nullptr, nullptr}, workspace, fl::as_stream(stream)));
 }
 
 int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace, fl_choice *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  return fl::finish(fl::find(acc, numel, {k, nullptr, out}, workspace, fl::as_stream(stream)));
+  return fl::finish(fl::find(acc, numel, {k, nullptr, out, nullptr, nullptr}, workspace, fl::as_stream(stream)));
+}
+
+int fl_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel, const float *sample,
+                        fl_threshold_memory *memory, void *workspace, fl_choice *out, void *stream) {
+  if (const int bad = fl::check_choose_threshold(how, acc, numel, sample, memory, workspace, out)) return bad;
+  uint8_t *room = static_cast<uint8_t *>(workspace);
+  auto *runs = reinterpret_cast<fl::Magnitudes *>(room + fl::job_bytes());
+  const fl::Choosing c{*how, acc, numel, memory, out, reinterpret_cast<fl::Job *>(room), runs};
+  return fl::finish(fl::choose(c, sample, fl::as_stream(stream)));
 }
 
 int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out, void *stream) {

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 4
+#define FL_ABI_VERSION 5
 #define FL_MAX_PLANES 5
 
 enum fl_status {
@@ -166,7 +166,12 @@ FL_API int fl_token_keys(const fl_spec *spec, const void *x, const float *residu
  * `fl_workspace_bytes` bytes of the device's memory, aligned to 16, which hold nothing before or after the call. Results
  * marked "device" lie in the device's memory. */
 
-enum fl_workspace { FL_WORKSPACE_STATS = 0, FL_WORKSPACE_KTH = 1, FL_WORKSPACE_ENCODE = 2 };
+enum fl_workspace {
+  FL_WORKSPACE_STATS = 0,
+  FL_WORKSPACE_KTH = 1,
+  FL_WORKSPACE_ENCODE = 2,
+  FL_WORKSPACE_THRESHOLD = 3
+};
 
 /* Bytes of workspace that a verb of this library needs for numel elements, about a quarter of them at most; -1 where an
  * argument makes no sense. */
@@ -218,6 +223,45 @@ FL_API int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *w
 /* For FL_SPARSE_RANDOM: doubles `threshold`, 1 to 2^32, until it selects an element of acc. */
 FL_API int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out /* device */,
                            void *stream);
+
+/* How fl_choose_threshold estimates: thresholds that are given; the sample_k-th magnitude of a sample, and five that are
+ * each a fifth lower; the quantile of a normal distribution; between the mean and the largest magnitude, by bisection or
+ * from the top; the quantile of an exponential or a generalized Pareto distribution, fitted in stages. */
+enum fl_estimator {
+  FL_ESTIMATE_GIVEN = 0,
+  FL_ESTIMATE_SAMPLED = 1,
+  FL_ESTIMATE_NORMAL = 2,
+  FL_ESTIMATE_BISECTED = 3,
+  FL_ESTIMATE_TRIMMED = 4,
+  FL_ESTIMATE_EXPONENTIAL = 5,
+  FL_ESTIMATE_PARETO = 6
+};
+
+#define FL_MAX_ESTIMATES 14
+#define FL_MAX_STAGES 64
+typedef struct fl_chooser {
+  uint32_t estimator;              /* enum fl_estimator */
+  uint32_t reuse;                  /* calls that a threshold serves, at least 1 */
+  int64_t k, capacity;             /* elements that should go, and that may: 1 <= k <= capacity <= numel */
+  int64_t sampled, sample_k;       /* elements of the sample; of which the sample_k-th magnitude is taken */
+  uint32_t stages, most_stages;    /* of quantiles that are fitted: to begin with, and at most; 1 to FL_MAX_STAGES */
+  uint32_t count;                  /* of given, at most FL_MAX_ESTIMATES */
+  double given[FL_MAX_ESTIMATES];  /* FL_ESTIMATE_PARETO: given[0], if count is not 0, is what the first stage finds */
+} fl_chooser;
+
+/* What is kept of a tensor from call to call; zeros to begin with. */
+typedef struct fl_threshold_memory {
+  float threshold, age;           /* the last threshold, and how many calls it has served */
+  float stages, estimates, sent;  /* of quantiles that are fitted: stages; estimates since they changed, shares of k */
+} fl_threshold_memory;
+
+/* Chooses about k elements of acc by a threshold: one that is kept if it still serves, else an estimate that sends at least
+ * 0.8 k and fits into the capacity, or one near the last threshold that does, else the k largest. Where an element is not
+ * finite, all that are not finite are chosen, and no others. */
+FL_API int fl_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel,
+                               const float *sample /* FL_ESTIMATE_SAMPLED, else null */,
+                               fl_threshold_memory *memory /* device */, void *workspace /* FL_WORKSPACE_THRESHOLD */,
+                               fl_choice *out /* device */, void *stream);
 
 /* First acc += scale * x if x (of spec->dtype) is not null. Then selects the elements whose magnitude is > threshold, and
  * the first `ties` of those that equal it (-1: all). With FL_SPARSE_RANDOM it selects those whose number is < threshold (up

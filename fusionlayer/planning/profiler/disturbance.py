@@ -13,7 +13,7 @@ from ...clock import HOST, Clock
 from ...plan import TensorInfo
 from ...scheduler import planners
 from ...scheduler.engine import Engine
-from ...scheduler.lane import CPU_LANES
+from ...scheduler.lane import LANES
 from ...transport import Transport
 
 __all__ = ["measure_disturbance"]
@@ -35,12 +35,12 @@ def measure_disturbance(transport: Transport, repeats: int, clock: Clock = HOST)
     bucket; the difference counts. The result is the median of ``repeats``, after two that do not count. All ranks call
     it together.
     """
-    device, lanes = clock.device, 1 if clock.lags else CPU_LANES
+    device = clock.device
     tensors = [TensorInfo(f"t{i}", _NUMEL, "float32", 4) for i in range(_TENSORS)]
     gradients = torch.ones(_TENSORS, _NUMEL, device=device).unbind()
     raw = codecs.get("raw").bare
     engines = [
-        Engine(tensors, transport.duplicate(), codec=raw, planner=planners.get(name), device=device, lanes=lanes)
+        Engine(tensors, transport.duplicate(), codec=raw, planner=planners.get(name), device=device, lanes=LANES)
         for name in ("wfbp", "single")
     ]
     samples = []

@@ -1,0 +1,188 @@
+"""How threshold sparsifiers choose, written down a second time in Python: the formulas as they were published.
+
+``fusionlayer/csrc/core/thresholds.h`` has them for the codec core. A state here is the (5,) f32 that the core keeps:
+the last threshold and its age; the number of stages, the estimates since it changed and what they sent, in shares of k.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from fusionlayer import native
+
+INFINITE = 0x7F800000
+SMALLEST: float = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
+
+LOWERED = (1.0, 0.8, 0.8 * 0.8, 0.8 * 0.8 * 0.8, 0.8 * 0.8 * 0.8 * 0.8, 0.8 * 0.8 * 0.8 * 0.8 * 0.8)
+FACTORS = (1.0, 1.5, 2.25, 0.5, 0.75, 0.25)  # all that two refinements, by 0.5 or 1.5, can reach
+SHARES = (0.5, *(i / 8 for i in (1, 2, 3, 5, 6, 7)))  # all that three bisections of [0, 1] can reach
+TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
+STEPS = (1, 2, 3, 5, 8, 13, 21)
+WINDOW = 5
+
+Verbs = tuple[
+    Callable[[Tensor, int], native.MagnitudeStats],
+    Callable[[Tensor, Sequence[int]], list[int]],
+    Callable[[Tensor, int], tuple[int, int]],
+]
+
+
+def value_of(bits: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return value
+
+
+def bits_of(magnitude: float) -> int:
+    """Return the bits of the nearest f32 that is finite and above 0."""
+    if not magnitude < value_of(INFINITE - 1):
+        return INFINITE - 1
+    bits: int = struct.unpack("<I", struct.pack("<f", max(magnitude, 0.0)))[0]
+    return min(max(bits, 1), INFINITE - 1)
+
+
+def gaussian_threshold(rms: float, ratio: float) -> float:
+    """Return the magnitude that a share ``ratio`` of normal values of mean 0 exceeds."""
+    return rms * NormalDist().inv_cdf(1 - ratio / 2)
+
+
+def refine(counts: Sequence[int], k: int) -> int:
+    factor = 1.0
+    for _ in range(2):
+        count = counts[FACTORS.index(factor)]
+        if 2 * k / 3 <= count <= 4 * k / 3:
+            break
+        factor *= 0.5 if count < k else 1.5
+    return FACTORS.index(factor)
+
+
+def between(mean: float, largest: float, share: float) -> float:
+    """Return the magnitude at ``share`` of the way from the mean to the largest one."""
+    return mean + share * (largest - mean)
+
+
+def bisect(counts: Sequence[int], k: int) -> int:
+    """Return the index in ``counts``, of ``SHARES``, where bisection for a count between k and 2 k ends."""
+    low, high = 0.0, 1.0
+    index = 0
+    while high - low > 0.2:
+        share = (low + high) / 2
+        index = SHARES.index(share)
+        if k < counts[index] < 2 * k:
+            break
+        low, high = (low, share) if counts[index] <= k else (share, high)
+    return index
+
+
+def trim(counts: Sequence[int], k: float) -> int:
+    """Return the index of the first threshold, from the highest down, that ``k`` elements reach; else of the lowest."""
+    return next((i for i, count in enumerate(counts) if count >= k), len(counts) - 1)
+
+
+def exponential_tail(mean: float, ratio: float) -> float:
+    """Return the value that a share ``ratio`` of exponential values exceeds."""
+    return -mean * math.log(ratio)
+
+
+def pareto_tail(mean: float, variance: float, ratio: float) -> float:
+    """Return the value that a share ``ratio`` of generalized Pareto values exceeds, with a fit by moments."""
+    relative = mean * mean / variance if variance > 0 else math.inf
+    shape = 0.5 * (relative - 1)
+    if not abs(shape) > 1e-6 or math.isinf(shape):
+        return exponential_tail(mean, ratio)
+    return 0.5 * mean * (relative + 1) * (1 - math.pow(ratio, shape)) / shape
+
+
+def stage_ratios(ratio: float, stages: int) -> list[float]:
+    """Return the share of each stage; their product is ``ratio``, the first is 1/4."""
+    if stages == 1 or ratio >= 0.25:
+        return [ratio]
+    return [0.25] + [(ratio / 0.25) ** (1 / (stages - 1))] * (stages - 1)
+
+
+def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None, verbs: Verbs) -> list[float]:
+    stats_of, _, kth = verbs
+    given = list(how.given[: how.count])
+    if how.estimator == native.GIVEN:
+        return given
+    if how.estimator == native.SAMPLED:
+        assert sample is not None and sample.numel() == how.sampled
+        return [value_of(kth(sample, how.sample_k)[0]) * factor for factor in LOWERED]
+    stats = stats_of(acc, 1)
+    if stats.count <= how.k:
+        return [SMALLEST]
+    mean, largest = stats.total / stats.count, value_of(stats.largest)
+    if how.estimator == native.NORMAL:
+        estimate = gaussian_threshold((stats.squares / stats.count) ** 0.5, how.k / stats.count)
+        return [estimate * factor for factor in FACTORS]
+    if how.estimator in (native.BISECTED, native.TRIMMED):
+        return [between(mean, largest, share) for share in (SHARES if how.estimator == native.BISECTED else TRIMS)]
+    threshold = 0.0
+    for stage, ratio in enumerate(stage_ratios(how.k / stats.count, int(memory[2]) or how.stages)):
+        if stage:
+            stats = stats_of(acc, bits_of(threshold))
+        if stats.count < 2:
+            break
+        whole = stats.total / stats.count
+        mean, variance = whole - threshold, stats.squares / stats.count - whole * whole
+        if how.estimator == native.EXPONENTIAL:
+            threshold += exponential_tail(mean, ratio)
+        elif given and not stage:
+            threshold = given[0]
+        else:
+            threshold += pareto_tail(mean, variance, ratio)
+    return [threshold]
+
+
+def adapt(how: native.Chooser, count: int, memory: Tensor) -> None:
+    """Let the number of stages adapt to what an estimate would send."""
+    memory[3:] += torch.tensor([1.0, count / how.k], dtype=torch.float64)
+    if memory[3] == WINDOW:
+        mean = float(memory[4]) / WINDOW
+        stages = (int(memory[2]) or how.stages) + (mean < 0.8) - (mean > 1.2)
+        memory[2] = min(max(stages, 1), how.most_stages)
+        memory[3:] = 0
+
+
+def settled(how: native.Chooser, counts: Sequence[int]) -> int:
+    """Return the index of the estimate where the search as published ends; ``counts`` are of the estimates."""
+    if len(counts) == 1 or how.estimator == native.GIVEN:
+        return 0
+    if how.estimator == native.SAMPLED:
+        return trim(counts, 0.8 * how.k)
+    return {native.NORMAL: refine, native.BISECTED: bisect, native.TRIMMED: trim}[how.estimator](counts, how.k)
+
+
+def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None, verbs: Verbs) -> Tensor:
+    _, count_above, kth = verbs
+    n = acc.numel()
+    if how.reuse > 1 and 1 <= memory[1] < how.reuse:
+        kept = bits_of(float(memory[0]))
+        count, broken = count_above(acc, [kept, INFINITE])
+        if not broken and 4 * count >= how.k and (count < how.capacity or how.capacity == n):
+            memory[1] += 1
+            return torch.tensor([kept, -1])
+        memory[1] = 0
+    own = [bits_of(value) for value in estimates(how, acc, memory, sample, verbs)]
+    last = bits_of(float(memory[0])) if memory[0] else own[0] if own else 0
+    steps = [sign * step << 16 for step in STEPS for sign in (1, -1)]
+    ladder = [*own, *(min(max(last + step, 1), INFINITE - 1) for step in steps[: 15 - len(own)])] if own else []
+    *counts, broken = count_above(acc, [*ladder, INFINITE])
+    if broken:
+        return torch.tensor([INFINITE, -1])
+    chosen = settled(how, counts[: len(own)]) if own else 0
+    if how.estimator in (native.EXPONENTIAL, native.PARETO):
+        adapt(how, counts[0], memory)
+    usable = [i for i, count in enumerate(counts) if 0.8 * how.k <= count <= how.capacity]
+    if usable:
+        threshold, ties = ladder[chosen if chosen in usable else max(usable, key=counts.__getitem__)], -1
+    else:
+        threshold, above = kth(acc, how.k)
+        ties = how.k - above if threshold else int(not above)
+    memory[0], memory[1] = value_of(max(threshold, 1)), 1
+    return torch.tensor([threshold, ties])
