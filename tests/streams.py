@@ -323,16 +323,17 @@ class Gpu:
     def _tell(self, access: _Access, then: str) -> None:
         self.races.append(f"{_verb(access)} by {access.what} on stream {access.stream}, not waited for when {then}")
 
-    def _recorded(self, verb: str, arguments: Mapping[str, str]) -> Callable[..., None]:
+    def _recorded(self, verb: str, arguments: Mapping[str, str]) -> Callable[..., Tensor | None]:
         original = getattr(native, verb)
         signature = inspect.signature(original)
 
-        def recorded(*args: Any, **kwargs: Any) -> None:
+        def recorded(*args: Any, **kwargs: Any) -> Tensor | None:
             given = signature.bind(*args, **kwargs).arguments
             for name, access in arguments.items():
-                if isinstance(x := given[name], OnGpu):
+                if isinstance(x := given.get(name), OnGpu):
                     self.touch(x.elements, "w" in access, f"{verb}({name})")
-            original(**{k: x.elements if isinstance(x, OnGpu) else x for k, x in given.items()})
+            found = original(**{k: x.elements if isinstance(x, OnGpu) else x for k, x in given.items()})
+            return self.made(found, verb) if isinstance(found, Tensor) else None
 
         return recorded
 
@@ -343,6 +344,9 @@ _VERBS: dict[str, dict[str, str]] = {
     "decode": {"bodies": "r", "out": "w"},
     "decode_sum": {"bodies": "r", "out": "w"},
     "recode": {"bodies": "r", "x": "r", "residual": "rw", "body": "w"},
+    "accumulate": {"x": "r", "acc": "rw"},
+    "choose_threshold": {"acc": "r", "memory": "rw", "sample": "r"},
+    "sparse_encode": {"x": "r", "acc": "rw", "body": "w", "choice": "r"},
 }
 
 

@@ -49,7 +49,7 @@ class CallQueue:
         self._worker: Worker | None = None
         self._last: Job | None = None
         self._closed = False
-        # Only the thread that runs a call makes these two. Other threads read the transport for its counter, and close it.
+        # Only the thread that runs a call makes these two. Others read the transport for its counter, and close it.
         self._transport: Transport | None = None
         self._stream: torch.cuda.Stream | None = None
 

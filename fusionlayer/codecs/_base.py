@@ -85,6 +85,11 @@ class Codec(ABC):
         """Whether error feedback is worth its memory by default: whether the codec is lossy, biased and coarse."""
         return not (self.lossless or self.unbiased)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host must wait for a device in each sum, for numbers that it reads from there."""
+        return self.zips
+
     def at_step(self, step: int) -> Codec:
         """Return the codec to use in ``step``: a pure function of options and step. Most codecs return themselves."""
         return self

@@ -96,6 +96,11 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         return True
 
     @property
+    def waits(self) -> bool:
+        """Always: for the bits of super-groups, on which ranks agree."""
+        return True
+
+    @property
     def block(self) -> int:
         """A super-group."""
         return SUPER_GROUP

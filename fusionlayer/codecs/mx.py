@@ -38,6 +38,11 @@ class _MX(AutoScaled):
         return 32
 
     @property
+    def waits(self) -> bool:
+        """With scale "auto": for whether sums overflowed."""
+        return self.scale == "auto"
+
+    @property
     def _scale(self) -> int:
         return native.SCALE_E8M0 if self.scale == "e8m0" else native.SCALE_BF16
 

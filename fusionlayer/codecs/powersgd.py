@@ -51,6 +51,11 @@ class PowerSGD(PartsCodec, TorchCodec, name="powersgd"):
     warmup_steps: int = 0
     parts: tuple[Part, ...] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
+    @property
+    def waits(self) -> bool:
+        """Always: for whether its factors are finite, and which of their rows are zero."""
+        return True
+
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"powersgd codec: rank={self.rank!r}; expected at least 1")

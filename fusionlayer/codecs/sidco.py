@@ -63,12 +63,16 @@ class SIDCo(ThresholdSparsifier, name="sidco"):
         if type(self.stages) is not int or not 1 <= self.stages <= 16:
             raise ConfigError(f"sidco codec: stages={self.stages!r}; expected 1 to 16")
 
+    @property
+    def waits(self) -> bool:
+        """With a gamma distribution: for the mean and its like, of each tensor."""
+        return self.distribution == "gamma"
+
     def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, None]:
         estimator = native.EXPONENTIAL if self.distribution == "exponential" else native.PARETO
         most = min(_MOST_STAGES, max(1, math.ceil(-math.log2(self.density))))
-        return self._how(
-            estimator, wanted, k, self._estimate(wanted, k, state, seed), stages=self.stages, most=most
-        ), None
+        first = self._estimate(wanted, k, state, seed)
+        return self._how(estimator, wanted, k, first, stages=self.stages, most=most), None
 
     def _estimate(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> list[float]:
         """Return the first stage's threshold where the core does not find it: of a gamma distribution."""

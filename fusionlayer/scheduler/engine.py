@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import NoReturn
 
 import torch
@@ -35,6 +36,10 @@ from .planners import Planner
 from .worker import Job
 
 __all__ = ["Engine"]
+
+_logger = logging.getLogger("fusionlayer")
+
+_READING = ("gather_v", "oktopk")  # collectives that read the sizes of their messages on the host
 
 
 class Engine:
@@ -560,9 +565,11 @@ class Engine:
         tensor = self._tensors[name]
         return (tensor.numel,) if tensor.shape is None else tensor.shape
 
-    @staticmethod
-    def _codec_of(bucket: Bucket) -> Codec:
-        return codecs.get(bucket.codec, **bucket.options, header=False)
+    def _codec_of(self, bucket: Bucket) -> Codec:
+        codec = codecs.get(bucket.codec, **bucket.options, header=False)
+        if self._lanes[0].is_at_once and (codec.waits or bucket.algorithm in _READING):
+            _warn_of_waiting(str(codec) if codec.waits else f"the collective {bucket.algorithm}")
+        return codec
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Release the gradients, close the transports and raise the first cause."""
@@ -679,3 +686,13 @@ class Engine:
         plan.check(self._tensors.values(), transport.size)
         transport.agree("the fusion plan that was made", plan)
         self.plan = plan
+
+
+@cache
+def _warn_of_waiting(what: str) -> None:
+    """Warn once in a process."""
+    _logger.warning(
+        "%s makes the host wait for the device in each sum, and over NCCL backward waits meanwhile; compare its steps "
+        "with those of codec='raw' (docs/gpu.md)",
+        what,
+    )

@@ -28,14 +28,17 @@ class Lane:
         transport: used by this lane alone, and closed with it.
         device: of the tensors.
         name: of the thread.
+
+    Attributes:
+        is_at_once: whether jobs run within ``put``.
     """
 
     def __init__(self, transport: Transport, device: torch.device, name: str) -> None:
         self.transport = transport
         self._stream = torch.cuda.Stream(device, priority=URGENT) if device.type == "cuda" else None
-        self._is_at_once = transport.only_queues(device)
-        self._worker = Jobs(name) if self._is_at_once else Worker(name)
-        if not self._is_at_once:
+        self.is_at_once = transport.only_queues(device)
+        self._worker = Jobs(name) if self.is_at_once else Worker(name)
+        if not self.is_at_once:
             # As the thread's first job, so that it runs before any work.
             self._worker.put(partial(_set_up_thread, self._stream))
 
@@ -44,7 +47,7 @@ class Lane:
 
         ``abandoned`` is called if the work fails or never begins.
         """
-        run = partial(self._run, work) if self._is_at_once else partial(work, self.transport)
+        run = partial(self._run, work) if self.is_at_once else partial(work, self.transport)
         return self._worker.put(run, abandoned)
 
     def drain(self) -> None:
@@ -52,7 +55,7 @@ class Lane:
 
         Jobs on a thread end with their messages.
         """
-        if self._is_at_once:
+        if self.is_at_once:
             self.transport.drain()
 
     def close(self) -> None:

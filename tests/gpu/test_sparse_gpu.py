@@ -76,7 +76,7 @@ def test_messages_agree(form: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["topk", "dgc", "gaussiank", "redsync", "redsync_trim", "sidco"])
 def test_thresholds_agree(name: str) -> None:
-    """Messages, residuals and what is kept, step after step, of a threshold that is found anew and of one that is kept."""
+    """Messages, residuals and what is kept, step after step, of thresholds that are found anew or kept."""
     for numel, reuse in itertools.product((257, 65_537, 1_000_003), (1, 3)):
         codec = codecs.get(name, header=False, slack=1.5, reuse=reuse, density=0.02)
         states = [TensorState(torch.zeros(numel, device=device)) for device in (torch.device("cpu"), GPU)]

@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionlayer import codecs, native
 from fusionlayer.codecs import TensorState
-from fusionlayer.collectives import halves
+from fusionlayer.collectives import get, halves
 from fusionlayer.plan import Bucket, Slot
 from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import FlatBuffer
 from fusionlayer.timeline import Timeline
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
+from tests.scheduler.test_streams import Echo
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -38,6 +39,7 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.allocations = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,7 +47,9 @@ class Launches(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name.startswith("_foreach"):
             self.count += -(-len(args[0]) // PER_LAUNCH[name])
-        elif not func.is_view and not name.startswith("empty"):
+        elif name.startswith("empty"):
+            self.allocations += 1
+        elif not func.is_view:
             self.count += 1
         return func(*args, **kwargs or {})
 
@@ -157,6 +161,42 @@ def test_a_sparse_step_waits_for_nothing(
 
     over_threads(1, body)
     assert called == 2 * (verbs * 3 + ["gather"] + ["fl_decode_sum"] * 3)
+
+
+class Eight(Echo):
+    """Rank 0 of eight; nothing is sent, as nothing is there."""
+
+    size = 8
+
+
+@pytest.mark.parametrize(
+    "collective, verbs",
+    [
+        (lambda x, every, codec, transport: get("two_shot")(x, codec, transport), ["encode", "recode", "decode"]),
+        (lambda x, every, codec, transport: get("one_shot")(x, codec, transport), ["encode", "decode_sum"]),
+        (lambda x, every, codec, transport: halves.all_gather(x, every, codec, transport), ["encode", "decode"]),
+        (
+            lambda x, every, codec, transport: halves.reduce_scatter(every, x, codec, transport),
+            ["encode"] * 8 + ["decode_sum"],
+        ),
+    ],
+    ids=["two_shot", "one_shot", "all_gather", "reduce_scatter"],
+)
+def test_the_messages_of_all_ranks_are_decoded_by_one_launch_into_memory_that_is_kept(
+    collective: Callable[..., None], verbs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(native, "_call", lambda verb, *_: called.append(verb.removeprefix("fl_")))
+    transport = Eight(None, True)  # type: ignore[arg-type]
+    x, every = torch.empty(4096, device=DEVICE), torch.empty(8, 4096, device=DEVICE)
+    launches = Launches()
+    for _ in range(2):
+        called.clear()
+        launches.allocations = 0
+        with launches:
+            collective(x, every, codecs.get("int8").bare, transport)
+        assert called == verbs
+    assert launches.allocations == 0
 
 
 def test_payloads_lie_in_memory_that_is_kept() -> None:

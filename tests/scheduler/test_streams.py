@@ -18,6 +18,7 @@ from fusionlayer.collectives import _pieces
 from fusionlayer.errors import TransportError, UsageError
 from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import Engine, memory
+from fusionlayer.scheduler import engine as engine_module
 from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import Buffer, FlatBuffer
 from fusionlayer.transport import Transport, _staging
@@ -157,6 +158,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "raw": {"codec": codecs.get("raw")},
     "error feedback": {"codec": codecs.get("int4"), "error_feedback": True, "algorithm": "two_shot"},
     "ahead of fusion": {"codec": codecs.get("int4"), "error_feedback": True, "ahead": True},
+    "thresholds": {"codec": codecs.get("dgc", density=0.1, slack=2.0, reuse=2)},
 }
 
 
@@ -246,6 +248,29 @@ def test_buckets_leave_on_the_thread_of_the_hook_in_the_order_of_the_plan(gpu: G
     engine.synchronize()
     assert transport.told == [(numel, me, -1) for numel in numels]
     assert gpu.current() is gpu.default and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "codec, options, algorithm, told",
+    [
+        ("zip", {}, "zipped", "zip"),
+        ("mxfp8", {"scale": "auto"}, "two_shot", "mxfp8"),
+        ("topk", {}, "gather_v", "the collective gather_v"),
+        ("topk", {}, "gather", None),
+    ],
+)
+def test_what_holds_up_backward_is_told_once(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture, codec: str, options: dict[str, Any], algorithm: str, told: str | None
+) -> None:
+    engine_module._warn_of_waiting.cache_clear()
+    for at_once in (False, True, True):
+        plan = FusionPlan.build(
+            [[tensor] for tensor in MODEL], 2, codec, options, algorithm, 128, "gather" in algorithm
+        )
+        engine = make_engine(Told(gpu, at_once), plan=plan, device=DEVICE)
+        assert [engine._codec_of(bucket).name for bucket in plan.buckets] == [codec] * len(MODEL)
+        assert at_once or not caplog.messages, "a thread of its own waits"
+    assert len(caplog.messages) == bool(told) and all(text.startswith(told or "") for text in caplog.messages)
 
 
 def test_what_fails_at_once_is_raised_by_what_comes_next(gpu: Gpu) -> None:

@@ -166,12 +166,7 @@ FL_API int fl_token_keys(const fl_spec *spec, const void *x, const float *residu
  * `fl_workspace_bytes` bytes of the device's memory, aligned to 16, which hold nothing before or after the call. Results
  * marked "device" lie in the device's memory. */
 
-enum fl_workspace {
-  FL_WORKSPACE_STATS = 0,
-  FL_WORKSPACE_KTH = 1,
-  FL_WORKSPACE_ENCODE = 2,
-  FL_WORKSPACE_THRESHOLD = 3
-};
+enum fl_workspace { FL_WORKSPACE_STATS = 0, FL_WORKSPACE_KTH = 1, FL_WORKSPACE_ENCODE = 2, FL_WORKSPACE_THRESHOLD = 3 };
 
 /* Bytes of workspace that a verb of this library needs for numel elements, about a quarter of them at most; -1 where an
  * argument makes no sense. */
@@ -240,19 +235,19 @@ enum fl_estimator {
 #define FL_MAX_ESTIMATES 14
 #define FL_MAX_STAGES 64
 typedef struct fl_chooser {
-  uint32_t estimator;              /* enum fl_estimator */
-  uint32_t reuse;                  /* calls that a threshold serves, at least 1 */
-  int64_t k, capacity;             /* elements that should go, and that may: 1 <= k <= capacity <= numel */
-  int64_t sampled, sample_k;       /* elements of the sample; of which the sample_k-th magnitude is taken */
-  uint32_t stages, most_stages;    /* of quantiles that are fitted: to begin with, and at most; 1 to FL_MAX_STAGES */
-  uint32_t count;                  /* of given, at most FL_MAX_ESTIMATES */
-  double given[FL_MAX_ESTIMATES];  /* FL_ESTIMATE_PARETO: given[0], if count is not 0, is what the first stage finds */
+  uint32_t estimator;             /* enum fl_estimator */
+  uint32_t reuse;                 /* calls that a threshold serves, at least 1 */
+  int64_t k, capacity;            /* elements that should go, and that may: 1 <= k <= capacity <= numel */
+  int64_t sampled, sample_k;      /* elements of the sample; of which the sample_k-th magnitude is taken */
+  uint32_t stages, most_stages;   /* of quantiles that are fitted: to begin with, and at most; 1 to FL_MAX_STAGES */
+  uint32_t count;                 /* of given, at most FL_MAX_ESTIMATES */
+  double given[FL_MAX_ESTIMATES]; /* FL_ESTIMATE_PARETO: given[0], if count is not 0, is what the first stage finds */
 } fl_chooser;
 
 /* What is kept of a tensor from call to call; zeros to begin with. */
 typedef struct fl_threshold_memory {
-  float threshold, age;           /* the last threshold, and how many calls it has served */
-  float stages, estimates, sent;  /* of quantiles that are fitted: stages; estimates since they changed, shares of k */
+  float threshold, age;          /* the last threshold, and how many calls it has served */
+  float stages, estimates, sent; /* of quantiles that are fitted: stages; estimates since they changed, shares of k */
 } fl_threshold_memory;
 
 /* Chooses about k elements of acc by a threshold: one that is kept if it still serves, else an estimate that sends at least
