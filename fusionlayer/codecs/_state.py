@@ -16,8 +16,9 @@ class TensorState:
 
     Attributes:
         residual: (n,) f32, what has not been sent yet; None if nothing is kept.
-        tensors: other tensors that a codec keeps, flat f32, by name, such as DGC's "velocity", (n,).
-        numbers: numbers that a codec keeps, by name, such as thresholds, ages and stages.
+        tensors: other tensors that a codec keeps on the device of its gradients, flat f32, by name, such as DGC's
+            "velocity", (n,), or numbers that the host need not know, such as a "threshold" and its age.
+        numbers: numbers of the host that a codec keeps, by name.
     """
 
     residual: Tensor | None = None
