@@ -134,7 +134,12 @@ MUTANTS: list[Mutant] = [
         ("_hops.py", "derive_seed(seed, transport.rank)", "derive_seed(seed)", "ranks share noise"),
         ("one_shot.py", "derive_seed(seed, transport.rank)", "derive_seed(seed)", "ranks share noise"),
         ("omnireduce.py", "codec.rows(residual)[chosen]", "codec.rows(0 * residual)[chosen]", "error feedback is lost"),
-        ("switching.py", "        self._transport.barrier()\n", "", "a late rank is a cost of the form"),
+        (
+            "switching.py",
+            "            self._transport.barrier()\n",
+            "            pass\n",
+            "a late rank is a cost of the form",
+        ),
         ("switching.py", "self._transport.all_reduce_max(known)", "known", "ranks choose for themselves"),
         (
             "oktopk.py",

@@ -339,7 +339,10 @@ class Switcher:
 
     def _time(self, cell: _Cell, form: bool, call: Callable[[], object], clock: Clock, elements: float) -> None:
         # All ranks start together. Otherwise the time would contain the wait for the last rank. Devices meet in a sum.
-        self._transport.all_reduce(torch.zeros(1, device=clock.device)) if clock.lags else self._transport.barrier()
+        if clock.lags:
+            self._transport.all_reduce(torch.zeros(1, device=clock.device))
+        else:
+            self._transport.barrier()
         before, start = self._transport.bytes_sent, clock.stamp()
         call()
         cell.timed.append((form, start, clock.stamp()))
