@@ -35,7 +35,8 @@ def variants(name: str) -> list[Codec]:
     found = [default]
     for option in default.options:
         accepted = [codec for value in _values(hints[option]) if (codec := _built(name, option, value))]
-        found += accepted if _is_choice(hints[option]) else [accepted[0], accepted[-1]] if accepted else []
+        whole = _is_choice(hints[option]) or option.endswith("bits")
+        found += accepted if whole else [accepted[0], accepted[-1]] if accepted else []
     return list(dict.fromkeys(found))
 
 
