@@ -23,7 +23,8 @@ pytestmark = pytest.mark.short
 __all__ = ["restored"]
 
 SOURCES = [
-    Int(bits, group, hadamard, header=False) for bits, group, hadamard in product((8, 4, 3, 2), (32, 512), (False, True))
+    Int(bits, group, hadamard, header=False)
+    for bits, group, hadamard in product((8, 4, 3, 2), (32, 512), (False, True))
 ]
 TARGETS = [
     Int(4, 128, False, "stochastic", header=False),

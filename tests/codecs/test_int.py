@@ -19,7 +19,9 @@ pytestmark = pytest.mark.short
 
 VARIANTS = [
     Int(bits, group, hadamard, rounding, header=False)
-    for bits, group, hadamard, rounding in product((8, 4, 3, 2), (32, 128, 4096), (False, True), ("nearest", "stochastic"))
+    for bits, group, hadamard, rounding in product(
+        (8, 4, 3, 2), (32, 128, 4096), (False, True), ("nearest", "stochastic")
+    )
 ]
 LONG_AGO = (1 << 32) - 8192  # elements from here on have numbers above and below 2^32
 
@@ -67,7 +69,7 @@ def test_known_answers() -> None:
 
 
 def test_known_answers_of_levels_beside_zero() -> None:
-    """The step is 1 where the largest magnitude is the span; ties go to the even code, of levels 1/2, -3/2, 5/2, -7/2."""
+    """The step is 1 where the largest magnitude is the span. Ties go to the even code: 1/2, -3/2, 5/2, -7/2."""
     two = {2.375: 1.5, 1.1: 1.5, 1.0: 0.5, 0.9: 0.5, 0.0: 0.5, -0.1: -0.5, -0.9: -0.5, -1.0: -1.5, -2.375: -1.5}
     three = {4.15625: 3.5, 3.1: 3.5, 3.0: 2.5, 2.9: 2.5, 0.0: 0.5, -0.1: -0.5, -1.0: -1.5, -2.9: -2.5, -4.15625: -3.5}
     for bits, answers in ((2, two), (3, three)):

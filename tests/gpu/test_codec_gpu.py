@@ -73,7 +73,10 @@ CODECS = list(core_codecs())
 TYPICAL = list(filter(is_typical, CODECS))
 KERNELS = list(first_of_each_kernel())
 PLAIN = [
-    *(fl.codecs.get(name).bare for name in ("raw", "int8", "int4", "int3", "int2", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")),
+    *(
+        fl.codecs.get(name).bare
+        for name in ("raw", "int8", "int4", "int3", "int2", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")
+    ),
     *(fl.codecs.get("thc", block_size=256).bare, fl.codecs.get("tahquant", channels=384).bare),
     fl.codecs.get("tlq_hs").bare,
 ]

@@ -85,8 +85,7 @@ struct IntCodec {
 
   int32_t code_at(const uint8_t *bytes, int64_t i) const {
     if (bits == 8) return int8_t(bytes[i]);
-    if (bits == 4)
-      return i < group / 2 ? fl::low_nibble(bytes[i]) : fl::high_nibble(bytes[i - group / 2]);
+    if (bits == 4) return i < group / 2 ? fl::low_nibble(bytes[i]) : fl::high_nibble(bytes[i - group / 2]);
     const int at = int(i % 32);
     bytes += i / 32 * 4 * bits;
     int32_t c = bytes[at % 8] >> at / 8 * 2 & 3;

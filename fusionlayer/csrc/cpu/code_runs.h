@@ -104,8 +104,7 @@ FL_INLINE Block load_run(const uint8_t *p) {
   const __m128i zero = _mm_setzero_si128(), halves = _mm_unpacklo_epi8(_mm_cvtsi64_si128(low_part(p)), zero);
   low[0] = (vi)_mm_unpacklo_epi16(halves, zero);
   low[1] = (vi)_mm_unpackhi_epi16(halves, zero);
-  if constexpr (kBits == 3)
-    top = (vi)_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(top_part(p)), zero), zero);
+  if constexpr (kBits == 3) top = (vi)_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(top_part(p)), zero), zero);
 #else
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes bytes[3]{};

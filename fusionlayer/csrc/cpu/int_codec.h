@@ -193,7 +193,8 @@ class IntCodec {
         const vf scale = broadcast(decode_scale(*in.scales, true));
         for (int i = 0; i < reach<N>(); i += kStep<N>) {
           vf v[kRotatedVectors<N>];
-          for (int r = 0; r < kRotatedVectors<N> / 4; ++r) rotated_codes<kBits, N>(in.codes + code_bytes(i), r, v + 4 * r);
+          for (int r = 0; r < kRotatedVectors<N> / 4; ++r)
+            rotated_codes<kBits, N>(in.codes + code_bytes(i), r, v + 4 * r);
           for (vf &x : v) x *= scale;
           Block b[N];
           in_order(v, b);
