@@ -59,8 +59,9 @@ def vnmse(x: Tensor, decoded: Tensor) -> float:
 
 def coarsest(codec: Codec) -> float:
     """Return the squared error, relative to the squared norm, that the codec may not exceed."""
-    few_bits = isinstance(codec, Int) and codec.bits < 4  # test_int.py has the error of normal values
-    return 1.0 if codec.needs_feedback or isinstance(codec, OmniReduce) or few_bits else 0.25
+    if isinstance(codec, Int) and codec.bits < 4:  # test_int.py has the error of normal values
+        return 4.0 if codec.unbiased else 1.0
+    return 1.0 if codec.needs_feedback or isinstance(codec, OmniReduce) else 0.25
 
 
 def blank(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device, fill: int = 0) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from fusionlayer import codecs
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.integer import Int
 from fusionlayer.errors import ConfigError
 from tests.synthetic import awkward, gradient
 
@@ -47,6 +48,12 @@ def _kinds() -> frozenset[Codec]:
 
 def is_kind(codec: Codec) -> bool:
     return codec.bare in _kinds()
+
+
+def is_variant_of_few_bits(codec: Codec) -> bool:
+    """Tell whether a codec has 2 or 3 bits and is no preset: its other options do what they do with 4 bits."""
+    widths = [value for option, value in codec.options.items() if option.endswith("bits") and isinstance(codec, Int)]
+    return any(width < 4 for width in widths) and codec.bare not in [each.bare for each in defaults()]
 
 
 @cache
