@@ -75,6 +75,11 @@ MUTANTS: list[Mutant] = [
     *_of(
         "csrc/core/",
         ("residual.h", "return is_finite(lost) ? lost : residual;", "return is_finite(lost) ? lost : 0;", "feedback"),
+        ("int_group.h", "0.5f, span, 2.0f * span};", "0.5f, span, span};", "levels of 2 and 3 bits"),
+    ),
+    *_of(
+        "csrc/cpu/",
+        ("code_runs.h", "<< j / kParts * kLowBits", "<< j % 4 * kLowBits", "codes of 2 bits without a vector unit"),
     ),
     *_of(
         "transport/",
@@ -330,6 +335,8 @@ LIKELY = {
     "codecs/_low_rank.py": "codecs/test_low_rank.py",
     "codecs/powersgd.py": "codecs/test_low_rank.py",
     "csrc/core/residual.h": "codecs/test_isa.py native/test_cpu_core.py",
+    "csrc/core/int_group.h": "codecs/test_int.py native/test_cpu_core.py",
+    "csrc/cpu/code_runs.h": "codecs/test_isa.py native/test_cpu_core.py",
     "transport/_sum.py": "transport/test_local.py",
     "transport/_states.py": "transport/test_heartbeat.py",
     "transport/heartbeat.py": "transport/test_heartbeat.py",

@@ -34,7 +34,7 @@ OPTIMIZER = (
     *("model", "model, codec='int8'", "None, model", "optimizer, 3", "optimizer, model.parameters()"),
     *("optimizer, [('w', 3)]", "optimizer, [('w', p) for p in model.parameters()]", "optimizer, other"),
     *("optimizer, model, codec='int9'", "optimizer, model, codec=''", "optimizer, model, codec=8"),
-    *("optimizer, model, codec='int', bits=3", "optimizer, model, codec='int', bits='4'", "optimizer, codce='int8'"),
+    *("optimizer, model, codec='int', bits=5", "optimizer, model, codec='int', bits='4'", "optimizer, codce='int8'"),
     *("optimizer, codec='int4', group_size=-64", "optimizer, codec='int4', groupsize=64", "optimizer, lr=0.1"),
     *("optimizer, codec='topk', density=2", "optimizer, codec='topk', density='1%'", "optimizer, codec='topk', k=5"),
     *("optimizer, codec='powersgd', rank=0", "optimizer, codec='powersgd', rank=1.5", "optimizer, codec=torch.int8"),

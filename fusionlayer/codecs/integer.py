@@ -1,4 +1,4 @@
-"""``int``: symmetric 8- or 4-bit integers with one scale per group; presets ``int8`` and ``int4``."""
+"""``int``: symmetric integers of 2, 3, 4 or 8 bits with one scale per group; presets ``int2`` to ``int8``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ class Int(TransformCodec, NativeCodec, name="int"):
     bits + 32 / group_size bits per element travel. A group with a value that is not finite decodes to NaN; a group
     whose values are all below 2^-100 decodes to zeros. ``wire_format.md`` has the planes.
 
+    4 and 8 bits have a level at 0 and one at the largest magnitude. 2 and 3 bits have levels at odd multiples of half a
+    step, none at 0; the few values beyond the outermost level saturate, and error feedback sends the rest later.
+
     Attributes:
-        bits: 8 or 4.
+        bits: 8, 4, 3 or 2.
         group_size: elements that share a scale; a power of two from 32 to 4096.
         hadamard: rotate each 32 values by a Hadamard matrix first, which spreads outliers over their neighbours.
         rounding: "nearest", with half the variance, or "stochastic", unbiased, seeded per step and reproducible.
@@ -43,8 +46,8 @@ class Int(TransformCodec, NativeCodec, name="int"):
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in (4, 8):
-            raise ConfigError(f"int codec: bits={self.bits!r}; expected 4 or 8")
+        if type(self.bits) is not int or self.bits not in (2, 3, 4, 8):
+            raise ConfigError(f"int codec: bits={self.bits!r}; expected 2, 3, 4 or 8")
         if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
             raise ConfigError(f"int codec: group_size={self.group_size!r}; expected a power of two from 32 to 4096")
         if self.rounding not in ("nearest", "stochastic"):
@@ -116,3 +119,5 @@ class Int(TransformCodec, NativeCodec, name="int"):
 
 registry.add_preset("int8", "int", bits=8)
 registry.add_preset("int4", "int", bits=4, hadamard=True)
+registry.add_preset("int3", "int", bits=3, hadamard=True)
+registry.add_preset("int2", "int", bits=2, hadamard=True)

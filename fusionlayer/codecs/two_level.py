@@ -21,10 +21,10 @@ class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
     It is made for ``two_level``. Collectives that do not know nodes use it as the codec between nodes.
 
     Attributes:
-        bits: between nodes, 8 or 4.
+        bits: between nodes, 8, 4, 3 or 2.
         rounding: as in ``int``; stochastic by default, so that both levels are unbiased.
         hadamard: as in ``int``, on both levels: preset ``tlq_hs``.
-        inner_bits: inside nodes, 8 or 4; preset ``ulq`` has 4 on both levels, as ZeRO++ does.
+        inner_bits: inside nodes, 8, 4, 3 or 2; preset ``ulq`` has 4 on both levels, as ZeRO++ does.
         inner_group_size: elements that share a scale inside nodes; a power of two from 32 to 4096.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +15,9 @@ MASK = 0xFFFFFFFF
 
 def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDArray[np.uint8]]:
     """Return the planes (scales, codes) of ``x`` (n,)."""
-    groups, qmax = -(-len(x) // codec.group_size), np.float32(127 if codec.bits == 8 else 7)
+    groups = -(-len(x) // codec.group_size)
+    units, span, top = map(np.float32, sizes(codec))
+    below = np.float32(0.5 if codec.bits < 4 else 0)
     v = np.zeros(groups * codec.group_size, np.float32)
     v[: len(x)] = x
     with np.errstate(all="ignore"):
@@ -23,13 +27,15 @@ def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDA
         amax = np.abs(v).max(axis=1, initial=0)
         broken = ~np.isfinite(v).all(axis=1)
         dead = broken | (amax < 2.0**-100)
-        scales = np.where(broken, np.float32(np.nan), np.where(dead, np.float32(0), amax / qmax))
-        inverse = np.where(dead, np.float32(0), qmax / amax)[:, None]
+        scales = np.where(broken, np.float32(np.nan), np.where(dead, np.float32(0), amax / units))
+        inverse = np.where(dead, np.float32(0), span / amax)[:, None]
         scaled = np.where(dead[:, None], np.float32(0), v) * inverse
         if codec.rounding == "stochastic":
             scaled = scaled + uniform(seed, offset, v.size).reshape(v.shape)
-    codes = np.clip(np.rint(scaled), -qmax, qmax).astype(np.int8)
+    codes = np.clip(np.rint(scaled - below), -top - below, top - below).astype(np.int8)
     codes[dead] = 0
+    if codec.bits < 4:
+        return scales.astype(np.float32), pack_runs(codes.view(np.uint8).reshape(-1, 32), codec.bits)
     if codec.bits == 4:
         low, high = np.split(codes.view(np.uint8) & 15, 2, axis=1)
         return scales.astype(np.float32), (low | high << 4).reshape(-1)
@@ -38,7 +44,11 @@ def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDA
 
 def decode(codec: Int, scales: F32, codes: NDArray[np.uint8], numel: int) -> F32:
     """Return the (numel,) values of the planes."""
-    signed = codes.view(np.int8).reshape(len(scales), -1)
+    if codec.bits < 4:
+        unsigned = unpack_runs(codes, codec.bits).reshape(len(scales), -1).astype(np.int8)
+        signed = 2 * np.where(unsigned >> (codec.bits - 1), unsigned - (1 << codec.bits), unsigned) + 1
+    else:
+        signed = codes.view(np.int8).reshape(len(scales), -1)
     if codec.bits == 4:
         signed = np.concatenate([(signed << 4) >> 4, signed >> 4], axis=1)
     values = signed.astype(np.float32)
@@ -47,6 +57,33 @@ def decode(codec: Int, scales: F32, codes: NDArray[np.uint8], numel: int) -> F32
             values = hadamard32(values.reshape(-1)).reshape(values.shape)
             scales = scales * np.float32(1 / 32)
         return (values * scales[:, None]).reshape(-1)[:numel]
+
+
+def sizes(codec: Int) -> tuple[float, float, float]:
+    """Return the largest magnitude in scales and in steps, and the outermost level in steps."""
+    if codec.bits >= 4:
+        most = 127 if codec.bits == 8 else 7
+        return most, most, most
+    top = 3.5 if codec.bits == 3 else 1.5
+    span = top if codec.unbiased else (2.375 + 0.21875 * math.log2(codec.group_size / 32)) * (1.75 if top > 2 else 1)
+    return 2 * span, span, top
+
+
+def pack_runs(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Return runs of 32 codes (n, 32) as bytes: two bits of each, eight codes apart; then one bit, four apart."""
+    parts = [(codes & 3).reshape(-1, 4, 8) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]]
+    if bits == 3:
+        parts.append((codes >> 2 & 1).reshape(-1, 8, 4) << np.arange(8, dtype=np.uint8)[:, None])
+    return np.concatenate([np.bitwise_or.reduce(part, axis=1) for part in parts], axis=1).reshape(-1)
+
+
+def unpack_runs(runs: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Return (n, 32) codes of what ``pack_runs`` made."""
+    low, top = np.split(runs.reshape(-1, 4 * bits), [8], axis=1)
+    codes = (low[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 32)
+    if bits == 3:
+        codes = codes | (top[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 32) << 2
+    return codes.astype(np.uint8)
 
 
 def hadamard32(v: F32) -> F32:

@@ -7,7 +7,7 @@ from fusionlayer.codecs import Codec, TorchCodec
 from tests.tiers import tiered
 
 from .conformance import CHECKS, DTYPES, Check
-from .variants import defaults, every, is_kind, repeats
+from .variants import defaults, every, is_kind, is_variant_of_few_bits, repeats
 
 pytestmark = pytest.mark.short
 
@@ -27,6 +27,8 @@ HARMLESS = (
 def is_fast(check: Check, codec: Codec, dtype: torch.dtype) -> bool:
     if dtype is not torch.float32:
         return is_kind(codec)
+    if is_variant_of_few_bits(codec):
+        return False
     return codec not in repeats() or check.__name__ in HARMLESS
 
 

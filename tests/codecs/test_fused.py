@@ -14,19 +14,23 @@ from fusionlayer.codecs import Codec
 from fusionlayer.codecs.integer import Int
 from fusionlayer.errors import ConfigError, WireError
 from tests.synthetic import awkward, gradient
+from tests.tiers import tiered
 
 from .conformance import DTYPES, blank, encoded, rows, same_bits
+from .int_reference import unpack_runs
 from .test_isa import available, restored
 
 pytestmark = pytest.mark.short
 __all__ = ["restored"]
 
 SOURCES = [
-    Int(bits, group, hadamard, header=False) for bits, group, hadamard in product((8, 4), (32, 512), (False, True))
+    Int(bits, group, hadamard, header=False)
+    for bits, group, hadamard in product((8, 4, 3, 2), (32, 512), (False, True))
 ]
 TARGETS = [
     Int(4, 128, False, "stochastic", header=False),
     Int(8, 4096, True, header=False),
+    Int(3, 64, True, header=False),
     codecs.get("tlq_hs").bare,
 ]
 CPU = torch.device("cpu")
@@ -38,8 +42,11 @@ def in_two_steps(source: Codec, target: Codec, messages: Tensor, n: int, residua
     return encoded(target, total, seed=3, offset=target.block, residual=residual)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize(
+    "source, target",
+    tiered(product(SOURCES, TARGETS), lambda source, target: (source.bits < 4) == (target.bits < 4)),
+    ids=str,
+)
 def test_messages_of_one_codec_become_one_of_another(source: Int, target: Int, restored: None) -> None:
     for n, count in ((1, 1), (31, 0), (4097, 5), (12_500, 2)):
         kept = gradient(n, 9)
@@ -119,7 +126,7 @@ def test_a_difference_of_other_tensors_is_refused() -> None:
         codec.encode_difference(torch.zeros(8), torch.zeros(8, dtype=torch.float64), payload)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("group", [32, 64, 128, 4096])
 def test_rotated_messages_of_any_bytes_decode_to_what_integers_say(bits: int, group: int, restored: None) -> None:
     """Also codes and scales that no encoder writes: -128, a negative scale, one whose products are subnormal, Inf."""
@@ -134,6 +141,9 @@ def test_rotated_messages_of_any_bytes_decode_to_what_integers_say(bits: int, gr
     messages[:, : 4 * groups] = scales.view(torch.uint8)
     codes[:, 2, : 8 * bits] = 0x80 if bits == 8 else 0x88
     values = codes.view(torch.int8)
+    if bits < 4:
+        unsigned = torch.from_numpy(unpack_runs(codes.reshape(-1).numpy(), bits)).view(torch.int8)
+        values = 2 * torch.where(unsigned >> bits - 1 == 1, unsigned - (1 << bits), unsigned) + 1
     if bits == 4:
         values = torch.cat([(codes << 4).view(torch.int8) >> 4, values >> 4], 2)
     hadamard = torch.ones(1, 1, dtype=torch.float64)

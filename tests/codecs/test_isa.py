@@ -20,7 +20,7 @@ from tests.synthetic import awkward
 from tests.tiers import tiered
 
 from .conformance import DTYPES, as_bits, blank, encoded, rows
-from .variants import every, repeats
+from .variants import every, is_variant_of_few_bits, repeats
 
 
 @pytest.fixture
@@ -56,8 +56,12 @@ def everything(codec: Codec, n: int, dtype: torch.dtype) -> list[Tensor]:
     return [payload, recoded, *map(as_bits, (residual, lost, decoded, total))]
 
 
+def is_fast(codec: Codec) -> bool:
+    return codec not in repeats() and not is_variant_of_few_bits(codec)
+
+
 @pytest.mark.short
-@pytest.mark.parametrize("codec", tiered(every(), lambda codec: codec not in repeats()), ids=str)
+@pytest.mark.parametrize("codec", tiered(every(), is_fast), ids=str)
 def test_every_instruction_set_makes_the_same_bytes(codec: Codec, restored: None) -> None:
     names = available()
     assert "baseline" in names and native.isa() in names
@@ -73,7 +77,7 @@ def test_every_instruction_set_makes_the_same_bytes(codec: Codec, restored: None
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("codec", tiered(every(), lambda codec: codec not in repeats()), ids=str)
+@pytest.mark.parametrize("codec", tiered(every(), is_fast), ids=str)
 def test_every_number_of_threads_makes_the_same_bytes(codec: Codec, restored: None) -> None:
     made = []
     with all_cores():  # threads that never run at once would show no race

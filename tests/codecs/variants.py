@@ -11,6 +11,7 @@ import torch
 
 from fusionlayer import codecs
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.integer import Int
 from fusionlayer.errors import ConfigError
 from tests.synthetic import awkward, gradient
 
@@ -35,7 +36,8 @@ def variants(name: str) -> list[Codec]:
     found = [default]
     for option in default.options:
         accepted = [codec for value in _values(hints[option]) if (codec := _built(name, option, value))]
-        found += accepted if _is_choice(hints[option]) else [accepted[0], accepted[-1]] if accepted else []
+        whole = _is_choice(hints[option]) or option.endswith("bits")
+        found += accepted if whole else [accepted[0], accepted[-1]] if accepted else []
     return list(dict.fromkeys(found))
 
 
@@ -46,6 +48,12 @@ def _kinds() -> frozenset[Codec]:
 
 def is_kind(codec: Codec) -> bool:
     return codec.bare in _kinds()
+
+
+def is_variant_of_few_bits(codec: Codec) -> bool:
+    """Tell whether a codec has 2 or 3 bits and is no preset: its other options do what they do with 4 bits."""
+    widths = [value for option, value in codec.options.items() if option.endswith("bits") and isinstance(codec, Int)]
+    return any(width < 4 for width in widths) and codec.bare not in [each.bare for each in defaults()]
 
 
 @cache

@@ -27,7 +27,7 @@ def core_codecs() -> Iterator[Codec]:
     """Yield every option of every codec that has kernels, without headers."""
     for name in ("raw", "bf16", "fp16"):
         yield fl.codecs.get(name, header=False)
-    for bits in (4, 8):
+    for bits in (2, 3, 4, 8):
         for group in (32, 64, 128, 256, 512, 1024, 2048, 4096):
             for hadamard in (False, True):
                 for rounding in ("nearest", "stochastic"):
@@ -73,7 +73,10 @@ CODECS = list(core_codecs())
 TYPICAL = list(filter(is_typical, CODECS))
 KERNELS = list(first_of_each_kernel())
 PLAIN = [
-    *(fl.codecs.get(name).bare for name in ("raw", "int8", "int4", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")),
+    *(
+        fl.codecs.get(name).bare
+        for name in ("raw", "int8", "int4", "int3", "int2", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")
+    ),
     *(fl.codecs.get("thc", block_size=256).bare, fl.codecs.get("tahquant", channels=384).bare),
     fl.codecs.get("tlq_hs").bare,
 ]

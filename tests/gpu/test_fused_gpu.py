@@ -19,12 +19,13 @@ from tests.synthetic import awkward, gradient
 CPU = torch.device("cpu")
 SOURCES = [
     Int(bits, group, hadamard, header=False)
-    for bits, group, hadamard in product((8, 4), (32, 128, 512, 4096), (False, True))
+    for bits, group, hadamard in product((8, 4, 3, 2), (32, 128, 512, 4096), (False, True))
 ]
 TARGETS = [
     Int(4, 128, False, "stochastic", header=False),
     Int(4, 32, True, header=False),
     Int(8, 4096, True, header=False),
+    Int(3, 64, True, header=False),
     codecs.get("tlq_hs").bare,
 ]
 DYNAMIQ = [

@@ -54,19 +54,43 @@ struct IntCodec {
         const uint32_t magnitude = fl::float_bits(v[i]) & 0x7fffffffu;
         amax = magnitude > amax ? magnitude : amax;
       }
-      const int qmax = fl::int_qmax(bits);
-      const fl::GroupScale scale = fl::make_scale(amax, float(qmax));
+      const fl::IntLevels levels = fl::int_levels(bits, int(group), stochastic);
+      const fl::GroupScale scale = fl::make_scale(amax, levels.units, levels.span);
       reinterpret_cast<float *>(plane(out, 0, m))[g] = scale.scale;
       std::vector<int32_t> code(group);
       for (int64_t i = 0; i < group; ++i) {
         const uint64_t number = uint64_t(spec.offset + (m * groups + g) * group + i);
         const uint32_t random = fl::random_bits(fl::key_at(key, number), uint32_t(number));
-        code[i] = fl::int_code(v[i], scale.inverse, stochastic ? fl::rounding_noise(random) : 0.0f, qmax);
+        code[i] = fl::int_code(v[i], scale.inverse, stochastic ? fl::rounding_noise(random) : 0.0f, levels);
       }
-      uint8_t *codes = plane(out, 1, m) + g * group * bits / 8;
-      for (int64_t i = 0; i < group * bits / 8; ++i)
-        codes[i] = bits == 8 ? uint8_t(code[i]) : fl::pack_nibbles(code[i], code[i + group / 2]);
+      pack(code.data(), plane(out, 1, m) + g * group * bits / 8);
     }
+  }
+
+  // Part k of a run of 32 codes has as many bits of each; see core/code_words.h.
+  void pack(const int32_t *code, uint8_t *bytes) const {
+    if (fl::between_integers(bits)) {
+      std::memset(bytes, 0, size_t(group * bits / 8));
+      for (int64_t run = 0; run < group; run += 32, bytes += 4 * bits)
+        for (int i = 0; i < 32; ++i) {
+          const uint32_t c = uint32_t(code[run + i]);
+          bytes[i % 8] = uint8_t(bytes[i % 8] | (c & 3) << i / 8 * 2);
+          if (bits == 3) bytes[8 + i % 4] = uint8_t(bytes[8 + i % 4] | (c >> 2 & 1) << i / 4);
+        }
+      return;
+    }
+    for (int64_t i = 0; i < group * bits / 8; ++i)
+      bytes[i] = bits == 8 ? uint8_t(code[i]) : fl::pack_nibbles(code[i], code[i + group / 2]);
+  }
+
+  int32_t code_at(const uint8_t *bytes, int64_t i) const {
+    if (bits == 8) return int8_t(bytes[i]);
+    if (bits == 4) return i < group / 2 ? fl::low_nibble(bytes[i]) : fl::high_nibble(bytes[i - group / 2]);
+    const int at = int(i % 32);
+    bytes += i / 32 * 4 * bits;
+    int32_t c = bytes[at % 8] >> at / 8 * 2 & 3;
+    if (bits == 3) c |= (bytes[8 + at % 4] >> at / 4 & 1) << 2;
+    return c >> (bits - 1) ? c - (1 << bits) : c;
   }
 
   std::vector<float> decode(const fl_messages &in, int64_t m) const {
@@ -74,13 +98,7 @@ struct IntCodec {
     for (int64_t g = 0; g < groups; ++g) {
       float *v = &values[g * group];
       const uint8_t *codes = plane(in, 1, m) + g * group * bits / 8;
-      for (int64_t i = 0; i < group * bits / 8; ++i)
-        if (bits == 8) {
-          v[i] = float(int8_t(codes[i]));
-        } else {
-          v[i] = float(fl::low_nibble(codes[i]));
-          v[i + group / 2] = float(fl::high_nibble(codes[i]));
-        }
+      for (int64_t i = 0; i < group; ++i) v[i] = float(fl::int_level(bits, code_at(codes, i)));
       transform(v);
       const float scale = fl::decode_scale(reinterpret_cast<const float *>(plane(in, 0, m))[g], hadamard);
       for (int64_t i = 0; i < group; ++i) v[i] *= scale;

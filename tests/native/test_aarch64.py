@@ -93,7 +93,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Po
 
 def cases() -> Iterator[Case]:
     """Yield cases of every codec that the C ABI's four verbs have, with all options that change arithmetic."""
-    for bits, group, flags in itertools.product((4, 8), (32, 128, 4096), range(4)):
+    for bits, group, flags in itertools.product((2, 3, 4, 8), (32, 128, 4096), range(4)):
         yield int_case(bits, group, flags)
     yield from (cast_case(wire) for wire in range(3))
     yield from block_cases()

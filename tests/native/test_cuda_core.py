@@ -66,25 +66,26 @@ GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a warp has part of a group
 @pytest.mark.parametrize(
     "group, bits, flags",
     tiered(
-        itertools.product(GROUPS, (4, 8), (0, HADAMARD, STOCHASTIC, HADAMARD | STOCHASTIC)),
-        lambda group, bits, flags: bits == 4 or group in (32, 128, 4096),
+        itertools.product(GROUPS, (2, 3, 4, 8), (0, HADAMARD, STOCHASTIC, HADAMARD | STOCHASTIC)),
+        lambda group, bits, flags: bits == 4 or group in ((32, 128, 4096) if bits == 8 else (64, 2048)),
     ),
 )
 def test_int_writes_the_bytes_of_the_cpu_core(check: Check, group: int, bits: int, flags: int) -> None:
     start = int_case(bits, group, flags, offset=group * 3)
-    lengths = (*LENGTHS[(bits // 4 + flags) % 2 :: 2], group - 1, group + 1, 2 * group + 5)
+    lengths = (*LENGTHS[(bits + bits // 8 + flags) % 2 :: 2], group - 1, group + 1, 2 * group + 5)
     for case in varied(replace(start, numel=numel) for numel in lengths):
         check(case)
 
 
 @pytest.mark.parametrize("flags", [0, STOCHASTIC, HADAMARD])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_fused_verbs_write_the_bytes_of_the_cpu_core(kernels: ctypes.CDLL, bits: int, flags: int) -> None:
     """Groups of source and target lie differently in a warp: smaller, larger, several tiles long."""
     groups = itertools.product((32, 128, 4096), (32, 512, 2048))
     for i, (group, source_group) in enumerate(groups):
         numel = (1, 1000, 4097, 9_001)[i % 4]
-        sources = [(8, source_group, HADAMARD * (i % 2)), (4, source_group, HADAMARD * ((i + 1) % 2))]
+        widths = ((8, 4), (3, 2))[i % 2]
+        sources = [(width, source_group, HADAMARD * ((i + j) % 2)) for j, width in enumerate(widths)]
         target = native.CodecParams(native.INT, (bits, group, flags)).spec(numel, torch.float32, 7, 3 * group)
         for source_bits, _, source_flags in sources:
             source = native.CodecParams(native.INT, (source_bits, source_group, source_flags)).spec(
@@ -115,8 +116,8 @@ def test_fused_verbs_write_the_bytes_of_the_cpu_core(kernels: ctypes.CDLL, bits:
 def int_planes(spec: native.Spec, bits: int, group: int, count: int) -> tuple[torch.Tensor, native.Messages]:
     """Return memory for messages of the int codec, and where their planes lie in it."""
     groups = -(-spec.numel // group)
-    codes = -(-4 * groups // 16) * 16
-    rows = torch.full((count, codes + groups * group * bits // 8), GUARD, dtype=torch.uint8)
+    codes, nbytes = -(-4 * groups // 16) * 16, -(-groups * group * bits // 128) * 16
+    rows = torch.full((count, codes + nbytes), GUARD, dtype=torch.uint8)
     planes = (ctypes.c_void_p * native.MAX_PLANES)(rows.data_ptr(), rows.data_ptr() + codes)
     return rows, native.Messages(planes, rows.stride(0), count)
 
@@ -279,7 +280,7 @@ def test_element_numbers_have_64_bits(check: Check, offset: int) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 128, 2048])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("flags", [0, HADAMARD])
 def test_any_bytes_decode_alike(check: Check, group: int, bits: int, flags: int) -> None:
     check(int_case(bits, group, flags, F32, 4999, count=2), garbage=True)

@@ -9,7 +9,8 @@ from fusionlayer import codecs
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import TensorInfo
-from fusionlayer.planning.codec_rules import CodecRule, CodecRules
+from fusionlayer.planning import online
+from fusionlayer.planning.codec_rules import FIDELITIES, CodecRule, CodecRules
 
 pytestmark = pytest.mark.short
 
@@ -122,3 +123,14 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, content: str, message:
     with pytest.raises(ConfigError, match="policy .*policy.yaml") as caught:
         CodecRules.from_yaml(path)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_auto_may_choose_in_training() -> None:
+    """Four bits and fewer change too much of a tensor to be near-lossless."""
+    candidates = {name: codecs.get(name) for name in online.CANDIDATES}
+    allowed = {fidelity: [*CodecRules((CodecRule("auto"),), fidelity).allowed(candidates)] for fidelity in FIDELITIES}
+    assert allowed == {
+        "lossless": ["raw"],
+        "near_lossless": ["raw", "bf16", "int8"],
+        "aggressive": ["raw", "bf16", "int8", "int4", "int3", "int2", "topk", "dgc"],
+    }

@@ -138,7 +138,7 @@ inline int check_spec(const fl_spec *spec) {
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;
   const uint32_t bits = param[0], group = param[1];
-  if (bits != 4 && bits != 8) return FL_BAD_ARGUMENT;
+  if (bits != 8 && (bits < 2 || bits > 4)) return FL_BAD_ARGUMENT;
   if (group < 32 || group > 4096 || (group & (group - 1)) || param[3]) return FL_BAD_ARGUMENT;
   if (spec->offset < 0 || spec->offset % group) return FL_BAD_ARGUMENT;
   return param[2] & ~uint32_t(FL_INT_HADAMARD | FL_INT_STOCHASTIC) ? FL_UNSUPPORTED : FL_OK;

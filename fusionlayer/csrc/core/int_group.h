@@ -1,12 +1,17 @@
-// Scalar specification of the `int` codec: symmetric integers of 4 or 8 bits with one f32 scale per group, optionally in
-// the domain of a 32-point Hadamard transform (SDP4Bit, sections 3.2 and 3.3). The drivers in cpu/ and cuda/ compute the
+// Scalar specification of the `int` codec: symmetric integers of 2, 3, 4 or 8 bits with one f32 scale per group, optionally
+// in the domain of a 32-point Hadamard transform (SDP4Bit, sections 3.2 and 3.3). The drivers in cpu/ and cuda/ compute the
 // same numbers with vectors and shuffles; what they may not change is written here.
 //
 //   1. v = x, zero-padded to whole groups; with Hadamard every 32 consecutive values become H32 v (hadamard32).
 //   2. amax = max |v| over the group, taken on the bits.
 //   3. amax not finite: scale = NaN, codes 0. amax < 2^-100: scale = 0, codes 0.
-//      Else scale = amax / qmax, code = round(v * (qmax / amax)), qmax = 127 or 7.
-//   4. decode: code * decode_scale; with Hadamard H32(codes), exact in f32, times decode_scale: H32 H32 = 32 I.
+//      Else scale = amax / units, code = round(v * (span / amax) - below), limited to least .. most (int_levels).
+//   4. decode: level(code) * decode_scale; with Hadamard H32(levels), exact in f32, times decode_scale: H32 H32 = 32 I.
+//
+// 4 and 8 bits: a code is its level, in steps, and units = span = most: the largest magnitude has the outermost level. 2 and 3
+// bits cannot spare a code: levels lie half a step beside the integers, none is 0, and a code c has the level 2 c + 1, in half
+// steps. Their step is the one that loses least of values that are normal, as rotated ones nearly are; it is shorter than the
+// largest magnitude asks for, which saturates. Stochastic rounding saturates nothing, since it would not be unbiased.
 //
 // Element i of group g of message m has the number offset + (m * groups + g) * group + i in the seed's sequence, `groups`
 // being those of one message, the padded last one included.
@@ -20,30 +25,53 @@ namespace fl {
 constexpr int kHadamard = 32;
 constexpr uint32_t kTinyBits = 0x0d800000u;  // 2^-100: below it a group is zero, so no scale or inverse is subnormal
 
-constexpr int int_qmax(int bits) { return bits == 8 ? 127 : 7; }
+FL_HD constexpr bool between_integers(int bits) { return bits < 4; }
+
+struct IntLevels {
+  int32_t least, most;  // codes
+  float below;          // a code lies so far below its level, in steps
+  float span;           // steps in the largest magnitude
+  float units;          // scales in it
+
+  constexpr float top() const { return float(most) + below; }  // the outermost level, in steps
+};
+
+constexpr IntLevels int_levels(int bits, int group, bool stochastic) {
+  const int most = (1 << (bits - 1)) - 1;
+  if (!between_integers(bits)) return {-most, most, 0.0f, float(most), float(most)};
+  float span = float(most) + 0.5f;
+  if (!stochastic) {
+    span = 2.375f;  // of 32 elements; more of them have a larger magnitude among them, for the same step
+    for (int n = 32; n < group; n *= 2) span += 0.21875f;
+    span *= bits == 3 ? 1.75f : 1.0f;
+  }
+  return {-most - 1, most, 0.5f, span, 2.0f * span};
+}
 
 struct GroupScale {
   float scale;    // goes on the wire
   float inverse;  // what values are multiplied by; 0 makes every code 0
 };
 
-FL_HD GroupScale make_scale(uint32_t amax_bits, float qmax) {
+FL_HD GroupScale make_scale(uint32_t amax_bits, float units, float span) {
   if (amax_bits >= kF32Inf) return {bits_float(kF32Nan), 0.0f};
   if (amax_bits < kTinyBits) return {0.0f, 0.0f};
   const float amax = bits_float(amax_bits);
-  return {amax / qmax, qmax / amax};
+  return {amax / units, span / amax};
 }
 
 // Round to nearest even for |v| < 2^22: the sum has no bits below 1, and its low bits are the integer.
 FL_HD int32_t round_even(float v) { return int32_t(float_bits(v + 12582912.0f)) - 0x4b400000; }
 
-// The code of one value; `noise` is 0 (nearest) or rounding_noise (stochastic). Only noise can reach past qmax. With
-// inverse 0 the value is not looked at: it may be Inf or NaN.
-FL_HD int32_t int_code(float v, float inverse, float noise, int32_t qmax) {
+// The code of one value; `noise` is 0 (nearest) or rounding_noise (stochastic). Of 4 and 8 bits only noise can reach past the
+// outermost level. With inverse 0 the value is not looked at: it may be Inf or NaN.
+FL_HD int32_t int_code(float v, float inverse, float noise, const IntLevels &levels) {
   if (inverse == 0.0f) return 0;
-  const int32_t q = round_even(v * inverse + noise);
-  return q > qmax ? qmax : (q < -qmax ? -qmax : q);
+  const int32_t q = round_even(v * inverse + noise - levels.below);
+  return q > levels.most ? levels.most : (q < levels.least ? levels.least : q);
 }
+
+FL_HD int32_t int_level(int bits, int32_t code) { return between_integers(bits) ? 2 * code + 1 : code; }
 
 // What decoding multiplies by. A scale that is not finite, whatever its bits, makes the whole group the canonical NaN.
 FL_HD float decode_scale(float scale, bool hadamard) {
@@ -63,8 +91,9 @@ FL_HD void hadamard32(float *v) {
       }
 }
 
-// 4-bit codes are planar inside the group: byte i holds element i in its low nibble and element i + group / 2 in its high
-// one, both in two's complement. 8-bit codes are one byte each, in order.
+// 8-bit codes are one byte each, in order. 4-bit codes are planar inside the group: byte i holds element i in its low nibble
+// and element i + group / 2 in its high one. 2- and 3-bit codes lie in runs of 32 elements, as core/code_words.h packs them.
+// All are in two's complement.
 FL_HD uint8_t pack_nibbles(int32_t low, int32_t high) { return uint8_t((low & 15) | (high & 15) << 4); }
 FL_HD int32_t low_nibble(uint8_t b) { return int32_t(int8_t(uint8_t(b << 4))) >> 4; }
 FL_HD int32_t high_nibble(uint8_t b) { return int32_t(int8_t(b)) >> 4; }

@@ -3,7 +3,7 @@
 // and words to 32 bits, the others are between registers.
 #pragma once
 
-#include "elements.h"
+#include "code_runs.h"
 
 #if defined(FL_AVX512) || defined(FL_AVX2)
 #define FL_CODE_ROTATION 1
@@ -50,10 +50,39 @@ FL_INLINE void load_nibbles(const uint8_t *p, Wide (&codes)[kRotatedVectors<N> /
   for (int r = 0; r < kRotatedVectors<N> / 4; ++r) codes[r] = FL_WIDE(sub_epi8)((nibbles[r] & low) ^ sign, sign);
 }
 
+// Two halves of a register.
+FL_INLINE Wide wide(__m256i first, __m256i second) {
+#if defined(FL_AVX512)
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+#else
+  (void)second;
+  return first;
+#endif
+}
+
+// load_run of N runs as signed bytes.
+template <int kBits, int N>
+FL_INLINE Wide load_run_bytes(const uint8_t *p) {
+  const uint8_t *next = N == 2 ? p + kRunBytes<kBits> : p;
+  const __m256i pairs = _mm256_setr_epi64x(0, 2, 4, 6), bits = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const Wide low = wide(_mm256_set1_epi64x(low_part(p)), _mm256_set1_epi64x(low_part(next)));
+  Wide codes = FL_WIDE(srlv_epi64)(low, wide(pairs, pairs)) & FL_WIDE(set1_epi8)(3);
+  if constexpr (kBits == 3) {
+    const Wide top = wide(_mm256_set1_epi32(top_part(p)), _mm256_set1_epi32(top_part(next)));
+    const Wide one = FL_WIDE(srlv_epi32)(top, wide(bits, bits)) & FL_WIDE(set1_epi8)(1);
+    codes = codes | FL_WIDE(slli_epi32)(one, kLowBits);
+  }
+  const __m256i levels = _mm256_set1_epi64x(int64_t(kBits == 3 ? 0xfffdfbf907050301u : 0xfffd0301fffd0301u));
+  return FL_WIDE(shuffle_epi8)(wide(levels, levels), codes);
+}
+
 template <int kBits, int N>
 FL_INLINE void load_codes(const uint8_t *p, Wide (&codes)[kRotatedVectors<N> / 4]) {
   if constexpr (kBits == 4) {
     load_nibbles<N>(p, codes);
+  } else if constexpr (between_integers(kBits)) {
+    static_assert(N <= kWideBlocks);
+    codes[0] = load_run_bytes<kBits, N>(p);
   } else {
 #if defined(FL_AVX512)
     if constexpr (N == 1)

@@ -23,7 +23,11 @@ class IntCodec {
   // Every NaN that comes out of decode is the canonical one.
   static constexpr bool kCanonical = true;
 
-  explicit IntCodec(const Job &job) : key_(job.key), offset_(uint64_t(job.spec->offset)), group_(job.spec->param[1]) {}
+  explicit IntCodec(const Job &job)
+      : key_(job.key),
+        offset_(uint64_t(job.spec->offset)),
+        group_(job.spec->param[1]),
+        levels_(int_levels(kBits, group_, kStochastic)) {}
 
   int unit() const { return group_; }
 
@@ -70,7 +74,7 @@ class IntCodec {
         const vf scale = broadcast(decode_scale(*in.scales, kHadamard));
         for (int i = 0; i < reach; i += kBlock) {
           Block b[N];
-          unpack(in.codes + i, b);
+          unpack(in.codes + code_bytes(i), b);
           scale_blocks(b, scale);
           for (int k = 0; k < N; ++k) sink(begin + k * reach + i, b[k]);
         }
@@ -112,7 +116,13 @@ class IntCodec {
   template <class T>
   static constexpr bool kInPlace = std::is_same_v<T, float> && !kHadamard;
 
+  static constexpr float kTop = int_levels(kBits, 0, true).top(), kBelow = int_levels(kBits, 0, true).below;
+  static constexpr bool kRuns = between_integers(kBits);  // of 32 codes, one behind the other
+
   int group_bytes() const { return group_ * kBits / 8; }
+
+  // Where the codes of a block lie among those of a group, i being its first element; of 4 bits, in the first part.
+  static constexpr int code_bytes(int i) { return kRuns ? i * kBits / 8 : i; }
 
   // 4-bit codes of a group larger than a block come in parts: bytes that hold a block of each half.
   template <int N>
@@ -121,10 +131,9 @@ class IntCodec {
   };
   template <class Body>
   FL_INLINE void with_parts(const Body &body) const {
-    if (kBits == 8 || group_ == kBlock)
-      body(Parts<1>{});
-    else
-      body(Parts<2>{});
+    if constexpr (kBits == 4)
+      if (group_ > kBlock) return body(Parts<2>{});
+    body(Parts<1>{});
   }
 
   template <int N>
@@ -141,10 +150,11 @@ class IntCodec {
       int i = 0;
       for (; i + kWide * kBlock <= reach; i += kWide * kBlock) {
         ahead.fetch((lines + steps - 1) / steps);
-        sum_blocks<kWide, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
+        sum_blocks<kWide, N>(messages, count, codes + code_bytes(i), scales, reach, add, v + begin + i);
       }
       if (i < reach) ahead.fetch(lines);
-      for (; i < reach; i += kBlock) sum_blocks<1, N>(messages, count, codes + i, scales, reach, add, v + begin + i);
+      for (; i < reach; i += kBlock)
+        sum_blocks<1, N>(messages, count, codes + code_bytes(i), scales, reach, add, v + begin + i);
     }
   }
 
@@ -162,10 +172,9 @@ class IntCodec {
   // Calls body with the number of blocks that are rotated together.
   template <class Body>
   FL_INLINE void with_rotated(const Body &body) const {
-    if (group_ > kBlock && (kBits == 4 || kWideBlocks == 2))
-      body(Parts<2>{});
-    else
-      body(Parts<1>{});
+    if constexpr (kBits == 4 || kWideBlocks == 2)
+      if (group_ > kBlock) return body(Parts<2>{});
+    body(Parts<1>{});
   }
   // How far apart the blocks lie, how many elements to the next ones, and to the end of those that come first.
   int apart() const { return kBits == 4 ? group_ / 2 : kBlock; }
@@ -184,7 +193,8 @@ class IntCodec {
         const vf scale = broadcast(decode_scale(*in.scales, true));
         for (int i = 0; i < reach<N>(); i += kStep<N>) {
           vf v[kRotatedVectors<N>];
-          for (int r = 0; r < kRotatedVectors<N> / 4; ++r) rotated_codes<kBits, N>(in.codes + i, r, v + 4 * r);
+          for (int r = 0; r < kRotatedVectors<N> / 4; ++r)
+            rotated_codes<kBits, N>(in.codes + code_bytes(i), r, v + 4 * r);
           for (vf &x : v) x *= scale;
           Block b[N];
           in_order(v, b);
@@ -214,7 +224,7 @@ class IntCodec {
         for (int r = 0; r < kRotatedVectors<N>; r += 4)
           for (int m = 0; m < count; ++m) {
             vf rotated[4];
-            rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + i, r / 4, rotated);
+            rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + code_bytes(i), r / 4, rotated);
             for (int j = 0; j < 4; ++j) sum[r + j] += rotated[j] * broadcast(scales[m]);
           }
         in_order(sum, b);
@@ -236,7 +246,7 @@ class IntCodec {
       const vf scale = broadcast(scales[m]);
       for (int w = 0; w < kWide; ++w) {
         Block b[N];
-        unpack(messages[m].codes + codes + w * kBlock, b);
+        unpack(messages[m].codes + codes + code_bytes(w * kBlock), b);
         scale_blocks(b, scale);
         for (int k = 0; k < N; ++k) sum[w][k] = sum[w][k] + b[k];
       }
@@ -245,22 +255,26 @@ class IntCodec {
       for (int k = 0; k < N; ++k) store_block(v + k * apart + w * kBlock, sum[w][k]);
   }
 
-  // The codes of N blocks as floats.
+  // The levels of N blocks.
   template <int N>
   static FL_INLINE void unpack(const uint8_t *codes, Block (&b)[N]) {
-    vi low[N][kQuad], high[N][kQuad];
-    for (int k = 0; k < N; ++k) {
-      load_bytes(codes + 16 * k, low[k]);
-      if (kBits == 8)
-        load_bytes(codes + 16, high[k]);
-      else
-        split_nibbles(low[k], low[k], high[k]);
-    }
-    if constexpr (N == 1) {
-      b[0] = to_float(low[0], high[0]);
+    if constexpr (kRuns) {
+      b[0] = load_run<kBits>(codes);
     } else {
-      b[0] = to_float(low[0], low[1]);
-      b[1] = to_float(high[0], high[1]);
+      vi low[N][kQuad], high[N][kQuad];
+      for (int k = 0; k < N; ++k) {
+        load_bytes(codes + 16 * k, low[k]);
+        if (kBits == 8)
+          load_bytes(codes + 16, high[k]);
+        else
+          split_nibbles(low[k], low[k], high[k]);
+      }
+      if constexpr (N == 1) {
+        b[0] = to_float(low[0], high[0]);
+      } else {
+        b[0] = to_float(low[0], low[1]);
+        b[1] = to_float(high[0], high[1]);
+      }
     }
   }
 
@@ -323,14 +337,13 @@ class IntCodec {
   }
 
   // make_scale of core/int_group.h for every group.
-  static FL_INLINE void make_scales(vi *top, int groups, float *scales, float *inverse) {
-    constexpr float qmax = int_qmax(kBits);
+  FL_INLINE void make_scales(vi *top, int groups, float *scales, float *inverse) const {
     for (int g = groups; g % kLanes; ++g) top[g] = vi{};
     for (int g = 0; g < groups; g += kLanes) {
       const vi bits = max_of_each(top + g);
       const vi not_finite = bits >= int32_t(kF32Inf), usual = ~not_finite & (bits >= int32_t(kTinyBits));
-      const vi scale = ((vi)((vf)bits / qmax) & usual) | (int32_t(kF32Nan) & not_finite);
-      store(inverse + g, (vf)((vi)(qmax / (vf)bits) & usual));
+      const vi scale = ((vi)((vf)bits / levels_.units) & usual) | (int32_t(kF32Nan) & not_finite);
+      store(inverse + g, (vf)((vi)(levels_.span / (vf)bits) & usual));
       if (groups - g >= kLanes)
         store(scales + g, (vf)scale);
       else
@@ -338,30 +351,38 @@ class IntCodec {
     }
   }
 
-  // The codes of 16 values in the low bits of the lanes; the bits above are not zero. `spread` is that of the element
-  // numbers of the first lanes.
-  static FL_INLINE void round16(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[kQuad]) {
-    for (int j = 0; j < kQuad; ++j) {
+  // The codes of some vectors of values in the low bits of the lanes; the bits above are not zero. `spread` is that of the
+  // element numbers of the first lanes.
+  template <int N>
+  static FL_INLINE void round_to_codes(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[N]) {
+    for (int j = 0; j < N; ++j) {
       vf v = load(values + j * kLanes) * inverse;
-      if constexpr (kStochastic)
-        v = clamp_number(v + rounding_noise(key, spread + j * kLanes * kSpread), int_qmax(kBits));
-      codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h; without noise no code exceeds qmax
+      if constexpr (kStochastic) v += rounding_noise(key, spread + j * kLanes * kSpread);
+      if constexpr (kStochastic || kRuns) v = clamp_number(v, kTop);  // else no code exceeds the outermost
+      if constexpr (kRuns) v -= kBelow;
+      codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h
     }
   }
 
   FL_INLINE void quantize(const float *values, float inverse, RngKey key, uint32_t first, uint8_t *codes) const {
     vu spread = (iota() + first) * kSpread + key.a;
     vi low[kQuad], high[kQuad];
-    if constexpr (kBits == 8) {
+    if constexpr (kRuns) {
+      for (int i = 0; i < group_; i += kBlock, spread += kBlock * kSpread) {
+        vi run[kVectors];
+        round_to_codes(values + i, inverse, key, spread, run);
+        store_run<kBits>(codes + code_bytes(i), run);
+      }
+    } else if constexpr (kBits == 8) {
       for (int i = 0; i < group_; i += 16, spread += 16 * kSpread) {
-        round16(values + i, inverse, key, spread, low);
+        round_to_codes(values + i, inverse, key, spread, low);
         store_low_bytes(codes + i, low);
       }
     } else {
       const int half = group_ / 2;
       for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
-        round16(values + i, inverse, key, spread, low);
-        round16(values + half + i, inverse, key, spread + half * kSpread, high);
+        round_to_codes(values + i, inverse, key, spread, low);
+        round_to_codes(values + half + i, inverse, key, spread + half * kSpread, high);
         for (int j = 0; j < kQuad; ++j) low[j] = join_nibbles(low[j], high[j]);
         store_low_bytes(codes + i, low);
       }
@@ -371,6 +392,7 @@ class IntCodec {
   RngKey key_;
   uint64_t offset_;
   int group_;
+  IntLevels levels_;
 };
 
 template <class T, class Codec>

@@ -18,8 +18,10 @@ Ahead sum_of_source(const Job &job, int64_t element, int n, float *v) {
 
 inline SumOfSource *sum_of(const fl_spec &source) {
   const bool hadamard = source.param[2] & FL_INT_HADAMARD;
-  if (source.param[0] == 8) return hadamard ? sum_of_source<8, true> : sum_of_source<8, false>;
-  return hadamard ? sum_of_source<4, true> : sum_of_source<4, false>;
+  if (source.param[0] == 2) return hadamard ? sum_of_source<2, true> : sum_of_source<2, false>;
+  if (source.param[0] == 3) return hadamard ? sum_of_source<3, true> : sum_of_source<3, false>;
+  if (source.param[0] == 4) return hadamard ? sum_of_source<4, true> : sum_of_source<4, false>;
+  return hadamard ? sum_of_source<8, true> : sum_of_source<8, false>;
 }
 
 }  // namespace fl::FL_ISA

@@ -34,13 +34,21 @@ FL_INLINE void with_rounding(const Job &job, const Body &body) {
   body(IntCodec<kBits, kHadamard, false>(job));
 }
 
+template <bool kEncodes, int kBits, class Body>
+FL_INLINE void with_rotation(const Job &job, const Body &body) {
+  if (job.spec->param[2] & FL_INT_HADAMARD)
+    with_rounding<kEncodes, kBits, true>(job, body);
+  else
+    with_rounding<kEncodes, kBits, false>(job, body);
+}
+
 template <bool kEncodes, class Body>
 FL_INLINE void with_int_codec(const Job &job, const Body &body) {
-  const bool hadamard = job.spec->param[2] & FL_INT_HADAMARD;
-  if (job.spec->param[0] == 8)
-    hadamard ? with_rounding<kEncodes, 8, true>(job, body) : with_rounding<kEncodes, 8, false>(job, body);
-  else
-    hadamard ? with_rounding<kEncodes, 4, true>(job, body) : with_rounding<kEncodes, 4, false>(job, body);
+  const uint32_t bits = job.spec->param[0];
+  if (bits == 2) return with_rotation<kEncodes, 2>(job, body);
+  if (bits == 3) return with_rotation<kEncodes, 3>(job, body);
+  if (bits == 4) return with_rotation<kEncodes, 4>(job, body);
+  with_rotation<kEncodes, 8>(job, body);
 }
 
 template <class Body>

@@ -2,6 +2,7 @@
 // The arithmetic is core/int_group.h.
 #pragma once
 
+#include "code_words.h"
 #include "int_group.h"
 #include "owned.cuh"
 
@@ -63,7 +64,7 @@ struct NibblePair {
 
 // What a lane has loaded of its block: codes as they lie in memory, and the group's scale.
 struct Packed {
-  Chunk codes[2];  // the second for 8 bits only
+  Chunk codes[2];  // the second for 8 bits only; of 2 and 3 bits as many words
   float scale;
 };
 
@@ -74,6 +75,11 @@ FL_DEVICE Packed load_packed(const IntLayout &layout, const IntMessages &in, int
   if (layout.bits == 8) {
     packed.codes[0] = load_chunk(codes + at.first);
     packed.codes[1] = load_chunk(codes + at.first + 16);
+  } else if (between_integers(layout.bits)) {
+    const uint32_t *run = reinterpret_cast<const uint32_t *>(codes) + at.first / kBlock * layout.bits;
+    packed.codes[0].word[0] = run[0];
+    packed.codes[0].word[1] = run[1];
+    if (layout.bits == 3) packed.codes[0].word[2] = run[2];
   } else {
     packed.codes[0] = load_chunk(codes + NibblePair(layout, at).bytes);
   }
@@ -81,11 +87,18 @@ FL_DEVICE Packed load_packed(const IntLayout &layout, const IntMessages &in, int
   return packed;
 }
 
-// The codes of a lane's block, one byte each, made unsigned by adding code_bias.
+// The levels of a lane's block, one byte each, made unsigned by adding code_bias.
 FL_DEVICE void unpack_codes(const IntLayout &layout, const Packed &packed, const Place &at, uint32_t (&bytes)[kWords]) {
   if (layout.bits == 8) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) bytes[i] = packed.codes[i / 4].word[i % 4] ^ 0x80808080u;
+  } else if (between_integers(layout.bits)) {
+    const uint32_t *word = packed.codes[0].word;
+    const uint32_t words[3] = {word[0], word[1], word[2]};  // the last one is 0 of two bits
+    unpack_words<3>(words, bytes);
+    const uint32_t sign = layout.bits == 2 ? 0x02020202u : 0x04040404u;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) bytes[i] = (bytes[i] ^ sign) << 1;
   } else {
     const NibblePair pair(layout, at);
 #pragma unroll
@@ -107,7 +120,7 @@ FL_DEVICE Place place_in(const IntLayout &layout, const Place &at) {
 
 // As load_packed and unpack_codes, for a lane whose neighbours need not have the blocks that share its bytes.
 FL_DEVICE Packed load_alone(const IntLayout &layout, const IntMessages &in, int64_t message, const Place &at) {
-  if (layout.bits == 8 || !at.exists) return load_packed(layout, in, message, at);
+  if (layout.bits != 4 || !at.exists) return load_packed(layout, in, message, at);
   Packed packed = {};
   const int half = layout.blocks() / 2;
   const uint8_t *group = in.codes + message * in.stride + (at.group << (layout.log2_group - 1));
@@ -119,7 +132,7 @@ FL_DEVICE Packed load_alone(const IntLayout &layout, const IntMessages &in, int6
 }
 
 FL_DEVICE void unpack_alone(const IntLayout &layout, const Packed &packed, const Place &at, uint32_t (&bytes)[kWords]) {
-  if (layout.bits == 8) return unpack_codes(layout, packed, at, bytes);
+  if (layout.bits != 4) return unpack_codes(layout, packed, at, bytes);
   const int half = layout.blocks() / 2;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
@@ -130,9 +143,9 @@ FL_DEVICE void unpack_alone(const IntLayout &layout, const Packed &packed, const
   }
 }
 
-FL_DEVICE float code_bias(int bits) { return bits == 8 ? 128.0f : 8.0f; }
+FL_DEVICE float code_bias(int bits) { return bits == 8 ? 128.0f : bits == 4 ? 8.0f : bits == 3 ? 7.0f : 3.0f; }
 
-// v = decoded values of a lane's block, whose codes plus bias are `bytes`.
+// v = decoded values of a lane's block, whose levels plus bias are `bytes`.
 template <bool kTransform>
 FL_DEVICE void dequantize(const uint32_t (&bytes)[kWords], float bias, float scale, float (&v)[kBlock]) {
 #pragma unroll
@@ -156,6 +169,14 @@ FL_DEVICE void store_codes(const IntLayout &layout, uint8_t *codes, const Place 
     if (!at.exists) return;
     store_chunk(codes + at.first, {{bytes[0], bytes[1], bytes[2], bytes[3]}});
     store_chunk(codes + at.first + 16, {{bytes[4], bytes[5], bytes[6], bytes[7]}});
+  } else if (between_integers(layout.bits)) {
+    if (!at.exists) return;
+    uint32_t *run = reinterpret_cast<uint32_t *>(codes) + at.first / kBlock * layout.bits;
+    uint32_t words[3];  // the first two are those of two bits
+    pack_words<3>(bytes, words);
+    run[0] = words[0];
+    run[1] = words[1];
+    if (layout.bits == 3) run[2] = words[2];
   } else {
     const NibblePair pair(layout, at);
     Chunk packed;

@@ -19,29 +19,35 @@ struct EncodeArguments {
   int64_t x_stride;  // bytes of the elements of a message
   const void *base;  // kDifference
   float *residual;
-  float qmax;
+  IntLevels levels;
   bool stochastic;
   RngKey key;
   int64_t offset;
 };
 
 // bytes = codes of a lane's block, whose first element has the number `number`: int_code of core/int_group.h, but for the
-// order of its steps. In the low byte of v + kMagic stands v rounded; only noise reaches past qmax.
+// order of its steps. In the low byte of v + kMagic stands v rounded. Without noise 4 and 8 bits need no limits.
 FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], float inverse, uint64_t number,
                         uint32_t (&bytes)[kWords]) {
   constexpr float kMagic = 12582912.0f;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) bytes[i] = 0;
   if (inverse == 0.0f) return;
+  const int32_t middle = int32_t(float_bits(kMagic)), most = middle + a.levels.most, least = middle + a.levels.least;
+  const auto limited = [&](float t) {
+    const int32_t q = int32_t(float_bits(t - a.levels.below + kMagic));
+    return uint32_t(q > most ? most : q < least ? least : q);
+  };
   if (a.stochastic) {
     const RngKey key = near_key(a.key, number);
-    const int32_t middle = int32_t(float_bits(kMagic)), most = middle + int32_t(a.qmax),
-                  least = middle - int32_t(a.qmax);
     const auto code = [&](int i) {
-      const float noise = rounding_noise(random_bits(key, uint32_t(number) + i));
-      const int32_t q = int32_t(float_bits(v[i] * inverse + noise + kMagic));
-      return uint32_t(q > most ? most : q < least ? least : q);
+      return limited(v[i] * inverse + rounding_noise(random_bits(key, uint32_t(number) + i)));
     };
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
+  } else if (between_integers(a.layout.bits)) {
+    const auto code = [&](int i) { return limited(v[i] * inverse); };
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
@@ -55,10 +61,12 @@ FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], floa
 
 // What the receiver will make of a lane's codes, which are still a byte each.
 template <bool kTransform>
-FL_DEVICE void decode_own(const uint32_t (&bytes)[kWords], float scale, float (&v)[kBlock]) {
+FL_DEVICE void decode_own(int bits, const uint32_t (&bytes)[kWords], float scale, float (&v)[kBlock]) {
+  const bool between = between_integers(bits);  // int_level of core/int_group.h, on four codes at once
   uint32_t biased[kWords];
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) biased[i] = bytes[i] ^ 0x80808080u;
+  for (int i = 0; i < kWords; ++i)
+    biased[i] = (between ? (bytes[i] << 1 & 0xfefefefeu) | 0x01010101u : bytes[i]) ^ 0x80808080u;
   dequantize<kTransform>(biased, code_bias(8), scale, v);
 }
 
@@ -109,7 +117,7 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
         const uint32_t largest = largest_of(v);
         amax = largest > amax ? largest : amax;
       }
-      if (step == tiles - 1) scale = make_scale(max_over_lanes(amax, layout.lanes()), a.qmax);
+      if (step == tiles - 1) scale = make_scale(max_over_lanes(amax, layout.lanes()), a.levels.units, a.levels.span);
       if (step < tiles - 1) continue;
 
       uint32_t bytes[kWords];
@@ -118,7 +126,7 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
       store_codes(layout, codes, at, bytes);
       if (at.exists && at.block == 0) scales[at.group] = scale.scale;
       if (kResidual) {
-        decode_own<kTransform>(bytes, scale.scale, v);
+        decode_own<kTransform>(layout.bits, bytes, scale.scale, v);
         update_residual(a.residual + start, layout.numel, at.first, lane, wanted, v);
       }
     }
@@ -142,7 +150,7 @@ EncodeArguments arguments(const fl_spec &spec, const void *x, float *residual, c
       spec.numel * element_size(spec.dtype),
       nullptr,
       residual,
-      float(int_qmax(int(spec.param[0]))),
+      int_levels(int(spec.param[0]), int(spec.param[1]), (spec.param[2] & FL_INT_STOCHASTIC) != 0),
       (spec.param[2] & FL_INT_STOCHASTIC) != 0,
       make_key(spec.seed),
       spec.offset,

@@ -38,8 +38,8 @@ enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
 enum fl_codec {
   /* plane 0: the values as param[0] = fl_dtype; same type in and on the wire = bytes copied unchanged */
   FL_CAST = 0,
-  /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 4 or 8; param[1] = group size, a power
-   * of two in 32..4096; param[2] = flags, FL_INT_* */
+  /* plane 0: one f32 scale per group; plane 1: integer codes. param[0] = bits, 2, 3, 4 or 8; param[1] = group size, a
+   * power of two in 32..4096; param[2] = flags, FL_INT_* */
   FL_INT = 1,
   /* plane 0: ends, u32 per 65536 elements; plane 1: counts, u8 per 256 elements, in form FL_SPARSE_BYTE alone; plane
    * 2: positions; plane 3: values. param[0] = enum fl_sparse_form; param[1] = fl_dtype of the values, f32 or bf16;
