@@ -151,7 +151,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "scheduler/",
-        ("engine.py", "again(cause).with_traceback(None)", "cause", "a failed job keeps the frames of its program"),
+        ("traffic.py", "again(cause).with_traceback(None)", "cause", "a failed job keeps the frames of its program"),
         ("lane.py", "lane.put(lambda _: agreement.wait())", "pass", "other lanes send before the ranks agree"),
         (
             "results.py",
@@ -176,7 +176,7 @@ MUTANTS: list[Mutant] = [
         ("memory.py", "view.copy_(_handed_over(state.residual))", "pass", "another plan loses error feedback"),
         ("worker.py", "job.run(self.error)", "job.run(None)", "a lane goes on after a failure"),
         ("buffers.py", 'self._device.type != "cpu" and', "False and", "a launch for each gradient that is packed"),
-        ("engine.py", "                self.drain()\n", "                pass\n", "the last sums are cut off"),
+        ("traffic.py", "                self.drain()\n", "                pass\n", "the last sums are cut off"),
         ("buffers.py", "owner.wait_event(self._done)", "pass", "memory of gradients is used again too early"),
         ("planners/horovod.py", "tensor.nbytes > room", "tensor.nbytes >= room", "full buckets"),
         ("planners/mg_wfbp.py", "arrives - start < costs.startup", "arrives - start > costs.startup", "what is merged"),
@@ -340,6 +340,7 @@ LIKELY = {
     "collectives/switching.py": "collectives/test_late_ranks.py",
     "collectives/butterfly.py": "collectives/test_multi_hop.py",
     "scheduler/engine.py": "scheduler/test_lanes.py scheduler/test_local_steps.py scheduler/test_streams.py",
+    "scheduler/traffic.py": "scheduler/test_lanes.py scheduler/test_streams.py",
     "scheduler/lane.py": "scheduler/test_lanes.py",
     "scheduler/results.py": "scheduler/test_lanes.py scheduler/test_local_steps.py",
     "scheduler/sending.py": "scheduler/test_lanes.py scheduler/test_engine.py",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +20,21 @@ from ..errors import ConfigError, UsageError, again
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..timeline import Timeline
 from ..transport import Transport
-from ..transport._capture import refuse_capture
-from ..transport._clocks import measure_clock
 from .agreement import Agreement
 from .fusing import check_pairs
-from .lane import Lane, put_first
+from .lane import put_first
 from .layout import BufferMaker, Layout
 from .memory import Memory
 from .plan_controller import PlanController, StepTimer
 from .planners import Planner
-from .results import Results, Sent
-from .sending import Sender
+from .results import Sent
+from .traffic import Traffic
 from .worker import Job
 
 __all__ = ["Engine"]
 
 
-class Engine:
+class Engine(Traffic):
     """Sums gradients over ranks while backward goes on: on threads of its own, or, over NCCL, on streams of its own.
 
     In each step the caller submits every tensor once, in any order, with ``submit``. Then it calls ``synchronize``
@@ -108,15 +105,11 @@ class Engine:
     ) -> None:
         for each in [codec] if isinstance(codec, Codec) else codec.values():
             collectives.choose(each, transport.size, algorithm, ahead=ahead)
-        self._device = device
+        clock = clock_of(device) if clock is None else clock
+        super().__init__(transport, device, timeline or Timeline(None, transport.rank), clock)
         self.memory = memory or Memory()
-        self._timeline = timeline or Timeline(None, transport.rank)
-        self._clock = clock_of(device) if clock is None else clock
-        self._timeline.time_by(self._clock)
         self._overlap_forward = overlap_forward
         self._holds = hold_results or overlap_forward
-        self.rank = transport.rank
-        self.size = transport.size
         self.step = 0
         self._agreement = Agreement(
             {tensor.name: tensor for tensor in tensors},
@@ -131,7 +124,6 @@ class Engine:
         self._maker = BufferMaker(
             self.memory, device, scaling, self._timeline, error_feedback, not self._holds, self.rank, self.size
         )
-        self._arrived: dict[str, Tensor] = {}
         self.plan: FusionPlan | None = None
         self._next_plan: FusionPlan | None = None
         if plan is not None:
@@ -142,18 +134,8 @@ class Engine:
         # step takes no lock, because no hook runs then. Lanes never take it, so a thread that holds it may wait for a
         # lane.
         self._lock = threading.Lock()
-        if transport.only_queues(device):
-            lanes = 1
-        transport.agree("the number of lanes", lanes)
-        offset = measure_clock(transport, wanted=self._timeline.enabled)
-        if offset is not None:
-            self._timeline.note_clock(*offset, transport.size)
-        self._lanes = [Lane(transport, device, name)]
-        self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
-        self._sender = Sender(self._lanes, self._clock, self._timeline, overlap_forward)
-        self._results = Results(self._clock, self._timeline)
+        self._open(transport, lanes, name, learns_order=overlap_forward)
         self._expect(plan_controller)
-        self.failure: BaseException | None = None
 
     def switch(self, plan: FusionPlan) -> None:
         """Adopt another plan when the next step begins; all ranks call it between the same two steps.
@@ -223,7 +205,7 @@ class Engine:
             # No gradient will begin this step, so the ranks agree at once.
             self.plan, self._next_plan = FusionPlan((), self.size), None
             try:
-                self._agree(self.plan).wait()
+                self._compare(self.plan).wait()
             except BaseException as error:
                 self._fail(error)
 
@@ -236,11 +218,6 @@ class Engine:
     def pending(self) -> AbstractSet[str]:
         """Names submitted so far in the current step: a live view, which changes with each ``submit``."""
         return self._arrived.keys()
-
-    @property
-    def untaken(self) -> frozenset[int]:
-        """Buckets of steps that have ended whose results nobody has taken yet."""
-        return frozenset(self._results.untaken)
 
     @property
     def may_leave_out(self) -> bool:
@@ -262,34 +239,6 @@ class Engine:
         for name in out[0]:
             self._arrived.pop(name, None)
         return out[0]
-
-    def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
-        """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
-
-        All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
-        """
-        if self.failure is not None:
-            raise again(self.failure)
-        try:
-            job = self._lanes[0].put(work)
-        except BaseException as error:
-            self._fail(error)
-
-        def wait() -> None:
-            try:
-                job.wait()
-            except BaseException as error:
-                self._fail(error)
-
-        return wait
-
-    def bucket_of(self, name: str) -> int:
-        """Return the number of the bucket in which a tensor travelled last."""
-        return self._results.bucket_of[name]
-
-    def awaits(self, name: str) -> bool:
-        """Return whether a tensor's last result has not been taken yet."""
-        return self._results.bucket_of.get(name) in self._results.untaken
 
     def submit(self, name: str, gradient: Tensor) -> None:
         """Take a gradient; its scaled sum over ranks replaces it, or if results are held, waits for ``take``.
@@ -401,21 +350,6 @@ class Engine:
             except BaseException as error:
                 self._fail(error)
 
-    def take(self, index: int) -> dict[str, Tensor]:
-        """Wait for a bucket of a step that has ended; return its results by name, each in its gradient's shape.
-
-        The caller may use them until it submits the bucket's next gradient. Each bucket is taken once.
-
-        Raises:
-            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
-        """
-        try:
-            holder = self._results.wait_for(index)
-        except BaseException as error:
-            self._fail(error)
-        del self._results.untaken[index]
-        return holder.take()
-
     def synchronize(self) -> None:
         """End the step and wait until every gradient holds its result.
 
@@ -463,54 +397,6 @@ class Engine:
         self._results.load(saved["results"], self._coming_plan, saved["step"] - 1, self._device)
         self.step = saved["step"]
         self._settle_due()
-
-    def drain(self) -> None:
-        """Wait until the device has done all messages of the steps that have ended.
-
-        Over NCCL, results are only queued when they are taken. Whoever saves them, or what they have changed, calls it
-        before.
-
-        Raises:
-            FusionLayerError: a step has failed; what it was to change is worthless.
-        """
-        self._check_sound("what steps have queued is waited for")
-        try:
-            for lane in self._lanes:
-                lane.drain()
-        except BaseException as error:
-            self._fail(error)
-
-    def close(self) -> None:
-        """Let the buckets that were sent end, on the device too, then the threads, and close the transports.
-
-        A second call does nothing.
-
-        Raises:
-            TransportError: over NCCL, a step whose results were taken could not end.
-            UsageError: a CUDA graph is captured. The engine is closed in both cases.
-        """
-        # Other ranks wait for this rank's share of these buckets, so they travel even if nobody here takes them.
-        for sent in self._results.untaken.values():
-            with suppress(Exception):
-                sent.job.wait()
-        try:
-            if self.failure is None:
-                self.drain()
-        finally:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Close the transports at once: what is under way fails here and on the other ranks."""
-        for lane in self._lanes:
-            lane.close()
-        self._timeline.close()
-
-    def _check_sound(self, what: str) -> None:
-        """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""
-        if self.failure is not None:
-            raise again(self.failure)
-        if self._device.type == "cuda":
-            refuse_capture(what)
 
     def _check_between(self, what: str) -> None:
         """Raise what a step has failed with, or that a step has begun while ``what``, a clause, happens."""
@@ -586,7 +472,7 @@ class Engine:
         self._timeline.settle()
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None
-            self._agree(self.plan)
+            self._compare(self.plan)
             self._adopt(self.plan)
         elif self._layout.codecs_change and self._layout.is_stale(self.step):
             assert self.plan is not None
@@ -617,7 +503,7 @@ class Engine:
         if self._watch is not None:
             self._watch.leave_out(start)
 
-    def _agree(self, plan: FusionPlan) -> Job:
+    def _compare(self, plan: FusionPlan) -> Job:
         """Compare a plan with the other ranks' before any lane sends what is put later; return the job."""
         return put_first(self._lanes, partial(self._agreement.compare, self.step, plan))
 
@@ -640,7 +526,7 @@ class Engine:
         if index < len(known) and known[index] == bucket:
             return
         self.plan = FusionPlan((*known[:index], bucket), self.size)
-        self._agree(self.plan)
+        self._compare(self.plan)
         self._layout.cut_to(index, bucket, self.step)
         self._sender.begin_anew(index + 1)
 
@@ -655,17 +541,3 @@ class Engine:
             if self._overlap_forward:
                 self._sender.order.note_complete(index)
             self._sender.launch(self._layout.buffers, self.step)
-
-    def _fail(self, error: BaseException) -> NoReturn:
-        """Release the gradients, close the transports and raise the first cause."""
-        # Peers are out of step with this rank now, so nothing may be sent any more. Results are waited for in the order
-        # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
-        first = self._sender.cause
-        cause = error if first is None or not isinstance(error, Exception) else again(first)
-        self.failure = again(cause).with_traceback(None)
-        self.give_up()
-        self._arrived.clear()
-        self._results.untaken.clear()
-        if cause is error:
-            raise error
-        raise cause from error

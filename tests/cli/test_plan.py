@@ -265,6 +265,27 @@ class TestPolicy:
             assert main([*arguments, "--fidelity", fidelity]) == 0
             assert {bucket.codec for bucket in FusionPlan.from_yaml(out).buckets} == {codec}
 
+    def test_local_fidelity_chooses_how_often_buckets_leave_and_says_why(
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "plan.yaml"
+        network = ["--profile", str(path), "--rate", "100mbit"]
+        arguments = ["plan", *network, "--workers", "4", "--codec", "auto", "-o", str(out)]
+        assert main([*arguments, "--fidelity", "aggressive"]) == 0
+        always = FusionPlan.from_yaml(out)
+        assert main(["explain", str(out), *network]) == 0
+        assert "leaves" not in capsys.readouterr().out and not always.skips
+        assert main([*arguments, "--fidelity", "local"]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        plan = FusionPlan.from_yaml(out)
+        every = plan.buckets[0].every
+        assert every > 1 and plan == always.staggered(every)
+        assert f"How often buckets leave: every={every}: a mean step is predicted to take" in told
+        assert f"; every={every // 2}: " in told and f"leave once in {every} steps" in told
+        assert main(["explain", str(out), *network]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"{every - 1}, {2 * every - 1}, .." in told and "A mean step is predicted to take" in told
+
     @pytest.mark.parametrize("arguments", [["--algorithm", "gather"], ["--no-ahead"]])
     def test_auto_chooses_the_way_too(
         self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
