@@ -22,6 +22,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "",
         ("plan.py", "if slot.offset < end:", "if slot.offset < 0:", "slots that overlap are not refused"),
+        ("plan.py", "return step % self.every == self.phase", "return step % self.every <= self.phase", "cadence"),
         ("plan.py", "if end > bucket.numel:", "if end > bucket.numel + 1:", "a slot may reach beyond its bucket"),
         ("wire.py", "return -(-nbytes // align) * align", "return nbytes // align * align", "planes overlap"),
         ("wire.py", "if version != WIRE_VERSION:", "if version > WIRE_VERSION:", "older messages are accepted"),
@@ -183,6 +184,9 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "planning/",
+        ("local_steps.py", "if fidelity != LOCAL:", 'if fidelity == "lossless":', "near_lossless skips steps"),
+        ("local_steps.py", "and not rest and", "and", "a period goes up and down"),
+        ("simulation.py", "if step >= delay:", "if step > delay:", "results are waited for a step late"),
         ("online.py", "Pace(*average(middle, transport))", "Pace(*middle)", "each rank decides about drift itself"),
         (
             "drift.py",
@@ -345,6 +349,7 @@ LIKELY = {
     "scheduler/results.py": "scheduler/test_lanes.py scheduler/test_local_steps.py",
     "scheduler/sending.py": "scheduler/test_lanes.py scheduler/test_engine.py",
     "scheduler/memory.py": "scheduler/test_lanes.py",
+    "planning/simulation.py": "planning/test_local_steps.py",
     "scheduler/buffers.py": "scheduler/test_launches.py scheduler/test_streams.py",
     "scheduler/worker.py": "scheduler/test_lanes.py",
     "scheduler/planners/horovod.py": "scheduler/test_planners.py",

@@ -12,7 +12,7 @@ from .. import codecs
 from ..plan import FusionPlan
 from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of, short_name
 from ..planning.cluster import Scenario
-from ..planning.prediction import plan_costs, predict_local_steps, predict_plan
+from ..planning.prediction import plan_costs, predict_plan
 from ..planning.profile import Profile
 from ..planning.simulation import Step
 from ..planning.zipped_costs import expected_costs
@@ -79,11 +79,7 @@ def run(options: argparse.Namespace) -> None:
     switch = _switch(profile, scenario, plan.world_size)
     show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw), *switch], options.columns)
     if plan.skips:
-        mean = predict_local_steps(profile, plan, scenario, measured=measured)
-        print_text(
-            f"Buckets leave once in several steps. A mean step is predicted to take {_ms(mean.seconds)} ms, of which "
-            f"{_ms(mean.waiting)} ms waiting. All other times are those of a step in which all buckets leave."
-        )
+        print_text("Buckets leave once in several steps; times are those of a step in which all of them leave.")
     print_text(
         f"Backward, with what is encoded in it: {_ms(found.alone)} ms. Last result: {_ms(found.seconds)} ms. The "
         f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "

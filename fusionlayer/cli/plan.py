@@ -14,7 +14,7 @@ from ..planning.bucket_costs import short_name
 from ..planning.cluster import Scenario
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.cost_model import parse_rate
-from ..planning.local_steps import stagger
+from ..planning.local_steps import every_for
 from ..planning.plans import make_plan
 from ..planning.prediction import predict_plan
 from ..planning.profile import Profile
@@ -80,7 +80,7 @@ def add_parser(commands: Any) -> None:
         "--fidelity",
         choices=FIDELITIES,
         help="with --codec auto: what the cost model may choose from (default near_lossless); local: all, and "
-        "how often they travel",
+        "how often to exchange",
     )
     parser.add_argument("--algorithm", metavar="NAME", help="collective (default: as the engine chooses)")
     parser.add_argument(
@@ -117,15 +117,13 @@ def run(options: argparse.Namespace) -> None:
             _show_codecs(profile, chosen, options.columns)
             plan, found = chosen.plan, chosen.prediction
             if codec.fidelity == LOCAL:
-                plan, choice = stagger(profile, plan, scenario, LOCAL, _measured(options))
-                print_text(f"How often buckets leave: {choice.reason}.")
+                choice = every_for(profile, plan, scenario, LOCAL, _measured(options))
+                print_text(f"Local steps: sync=fusionlayer.Local(every={choice.every}). {choice.reason}.")
         else:
             plan, found = predicted(profile, planner, codec, scenario, options)
         keep(options.out, plan.to_yaml, "--out")
-        every = plan.buckets[0].every
-        once = f", which leave once in {every} steps; in a step in which all leave" if plan.skips else ""
         print_text(
-            f"{options.out}: {len(plan.buckets)} buckets of {len(profile.model.tensors)} tensors{once}; predicted "
+            f"{options.out}: {len(plan.buckets)} buckets of {len(profile.model.tensors)} tensors; predicted "
             f"{_ms(found.seconds)} ms from the start of backward to the last result, of which {_ms(found.waiting)} ms "
             "waiting"
         )

@@ -234,7 +234,7 @@ def _in_every_step(rules: CodecRules) -> CodecRules:
     """Return rules for a trainer that sends each gradient in each step; refuse others."""
     if rules.fidelity == LOCAL:
         raise ConfigError(
-            "fidelity='local' lets `fusionlayer plan` choose how often buckets leave; here expected one of: "
+            "fidelity='local' is for `fusionlayer plan`, which tells how often to exchange; here expected one of: "
             f"{', '.join(fidelity for fidelity in FIDELITIES if fidelity != LOCAL)}"
         )
     return rules

@@ -15,7 +15,7 @@ from .prediction import PlannedBucket, plan_costs, predict, predict_local_steps
 from .profile import Profile
 from .simulation import Compute, Load, run_local_steps
 
-__all__ = ["EveryChoice", "EveryRules", "EveryState", "choose_every", "divergence", "smallest_every", "stagger"]
+__all__ = ["EveryChoice", "EveryRules", "EveryState", "choose_every", "divergence", "every_for", "smallest_every"]
 
 MOST = 256
 """Longest period that is chosen."""
@@ -72,17 +72,17 @@ def smallest_every(compute: float, seconds: Callable[[int], float], fidelity: st
         every *= 2
 
 
-def stagger(
+def every_for(
     profile: Profile, plan: FusionPlan, scenario: Scenario, fidelity: str, measured: bool = False
-) -> tuple[FusionPlan, EveryChoice]:
-    """Return a plan with the shortest period with which the network is no bottleneck, and why.
+) -> EveryChoice:
+    """Return the shortest period with which the network is no bottleneck for a plan.
 
     With a period of one step gradients travel during backward. With a longer one differences of parameters travel after
     its last step, and training waits for them.
 
     Args:
         profile: the costs, and the model.
-        plan: whose buckets leave in every step.
+        plan: the buckets.
         scenario: the cluster.
         fidelity: as for ``smallest_every``.
         measured: as for ``costs_of``.
@@ -96,11 +96,10 @@ def stagger(
     def seconds(every: int) -> float:
         if every == 1:
             return predict(profile.model, buckets).seconds
-        return predict_local_steps(profile, plan.staggered(every), scenario, measured=measured).seconds
+        return predict_local_steps(profile, plan, scenario, every, measured=measured).seconds
 
     model = profile.model
-    found = smallest_every(model.forward + model.backward + model.optimizer, seconds, fidelity)
-    return plan.staggered(found.every), found
+    return smallest_every(model.forward + model.backward + model.optimizer, seconds, fidelity)
 
 
 def choose_every(

@@ -109,11 +109,14 @@ def predict_local_steps(
     profile: Profile,
     plan: FusionPlan,
     scenario: Scenario,
+    every: int,
+    *,
+    fragments: int = 1,
     delay: int = 0,
     resources: Resources = OWN_CORES,
     measured: bool = False,
 ) -> Step:
-    """Return the mean step of a plan whose buckets leave once in several steps; it has no spans.
+    """Return the mean step of training whose buckets leave once in ``every`` steps; it has no spans.
 
     What travels are differences of parameters, which are there at the end of a step. Steps between do not wait.
 
@@ -121,13 +124,15 @@ def predict_local_steps(
         profile: the costs, and the model.
         plan: the buckets.
         scenario: the cluster.
+        every, fragments: as for ``FusionPlan.staggered``.
         delay: steps after which a bucket's result is waited for.
         resources: cores and threads of the rank.
         measured: as for ``costs_of``.
 
     Raises:
-        ConfigError: the plan is not for the profile's model, or the profile lacks costs.
+        ConfigError: the plan is not for the profile's model, the profile lacks costs, or there are too many fragments.
     """
+    plan = plan.staggered(every, fragments)
     model, numels = profile.model, {tensor.name: tensor.numel for tensor in profile.model.tensors}
     loads = []
     for bucket, costs in zip(plan.buckets, plan_costs(profile, plan, scenario, measured), strict=True):
@@ -135,11 +140,10 @@ def predict_local_steps(
         encoded = sum(map(costs.encode, sizes)) if costs.ahead else 0.0
         disturbance = costs.disturbance if math.isinf(resources.cores) else 0.0
         loads.append(Load(encoded, 0.0, sum(sizes), costs.phases(sizes, unpack=False), disturbance))
-    period = math.lcm(*(bucket.every for bucket in plan.buckets))
     return run_local_steps(
         Compute(model.forward, model.backward, model.optimizer),
         loads,
-        [plan.due(step) for step in range(period)],
+        [plan.due(step) for step in range(every)],
         delay=delay,
         cores=resources.cores,
         threads=resources.threads,

@@ -6,7 +6,7 @@ All functions are pure and take plain numbers. ``docs/simulation.md`` has the as
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -250,18 +250,17 @@ def run_local_steps(
         if (step + 1) % len(leaving) == 0:
             computing.append(_Signal(("period", step // len(leaving))))
     events, end = _simulate(_SimulatedThread(computing, threads), sends, cores)
-    busy: Counter[object] = Counter()
-    for due in leaving:
-        for place, index in enumerate(due):
-            for phase in loads[index].phases:
-                busy[place % lanes] += phase.seconds
-                busy[phase.link] += phase.seconds if phase.link else 0.0
-    phases = [phase for due in leaving for index in due for phase in loads[index].phases]
+    phases = [(place, phase) for due in leaving for place, i in enumerate(due) for phase in loads[i].phases]
+    busy: defaultdict[int | str, float] = defaultdict(float)
+    for place, phase in phases:
+        for user in (place % lanes, phase.link):
+            if user is not None:
+                busy[user] += phase.seconds
     return Step(
         max(end - events["period", periods - 2], *busy.values(), 0.0) / len(leaving),
         (compute.forward + compute.backward + compute.optimizer) * max(1.0, threads / cores),
-        sum(phase.seconds for phase in phases) / len(leaving),
-        sum(phase.sent for phase in phases) / len(leaving),
+        sum(phase.seconds for _, phase in phases) / len(leaving),
+        sum(phase.sent for _, phase in phases) / len(leaving),
         (),
     )
 

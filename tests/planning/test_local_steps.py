@@ -78,14 +78,13 @@ def test_a_mean_step_is_never_shorter_than_computing_or_the_link_and_waiting_lat
 def test_a_plan_of_local_steps_is_predicted_by_its_buckets_costs(tmp_path: Path) -> None:
     profile = Profile.from_yaml(write_example(tmp_path))
     always = make_plan(profile, planners.get("wfbp"), codecs.get("raw"), Scenario("100mbit"), 4)
-    once = predict_local_steps(profile, always, Scenario("100mbit"))
+    once = predict_local_steps(profile, always, Scenario("100mbit"), 1)
     assert once.alone == pytest.approx(profile.model.forward + profile.model.backward + profile.model.optimizer)
     for every in (2, 4):
-        plan = always.staggered(every)
-        found = predict_local_steps(profile, plan, Scenario("100mbit"))
+        found = predict_local_steps(profile, always, Scenario("100mbit"), every)
         assert found.waiting == pytest.approx(once.waiting / every)
         assert found.sent == pytest.approx(once.sent / every)
-        hidden = predict_local_steps(profile, plan, Scenario("100mbit"), delay=1, resources=Resources(lanes=2))
+        hidden = predict_local_steps(profile, always, Scenario("100mbit"), every, delay=1, resources=Resources(lanes=2))
         assert hidden.seconds < found.seconds
 
 
