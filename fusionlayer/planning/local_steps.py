@@ -175,16 +175,18 @@ class EveryRules:
     """When a period is halved or doubled.
 
     Attributes:
-        least, most: bounds of the period.
-        apart: divergence above which it is halved.
+        least, most: bounds of the period. Independent noise of batches hides how much a long period costs, so the
+            largest is a guard too.
+        apart: divergence above which it is halved. With small batches it is near 1 after one step already, by noise;
+            above 1 replicas undo what the others learn.
         waiting: share of a step's time spent waiting for the network above which it is doubled.
         syncs: exchanges in a row that must say so.
         rest: exchanges after a halving in which it is not doubled again.
     """
 
     least: int = 1
-    most: int = MOST
-    apart: float = 0.95
+    most: int = 32
+    apart: float = 1.0
     waiting: float = TOLERANCE
     syncs: int = 3
     rest: int = 24
