@@ -78,6 +78,8 @@ def run(options: argparse.Namespace) -> None:
     raw = _alone(profile, scenario, plan.world_size, measured)
     switch = _switch(profile, scenario, plan.world_size)
     show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw), *switch], options.columns)
+    if plan.skips:
+        print_text("Buckets leave once in several steps; times are those of a step in which all of them leave.")
     print_text(
         f"Backward, with what is encoded in it: {_ms(found.alone)} ms. Last result: {_ms(found.seconds)} ms. The "
         f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "
@@ -119,6 +121,7 @@ def _buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> Tab
             text=True,
             gives_way=1,
         ),
+        *_leaving(plan),
         Column("F", filling, unit, gives_way=5),
         Column("C", sending, unit, gives_way=4),
         Column("ready", ready, unit),
@@ -127,6 +130,13 @@ def _buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> Tab
         Column("idle", idle, unit),
     ]
     return Table(title, columns)
+
+
+def _leaving(plan: FusionPlan) -> list[Column]:
+    """Return a column of the steps in which buckets leave, unless that is in all of them."""
+    if not plan.skips:
+        return []
+    return [Column("leaves in steps", [f"{b.phase}, {b.phase + b.every}, .." for b in plan.buckets], text=True)]
 
 
 def _tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], raw: BucketCosts | None) -> Table:

@@ -12,8 +12,9 @@ from ..errors import ConfigError
 from ..plan import FusionPlan
 from ..planning.bucket_costs import short_name
 from ..planning.cluster import Scenario
-from ..planning.codec_rules import AUTO, FIDELITIES, CodecRule, CodecRules
+from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.cost_model import parse_rate
+from ..planning.local_steps import every_for
 from ..planning.plans import make_plan
 from ..planning.prediction import predict_plan
 from ..planning.profile import Profile
@@ -78,7 +79,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--fidelity",
         choices=FIDELITIES,
-        help="with --codec auto: what the cost model may choose from (default near_lossless)",
+        help="with --codec auto: what the cost model may choose from (default near_lossless); local: all, and "
+        "how often to exchange",
     )
     parser.add_argument("--algorithm", metavar="NAME", help="collective (default: as the engine chooses)")
     parser.add_argument(
@@ -114,6 +116,9 @@ def run(options: argparse.Namespace) -> None:
             chosen = _select(profile, planner, codec, scenario, options)
             _show_codecs(profile, chosen, options.columns)
             plan, found = chosen.plan, chosen.prediction
+            if codec.fidelity == LOCAL:
+                choice = every_for(profile, plan, scenario, LOCAL, _measured(options))
+                print_text(f"Local steps: sync=fusionlayer.Local(every={choice.every}). {choice.reason}.")
         else:
             plan, found = predicted(profile, planner, codec, scenario, options)
         keep(options.out, plan.to_yaml, "--out")

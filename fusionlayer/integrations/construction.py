@@ -17,7 +17,7 @@ from ..errors import ConfigError, require
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
 from ..planning.autotune import Autotune, Autotuner
-from ..planning.codec_rules import AUTO, CodecRule, CodecRules
+from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
 from ..scheduler import LANES, Engine, PlanController, Scaling, planners
 from ..scheduler.planners import Planner
@@ -66,6 +66,7 @@ def make_engine(
     scaling: Scaling,
     timeline: Timeline,
     overlap_forward: bool,
+    hold_results: bool = False,
     idle: Collection[str] = (),
 ) -> Engine:
     """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
@@ -88,6 +89,7 @@ def make_engine(
         timeline=timeline,
         lanes=settings.lanes or LANES,
         overlap_forward=overlap_forward,
+        hold_results=hold_results,
         clock=clock_of(device),
     )
 
@@ -215,17 +217,27 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
         with blame(settings, *([] if options.policy is not None else ["policy"])):
             rules = CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
             require(rules, CodecRules, "policy", "a fusionlayer.CodecRules, or the path of a file with rules")
-            return rules
+            return _in_every_step(rules)
     if (settings.codec if options.codec is None else options.codec) == AUTO:
         if options.codec_options:
             raise ConfigError(
                 f"codec 'auto' takes no options, got {dict(options.codec_options)}; name them in a policy"
             )
         with blame(settings, *([] if fidelity is not None else ["fidelity"])):
-            return CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity)
+            return _in_every_step(CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity))
     if fidelity is not None:
         raise ConfigError(f"fidelity={fidelity!r} is for codec='auto'; leave it out when you name a codec")
     return make_codec(options.codec, options.codec_options).bare
+
+
+def _in_every_step(rules: CodecRules) -> CodecRules:
+    """Return rules for a trainer that sends each gradient in each step; refuse others."""
+    if rules.fidelity == LOCAL:
+        raise ConfigError(
+            "fidelity='local' is for `fusionlayer plan`, which tells how often to exchange; here expected one of: "
+            f"{', '.join(fidelity for fidelity in FIDELITIES if fidelity != LOCAL)}"
+        )
+    return rules
 
 
 def _planner(planner: str | Planner | None, settings: Config) -> Planner:

@@ -17,10 +17,12 @@ from ..errors import ConfigError
 from ..plan import TensorInfo
 from ..registry import nearest
 
-__all__ = ["AUTO", "FIDELITIES", "CodecChoice", "CodecRules", "CodecRule"]
+__all__ = ["AUTO", "FIDELITIES", "LOCAL", "CodecChoice", "CodecRules", "CodecRule"]
 
 AUTO = "auto"
-FIDELITIES = ("lossless", "near_lossless", "aggressive")
+LOCAL = "local"
+"""The fidelity that may skip steps; no other may."""
+FIDELITIES = ("lossless", "near_lossless", "aggressive", LOCAL)
 NEAR_LOSSLESS_ERROR = 1e-4
 """Largest share of a Gaussian tensor's energy that a near-lossless codec may change."""
 _SAMPLE = 1 << 16
@@ -84,7 +86,8 @@ class CodecRules:
     Attributes:
         rules: in order.
         fidelity: which codecs "auto" may choose. "lossless": those that change no bit; "near_lossless": also those that
-            change at most 1e-4 of a Gaussian tensor's energy, as rounding to 8 or 16 bits does; "aggressive": all.
+            change at most 1e-4 of a Gaussian tensor's energy, as rounding to 8 or 16 bits does; "aggressive": all;
+            "local": all, and `fusionlayer plan` tells how often to exchange.
     """
 
     rules: tuple[CodecRule, ...]
@@ -141,7 +144,7 @@ class CodecRules:
         return {name: codec for name, codec in candidates.items() if self._allows(codec)}
 
     def _allows(self, codec: Codec) -> bool:
-        if self.fidelity == "aggressive":
+        if self.fidelity in ("aggressive", LOCAL):
             return True
         if codec.lossless or self.fidelity == "lossless":
             return codec.lossless

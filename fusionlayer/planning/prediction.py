@@ -17,9 +17,18 @@ from ..scheduler.order import send_order
 from .bucket_costs import BucketCosts, codec_of, costs_of
 from .cluster import Scenario
 from .profile import Gradient, Model, Profile
-from .simulation import Compute, Load, Step, run_step
+from .simulation import Compute, Load, Step, run_local_steps, run_step
 
-__all__ = ["OWN_CORES", "PlannedBucket", "Resources", "backward_seconds", "plan_costs", "predict", "predict_plan"]
+__all__ = [
+    "OWN_CORES",
+    "PlannedBucket",
+    "Resources",
+    "backward_seconds",
+    "plan_costs",
+    "predict",
+    "predict_local_steps",
+    "predict_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,52 @@ def predict(
     # The engine does the same: it measures in the order of completion, then reorders.
     busy = [(span.end - span.start) / resources.lanes for span in found.spans]
     return step([loads[i] for i in send_order([load.ready for load in loads], busy)])
+
+
+def predict_local_steps(
+    profile: Profile,
+    plan: FusionPlan,
+    scenario: Scenario,
+    every: int,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
+    resources: Resources = OWN_CORES,
+    measured: bool = False,
+) -> Step:
+    """Return the mean step of training whose buckets leave once in ``every`` steps; it has no spans.
+
+    What travels are differences of parameters, which are there at the end of a step. Steps between do not wait.
+
+    Args:
+        profile: the costs, and the model.
+        plan: the buckets.
+        scenario: the cluster.
+        every, fragments: as for ``FusionPlan.staggered``.
+        delay: steps after which a bucket's result is waited for.
+        resources: cores and threads of the rank.
+        measured: as for ``costs_of``.
+
+    Raises:
+        ConfigError: the plan is not for the profile's model, the profile lacks costs, or there are too many fragments.
+    """
+    plan = plan.staggered(every, fragments)
+    model, numels = profile.model, {tensor.name: tensor.numel for tensor in profile.model.tensors}
+    loads = []
+    for bucket, costs in zip(plan.buckets, plan_costs(profile, plan, scenario, measured), strict=True):
+        sizes = [numels[name] for name in bucket.names]
+        encoded = sum(map(costs.encode, sizes)) if costs.ahead else 0.0
+        disturbance = costs.disturbance if math.isinf(resources.cores) else 0.0
+        loads.append(Load(encoded, 0.0, sum(sizes), costs.phases(sizes, unpack=False), disturbance))
+    return run_local_steps(
+        Compute(model.forward, model.backward, model.optimizer),
+        loads,
+        [plan.due(step) for step in range(every)],
+        delay=delay,
+        cores=resources.cores,
+        threads=resources.threads,
+        lanes=resources.lanes,
+    )
 
 
 def _load(members: Sequence[Gradient], ready: dict[str, float], costs: BucketCosts, resources: Resources) -> Load:

@@ -6,14 +6,14 @@ All functions are pure and take plain numbers. ``docs/simulation.md`` has the as
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .collective_phases import Phase
 
-__all__ = ["Compute", "Load", "Span", "Step", "run_step"]
+__all__ = ["Compute", "Load", "Span", "Step", "run_local_steps", "run_step"]
 
 
 @dataclass(frozen=True)
@@ -196,20 +196,7 @@ def run_step(
             otherwise the update waits for all buckets.
     """
     computing = _SimulatedThread(_computation(compute, loads, overlap_forward), threads)
-    every = [computing, *(_SimulatedThread(_lane(loads, lane, lanes)) for lane in range(lanes))]
-    events: dict[tuple[str, int], float] = {}
-    now = 0.0
-    while True:
-        while any([thread.settle(events, now) for thread in every]):
-            pass
-        if computing.ended:
-            break
-        busy = [thread for thread in every if thread.work is not _IDLE]
-        speeds = _speeds(busy, cores)
-        seconds = min(thread.time_left(speed) for thread, speed in zip(busy, speeds, strict=True))
-        for thread, speed in zip(busy, speeds, strict=True):
-            thread.advance(speed, seconds)
-        now += seconds
+    events, now = _simulate(computing, [_lane(loads, lane, lanes) for lane in range(lanes)], cores)
     phases = [phase for load in loads for phase in load.phases]
     return Step(
         now,
@@ -218,6 +205,84 @@ def run_step(
         sum(phase.sent for phase in phases),
         tuple(_spans(events, len(loads), lanes)),
     )
+
+
+def run_local_steps(
+    compute: Compute,
+    loads: Sequence[Load],
+    leaving: Sequence[Sequence[int]],
+    *,
+    delay: int = 0,
+    cores: float = math.inf,
+    threads: int = 1,
+    lanes: int = 1,
+) -> Step:
+    """Return the mean step of a period of local steps, in which each bucket travels once or more; it has no spans.
+
+    The computing thread takes whole steps without waiting. At the end of a step it makes that step's buckets ready,
+    which takes ``ready`` seconds each. It waits for their results at the end of the step that is ``delay`` steps later,
+    so they travel while those steps compute. The last of some equal periods counts, but no step is shorter than the
+    work of a lane or of a link: it may take long until buckets have queued up for as long as they can wait.
+
+    Args:
+        compute: the rank's work without communication.
+        loads: the buckets.
+        leaving: numbers of the buckets that leave in each step of a period.
+        delay: steps after which results are waited for.
+        cores, threads, lanes: as for ``run_step``.
+    """
+    periods = 2 + 2 * -(-delay // len(leaving))
+    sends: list[list[_Action]] = [[] for _ in range(lanes)]
+    computing: list[_Action] = []
+    sent: list[range] = []  # by step: numbers of what was sent, of all periods
+    total = 0
+    for step in range(periods * len(leaving)):
+        due = leaving[step % len(leaving)]
+        computing.append(_SimulatedWork(compute.forward + compute.backward + compute.optimizer, 1.0))
+        sent.append(range(total, total + len(due)))
+        for place, (number, index) in enumerate(zip(sent[-1], due, strict=True)):
+            computing += [_SimulatedWork(loads[index].ready, 1.0), _Signal(("ready", number))]
+            computing.append(_SimulatedWork(loads[index].disturbance, 1.0))
+            sends[place % lanes] += [_Wait(("ready", number)), *_travel(loads[index], number)]
+        total += len(due)
+        if step >= delay:
+            computing += [_Wait(("arrived", number)) for number in sent[step - delay]]
+        if (step + 1) % len(leaving) == 0:
+            computing.append(_Signal(("period", step // len(leaving))))
+    events, end = _simulate(_SimulatedThread(computing, threads), sends, cores)
+    phases = [(place, phase) for due in leaving for place, i in enumerate(due) for phase in loads[i].phases]
+    busy: defaultdict[int | str, float] = defaultdict(float)
+    for place, phase in phases:
+        for user in (place % lanes, phase.link):
+            if user is not None:
+                busy[user] += phase.seconds
+    return Step(
+        max(end - events["period", periods - 2], *busy.values(), 0.0) / len(leaving),
+        (compute.forward + compute.backward + compute.optimizer) * max(1.0, threads / cores),
+        sum(phase.seconds for _, phase in phases) / len(leaving),
+        sum(phase.sent for _, phase in phases) / len(leaving),
+        (),
+    )
+
+
+def _simulate(
+    computing: _SimulatedThread, lanes: Sequence[Iterable[_Action]], cores: float
+) -> tuple[dict[tuple[str, int], float], float]:
+    """Return when events happened, and when the computing thread has done all its work."""
+    every = [computing, *map(_SimulatedThread, lanes)]
+    events: dict[tuple[str, int], float] = {}
+    now = 0.0
+    while True:
+        while any([thread.settle(events, now) for thread in every]):
+            pass
+        if computing.ended:
+            return events, now
+        busy = [thread for thread in every if thread.work is not _IDLE]
+        speeds = _speeds(busy, cores)
+        seconds = min(thread.time_left(speed) for thread, speed in zip(busy, speeds, strict=True))
+        for thread, speed in zip(busy, speeds, strict=True):
+            thread.advance(speed, seconds)
+        now += seconds
 
 
 def _spans(events: Mapping[tuple[str, int], float], buckets: int, lanes: int) -> Iterator[Span]:
@@ -257,11 +322,15 @@ def _computation(compute: Compute, loads: Sequence[Load], overlap_forward: bool)
 def _lane(loads: Sequence[Load], lane: int, lanes: int) -> Iterator[_Action]:
     for i in range(lane, len(loads), lanes):
         yield from (_Wait(("ready", before)) for before in range(max(0, i - lanes + 1), i + 1))
-        yield _Signal(("started", i))
-        for phase in loads[i].phases:
-            if phase.seconds > 0:
-                yield _SimulatedWork(phase.seconds, phase.cpu / phase.seconds, phase.link)
-        yield _Signal(("arrived", i))
+        yield from _travel(loads[i], i)
+
+
+def _travel(load: Load, number: int) -> Iterator[_Action]:
+    yield _Signal(("started", number))
+    for phase in load.phases:
+        if phase.seconds > 0:
+            yield _SimulatedWork(phase.seconds, phase.cpu / phase.seconds, phase.link)
+    yield _Signal(("arrived", number))
 
 
 def _speeds(busy: Sequence[_SimulatedThread], cores: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -264,6 +265,26 @@ class TestPolicy:
         for fidelity, codec in (("near_lossless", "raw"), ("aggressive", "int")):
             assert main([*arguments, "--fidelity", fidelity]) == 0
             assert {bucket.codec for bucket in FusionPlan.from_yaml(out).buckets} == {codec}
+
+    def test_local_fidelity_tells_how_often_to_sync_and_why(
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "plan.yaml"
+        network = ["--profile", str(path), "--rate", "100mbit"]
+        arguments = ["plan", *network, "--workers", "4", "--codec", "auto", "-o", str(out)]
+        assert main([*arguments, "--fidelity", "aggressive"]) == 0
+        always = FusionPlan.from_yaml(out)
+        assert main(["explain", str(out), *network]) == 0
+        assert "leaves" not in capsys.readouterr().out and not always.skips
+        assert main([*arguments, "--fidelity", "local"]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert FusionPlan.from_yaml(out) == always
+        (every,) = map(int, re.findall(r"Local steps: sync=fusionlayer.Local\(every=(\d+)\). every=\1: a mean", told))
+        assert every > 1 and f"; every={every // 2}: " in told
+        always.staggered(30).to_yaml(out)
+        assert main(["explain", str(out), *network]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "29, 59, .." in told and "times are those of a step in which all of them leave" in told
 
     @pytest.mark.parametrize("arguments", [["--algorithm", "gather"], ["--no-ahead"]])
     def test_auto_chooses_the_way_too(

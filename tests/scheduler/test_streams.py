@@ -18,7 +18,7 @@ from fusionlayer.collectives import _pieces
 from fusionlayer.errors import TransportError, UsageError
 from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import Engine, memory
-from fusionlayer.scheduler import engine as engine_module
+from fusionlayer.scheduler import layout
 from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import Buffer, FlatBuffer
 from fusionlayer.transport import Transport, _staging
@@ -262,7 +262,7 @@ def test_buckets_leave_on_the_thread_of_the_hook_in_the_order_of_the_plan(gpu: G
 def test_what_holds_up_backward_is_told_once(
     gpu: Gpu, caplog: pytest.LogCaptureFixture, codec: str, options: dict[str, Any], algorithm: str, told: str | None
 ) -> None:
-    engine_module._warn_of_waiting.cache_clear()
+    layout._warn_of_waiting.cache_clear()
     for at_once in (False, True, True):
         plan = FusionPlan.build(
             [[tensor] for tensor in MODEL], 2, codec, options, algorithm, 128, "gather" in algorithm

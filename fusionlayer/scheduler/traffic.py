@@ -1,0 +1,170 @@
+"""What an engine has under way: lanes, the buckets on them, results that nobody has taken, and the first failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..clock import Clock
+from ..errors import again
+from ..timeline import Timeline
+from ..transport import Transport
+from ..transport._capture import refuse_capture
+from ..transport._clocks import measure_clock
+from .lane import Lane
+from .results import Results
+from .sending import Sender
+
+__all__ = ["Traffic"]
+
+
+class Traffic:
+    """The lanes of an engine, the buckets on them, and their results; one failure ends all of it.
+
+    Args:
+        transport: used by the engine alone from now on, and closed with it.
+        device: of all gradients.
+        timeline: record of the threads' work.
+        clock: times the steps.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        failure: the error that a step has failed with, or None. The lanes are then closed, and every call raises it.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, timeline: Timeline, clock: Clock) -> None:
+        self.rank = transport.rank
+        self.size = transport.size
+        self.failure: BaseException | None = None
+        self._device = device
+        self._timeline = timeline
+        self._clock = clock
+        self._timeline.time_by(clock)
+        self._arrived: dict[str, Tensor] = {}  # gradients of the present step
+        self._results = Results(clock, timeline)
+
+    def _open(self, transport: Transport, lanes: int, name: str, learns_order: bool) -> None:
+        """Make the lanes, as many on all ranks."""
+        if transport.only_queues(self._device):
+            lanes = 1
+        transport.agree("the number of lanes", lanes)
+        offset = measure_clock(transport, wanted=self._timeline.enabled)
+        if offset is not None:
+            self._timeline.note_clock(*offset, transport.size)
+        self._lanes = [Lane(transport, self._device, name)]
+        self._lanes += [Lane(transport.duplicate(), self._device, f"{name} {i}") for i in range(1, lanes)]
+        self._sender = Sender(self._lanes, self._clock, self._timeline, learns_order)
+
+    @property
+    def untaken(self) -> frozenset[int]:
+        """Buckets of steps that have ended whose results nobody has taken yet."""
+        return frozenset(self._results.untaken)
+
+    def bucket_of(self, name: str) -> int:
+        """Return the number of the bucket in which a tensor travelled last."""
+        return self._results.bucket_of[name]
+
+    def awaits(self, name: str) -> bool:
+        """Return whether a tensor's last result has not been taken yet."""
+        return self._results.bucket_of.get(name) in self._results.untaken
+
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Wait for a bucket of a step that has ended; return its results by name, each in its gradient's shape.
+
+        The caller may use them until it submits the bucket's next gradient. Each bucket is taken once.
+
+        Raises:
+            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
+        """
+        try:
+            holder = self._results.wait_for(index)
+        except BaseException as error:
+            self._fail(error)
+        del self._results.untaken[index]
+        return holder.take()
+
+    def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
+        """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
+
+        All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
+        """
+        if self.failure is not None:
+            raise again(self.failure)
+        try:
+            job = self._lanes[0].put(work)
+        except BaseException as error:
+            self._fail(error)
+
+        def wait() -> None:
+            try:
+                job.wait()
+            except BaseException as error:
+                self._fail(error)
+
+        return wait
+
+    def drain(self) -> None:
+        """Wait until the device has done all messages of the steps that have ended.
+
+        Over NCCL, results are only queued when they are taken. Whoever saves them, or what they have changed, calls it
+        before.
+
+        Raises:
+            FusionLayerError: a step has failed; what it was to change is worthless.
+        """
+        self._check_sound("what steps have queued is waited for")
+        try:
+            for lane in self._lanes:
+                lane.drain()
+        except BaseException as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Let the buckets that were sent end, on the device too, then the threads, and close the transports.
+
+        A second call does nothing.
+
+        Raises:
+            TransportError: over NCCL, a step whose results were taken could not end.
+            UsageError: a CUDA graph is captured. The engine is closed in both cases.
+        """
+        # Other ranks wait for this rank's share of these buckets, so they travel even if nobody here takes them.
+        for sent in self._results.untaken.values():
+            with suppress(Exception):
+                sent.job.wait()
+        try:
+            if self.failure is None:
+                self.drain()
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Close the transports at once: what is under way fails here and on the other ranks."""
+        for lane in self._lanes:
+            lane.close()
+        self._timeline.close()
+
+    def _check_sound(self, what: str) -> None:
+        """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""
+        if self.failure is not None:
+            raise again(self.failure)
+        if self._device.type == "cuda":
+            refuse_capture(what)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Release the gradients, close the transports and raise the first cause."""
+        # Peers are out of step with this rank now, so nothing may be sent any more. Results are waited for in the order
+        # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
+        first = self._sender.cause
+        cause = error if first is None or not isinstance(error, Exception) else again(first)
+        self.failure = again(cause).with_traceback(None)
+        self.give_up()
+        self._arrived.clear()
+        self._results.untaken.clear()
+        if cause is error:
+            raise error
+        raise cause from error

@@ -1,0 +1,224 @@
+"""How often replicas exchange: the predicted mean step, the choice of a period, and how it follows what is measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusionlayer import codecs
+from fusionlayer.errors import ConfigError
+from fusionlayer.planning.cluster import Scenario
+from fusionlayer.planning.codec_rules import FIDELITIES
+from fusionlayer.planning.collective_phases import Phase
+from fusionlayer.planning.local_steps import EveryRules, EveryState, choose_every, divergence
+from fusionlayer.planning.plans import make_plan
+from fusionlayer.planning.prediction import Resources, predict_local_steps
+from fusionlayer.planning.profile import Profile
+from fusionlayer.planning.simulation import Compute, Load, run_local_steps
+from fusionlayer.scheduler import planners
+
+from .profiles import write_example
+
+pytestmark = pytest.mark.short
+
+COMPUTE = Compute(forward=1.0, backward=2.0, optimizer=0.5)
+
+
+def load(seconds: float, made_in: float = 0.0) -> Load:
+    return Load(made_in, 0.0, 1.0, [Phase(seconds, 0.0, "between", 8.0)])
+
+
+# ---- the mean step --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loads, leaving, delay, seconds",
+    [
+        ([load(2)], [(), (), (), (0,)], 0, 3.5 + 2 / 4),
+        ([load(2, made_in=1)], [(), (), (), (0,)], 0, 3.5 + 3 / 4),
+        ([load(3)], [(), (0,)], 1, 3.5),
+        ([load(5)], [(), (0,)], 1, 3.5 + (5 - 3.5) / 2),
+        ([load(5), load(3)], [(0,), (1,)], 1, 3.5 + 0.5 * (5 - 3.5)),
+        ([load(5), load(5)], [(0, 1), ()], 1, 3.5 + 0.5 * (10 - 3.5)),
+        ([load(9), load(9)], [(0,), (), (1,), ()], 3, (9 + 9) / 4),
+        ([load(1)], [(0,)], 0, 4.5),
+    ],
+)
+def test_a_mean_step_by_hand(loads: list[Load], leaving: list[tuple[int, ...]], delay: int, seconds: float) -> None:
+    step = run_local_steps(COMPUTE, loads, leaving, delay=delay)
+    assert step.seconds == pytest.approx(seconds) and step.alone == 3.5 and step.spans == ()
+    sends = sum(map(len, leaving))
+    assert step.sent == 8 * sends / len(leaving)
+    assert step.communication == sum(loads[i].phases[0].seconds for due in leaving for i in due) / len(leaving)
+
+
+@given(
+    st.lists(st.sampled_from([0.1, 1.0, 3.0, 20.0]), min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.integers(0, 7),
+    st.integers(1, 2),
+)
+def test_a_mean_step_is_never_shorter_than_computing_or_the_link_and_waiting_later_makes_none_longer(
+    sizes: list[float], every: int, delay: int, lanes: int
+) -> None:
+    loads = [load(seconds) for seconds in sizes]
+    leaving = [tuple(i for i in range(len(loads)) if i % every == step) for step in range(every)]
+    now, later = (run_local_steps(COMPUTE, loads, leaving, delay=some, lanes=lanes) for some in (delay, delay + 1))
+    assert max(now.alone, now.communication) - 1e-9 <= now.seconds <= now.alone + now.communication + 1e-9
+    assert lanes > 1 or later.seconds <= now.seconds + 1e-9
+
+
+def test_a_plan_of_local_steps_is_predicted_by_its_buckets_costs(tmp_path: Path) -> None:
+    profile = Profile.from_yaml(write_example(tmp_path))
+    always = make_plan(profile, planners.get("wfbp"), codecs.get("raw"), Scenario("100mbit"), 4)
+    once = predict_local_steps(profile, always, Scenario("100mbit"), 1)
+    assert once.alone == pytest.approx(profile.model.forward + profile.model.backward + profile.model.optimizer)
+    for every in (2, 4):
+        found = predict_local_steps(profile, always, Scenario("100mbit"), every)
+        assert found.waiting == pytest.approx(once.waiting / every)
+        assert found.sent == pytest.approx(once.sent / every)
+        hidden = predict_local_steps(profile, always, Scenario("100mbit"), every, delay=1, resources=Resources(lanes=2))
+        assert hidden.seconds < found.seconds
+
+
+# ---- the choice of a period -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, every, seconds, said",
+    [
+        (
+            {},
+            32,
+            1 + 1 / 32,
+            "every=32: a mean step is predicted to take 1031.25 ms, computing 1000.00 ms; every=16: 1",
+        ),
+        ({"bandwidth": 1e4}, 1, 1.01, "every=1: a mean step is predicted to take 1010.00 ms, computing 1000.00 ms"),
+        ({"delay": 1}, 2, 1.0, "every=2: .*; every=1: 2000.00 ms"),
+        ({"bandwidth": 25.0, "fragments": 2, "delay": 2}, 4, 1.0, "every=4: .*; every=2: 2000.00 ms"),
+        ({"startup": 0.5, "fragments": 2}, 64, 1 + 2 / 64, "every=64"),
+        ({"most": 8}, 8, 1.125, "every=8 is the longest allowed, and the network is a bottleneck still"),
+        ({"fidelity": "near_lossless"}, 1, 2.0, "every=1: fidelity 'near_lossless' never skips a step"),
+        ({"fidelity": "aggressive"}, 1, 2.0, "every=1: fidelity 'aggressive' never skips a step"),
+    ],
+)
+def test_the_shortest_period_with_which_the_network_is_no_bottleneck(
+    options: dict[str, object], every: int, seconds: float, said: str
+) -> None:
+    """A step computes for a second, and sending all takes another one, unless options say otherwise."""
+    numbers: dict[str, object] = {"compute": 1.0, "nbytes": 100.0, "bandwidth": 100.0, **options}
+    found = choose_every(**numbers)  # type: ignore[arg-type]
+    assert found.every == every and found.seconds == pytest.approx(seconds)
+    assert re.search(said, found.reason), found.reason
+
+
+@given(st.sampled_from(FIDELITIES), st.floats(1e-3, 1e3), st.integers(1, 5), st.integers(0, 9))
+def test_only_local_fidelity_skips_steps(fidelity: str, rate: float, fragments: int, delay: int) -> None:
+    found = choose_every(1.0, 1.0, rate, fidelity=fidelity, fragments=fragments, delay=delay, most=16)
+    assert found.every in ((1, 2, 4, 8, 16) if fidelity == "local" else (1,))
+    assert found.seconds <= 1.05 or found.every == 16 or fidelity != "local"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"fidelity": "loca"}, "fidelity='loca'; expected one of: lossless, near_lossless, aggressive, local"),
+        ({"compute": 0.0}, "compute=0.0; expected a number above 0"),
+        ({"bandwidth": math.inf}, "bandwidth=inf; expected a number above 0"),
+        ({"fragments": 0}, "fragments=0; expected at least 1"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
+    numbers: dict[str, object] = {"compute": 1.0, "nbytes": 1.0, "bandwidth": 1.0, **options}
+    with pytest.raises(ConfigError, match=message):
+        choose_every(**numbers)  # type: ignore[arg-type]
+
+
+# ---- a period that follows what is measured -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("shared, told", [(1.0, 0.0), (0.0, 1.0), (0.6, None), (-1.0, 2.0)])
+def test_divergence_is_one_less_the_mean_cosine(ranks: int, shared: float, told: float | None) -> None:
+    torch.manual_seed(ranks)
+    common, *own = torch.randn(ranks + 1, 4096, dtype=torch.float64)
+    moves = [shared * common + (1 - abs(shared)) * each for each in own]
+    if shared < 0:  # half of the replicas go back
+        moves = [common, -common]
+    pairs = [(a, b) for a in range(len(moves)) for b in range(len(moves)) if a != b]
+    lengths = [float(move.norm()) for move in moves]
+    cosine = sum(float(moves[a] @ moves[b]) for a, b in pairs) / sum(lengths[a] * lengths[b] for a, b in pairs)
+    found = divergence(float(torch.stack(moves).mean(0).norm()), lengths)
+    assert found == pytest.approx(1 - cosine, abs=1e-9)
+    assert told is None or found == pytest.approx(told, abs=0.05)
+
+
+def test_divergence_of_replicas_that_stood_still_or_overflowed() -> None:
+    assert divergence(0.0, [0.0, 0.0]) == 0.0
+    assert math.isnan(divergence(math.nan, [1.0, math.nan]))
+
+
+RULES = EveryRules(least=2, most=64, apart=0.9, waiting=0.05, syncs=3, rest=4)
+CALM, APART, WAITS = (0.5, 0.0), (0.95, 0.0), (0.5, 0.3)
+
+
+@pytest.mark.parametrize(
+    "start, seen, expected",
+    [
+        (8, [CALM] * 9, 8),
+        (8, [WAITS] * 2, 8),
+        (8, [WAITS] * 3, 16),
+        (8, [WAITS] * 9, 64),
+        (8, [WAITS] * 99, 64),
+        (8, [WAITS, WAITS, CALM, WAITS, WAITS], 8),
+        (8, [APART] * 3, 4),
+        (8, [APART] * 99, 2),
+        (8, [APART, APART, CALM, APART, APART], 8),
+        (8, [(0.95, 0.3)] * 3, 4),
+        (8, [(math.nan, 0.3)] * 3, 4),
+        (8, [(0.5, math.nan)] * 3, 8),
+        (8, [APART] * 3 + [WAITS] * 3, 4),
+        (8, [APART] * 3 + [WAITS] * 4, 8),
+        (3, [APART] * 3, 2),
+        (48, [WAITS] * 3, 64),
+    ],
+)
+def test_a_period_follows_divergence_first_and_waiting_second(
+    start: int, seen: list[tuple[float, float]], expected: int
+) -> None:
+    state = EveryState(start)
+    for drift, waiting in seen:
+        state = state.after(drift, waiting, RULES)
+    assert state.every == expected
+
+
+@given(
+    st.integers(0, 7).map(lambda power: 2**power),
+    st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1)), max_size=60),
+)
+def test_a_period_stays_within_its_bounds_and_changes_seldom(start: int, seen: list[tuple[float, float]]) -> None:
+    state, since, fell = EveryState(min(max(start, RULES.least), RULES.most)), 0, RULES.rest
+    for drift, waiting in seen:
+        after = state.after(drift, waiting, RULES)
+        since, fell = since + 1, fell + 1
+        assert after.every in (state.every, state.every * 2, state.every // 2)
+        assert RULES.least <= after.every <= RULES.most
+        if after.every != state.every:
+            assert since >= RULES.syncs
+            assert after.every < state.every or fell >= RULES.rest
+            since, fell = 0, 0 if after.every < state.every else fell
+        state = after
+
+
+def test_rules_that_contradict_are_refused() -> None:
+    with pytest.raises(ConfigError, match="least=8, most=4; expected 1 <= least <= most"):
+        replace(RULES, least=8, most=4)
+    with pytest.raises(ConfigError, match="syncs=0, rest=4; expected at least 1"):
+        replace(RULES, syncs=0)
