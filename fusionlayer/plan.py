@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -66,6 +67,8 @@ class Bucket:
         options: options of the codec.
         algorithm: registered name of the collective.
         ahead: True encodes each gradient by itself as it arrives, ahead of fusion; False encodes the flat buffer.
+        every: steps of a period; the bucket leaves in one step of each period, so with 1 in every step.
+        phase: number of that step within the period, from 0 on.
     """
 
     slots: tuple[Slot, ...]
@@ -75,11 +78,23 @@ class Bucket:
     options: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str = "dense"
     ahead: bool = False
+    every: int = 1
+    phase: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the gradients, in order."""
         return tuple(slot.name for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
+        bits = re.findall(r"\d+", self.dtype)
+        return self.numel * (int(bits[0]) // 8 if bits else 1)
+
+    def leaves_in(self, step: int) -> bool:
+        """Return whether the bucket leaves in this step."""
+        return step % self.every == self.phase
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,42 @@ class FusionPlan:
                 end = slot.offset + slot.numel
             if end > bucket.numel:
                 raise ConfigError(f"plan: bucket {index} has {bucket.numel} elements, its slots need {end}")
+            if not 0 <= bucket.phase < bucket.every:
+                raise ConfigError(
+                    f"plan: bucket {index} has every={bucket.every} and phase={bucket.phase}; expected every of at "
+                    "least 1, and a phase from 0 to every - 1"
+                )
+
+    @property
+    def skips(self) -> bool:
+        """Whether there is a bucket that does not leave in every step."""
+        return any(bucket.every > 1 for bucket in self.buckets)
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """Return the numbers of the buckets that leave in this step, in order."""
+        return tuple(index for index, bucket in enumerate(self.buckets) if bucket.leaves_in(step))
+
+    def staggered(self, every: int, fragments: int = 1) -> FusionPlan:
+        """Return this plan with buckets that leave once in ``every`` steps, one fragment after the other.
+
+        A fragment is a run of buckets. Their bytes are about equal, and their steps are spread evenly over the period:
+        the last fragment leaves in its last step. This is the schedule of Streaming DiLoCo (section 2.2).
+
+        Raises:
+            ConfigError: there are fewer steps or buckets than fragments.
+        """
+        for name, value in (("every", every), ("fragments", fragments)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r}; expected a whole number, at least 1")
+        for count, what in ((every, "steps of a period"), (len(self.buckets), "buckets of the plan")):
+            if fragments > max(1, count):
+                raise ConfigError(
+                    f"fragments={fragments} is more than the {count} {what}; give at most {count} fragments"
+                )
+        runs = _even_runs([bucket.nbytes for bucket in self.buckets], fragments)
+        phases = [(number + 1) * every // fragments - 1 for number, run in enumerate(runs) for _ in run]
+        buckets = [replace(b, every=every, phase=phase) for b, phase in zip(self.buckets, phases, strict=True)]
+        return replace(self, buckets=tuple(buckets))
 
     def without(self, names: Collection[str]) -> FusionPlan:
         """Return this plan without the named tensors: the slots behind them move up, and empty buckets go."""
@@ -179,7 +230,36 @@ class FusionPlan:
             {**asdict(bucket), "options": dict(bucket.options), "slots": [asdict(slot) for slot in bucket.slots]}
             for bucket in self.buckets
         ]
+        for bucket in buckets:
+            if bucket["every"] == 1:  # so that the plans of versions without these keys keep their digests
+                del bucket["every"], bucket["phase"]
         return {"version": PLAN_VERSION, "world_size": self.world_size, "buckets": buckets}
+
+
+def _even_runs(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Return ``count`` runs of consecutive ``sizes``, none of them empty, whose largest sum is as small as can be."""
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs_within(sizes, middle, 1)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return _runs_within(sizes, low, count)
+
+
+def _runs_within(sizes: Sequence[int], most: int, least_runs: int) -> list[list[int]]:
+    """Return as few runs of consecutive ``sizes`` as can be, but ``least_runs``, whose sums are ``most`` at most."""
+    runs: list[list[int]] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        needed = least_runs - len(runs) == len(sizes) - place  # from here on each size is a run
+        if not runs or needed or total + size > most:
+            runs.append([])
+            total = 0
+        runs[-1].append(size)
+        total += size
+    return runs
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,13 @@ def streams_joined() -> Iterator[None]:
 
         return mock.patch.object(Buffer, name, call)
 
-    make = Engine._make_buffer
+    lay_out = Engine._laid_out
 
-    def make_buffer(self: Any, *args: Any) -> Any:
-        buffer: Any = make(self, *args)
-        if isinstance(self._clock, FakeDevice):
+    def laid_out(self: Any, *args: Any) -> Any:
+        layout: Any = lay_out(self, *args)
+        for buffer in layout.buffers if isinstance(self._clock, FakeDevice) else ():
             buffer.fake, buffer.arrived, buffer.ended = self._clock, [], []
-        return buffer
+        return layout
 
     def note_arrival(buffer: Any, device: FakeDevice) -> None:
         buffer.arrived.append(device.stamp())
@@ -100,7 +100,7 @@ def streams_joined() -> Iterator[None]:
         buffer.arrived = []
 
     with (
-        mock.patch.object(Engine, "_make_buffer", make_buffer),
+        mock.patch.object(Engine, "_laid_out", laid_out),
         after("put", note_arrival),
         after("follow", lambda buffer, device: [device.follow(moment) for moment in buffer.arrived]),
         after("run", note_end),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,8 @@ def test_a_plan_without_tensors_is_the_one_that_is_built_without_them(names: set
         (with_first(slots=(Slot("a", 100, 0), Slot("b", 300, 99))), "slot 'b' of bucket 0 overlaps"),
         (with_first(slots=(Slot("a", 100, -1), Slot("b", 300, 128))), "slot 'a' of bucket 0 overlaps"),
         (with_first(numel=427), "bucket 0 has 427 elements, its slots need 428"),
+        (with_first(every=4, phase=4), "bucket 0 has every=4 and phase=4; expected every of at least 1, and a phase f"),
+        (with_first(every=0), "bucket 0 has every=0 and phase=0; expected every of at least 1"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: FusionPlan, message: str) -> None:
@@ -109,6 +112,8 @@ def test_every_difference_changes_the_digest() -> None:
         with_first(options={}),
         with_first(algorithm="one_shot"),
         with_first(ahead=True),
+        with_first(every=2),
+        with_first(every=2, phase=1),
         with_first(slots=(FIRST.slots[1], FIRST.slots[0])),
         with_first(slots=(replace(FIRST.slots[0], name="A"), FIRST.slots[1])),
         with_first(slots=(replace(FIRST.slots[0], numel=99), FIRST.slots[1])),
@@ -160,6 +165,16 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, change: object, messa
         FusionPlan.from_yaml(path)
 
 
+def test_a_plan_that_skips_no_step_has_the_digest_and_the_file_that_it_always_had(tmp_path: Path) -> None:
+    assert PLAN.digest().hex() == "7ea3b27001a2d202d36c0ff4da530652aa9c8adc3cc6cf79ef3adf8eb35dade7"
+    path = tmp_path / "plan.yaml"
+    PLAN.to_yaml(path)
+    assert "every" not in path.read_text() and FusionPlan.from_yaml(path) == PLAN
+    local = PLAN.staggered(6, 2)
+    local.to_yaml(path)
+    assert FusionPlan.from_yaml(path) == local == FusionPlan.from_bytes(local.to_bytes()) != PLAN
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.yaml"):
         FusionPlan.from_yaml(tmp_path / "nowhere.yaml")
@@ -178,3 +193,40 @@ def test_a_plan_says_what_goes_ahead(tmp_path: Path) -> None:
     assert FusionPlan.from_yaml(path) == plan
     path.write_text(path.read_text().replace("  ahead: true\n", ""))
     assert not FusionPlan.from_yaml(path).buckets[0].ahead, "a file from before there was the choice"
+
+
+# ---- buckets that leave once in several steps -----------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 12))
+def test_fragments_leave_one_after_the_other_evenly_spread_over_a_period(
+    sizes: list[int], fragments: int, every: int
+) -> None:
+    tensors = [TensorInfo(f"t{i}", size, "float32", 4) for i, size in enumerate(sizes)]
+    plan = plan_of([[tensor] for tensor in tensors], align=1)
+    if fragments > min(every, len(sizes)):
+        with pytest.raises(ConfigError, match=rf"fragments={fragments} is more than the \d+ (buckets|steps)"):
+            plan.staggered(every, fragments)
+        return
+    local = plan.staggered(every, fragments)
+    local.check(tensors, 4)
+    assert local.skips == (every > 1)
+    phases = [bucket.phase for bucket in local.buckets]
+    distinct = sorted(set(phases))
+    assert phases == sorted(phases) and len(distinct) == fragments and distinct[-1] == every - 1
+    gaps = [after - before for before, after in zip(distinct, [*distinct[1:], distinct[0] + every], strict=True)]
+    assert max(gaps) - min(gaps) <= 1
+    sent = [index for step in range(every) for index in local.due(step)]
+    assert sent == list(range(len(sizes))), "every bucket leaves once in a period"
+    loads = [sum(4 * sizes[index] for index in local.due(step)) for step in distinct]
+    assert max(loads) == min(
+        max(sum(4 * size for size in sizes[a:b]) for a, b in pairwise((0, *cuts, len(sizes))))
+        for cuts in combinations(range(1, len(sizes)), fragments - 1)
+    )
+    assert local.staggered(1) == plan
+
+
+@pytest.mark.parametrize("every, fragments", [(0, 1), (True, 1), (2.0, 1), (4, 0)])
+def test_periods_and_fragments_are_whole_numbers(every: int, fragments: int) -> None:
+    with pytest.raises(ConfigError, match=r"(every|fragments)=.*; expected a whole number, at least 1"):
+        PLAN.staggered(every, fragments)

@@ -66,6 +66,7 @@ def make_engine(
     scaling: Scaling,
     timeline: Timeline,
     overlap_forward: bool,
+    hold_results: bool = False,
     idle: Collection[str] = (),
 ) -> Engine:
     """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
@@ -88,6 +89,7 @@ def make_engine(
         timeline=timeline,
         lanes=settings.lanes or (1 if device.type == "cuda" else CPU_LANES),
         overlap_forward=overlap_forward,
+        hold_results=hold_results,
         clock=clock_of(device),
     )
 

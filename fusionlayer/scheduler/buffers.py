@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -97,6 +97,11 @@ class Buffer(ABC):
             self._arrivals.clear()
         self.full = False
         self._gradients.clear()
+
+    def read(self) -> Mapping[str, Tensor]:
+        """Return the results of the last ``run`` by name, to be read on the current stream before they are taken."""
+        self.join()
+        return self._results
 
     def take(self) -> dict[str, Tensor]:
         """Return the results of the last ``run`` by name, to be used on the current stream."""

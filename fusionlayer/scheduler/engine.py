@@ -6,32 +6,32 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .. import codecs, collectives
-from ..clock import Clock, Stamp, clock_of
-from ..codecs import Codec, PartsCodec
+from .. import collectives
+from ..clock import Clock, clock_of
+from ..codecs import Codec
 from ..collectives import UNSCALED, Scaling
-from ..errors import PlanMismatch, UsageError, again
+from ..errors import ConfigError, UsageError, again
 from ..plan import Bucket, FusionPlan, TensorInfo
-from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
 from ..transport._capture import refuse_capture
 from ..transport._clocks import measure_clock
-from .ahead import AheadBuffer
-from .buffers import Buffer, FlatBuffer
-from .failure import located, tensors_that_differ
-from .fusing import check_pairs, fuse
-from .lane import Lane
+from .agreement import Agreement
+from .fusing import check_pairs
+from .lane import Lane, put_first
+from .layout import BufferMaker, Layout
 from .memory import Memory
-from .order import SendOrder
 from .plan_controller import PlanController, StepTimer
 from .planners import Planner
+from .results import Results, Sent
+from .sending import Sender
 from .worker import Job
 
 __all__ = ["Engine"]
@@ -47,6 +47,9 @@ class Engine:
 
     A caller that fuses gradients itself, as DDP does, calls ``submit_bucket`` in place of ``submit``. The plan then
     consists of these buckets.
+
+    A plan may let a bucket leave once in several steps (``Bucket.every``). Then ``due`` names the tensors of each step,
+    and a step without any sends nothing.
 
     Args:
         tensors: every tensor of a step, in any order.
@@ -64,14 +67,20 @@ class Engine:
         timeline: record of the threads' work.
         lanes: buckets that are under way at once; while one is encoded or decoded, another travels. Over NCCL one lane
             does: its calls wait for nothing.
-        overlap_forward: the caller takes buckets one by one while the next forward runs. After some steps buckets leave
-            in the order in which forward needs them: of the complete ones, the one that backward completed last.
+        hold_results: gradients stay as they are, and results wait for ``take``: any number of steps, but not beyond the
+            next gradient of their bucket.
+        overlap_forward: hold results, which the caller takes one by one while the next forward runs. After some steps
+            buckets leave in the order in which forward needs them: of the complete ones, the one that backward
+            completed last.
         plan_controller: watches the steps and may give the engine another plan between two of them.
         clock: times the steps; None: that of the ``device``.
         name: of the threads.
 
     Attributes:
+        memory: as given.
         plan_controller: as given.
+        plan: the present one; None before the first step.
+        step: number of the present step.
         failure: the error that a step has failed with, or None. The engine is then closed, and every call raises it.
     """
 
@@ -91,72 +100,80 @@ class Engine:
         scaling: Scaling = UNSCALED,
         timeline: Timeline | None = None,
         lanes: int = 1,
+        hold_results: bool = False,
         overlap_forward: bool = False,
         plan_controller: PlanController | None = None,
         clock: Clock | None = None,
         name: str = "fusionlayer",
     ) -> None:
-        self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._codec = codec
         for each in [codec] if isinstance(codec, Codec) else codec.values():
             collectives.choose(each, transport.size, algorithm, ahead=ahead)
-        self._algorithm, self._ahead = algorithm, ahead
-        self._planner = planner
         self._device = device
         self.memory = memory or Memory()
-        self._error_feedback = error_feedback
-        self._scaling = scaling
         self._timeline = timeline or Timeline(None, transport.rank)
-        self._overlap_forward = overlap_forward
-        self.plan_controller = plan_controller
         self._clock = clock_of(device) if clock is None else clock
         self._timeline.time_by(self._clock)
-        self._watch = None if plan_controller is None else StepTimer(self._clock)
+        self._overlap_forward = overlap_forward
+        self._holds = hold_results or overlap_forward
         self.rank = transport.rank
         self.size = transport.size
         self.step = 0
-        self._why = ""  # why the tensors have changed, until the ranks have agreed on that
+        self._agreement = Agreement(
+            {tensor.name: tensor for tensor in tensors},
+            codec,
+            algorithm,
+            ahead,
+            planner,
+            (f"scaling {scaling}", f"feedback {error_feedback}", f"hold {hold_results}", f"overlap {overlap_forward}"),
+            plan_controller,
+            self._timeline,
+        )
+        self._maker = BufferMaker(
+            self.memory, device, scaling, self._timeline, error_feedback, not self._holds, self.rank, self.size
+        )
+        self._arrived: dict[str, Tensor] = {}
         self.plan: FusionPlan | None = None
         self._next_plan: FusionPlan | None = None
         if plan is not None:
             self.switch(plan)
             self.plan = plan
-        self._codecs: list[Codec] = []
-        self._codecs_change = False
-        self._buffers: list[Buffer] = []
-        self._bucket_of: dict[str, int] = {}
+        # Guards what ``submit`` and ``submit_bucket`` change: _arrived, the buffers, what the sender has sent, and the
+        # beginning of a step. Hooks call them, and hooks may run on several threads of backward at once. The end of a
+        # step takes no lock, because no hook runs then. Lanes never take it, so a thread that holds it may wait for a
+        # lane.
+        self._lock = threading.Lock()
         if transport.only_queues(device):
             lanes = 1
-        self._order = SendOrder(0, lanes, self._clock)
-        self._arrived: dict[str, Tensor] = {}
-        self._jobs: dict[int, Job] = {}
-        self._ended: dict[int, tuple[Job, Buffer]] = {}
-        self._ended_bucket_of: dict[str, int] = {}
-        # Guards what ``submit`` and ``submit_bucket`` change: _arrived, _jobs, the buffers and the beginning of a step.
-        # Hooks call them, and hooks may run on several threads of backward at once. The end of a step takes no lock,
-        # because no hook runs then. Lanes never take it, so a thread that holds it may wait for a lane.
-        self._lock = threading.Lock()
         transport.agree("the number of lanes", lanes)
         offset = measure_clock(transport, wanted=self._timeline.enabled)
         if offset is not None:
             self._timeline.note_clock(*offset, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
+        self._sender = Sender(self._lanes, self._clock, self._timeline, overlap_forward)
+        self._results = Results(self._clock, self._timeline)
+        self._expect(plan_controller)
         self.failure: BaseException | None = None
-        self._cause: BaseException | None = None  # the first error of any bucket; written by the lanes
 
     def switch(self, plan: FusionPlan) -> None:
         """Adopt another plan when the next step begins; all ranks call it between the same two steps.
 
         Each tensor keeps its error feedback. Before the first payload the ranks compare the plans.
 
+        In the middle of a period too: which buckets leave follows from the step's number alone. Results that nobody has
+        taken keep the numbers of their buckets. They must be taken before a step with tensors of the new plan ends.
+
         Raises:
-            ConfigError: the plan is for other tensors or ranks, or a bucket names a codec and a collective that are
-                unknown or do not go together.
+            ConfigError: the plan is for other tensors or ranks, a bucket names a codec and a collective that are
+                unknown or do not go together, or some do not leave in every step, which this engine cannot do.
         """
-        plan.check(self._tensors.values(), self.size)
+        plan.check(self._agreement.tensors.values(), self.size)
         check_pairs(plan)
+        if plan.skips:
+            self._refuse_skipping()
         self._next_plan = plan
+        if not self._arrived:
+            self._settle_due()
 
     def enrol(
         self,
@@ -186,28 +203,34 @@ class Engine:
             raise again(self.failure)
         if self._arrived:
             raise UsageError(f"the tensors of step {self.step} change after its first gradient; change them before")
-        known, self._tensors = self._tensors, {tensor.name: tensor for tensor in tensors}
+        before = self._agreement
+        self._agreement = replace(
+            before,
+            tensors={tensor.name: tensor for tensor in tensors},
+            codec=codec,
+            plan_controller=plan_controller,
+            why=why,
+        )
         try:
             if plan is not None:
                 self.switch(plan)
         except BaseException:
-            self._tensors = known
+            self._agreement = before
             raise
-        self._why = why
-        self._codec = codec
         self.plan, self._next_plan = None, plan
-        self.plan_controller = plan_controller
-        self._watch = None if plan_controller is None else StepTimer(self._clock)
-        self._codecs, self._codecs_change = [], False
-        self._buffers, self._bucket_of = [], {}
-        self._order = SendOrder(0, len(self._lanes), self._clock)
+        self._expect(plan_controller)
         if not tensors:
             # No gradient will begin this step, so the ranks agree at once.
             self.plan, self._next_plan = FusionPlan((), self.size), None
             try:
-                self._agree_first(partial(self._agree, self.step, self.plan)).wait()
+                self._agree(self.plan).wait()
             except BaseException as error:
                 self._fail(error)
+
+    @property
+    def due(self) -> AbstractSet[str]:
+        """Names of the tensors that leave in the present step."""
+        return self._due.keys()
 
     @property
     def pending(self) -> AbstractSet[str]:
@@ -216,14 +239,14 @@ class Engine:
 
     @property
     def untaken(self) -> frozenset[int]:
-        """Buckets of the last step whose results nobody has taken yet."""
-        return frozenset(self._ended)
+        """Buckets of steps that have ended whose results nobody has taken yet."""
+        return frozenset(self._results.untaken)
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether ``leave_out`` is possible: there is no plan yet, no plan controller and no ``overlap_forward``."""
+        """Whether ``leave_out`` is possible: there is no plan yet, no plan controller, and results are not held."""
         no_plan = self.plan is None and self._next_plan is None
-        return no_plan and self.plan_controller is None and not self._overlap_forward
+        return no_plan and self.plan_controller is None and not self._holds
 
     def leave_out(self, names: Collection[str]) -> frozenset[str]:
         """Remove the tensors that at least one rank names, and return their names.
@@ -234,19 +257,11 @@ class Engine:
             PlanMismatch: ranks disagree on model or options.
             TransportError: a peer was lost, stopped or too late.
         """
-        known = sorted(self._tensors)
-        named = torch.tensor([float(name in names) for name in known])
-
-        def agree(transport: Transport) -> None:
-            self._agree(self.step, None, transport)
-            transport.all_reduce(named)
-
-        self.put(agree)()
-        out = frozenset(name for name, count in zip(known, named.tolist(), strict=True) if count)
-        for name in out:
-            del self._tensors[name]
+        out: list[frozenset[str]] = []
+        self.put(lambda transport: out.append(self._agreement.leave_out(self.step, names, transport)))()
+        for name in out[0]:
             self._arrived.pop(name, None)
-        return out
+        return out[0]
 
     def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
         """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
@@ -269,39 +284,39 @@ class Engine:
         return wait
 
     def bucket_of(self, name: str) -> int:
-        """Return the index of the bucket in which a tensor travelled in the last step."""
-        return self._ended_bucket_of[name]
+        """Return the number of the bucket in which a tensor travelled last."""
+        return self._results.bucket_of[name]
 
     def awaits(self, name: str) -> bool:
-        """Return whether the last step's result of a tensor has not been taken yet."""
-        return self._ended_bucket_of.get(name) in self._ended
+        """Return whether a tensor's last result has not been taken yet."""
+        return self._results.bucket_of.get(name) in self._results.untaken
 
     def submit(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient; its scaled sum over ranks replaces it, or with ``overlap_forward`` waits for ``take``.
+        """Take a gradient; its scaled sum over ranks replaces it, or if results are held, waits for ``take``.
 
         Raises:
-            UsageError: the gradient was submitted twice, is not one of the engine's tensors, has another size, or its
-                result of the last step has not been taken; or a CUDA graph is captured.
+            UsageError: the gradient was submitted twice, is not one of the step's tensors, has another size, or its
+                last result has not been taken; or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
         if self.failure is not None or self._device.type == "cuda":
             self._check_sound(f"gradient {name!r} arrives")
         arrived = None if self._watch is None else self._clock.stamp()
         with self._lock:
-            tensor = self._tensors.get(name)
+            tensor = self._due.get(name)
             if tensor is None:
-                raise UsageError(f"gradient {name!r} is not one of this engine's {len(self._tensors)} tensors")
+                raise self._unexpected(name)
             if gradient.numel() != tensor.numel:
                 raise UsageError(f"gradient {name!r} has {gradient.numel()} elements, expected {tensor.numel}")
             if name in self._arrived:
                 raise UsageError(f"gradient {name!r} was submitted twice in step {self.step}; synchronize() in between")
-            if self._ended and self.awaits(name):
+            if self._results.untaken and self.awaits(name):
                 raise UsageError(f"gradient {name!r} was submitted before its result of the last step was taken")
             try:
                 if not self._arrived:
                     self._begin_step()
                 self._arrived[name] = gradient
-                if self._buffers:
+                if self._layout.buffers:
                     self._put(name, gradient)
                 if self._watch is not None:
                     self._watch.note_gradient(name, arrived)
@@ -327,17 +342,17 @@ class Engine:
         """
         self._check_sound(f"gradient {bucket.names[0]!r} arrives")
         with self._lock:
-            if index != len(self._jobs):
-                raise UsageError(
-                    f"bucket {index} was submitted, but bucket {len(self._jobs)} comes next in step {self.step}"
-                )
+            sent = len(self._sender.jobs)
+            if index != sent:
+                raise UsageError(f"bucket {index} was submitted, but bucket {sent} comes next in step {self.step}")
             try:
                 if not self._arrived:
                     self._begin_step()
                 self._lay_out(index, bucket)
                 self._arrived.update(dict.fromkeys(bucket.names, flat))
-                self._buffers[index].put_whole(flat, self.step)
-                self._send(index, seed, done)
+                buffer = self._layout.buffers[index]
+                buffer.put_whole(flat, self.step)
+                self._sender.send(index, buffer, self.step, seed, done)
             except BaseException as error:
                 self._fail(error)
 
@@ -345,33 +360,41 @@ class Engine:
         """End the step without waiting for its results.
 
         Raises:
-            UsageError: tensors are missing.
+            UsageError: tensors are missing, or results that were sent under another plan have not been taken.
             PlanMismatch: ranks disagree on model, plan or options.
             TransportError: a peer was lost, stopped or too late.
         """
-        if len(self._arrived) < len(self._tensors):
-            missing = [name for name in self._tensors if name not in self._arrived]
+        if self._skips and not self._due:
+            self._end_empty_step()
+            return
+        if len(self._arrived) < len(self._due):
+            missing = [name for name in self._due if name not in self._arrived]
             raise UsageError(
                 f"{len(missing)} gradients were not submitted in step {self.step}, the first: {missing[0]!r}"
             )
+        results, sender = self._results, self._sender
+        if results.untaken and results.plan is not self.plan:
+            self._refuse_untaken()
         try:
             if self.plan is None:
                 # Nothing has been sent yet: the gradients were kept until the order of their arrival was complete.
-                self._agree_first(partial(self._agree_and_plan, self.step)).wait()
-                assert self.plan is not None
-                self._make_buffers(self.plan)
+                self.plan = self._first_plan()
+                self._adopt(self.plan)
                 for name, gradient in self._arrived.items():
                     self._put(name, gradient)
-            elif self._overlap_forward and self._order.due:
-                self._lanes[0].put(self._order.agree).wait()
-            self._order.end_step()
+            elif self._overlap_forward and sender.order.due:
+                self._lanes[0].put(sender.order.agree).wait()
+            sender.order.end_step()
         except BaseException as error:
             self._fail(error)
         self._arrived.clear()
-        self._ended = {index: (job, self._buffers[index]) for index, job in self._jobs.items()}
-        self._ended_bucket_of = self._bucket_of
-        self._jobs = {}
+        buffers = self._layout.buffers
+        results.untaken |= {index: Sent(job, buffers[index], self.step) for index, job in sender.jobs.items()}
+        results.plan, results.bucket_of = self.plan, self._layout.bucket_of
+        sender.jobs = {}
         self.step += 1
+        if self._skips or self._next_plan is not None:
+            self._settle_due()
         if self.plan_controller is not None and self.plan_controller.due(self.step - 1):
             try:
                 self._ask_controller(self.plan_controller)
@@ -379,21 +402,19 @@ class Engine:
                 self._fail(error)
 
     def take(self, index: int) -> dict[str, Tensor]:
-        """Wait for a bucket of the step that has ended; return its results by name, each in its gradient's shape.
+        """Wait for a bucket of a step that has ended; return its results by name, each in its gradient's shape.
 
-        The caller may use them until it submits the bucket's first gradient of the next step. Each bucket is taken
-        once.
+        The caller may use them until it submits the bucket's next gradient. Each bucket is taken once.
 
         Raises:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
         try:
-            job, buffer = self._ended[index]
-            self._wait_for(index, job, buffer)
+            holder = self._results.wait_for(index)
         except BaseException as error:
             self._fail(error)
-        del self._ended[index]
-        return buffer.take()
+        del self._results.untaken[index]
+        return holder.take()
 
     def synchronize(self) -> None:
         """End the step and wait until every gradient holds its result.
@@ -404,8 +425,44 @@ class Engine:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
         self.end_step()
-        for index in list(self._ended):
+        for index in list(self._results.untaken):
             self.take(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for the results that nobody has taken, and return "step" and copies of these "results" by name.
+
+        They stay to be taken. Error feedback is in ``memory``.
+
+        Raises:
+            UsageError: the present step has gradients already.
+            FusionLayerError: a step has failed.
+        """
+        self._check_between("a state is saved")
+        try:
+            results = self._results.save()
+        except BaseException as error:
+            self._fail(error)
+        return {"step": self.step, "results": results}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was called: with its step, and with its results to be taken.
+
+        All ranks call it between the same two steps, with what each of them has saved. Results belong to buckets of the
+        plan, so the plan must be known by then.
+
+        Raises:
+            ConfigError: the results are not those of whole buckets of the plan.
+            UsageError: the present step has gradients already.
+            FusionLayerError: a step has failed.
+        """
+        self._check_between("a state is loaded")
+        try:
+            self._results.settle()
+        except BaseException as error:
+            self._fail(error)
+        self._results.load(saved["results"], self._coming_plan, saved["step"] - 1, self._device)
+        self.step = saved["step"]
+        self._settle_due()
 
     def drain(self) -> None:
         """Wait until the device has done all messages of the steps that have ended.
@@ -424,7 +481,7 @@ class Engine:
             self._fail(error)
 
     def close(self) -> None:
-        """Let the buckets of the last step end, on the device too, then the threads, and close the transports.
+        """Let the buckets that were sent end, on the device too, then the threads, and close the transports.
 
         A second call does nothing.
 
@@ -433,9 +490,9 @@ class Engine:
             UsageError: a CUDA graph is captured. The engine is closed in both cases.
         """
         # Other ranks wait for this rank's share of these buckets, so they travel even if nobody here takes them.
-        for job, _ in self._ended.values():
+        for sent in self._results.untaken.values():
             with suppress(Exception):
-                job.wait()
+                sent.job.wait()
         try:
             if self.failure is None:
                 self.drain()
@@ -455,6 +512,71 @@ class Engine:
         if self._device.type == "cuda":
             refuse_capture(what)
 
+    def _check_between(self, what: str) -> None:
+        """Raise what a step has failed with, or that a step has begun while ``what``, a clause, happens."""
+        self._check_sound(what)
+        if self._arrived:
+            raise UsageError(f"{what} after the first gradient of step {self.step}; do it between two steps")
+
+    def _unexpected(self, name: str) -> UsageError:
+        tensors = self._agreement.tensors
+        if name not in tensors:
+            return UsageError(f"gradient {name!r} is not one of this engine's {len(tensors)} tensors")
+        return UsageError(
+            f"gradient {name!r} was submitted in step {self.step}, in which it does not leave; submit those in due"
+        )
+
+    def _refuse_skipping(self) -> None:
+        """Raise ``ConfigError`` if this engine cannot have buckets that leave once in several steps."""
+        why = ""
+        if self._agreement.plan_controller is not None:
+            why = "autotune and planners that need costs expect each bucket in each step; leave them out"
+        elif self._overlap_forward:
+            why = "overlap_forward expects each bucket in each step; leave it out"
+        elif not self._holds:
+            why = "this trainer sends each bucket in each step; expected a plan without 'every'"
+        if why:
+            raise ConfigError(f"plan: it has buckets that leave once in several steps, but {why}")
+
+    def _refuse_untaken(self) -> None:
+        if self._results.plan != self.plan:
+            index = min(self._results.untaken)
+            raise UsageError(
+                f"the plan has changed, but bucket {index} of the one before has not been taken; take what is untaken, "
+                "then end the step"
+            )
+
+    # ---- between steps ----------------------------------------------------------------------------------------------
+
+    def _expect(self, plan_controller: PlanController | None) -> None:
+        """Begin anew with the tensors that the ranks are to agree on, and without buffers."""
+        self.plan_controller = plan_controller
+        self._watch = None if plan_controller is None else StepTimer(self._clock)
+        self._sender.watch = self._results.watch = self._watch
+        self._layout = self._laid_out(FusionPlan((), self.size))
+        self._sender.begin_anew(0)
+        self._settle_due()
+
+    @property
+    def _coming_plan(self) -> FusionPlan | None:
+        """The plan of the next gradient; None if the next step makes one."""
+        return self.plan if self._next_plan is None else self._next_plan
+
+    def _settle_due(self) -> None:
+        """Find out which tensors leave in the present step, before its first gradient."""
+        plan, tensors = self._coming_plan, self._agreement.tensors
+        self._due = tensors
+        self._skips = plan is not None and plan.skips
+        if plan is not None and self._skips:
+            self._leaving = plan.due(self.step)
+            self._due = {name: tensors[name] for index in self._leaving for name in plan.buckets[index].names}
+
+    def _end_empty_step(self) -> None:
+        if self.failure is not None:
+            raise again(self.failure)
+        self.step += 1
+        self._settle_due()
+
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 
     def _begin_step(self) -> None:
@@ -464,13 +586,15 @@ class Engine:
         self._timeline.settle()
         if self._next_plan is not None:
             self.plan, self._next_plan = self._next_plan, None
-            self._agree_first(partial(self._agree, self.step, self.plan))
-            self._make_buffers(self.plan)
-        elif self._codecs_change and any(
-            codec.at_step(self.step) != b.codec for codec, b in zip(self._codecs, self._buffers, strict=True)
-        ):
+            self._agree(self.plan)
+            self._adopt(self.plan)
+        elif self._layout.codecs_change and self._layout.is_stale(self.step):
             assert self.plan is not None
-            self._make_buffers(self.plan)
+            self._results.settle()
+            self._layout.renew(self.plan, self.step)
+            self._sender.begin_anew(len(self.plan.buckets))
+        if self._skips:
+            self._sender.order.sequence = self._leaving
 
     def _ask_controller(self, plan_controller: PlanController) -> None:
         """Ask for the next plan on a lane, when all lanes are idle.
@@ -478,8 +602,8 @@ class Engine:
         The training thread waits for the answer, so it and the lane never use the controller at the same time.
         """
         # The controller measures: a bucket on another lane would falsify that.
-        for index, (job, buffer) in self._ended.items():
-            self._wait_for(index, job, buffer)
+        for index in self._results.untaken:
+            self._results.wait_for(index)
         start = self._clock.stamp()
         plans: list[FusionPlan | None] = []
 
@@ -493,38 +617,22 @@ class Engine:
         if self._watch is not None:
             self._watch.leave_out(start)
 
-    def _wait_for(self, index: int, job: Job, buffer: Buffer) -> None:
-        start = None if self._watch is None else self._clock.stamp()
-        with self._timeline.span("WAIT", step=self.step - 1, bucket=index):
-            job.wait()
-            if self._watch is not None or self._timeline.enabled:
-                buffer.join()  # here already, so that what the device waits counts too
-        if self._watch is not None:
-            self._watch.note_waiting(start)
+    def _agree(self, plan: FusionPlan) -> Job:
+        """Compare a plan with the other ranks' before any lane sends what is put later; return the job."""
+        return put_first(self._lanes, partial(self._agreement.compare, self.step, plan))
 
-    def _agree_first(self, work: Callable[[Transport], None]) -> Job:
-        """Queue ``work`` on the first lane; every other lane waits for it before it sends anything queued later."""
-        first, *others = self._lanes
-        agreement = first.put(work)
-        # A payload on another lane could overtake the comparison, and a peer that disagrees would misread it. If
-        # ``work`` fails, ``wait`` raises its error on each lane, so no lane sends anything more.
-        for lane in others:
-            lane.put(lambda _: agreement.wait())
-        return agreement
+    def _first_plan(self) -> FusionPlan:
+        """Return the plan by rank 0's order of arrival; the training thread, which reads no tensors, waits for it."""
+        plans: list[FusionPlan] = []
+        make = self._agreement.make_plan
+        put_first(self._lanes, lambda transport: plans.append(make(self.step, self._arrived, transport))).wait()
+        return plans[0]
 
-    def _make_buffers(self, plan: FusionPlan) -> None:
+    def _adopt(self, plan: FusionPlan) -> None:
         # New buffers take over the residuals, so no old buffer may still change them. Results may still be untaken.
-        for job, buffer in self._ended.values():
-            job.wait()
-            buffer.join()
-        self._codecs = [self._codec_of(bucket) for bucket in plan.buckets]
-        self._codecs_change = any(type(codec).at_step is not Codec.at_step for codec in self._codecs)
-        self._buffers = [
-            self._make_buffer(index, bucket, codec.at_step(self.step))
-            for index, (bucket, codec) in enumerate(zip(plan.buckets, self._codecs, strict=True))
-        ]
-        self._bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket.names}
-        self._order = SendOrder(len(self._buffers), len(self._lanes), self._clock)
+        self._results.settle()
+        self._layout = self._laid_out(plan)
+        self._sender.begin_anew(len(plan.buckets))
 
     def _lay_out(self, index: int, bucket: Bucket) -> None:
         """Put ``bucket`` into the plan at ``index``, unless it is there already, and drop all buckets after it."""
@@ -532,150 +640,32 @@ class Engine:
         if index < len(known) and known[index] == bucket:
             return
         self.plan = FusionPlan((*known[:index], bucket), self.size)
-        self._agree_first(partial(self._agree, self.step, self.plan))
-        self._codecs[index:] = [self._codec_of(bucket)]
-        self._codecs_change = any(type(codec).at_step is not Codec.at_step for codec in self._codecs)
-        self._buffers[index:] = [self._make_buffer(index, bucket, self._codecs[index].at_step(self.step))]
-        self._order = SendOrder(len(self._buffers), len(self._lanes), self._clock)
+        self._agree(self.plan)
+        self._layout.cut_to(index, bucket, self.step)
+        self._sender.begin_anew(index + 1)
 
-    def _make_buffer(self, index: int, bucket: Bucket, codec: Codec) -> Buffer:
-        device = self._device
-        feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
-        feedback = feedback and not codec.lossless
-        scaling, in_place = self._scaling, not self._overlap_forward
-        if not bucket.ahead and isinstance(codec, PartsCodec):
-            codec = codec.for_parts(self.memory.parts(bucket, [self._shape(name) for name in bucket.names]))
-        common = (bucket, codec, scaling.before, scaling.after, device, self._timeline, in_place)
-        if not bucket.ahead:
-            self.memory.attach(bucket.names, codec)
-            residual = self.memory.flat(bucket, device) if feedback else None
-            return FlatBuffer(*common, all_reduce=collectives.get(bucket.algorithm), residual=residual)
-        states = {
-            slot.name: self.memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots
-        }
-        gather = collectives.get_gather(bucket.algorithm)
-        return AheadBuffer(*common, index=index, gather=gather, states=states, rank=self.rank, size=self.size)
+    def _laid_out(self, plan: FusionPlan) -> Layout:
+        return Layout(plan, self.step, self._maker, self._agreement.tensors)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        tensor = self._tensors[name]
-        return (tensor.numel,) if tensor.shape is None else tensor.shape
-
-    @staticmethod
-    def _codec_of(bucket: Bucket) -> Codec:
-        return codecs.get(bucket.codec, **bucket.options, header=False)
+    def _put(self, name: str, gradient: Tensor) -> None:
+        index = self._layout.bucket_of[name]
+        buffer = self._layout.buffers[index]
+        buffer.put(name, gradient, self.step)
+        if buffer.full:
+            if self._overlap_forward:
+                self._sender.order.note_complete(index)
+            self._sender.launch(self._layout.buffers, self.step)
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Release the gradients, close the transports and raise the first cause."""
         # Peers are out of step with this rank now, so nothing may be sent any more. Results are waited for in the order
         # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
-        cause = error if self._cause is None or not isinstance(error, Exception) else again(self._cause)
+        first = self._sender.cause
+        cause = error if first is None or not isinstance(error, Exception) else again(first)
         self.failure = again(cause).with_traceback(None)
         self.give_up()
         self._arrived.clear()
-        self._ended.clear()
+        self._results.untaken.clear()
         if cause is error:
             raise error
         raise cause from error
-
-    def _put(self, name: str, gradient: Tensor) -> None:
-        index = self._bucket_of[name]
-        buffer = self._buffers[index]
-        buffer.put(name, gradient, self.step)
-        if buffer.full:
-            if self._overlap_forward:
-                self._order.note_complete(index)
-            self._launch()
-
-    def _launch(self) -> None:
-        """Send every complete bucket that is next in the order."""
-        # A complete bucket waits for those before it: all ranks must send in the same order, whatever order their
-        # gradients arrive in.
-        order = self._order.sequence
-        while len(self._jobs) < len(order) and self._buffers[order[len(self._jobs)]].full:
-            index = order[len(self._jobs)]
-            self._send(index, derive_seed(self.step, index))
-
-    def _send(self, index: int, seed: int, done: Callable[[], None] | None = None) -> None:
-        # The bucket's number in the order picks the lane, not which lane is free: each lane has its own transport, and
-        # all ranks must send a bucket on the same one.
-        lane = self._lanes[len(self._jobs) % len(self._lanes)]
-        ready = self._timeline.now() if self._timeline.enabled else None
-        work = partial(self._run, index, self._buffers[index], self.step, seed, ready, done)
-        self._jobs[index] = lane.put(work, abandoned=done)
-
-    # ---- in the jobs of lanes ---------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        index: int,
-        buffer: Buffer,
-        step: int,
-        seed: int,
-        ready: Stamp | None,
-        done: Callable[[], None] | None,
-        transport: Transport,
-    ) -> None:
-        timeline = self._timeline
-        timed = self._watch is not None or self._overlap_forward and self._order.measures
-        if timeline.enabled or timed:
-            buffer.follow()  # on a device the bucket is under way from here on, and not from the call
-        if timeline.enabled and ready is not None:  # a timeline may begin in between
-            timeline.record("QUEUE", ready, timeline.now(), row=f"bucket {index}", step=step, bucket=index)
-        start = self._clock.stamp() if timed else None
-        try:
-            with timeline.bucket_span(transport, step=step, bucket=index):
-                buffer.run(transport, seed)
-        except BaseException:
-            try:
-                with located(step, index, buffer.bucket, transport):
-                    raise
-            except BaseException as told:
-                self._cause = self._cause or told
-                raise
-        if timed:
-            end = self._clock.stamp()
-            self._order.note_sent(index, start, end)
-            if self._watch is not None:
-                self._watch.note_bucket(step, index, start, end)
-        if done is not None:
-            done()  # last: if anything before it fails, the lane calls it, as the job's ``abandoned``
-
-    def _agree(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
-        """Compare model, options and plan with the other ranks."""
-        names = sorted(self._tensors)
-        facts: list[object] = [
-            [self._tensors[name] for name in names],
-            f"scaling {self._scaling}",
-            f"feedback {self._error_feedback}",
-            f"overlap {self._overlap_forward}",
-            f"step {step}",
-            f"plan_controller {self.plan_controller}",
-        ]
-        if plan is not None:
-            facts.append(plan)
-        else:
-            codec = self._codec if isinstance(self._codec, Codec) else [self._codec[name] for name in names]
-            facts += [codec, self._algorithm, self._ahead, str(self._planner)]
-        with self._timeline.span("NEGOTIATE_ALLREDUCE"):
-            try:
-                transport.agree("the fusion plan (model, codec, options)", *facts, why=self._why)
-            except PlanMismatch as error:
-                differences = tensors_that_differ(self._tensors.values(), transport)
-                raise PlanMismatch(f"{error}{differences}", error.ranks) from None
-        self._why = ""
-
-    def _agree_and_plan(self, step: int, transport: Transport) -> None:
-        """Compare, take rank 0's order of arrival, plan with it, and compare the plans.
-
-        The training thread waits in ``end_step`` meanwhile, so nothing else reads or writes _arrived and plan.
-        """
-        self._agree(step, None, transport)
-        names = sorted(self._tensors)
-        position = {name: i for i, name in enumerate(names)}
-        order = torch.tensor([position[name] for name in self._arrived])
-        transport.broadcast(order, 0)
-        tensors = [self._tensors[names[i]] for i in order.tolist()]
-        plan = fuse(tensors, self._planner, self._codec, transport.size, algorithm=self._algorithm, ahead=self._ahead)
-        plan.check(self._tensors.values(), transport.size)
-        transport.agree("the fusion plan that was made", plan)
-        self.plan = plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -11,7 +11,7 @@ import torch
 from ..transport import Transport
 from .worker import Job, Jobs, Worker
 
-__all__ = ["CPU_LANES", "Lane"]
+__all__ = ["CPU_LANES", "Lane", "put_first"]
 
 CPU_LANES = 2
 """How many lanes an optimizer of CPU tensors has by default."""
@@ -73,6 +73,17 @@ class Lane:
     def _run(self, work: Callable[[Transport], None]) -> None:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             work(self.transport)
+
+
+def put_first(lanes: Sequence[Lane], work: Callable[[Transport], None]) -> Job:
+    """Queue ``work`` on the first lane; every other lane waits for it before it sends anything queued later."""
+    first, *others = lanes
+    agreement = first.put(work)
+    # A payload on another lane could overtake the comparison, and a peer that disagrees would misread it. If ``work``
+    # fails, ``wait`` raises its error on each lane, so no lane sends anything more.
+    for lane in others:
+        lane.put(lambda _: agreement.wait())
+    return agreement
 
 
 def _set_up_thread(stream: torch.cuda.Stream | None) -> None:

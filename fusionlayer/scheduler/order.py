@@ -56,7 +56,7 @@ class SendOrder:
     """
 
     def __init__(self, buckets: int, lanes: int, clock: Clock = HOST) -> None:
-        self.sequence = list(range(buckets))
+        self.sequence: Sequence[int] = list(range(buckets))
         self._lanes = lanes
         self._clock = clock
         self._steps = 0

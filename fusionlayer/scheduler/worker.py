@@ -22,6 +22,14 @@ class Job:
         self._generation = forks.generation()
         self.error: BaseException | None = None
 
+    @classmethod
+    def ended(cls) -> Job:
+        """Return a job that has ended, for results that were there before."""
+        job = cls(lambda: None, None)
+        job.run(None)
+        job.finish()
+        return job
+
     def run(self, failed: BaseException | None) -> None:
         """Do the work, or fail as an earlier job has ``failed``. Called before ``finish``, on the same thread."""
         try:

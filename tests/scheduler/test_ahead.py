@@ -151,7 +151,7 @@ def test_noise_differs_between_ranks_steps_and_tensors_and_selections_do_not() -
             engine = make_engine(transport.duplicate(), MODEL[:2], codec=codec, ahead=True)
             for step in range(2):
                 run_step(engine, gradients(transport.rank, step, MODEL[:2]))
-            for buffer in engine._buffers:
+            for buffer in engine._layout.buffers:
                 places = buffer._places.values()  # type: ignore[attr-defined]
                 seeds[name] |= {buffer._seed(place, step) for place in places for step in range(2)}  # type: ignore[attr-defined]
             engine.close()
@@ -242,7 +242,7 @@ def test_steps_send_the_same_bytes_and_allocate_nothing() -> None:
             before = own.bytes_sent
             run_step(engine, {name: value.clone() for name, value in given[step % 8].items()})
             sent.append(own.bytes_sent - before)
-            buffers: list[Any] = list(engine._buffers)
+            buffers: list[Any] = list(engine._layout.buffers)
             memory = [own.scratch("incoming", 1, torch.device("cpu"))]
             memory += [buffer._payload for buffer in buffers]
             memory += [place.state.residual for buffer in buffers for place in buffer._places.values()]
@@ -296,7 +296,7 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
         for step in range(2):
             values = gradients(transport.rank, step)
             engine.submit("w5", values.pop("w5"))
-            place = engine._buffers[1]._places["w5"]  # type: ignore[attr-defined]
+            place = engine._layout.buffers[1]._places["w5"]  # type: ignore[attr-defined]
             assert place.state.numbers == {"steps": step + 1}
             run_step(engine, values)
         engine.close()
@@ -501,7 +501,7 @@ def test_codecs_follow_their_schedule_and_checkpoints_resume_it(ahead: bool) -> 
         expected = []
         for step in range(steps):
             expected.append(run_step(whole, gradients(transport.rank, step)))
-            assert all(buffer.codec == codec.bare.at_step(step) for buffer in whole._buffers)
+            assert all(buffer.codec == codec.bare.at_step(step) for buffer in whole._layout.buffers)
         own = whole._lanes[0].transport
         assert codec.at_step(2).density * 2 == codec.at_step(3).density  # type: ignore[attr-defined]
         assert own.bytes_sent > 0

@@ -1,0 +1,122 @@
+"""Results of buckets whose steps have ended, until somebody takes them; they can be saved and loaded meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..clock import Clock
+from ..errors import ConfigError
+from ..plan import FusionPlan
+from ..timeline import Timeline
+from .buffers import Buffer
+from .plan_controller import StepTimer
+from .worker import Job
+
+__all__ = ["Results", "Sent"]
+
+
+class Sent(NamedTuple):
+    """A bucket that was sent in ``step``: its job, and what holds its results when the job has ended."""
+
+    job: Job
+    holder: Buffer | _Loaded
+    step: int
+
+
+class Results:
+    """The buckets that were sent in steps that have ended, and whose results nobody has taken yet.
+
+    Args:
+        clock: of the gradients' device.
+        timeline: shows how long results are waited for.
+
+    Attributes:
+        untaken: the buckets, by their numbers in the plan under which they were sent.
+        plan: that plan; None before the first step ends.
+        bucket_of: the number of a tensor's bucket in it, by name.
+        watch: gets the times of waiting; None: nobody does.
+    """
+
+    def __init__(self, clock: Clock, timeline: Timeline) -> None:
+        self._clock = clock
+        self._timeline = timeline
+        self.untaken: dict[int, Sent] = {}
+        self.plan: FusionPlan | None = None
+        self.bucket_of: Mapping[str, int] = {}
+        self.watch: StepTimer | None = None
+
+    def wait_for(self, index: int) -> Buffer | _Loaded:
+        """Return what holds the results of a bucket, when they are there."""
+        job, holder, step = self.untaken[index]
+        start = None if self.watch is None else self._clock.stamp()
+        with self._timeline.span("WAIT", step=step, bucket=index):
+            job.wait()
+            if self.watch is not None or self._timeline.enabled:
+                holder.join()  # here already, so that what the device waits counts too
+        if self.watch is not None:
+            self.watch.note_waiting(start)
+        return holder
+
+    def settle(self) -> None:
+        """Wait until all buckets have travelled; on a device, let the current stream wait."""
+        for job, holder, _ in self.untaken.values():
+            job.wait()
+            holder.join()
+
+    def save(self) -> dict[str, Tensor]:
+        """Return copies of all results that nobody has taken yet, by name; they stay to be taken."""
+        results: dict[str, Tensor] = {}
+        for index in sorted(self.untaken):
+            results |= {name: result.clone() for name, result in self.wait_for(index).read().items()}
+        return results
+
+    def load(self, saved: Mapping[str, Tensor], plan: FusionPlan | None, step: int, device: torch.device) -> None:
+        """Let ``saved`` results of ``step`` wait to be taken, as buckets of ``plan``, in place of those there are.
+
+        Raises:
+            ConfigError: they are not all results of whole buckets of the plan.
+        """
+        untaken: dict[int, Sent] = {}
+        buckets = () if plan is None else plan.buckets
+        for index, bucket in enumerate(buckets):
+            sizes = {slot.name: slot.numel for slot in bucket.slots}
+            found = {name: saved[name] for name in bucket.names if name in saved}
+            odd = [name for name in sizes if name not in found or found[name].numel() != sizes[name]]
+            if found and odd:
+                raise ConfigError(
+                    f"results were saved of a part of bucket {index}: {odd[0]!r} is missing or of another size; load "
+                    "them with the plan under which they were saved"
+                )
+            if found:
+                copies = {name: result.detach().to(device, copy=True) for name, result in found.items()}
+                untaken[index] = Sent(Job.ended(), _Loaded(copies), step)
+        bucket_of = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
+        unknown = sorted(saved.keys() - bucket_of.keys())
+        if unknown:
+            raise ConfigError(
+                f"results were saved of {unknown[0]!r}, which is not in the plan; load them with the plan under which "
+                "they were saved"
+            )
+        self.untaken, self.plan, self.bucket_of = untaken, plan, bucket_of
+
+
+class _Loaded:
+    """Holds results that were loaded, as a ``Buffer`` holds those of its last ``run``."""
+
+    def __init__(self, results: dict[str, Tensor]) -> None:
+        self._results = results
+
+    def join(self) -> None:
+        """Do nothing: no other stream has work on them."""
+
+    def read(self) -> Mapping[str, Tensor]:
+        """Return the results by name; they stay."""
+        return self._results
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the results by name."""
+        return self._results
