@@ -1,0 +1,216 @@
+"""The methods that users call on a distributed optimizer with ``sync=Local(...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UsageError, again
+from ..scheduler import Engine
+from .distributed import Distributed
+from .local_steps import LocalSteps
+from .parameters import local_part
+from .reduction import StepState
+
+__all__ = ["LocallyStepping"]
+
+
+class LocallyStepping(Distributed):
+    """A ``Distributed`` whose steps are local: the engine sums differences of parameters at each sync, not gradients.
+
+    A step of the engine is a sync. Gradients have no hooks, so whoever scales, clips or accumulates them finds the
+    rank's own.
+    """
+
+    _fl_local: LocalSteps
+    _fl_compared: dict[str, Tensor]
+
+    # torch's GradScaler then calls ``step`` also where gradients are not finite, and leaves it to ``step`` to skip the
+    # update. Otherwise a rank that skips would be a local step behind the others from then on.
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Take the step of the wrapped optimizer with this rank's gradients; every so many calls, sync with all ranks.
+
+        A step that ``GradScaler`` skips on this rank counts too: all ranks make equally many.
+
+        Raises:
+            PlanMismatch: ranks disagree on model, plan or options, or have made other numbers of local steps.
+            ReplicaMismatch: anchors differ over ranks.
+            TransportError: a peer was lost, stopped or too late. This rank's parameters stay as they were before.
+        """
+        self._opt_called = True
+        engine, local = self._fl_engine, self._fl_local
+        if engine is not None:
+            if engine.failure is not None:
+                raise again(engine.failure)
+            self._fl_anchor()
+        result = None
+        if not self._fl_overflown():
+            step = super(Distributed, self).step
+            result = step(**kwargs) if closure is None else step(closure, **kwargs)
+        if engine is not None:
+            local.since_sync += 1
+            if local.since_sync >= local.sync.every:
+                self._fl_sync(engine)
+        return result
+
+    # As in ``Distributed``: torch's step hooks run in the wrapped class's step, and this step tells schedulers.
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Sync now, on all ranks, if a local step was made since the last sync; the next round begins then.
+
+        Call it before all ranks evaluate or save the same model, and after the last step.
+
+        Raises:
+            PlanMismatch, ReplicaMismatch, TransportError: as ``step``.
+        """
+        if self._fl_engine is not None and self._fl_local.since_sync:
+            self._fl_sync(self._fl_engine)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raise ``UsageError``: gradients are this rank's own, so nothing waits for them."""
+        raise UsageError(
+            "skip_synchronize() with sync=fl.Local(...): gradients are this rank's own; clip them right after "
+            "backward, without synchronize(), and call step()"
+        )
+        yield
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Let parameters be the anchors within the block: what all ranks had after the last sync, the same bits.
+
+        For evaluation and checkpoints between syncs, without an exchange. Afterwards the rank's own values are back;
+        what the block writes to parameters is lost.
+        """
+        anchors = self._fl_local.anchors
+        parts = [local_part(parameter.detach()) for parameter in anchors]
+        kept = [part.clone() for part in parts]
+        for part, anchor in zip(parts, anchors.values(), strict=True):
+            part.copy_(anchor)
+        try:
+            yield
+        finally:
+            for part, own in zip(parts, kept, strict=True):
+                part.copy_(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, and under "fusionlayer" also the anchors, outer momentum and count of steps.
+
+        Between two syncs parameters differ over ranks: to go on exactly, each rank saves and loads its own.
+
+        Raises:
+            FusionLayerError: a sync has failed; the last state that was saved before it is the one to go on from.
+        """
+        state = super().state_dict()
+        if self._fl_engine is not None:
+            state["fusionlayer"]["local"] = self._fl_local.state_dict(self._fl_roster.names)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. Error feedback is restored as ``Distributed.load_state_dict`` says.
+
+        From a state of an optimizer without local steps a new round begins: its anchors are the parameters at the next
+        ``step``, which have to be equal on all ranks.
+        """
+        super().load_state_dict(state_dict)
+        if self._fl_engine is None:
+            return
+        saved = state_dict.get("fusionlayer", {}).get("local")
+        self._fl_local.load_state_dict(saved, self._fl_roster.by_name())
+
+    def reconnect(self) -> None:
+        """Sync over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
+
+        A new round begins: its anchors are the parameters at the next ``step``, which the job has made equal by then,
+        and outer momentum begins at zero. The rest is as ``Distributed.reconnect`` says.
+
+        Raises:
+            TransportError: a peer was lost, stopped or late.
+        """
+        super().reconnect()
+        self._fl_local.begin_anew()
+
+    def _attach(self, *arguments: Any) -> None:
+        super()._attach(*arguments)
+        self._fl_check, self._fl_compared = None, {}  # there are no anchors yet
+
+    # ---- a sync: on the training thread, or on the thread of ``join`` that stands in for it --------------------------
+
+    def _fl_watch(self, parameters: object) -> None:
+        """Register no hooks: nobody needs a gradient."""
+
+    def _fl_under_way(self, parameter: Tensor) -> bool:
+        return parameter in self._fl_local.anchors
+
+    def _fl_anchor(self) -> None:
+        """Note the anchors of parameters that are trained from now on."""
+        groups, local = self.__dict__["param_groups"], self._fl_local
+        if not local.anchors or self._fl_roster.changed(groups):
+            local.anchor(_trained(groups))
+
+    def _fl_overflown(self) -> bool:
+        """Return whether ``GradScaler`` has found gradients that are not finite; else unscale them, if it has not.
+
+        An optimizer that does both itself, as fused ones do, is left alone.
+        """
+        found: Tensor | None = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if found is None or "_step_supports_amp_scaling" in vars(self):
+            return False
+        self.found_inf = self.grad_scale = None  # the wrapped optimizer would refuse them
+        if found.item():
+            return True
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
+            for parameter in chain.from_iterable(group["params"] for group in self.__dict__["param_groups"]):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+        return False
+
+    def _fl_sync(self, engine: Engine, joined: bool = False) -> None:
+        """Average the differences over ranks, and move anchors and parameters. ``joined``: this rank makes no steps."""
+        local = self._fl_local
+        self._fl_anchor()
+        self._fl_begin(engine)
+        named = self._fl_replicas.named.items()
+        self._fl_compared.update({name: local.anchors.get(parameter, parameter) for name, parameter in named})
+        differences = local.differences()
+        # The first sync makes the plan by the order in which tensors come: that in which backward makes gradients.
+        for parameter, name in reversed(self._fl_names.items()):
+            engine.submit(name, differences[parameter])
+        engine.end_step()
+        compared = engine.put(partial(local.compare, joined=joined))
+        if self._fl_check is None:
+            self._fl_check = self._fl_replicas.check(engine.put, self._fl_compared)
+        if self._fl_check is not None:
+            self._fl_check.begin(present=not joined)
+        results: dict[str, Tensor] = {}
+        for index in sorted(engine.untaken):
+            results.update(engine.take(index))
+        compared()
+        if self._fl_check is not None:
+            self._fl_check.settle()
+        with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
+            local.move({parameter: results[name] for parameter, name in self._fl_names.items()})
+        local.keep(_trained(self.__dict__["param_groups"]))
+        self._fl_state = StepState.IDLE
+
+    def _fl_stand_in(self) -> None:
+        """Take part in a sync of the other ranks after this rank has joined, with what it has trained since the last.
+
+        From the second such sync on that is nothing: its differences are zeros. Its parameters follow the anchors.
+        """
+        assert self._fl_engine is not None
+        self._fl_sync(self._fl_engine, joined=True)
+
+
+def _trained(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [p for p in chain.from_iterable(group["params"] for group in groups) if p.requires_grad]
