@@ -96,6 +96,45 @@ def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, 
     return found
 
 
+def lose_a_peer_between_syncs(rank: int, world: int, folder: str) -> tuple[dict[str, Any], bool]:
+    """Take local steps; rank 1 is lost between two syncs. Return the survivor's error, and whether weights stayed."""
+    join(rank, world, folder)
+    model = make_model()
+    optimizer = wrap(model, codec="int8", sync=fl.Local.averaging(every=4))
+    train(model, optimizer, rank, range(6))
+    checkpoint("between syncs")
+    train(model, optimizer, rank, [6])  # nobody is missed yet
+    optimizer.zero_grad()
+    loss_of(model, rank, 7).backward()
+    own = torch.cat([(parameter - 0.1 * parameter.grad).detach().reshape(-1) for parameter in model.parameters()])
+    with pytest.raises(fl.TransportError) as error:
+        optimizer.step()
+    for again in (optimizer.step, optimizer.synchronize, optimizer.state_dict):
+        with pytest.raises(fl.TransportError, match="rank 1"):
+            again()
+    (Path(folder) / f"done {rank}").touch()
+    while not all((Path(folder) / f"done {survivor}").exists() for survivor in (0, 2)):
+        time.sleep(0.05)
+    return described(error.value), torch.allclose(own, weights(model))
+
+
+def test_a_rank_that_is_lost_between_two_syncs_is_named_at_the_next(tmp_path: Path) -> None:
+    outcomes = outcomes_of(
+        lose_a_peer_between_syncs,
+        3,
+        str(tmp_path),
+        backend=None,
+        signals={(1, "between syncs"): signal.SIGKILL},
+        timeout=45,
+    )
+    assert outcomes[1].kind == "died", outcomes[1].trace
+    for survivor in (0, 2):
+        assert outcomes[survivor].kind == "returned", outcomes[survivor].trace or outcomes[survivor].kind
+        error, kept = outcomes[survivor].value
+        assert error["ranks"] == (1,), error
+        assert kept, "a sync that fails leaves the rank's own parameters"
+
+
 @pytest.mark.parametrize("how", tiered(["kill", "stop", "raise"], lambda how: how != "stop"))
 def test_survivors_of_a_lost_rank_are_told_which(how: str, tmp_path: Path) -> None:
     signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

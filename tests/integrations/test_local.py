@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -449,3 +451,28 @@ def test_arguments_that_do_not_fit_local_steps_are_refused(options: dict[str, An
 def test_options_are_checked(options: dict[str, Any], told: str) -> None:
     with pytest.raises(fl.ConfigError, match=told):
         fl.Local(**{"every": 2, **options})
+
+
+def test_the_code_of_the_page_trains() -> None:
+    """What it validates, and what it ends with, has the same bits on all ranks."""
+
+    class Loss(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
+    averaging, diloco, loop = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    def rank_main(rank: int) -> Tensor:
+        seen: list[Tensor] = []
+        data = torch.Generator().manual_seed(rank)
+        loader = [torch.randn(4, 5, generator=data) for _ in range(102)]
+        for wrapping in (averaging, diloco):
+            model = Loss(5, 1)
+            names = {"fl": fl, "torch": torch, "model": model, "optimizer": SGD(model.parameters(), lr=0.01)}
+            names |= {"loader": loader, "validate": lambda model: seen.append(weights(model))}
+            exec(wrapping + loop, names)
+            seen.append(weights(model))
+        return torch.stack(seen)
+
+    assert same(local.run(rank_main, 2)).shape == (4, 6)
