@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from ..planning.autotune import Autotune, Autotuner
 from ..planning.codec_rules import AUTO, CodecRule, CodecRules
 from ..planning.profile import Profile
 from ..scheduler import CPU_LANES, Engine, PlanController, Scaling, planners
+from ..scheduler.fusing import fuse
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from ..transport import Transport
+from .local import Local
 
 __all__ = ["GradientOptions", "Planning", "autotuning", "make_engine", "make_planning"]
 
@@ -43,6 +45,7 @@ class GradientOptions:
     replan: bool | None = None
     error_feedback: bool | None = None
     autotune: bool | Autotune | None = None
+    sync: Local | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,15 @@ def make_planning(
             overlap_forward,
             first=None if plan is not None else plan_controller,
         )
+    if options.sync is not None:
+        if plan_controller is not None:
+            raise ConfigError(
+                "sync=fl.Local(...) beside codec='auto', autotune or a planner that needs costs, which measure steps "
+                "in which gradients travel; name a codec and a planner that needs no costs"
+            )
+        if options.sync.overlaps and tensors:
+            plan = plan or _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
+            plan = plan.staggered(options.sync.fragments, options.sync.fragments)
     return Planning(
         codec=first,
         algorithm=algorithm,
@@ -186,6 +198,24 @@ def make_planning(
         plan=plan,
         plan_controller=plan_controller,
     )
+
+
+def _plan_of_fragments(
+    sync: Local,
+    tensors: Sequence[TensorInfo],
+    planner: Planner,
+    codec: Codec | Mapping[str, Codec],
+    size: int,
+    algorithm: str | None,
+    ahead: bool | None,
+) -> FusionPlan:
+    """Return the planner's plan, or one with a bucket for each fragment if that has fewer buckets."""
+    ordered = [*reversed(tensors)]
+    plan = fuse(ordered, planner, codec, size, algorithm=algorithm, ahead=ahead)
+    if len(plan.buckets) < sync.fragments <= len(tensors):
+        grouped = [replace(t, group=i * sync.fragments // len(ordered)) for i, t in enumerate(ordered)]
+        plan = fuse(grouped, planner, codec, size, algorithm=algorithm, ahead=ahead)
+    return plan
 
 
 def autotuning(asked: bool | Autotune | None) -> Autotune | None:

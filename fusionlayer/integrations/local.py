@@ -28,9 +28,16 @@ class Local:
         every: local steps between two syncs, at least 1.
         lr: learning rate of the outer optimizer; 1.0 without momentum makes the new anchor the plain average.
         momentum: of the outer optimizer, from 0 to below 1.
+        fragments: parts of the model that sync one after the other, each once in ``every`` steps; buckets of the fusion
+            plan make them up.
+        delay: local steps that a rank makes while a fragment is under way, below ``every``; 0 waits for it.
+        alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
+            with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
         codec_options: of ``codec``.
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
+        feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1, error
+            feedback acts as the momentum of the outer optimizer.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -39,9 +46,13 @@ class Local:
     every: int
     lr: float = 1.0
     momentum: float = 0.0
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
     codec: str | None = None
     codec_options: Mapping[str, Any] = field(default_factory=dict)
     error_feedback: bool | None = None
+    feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
         if self.every == "auto":
@@ -49,6 +60,15 @@ class Local:
         _check_whole("every", self.every, 1, "local steps between two syncs")
         _check_number("lr", self.lr, 0 < _float(self.lr) < math.inf, "above 0")
         _check_number("momentum", self.momentum, 0 <= _float(self.momentum) < 1, "from 0 to below 1")
+        _check_number("alpha", self.alpha, 0 <= _float(self.alpha) < 1, "from 0 to below 1")
+        decay = self.feedback_decay
+        _check_number("feedback_decay", decay, 0 < _float(decay) <= 1, "above 0, at most 1")
+        _check_whole("fragments", self.fragments, 1, "parts of the model")
+        _check_whole("delay", self.delay, 0, "local steps")
+        if self.fragments > self.every:
+            raise ConfigError(f"sync: fragments={self.fragments} and every={self.every}; expected at most one a step")
+        if self.delay >= self.every:
+            raise ConfigError(f"sync: delay={self.delay} and every={self.every}; a fragment has to arrive before it leaves")
 
     @classmethod
     def averaging(cls, every: int = 4, **options: Any) -> Local:
@@ -59,6 +79,35 @@ class Local:
     def diloco(cls, every: int = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
         """Return DiLoCo: averages are the gradients of an outer optimizer with Nesterov momentum (arXiv 2311.08105)."""
         return cls(every=every, lr=lr, momentum=momentum, **options)
+
+    @classmethod
+    def streaming(
+        cls, every: int = 30, fragments: int = 3, delay: int = 5, alpha: float = 0.5, **options: Any
+    ) -> Local:
+        """Return Streaming DiLoCo: fragments travel one by one, under the next local steps (arXiv 2501.18512)."""
+        return cls.diloco(every=every, fragments=fragments, delay=delay, alpha=alpha, **options)
+
+    @classmethod
+    def muloco(cls, every: int = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
+        """Return DiLoCo with differences of 2 bits and error feedback; made for Muon (MuLoCo, arXiv 2505.23725)."""
+        quantised = {"codec": "int", "codec_options": {"bits": 2}, "error_feedback": True}
+        return cls(every=every, lr=lr, momentum=momentum, **(quantised | options))
+
+    @classmethod
+    def sparseloco(cls, every: int = 30, lr: float = 1.0, feedback_decay: float = 0.95, **options: Any) -> Local:
+        """Return SparseLoCo: the largest values of each chunk, in 2 bits; decaying error feedback (arXiv 2508.15706)."""
+        sparse = {"codec": "chunked_topk", "error_feedback": True}
+        return cls(every=every, lr=lr, feedback_decay=feedback_decay, **(sparse | options))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether parts of the model sync at other steps than the rest, or arrive later than they leave."""
+        return self.fragments > 1 or self.delay > 0
+
+    @property
+    def departures(self) -> frozenset[int]:
+        """The local steps of a round, from 1 on, after which a fragment leaves."""
+        return frozenset((number + 1) * self.every // self.fragments for number in range(self.fragments))
 
 
 def check_sync(sync: Local, op: ReduceOp, overlap_forward: object) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UsageError, again
 from ..scheduler import Engine
 from .distributed import Distributed
-from .local_steps import LocalSteps
+from .local_steps import Flight, LocalSteps, compare
 from .parameters import local_part
 from .reduction import StepState
 
@@ -55,9 +55,9 @@ class LocallyStepping(Distributed):
             step = super(Distributed, self).step
             result = step(**kwargs) if closure is None else step(closure, **kwargs)
         if engine is not None:
-            local.since_sync += 1
-            if local.since_sync >= local.sync.every:
-                self._fl_sync(engine)
+            local.count += 1
+            local.moved = True
+            self._fl_after_step(engine)
         return result
 
     # As in ``Distributed``: torch's step hooks run in the wrapped class's step, and this step tells schedulers.
@@ -66,13 +66,18 @@ class LocallyStepping(Distributed):
     def synchronize(self) -> None:
         """Sync now, on all ranks, if a local step was made since the last sync; the next round begins then.
 
-        Call it before all ranks evaluate or save the same model, and after the last step.
+        What is under way arrives first. Then all fragments sync, and parameters become the anchors, whatever ``alpha``
+        is. Call it before all ranks evaluate or save the same model, and after the last step.
 
         Raises:
             PlanMismatch, ReplicaMismatch, TransportError: as ``step``.
         """
-        if self._fl_engine is not None and self._fl_local.since_sync:
-            self._fl_sync(self._fl_engine)
+        engine, local = self._fl_engine, self._fl_local
+        if engine is not None and local.moved:
+            self._fl_land_all()
+            for _ in range(local.sync.fragments):
+                self._fl_land(self._fl_send(engine), alpha=0.0)
+            local.count, local.moved = 0, False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -102,16 +107,17 @@ class LocallyStepping(Distributed):
                 part.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under "fusionlayer" also the anchors, outer momentum and count of steps.
+        """Return the optimizer's state, and under "fusionlayer" also anchors, outer momentum and what is under way.
 
         Between two syncs parameters differ over ranks: to go on exactly, each rank saves and loads its own.
 
         Raises:
             FusionLayerError: a sync has failed; the last state that was saved before it is the one to go on from.
         """
+        steps = self._fl_local.state_dict(self._fl_roster.names)  # first: what is under way changes error feedback
         state = super().state_dict()
         if self._fl_engine is not None:
-            state["fusionlayer"]["local"] = self._fl_local.state_dict(self._fl_roster.names)
+            state["fusionlayer"]["local"] = steps
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -120,6 +126,8 @@ class LocallyStepping(Distributed):
         From a state of an optimizer without local steps a new round begins: its anchors are the parameters at the next
         ``step``, which have to be equal on all ranks.
         """
+        for flight in self._fl_local.flights:
+            flight.take()  # the engine takes nothing new of a fragment before that
         super().load_state_dict(state_dict)
         if self._fl_engine is None:
             return
@@ -175,33 +183,73 @@ class LocallyStepping(Distributed):
                     parameter.grad.mul_(inverse.to(parameter.grad.device))
         return False
 
-    def _fl_sync(self, engine: Engine, joined: bool = False) -> None:
-        """Average the differences over ranks, and move anchors and parameters. ``joined``: this rank makes no steps."""
+    def _fl_after_step(self, engine: Engine) -> None:
+        """Take the fragments that have been under way for long enough, and send the next one if it is due."""
+        local, sync = self._fl_local, self._fl_local.sync
+        for flight in [*local.flights]:
+            flight.left -= 1
+            if flight.left <= 0:
+                self._fl_land(flight, sync.alpha)
+        if local.count in sync.departures or local.count > sync.every:  # above: the last sync was refused
+            flight = self._fl_send(engine)
+            if sync.delay:
+                local.flights.append(flight)
+            else:
+                self._fl_land(flight, sync.alpha)
+                local.moved = sync.overlaps or sync.alpha > 0
+        if local.count >= sync.every:
+            local.count = 0
+
+    def _fl_send(self, engine: Engine, joined: bool = False) -> Flight:
+        """Send the differences of the fragment that is next. ``joined``: this rank makes no more steps."""
         local = self._fl_local
         self._fl_anchor()
+        if self._fl_roster.changed(self.__dict__["param_groups"]):
+            self._fl_land_all()  # another plan has other fragments
         self._fl_begin(engine)
         named = self._fl_replicas.named.items()
         self._fl_compared.update({name: local.anchors.get(parameter, parameter) for name, parameter in named})
-        differences = local.differences()
         # The first sync makes the plan by the order in which tensors come: that in which backward makes gradients.
-        for parameter, name in reversed(self._fl_names.items()):
-            engine.submit(name, differences[parameter])
+        due = engine.due
+        parameters = {name: p for p, name in reversed(self._fl_names.items()) if name in due}
+        if local.sync.feedback_decay < 1:
+            engine.memory.decay(local.sync.feedback_decay, parameters)
+        before = engine.untaken
+        for name, difference in zip(parameters, local.differences([*parameters.values()]), strict=True):
+            engine.submit(name, difference)
         engine.end_step()
-        compared = engine.put(partial(local.compare, joined=joined))
+        buckets = sorted(engine.untaken - before)
+        compared = engine.put(partial(compare, None if joined else local.count))
         if self._fl_check is None:
             self._fl_check = self._fl_replicas.check(engine.put, self._fl_compared)
         if self._fl_check is not None:
             self._fl_check.begin(present=not joined)
-        results: dict[str, Tensor] = {}
-        for index in sorted(engine.untaken):
-            results.update(engine.take(index))
-        compared()
+        self._fl_state = StepState.IDLE
+
+        def take() -> dict[str, Tensor]:
+            results: dict[str, Tensor] = {}
+            for index in buckets:
+                results.update(engine.take(index))
+            compared()
+            return results
+
+        return Flight(parameters, local.sync.delay, take)
+
+    def _fl_land(self, flight: Flight, alpha: float) -> None:
+        """Wait for a fragment's averages; move its anchors by them, and its parameters to those, all but ``alpha``."""
+        local, parameters = self._fl_local, flight.parameters
+        averages = flight.take()
         if self._fl_check is not None:
             self._fl_check.settle()
         with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
-            local.move({parameter: results[name] for parameter, name in self._fl_names.items()})
-        local.keep(_trained(self.__dict__["param_groups"]))
-        self._fl_state = StepState.IDLE
+            local.move({parameters[name]: average for name, average in averages.items()}, alpha)
+        trained = {*_trained(self.__dict__["param_groups"])}
+        local.forget([parameter for parameter in parameters.values() if parameter not in trained])
+        local.flights = [other for other in local.flights if other is not flight]
+
+    def _fl_land_all(self) -> None:
+        for flight in self._fl_local.flights:
+            self._fl_land(flight, self._fl_local.sync.alpha)
 
     def _fl_stand_in(self) -> None:
         """Take part in a sync of the other ranks after this rank has joined, with what it has trained since the last.
@@ -209,7 +257,9 @@ class LocallyStepping(Distributed):
         From the second such sync on that is nothing: its differences are zeros. Its parameters follow the anchors.
         """
         assert self._fl_engine is not None
-        self._fl_sync(self._fl_engine, joined=True)
+        self._fl_land_all()
+        self._fl_land(self._fl_send(self._fl_engine, joined=True), alpha=0.0)
+        self._fl_local.count, self._fl_local.moved = 0, False
 
 
 def _trained(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:

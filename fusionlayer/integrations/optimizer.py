@@ -183,15 +183,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         replan=replan,
         error_feedback=error_feedback,
         autotune=autotune,
+        sync=sync,
     )
-
-    if sync is not None:
-        transport, tensors = context.transport(group), describe(names, groups, roster.names)
-        if make_planning(options, tensors, transport.rank, transport.size, roster.device, False).plan_controller:
-            raise ConfigError(
-                "sync=fl.Local(...) beside codec='auto', autotune or a planner that needs costs, which measure steps "
-                "in which gradients travel; name a codec and a planner that needs no costs"
-            )
 
     frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
     replicated = {**roster.by_name(), **frozen}
@@ -214,6 +207,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             scaling=scaling,
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
+            hold_results=sync is not None,
             idle=idle(names),
         )
         if transport.size == 1:
