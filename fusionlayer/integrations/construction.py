@@ -212,8 +212,9 @@ def _plan_of_fragments(
     """Return the planner's plan, or one with a bucket for each fragment if that has fewer buckets."""
     ordered = [*reversed(tensors)]
     plan = fuse(ordered, planner, codec, size, algorithm=algorithm, ahead=ahead)
-    if len(plan.buckets) < sync.fragments <= len(tensors):
-        grouped = [replace(t, group=i * sync.fragments // len(ordered)) for i, t in enumerate(ordered)]
+    if len(plan.buckets) < sync.fragments:
+        count = min(sync.fragments, len(ordered))
+        grouped = [replace(tensor, group=i * count // len(ordered)) for i, tensor in enumerate(ordered)]
         plan = fuse(grouped, planner, codec, size, algorithm=algorithm, ahead=ahead)
     return plan
 

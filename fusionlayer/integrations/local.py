@@ -36,8 +36,8 @@ class Local:
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
         codec_options: of ``codec``.
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
-        feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1, error
-            feedback acts as the momentum of the outer optimizer.
+        feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1,
+            error feedback acts as the momentum of the outer optimizer.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -68,7 +68,7 @@ class Local:
         if self.fragments > self.every:
             raise ConfigError(f"sync: fragments={self.fragments} and every={self.every}; expected at most one a step")
         if self.delay >= self.every:
-            raise ConfigError(f"sync: delay={self.delay} and every={self.every}; a fragment has to arrive before it leaves")
+            raise ConfigError(f"sync: delay={self.delay} and every={self.every}; expected a smaller delay")
 
     @classmethod
     def averaging(cls, every: int = 4, **options: Any) -> Local:
@@ -95,7 +95,7 @@ class Local:
 
     @classmethod
     def sparseloco(cls, every: int = 30, lr: float = 1.0, feedback_decay: float = 0.95, **options: Any) -> Local:
-        """Return SparseLoCo: the largest values of each chunk, in 2 bits; decaying error feedback (arXiv 2508.15706)."""
+        """Return SparseLoCo: the largest values of each chunk, in 2 bits, error feedback decays (arXiv 2508.15706)."""
         sparse = {"codec": "chunked_topk", "error_feedback": True}
         return cls(every=every, lr=lr, feedback_decay=feedback_decay, **(sparse | options))
 

@@ -126,11 +126,14 @@ class LocallyStepping(Distributed):
         From a state of an optimizer without local steps a new round begins: its anchors are the parameters at the next
         ``step``, which have to be equal on all ranks.
         """
-        for flight in self._fl_local.flights:
-            flight.take()  # the engine takes nothing new of a fragment before that
+        engine = self._fl_engine
+        if engine is not None and engine.failure is None:
+            for flight in self._fl_local.flights:
+                flight.take()  # the engine takes nothing new of a fragment before that
         super().load_state_dict(state_dict)
-        if self._fl_engine is None:
+        if engine is None:
             return
+        self._fl_go_on(engine)
         saved = state_dict.get("fusionlayer", {}).get("local")
         self._fl_local.load_state_dict(saved, self._fl_roster.by_name())
 
@@ -144,6 +147,8 @@ class LocallyStepping(Distributed):
             TransportError: a peer was lost, stopped or late.
         """
         super().reconnect()
+        if self._fl_engine is not None:
+            self._fl_go_on(self._fl_engine)
         self._fl_local.begin_anew()
 
     def _attach(self, *arguments: Any) -> None:
@@ -157,6 +162,12 @@ class LocallyStepping(Distributed):
 
     def _fl_under_way(self, parameter: Tensor) -> bool:
         return parameter in self._fl_local.anchors
+
+    @staticmethod
+    def _fl_go_on(engine: Engine) -> None:
+        """Let the engine send the fragment whose turn it is in the step that it was given."""
+        if engine.failure is None:
+            engine.load_state_dict({"step": engine.step, "results": {}})
 
     def _fl_anchor(self) -> None:
         """Note the anchors of parameters that are trained from now on."""

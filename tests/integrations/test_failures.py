@@ -112,27 +112,23 @@ def lose_a_peer_between_syncs(rank: int, world: int, folder: str) -> tuple[dict[
     for again in (optimizer.step, optimizer.synchronize, optimizer.state_dict):
         with pytest.raises(fl.TransportError, match="rank 1"):
             again()
-    (Path(folder) / f"done {rank}").touch()
-    while not all((Path(folder) / f"done {survivor}").exists() for survivor in (0, 2)):
-        time.sleep(0.05)
     return described(error.value), torch.allclose(own, weights(model))
 
 
 def test_a_rank_that_is_lost_between_two_syncs_is_named_at_the_next(tmp_path: Path) -> None:
     outcomes = outcomes_of(
         lose_a_peer_between_syncs,
-        3,
+        2,
         str(tmp_path),
         backend=None,
         signals={(1, "between syncs"): signal.SIGKILL},
         timeout=45,
     )
     assert outcomes[1].kind == "died", outcomes[1].trace
-    for survivor in (0, 2):
-        assert outcomes[survivor].kind == "returned", outcomes[survivor].trace or outcomes[survivor].kind
-        error, kept = outcomes[survivor].value
-        assert error["ranks"] == (1,), error
-        assert kept, "a sync that fails leaves the rank's own parameters"
+    assert outcomes[0].kind == "returned", outcomes[0].trace or outcomes[0].kind
+    error, kept = outcomes[0].value
+    assert error["ranks"] == (1,), error
+    assert kept, "a sync that fails leaves the rank's own parameters"
 
 
 @pytest.mark.parametrize("how", tiered(["kill", "stop", "raise"], lambda how: how != "stop"))

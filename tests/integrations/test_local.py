@@ -44,59 +44,141 @@ def same(results: list[Tensor]) -> Tensor:
 
 
 class Oracle:
-    """What ``world`` ranks compute, in one thread and without fusionlayer."""
+    """What ``world`` ranks compute, in one thread and without fusionlayer.
 
-    def __init__(self, world: int, sync: fl.Local, make: Callable[[Iterable[Any]], Optimizer] = sgd) -> None:
+    Args:
+        fragments: numbers of the parameters of each fragment; None: all are one.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        sync: fl.Local,
+        make: Callable[[Iterable[Any]], Optimizer] = sgd,
+        fragments: list[list[int]] | None = None,
+    ) -> None:
+        self.options = sync
         self.models = [make_model() for _ in range(world)]
         self.optimizers = [make(model.parameters()) for model in self.models]
         self.anchors = [p.detach().clone() for p in make_model().parameters()]
         self.outer = SGD(self.anchors, lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0)
+        self.fragments = fragments or [[*range(len(self.anchors))]]
+        self.steps = 0
+        self.sent = 0
+        self.under_way: list[tuple[int, dict[int, Tensor]]] = []
 
     def train(self, steps: Iterable[int]) -> None:
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            train(model, optimizer, rank, steps)
+        every, count = self.options.every, len(self.fragments)
+        departures = [(i + 1) * every // count for i in range(count)]
+        for step in steps:
+            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                train(model, optimizer, rank, [step])
+            self.steps += 1
+            while self.under_way and self.under_way[0][0] == self.steps:
+                self.land(self.under_way.pop(0)[1], self.options.alpha)
+            if (self.steps - 1) % every + 1 in departures:
+                averages = self.send()
+                if self.options.delay:
+                    self.under_way.append((self.steps + self.options.delay, averages))
+                else:
+                    self.land(averages, self.options.alpha)
 
     @torch.no_grad()
-    def sync(self) -> None:
+    def send(self) -> dict[int, Tensor]:
         members = list(zip(*(model.parameters() for model in self.models), strict=True))
-        for anchor, parameters in zip(self.anchors, members, strict=True):
-            anchor.grad = torch.zeros_like(anchor)
-            for parameter in parameters:
-                anchor.grad += (anchor - parameter) * (1 / len(parameters))
+        averages = {}
+        for i in self.fragments[self.sent % len(self.fragments)]:
+            differences = ((self.anchors[i] - p) * (1 / len(members[i])) for p in members[i])
+            averages[i] = sum(differences, torch.zeros_like(self.anchors[i]))
+        self.sent += 1
+        return averages
+
+    @torch.no_grad()
+    def land(self, averages: dict[int, Tensor], alpha: float = 0.0) -> None:
+        for i, average in averages.items():
+            self.anchors[i].grad = average
         self.outer.step()
-        for anchor, parameters in zip(self.anchors, members, strict=True):
-            for parameter in parameters:
-                parameter.copy_(anchor)
+        self.outer.zero_grad()
+        for i in averages:
+            for model in self.models:
+                parameter = list(model.parameters())[i]
+                parameter.copy_(parameter.lerp(self.anchors[i], 1 - alpha) if alpha else self.anchors[i])
 
 
-PRESETS = [fl.Local.averaging(every=3), fl.Local.diloco(every=2)]
+PRESETS = {"averaging": fl.Local.averaging(every=3), "diloco": fl.Local.diloco(every=2)}
 
 
-@pytest.mark.parametrize("sync", PRESETS, ids=["averaging", "diloco"])
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_training_is_that_of_a_plain_loop(world: int, make: Any, sync: fl.Local) -> None:
+def test_training_is_that_of_a_plain_loop(world: int, make: Any, preset: str) -> None:
     """Also between two syncs: gradients stay the rank's own."""
+    sync = PRESETS[preset]
 
-    def rank_main(rank: int) -> tuple[list[Tensor], Tensor]:
+    def rank_main(rank: int) -> list[Tensor]:
         model, optimizer = make_pair(make, sync=sync)
-        synced = []
+        seen = []
         for step in range(7):
             train(model, optimizer, rank, [step])
-            if (step + 1) % sync.every == 0:
-                synced.append(weights(model))
-        return synced, weights(model)
+            seen.append(weights(model))
+        return seen
 
     found = local.run(rank_main, world)
     oracle = Oracle(world, sync, make)
-    for i, start in enumerate(range(0, 7 - sync.every + 1, sync.every)):
-        oracle.train(range(start, start + sync.every))
-        oracle.sync()
-        assert torch.equal(same([synced[i] for synced, _ in found]), weights(oracle.models[0]))
-    oracle.train(range(7 - 7 % sync.every, 7))
-    for (_, result), model in zip(found, oracle.models, strict=True):
-        assert torch.equal(result, weights(model))
-    assert not torch.equal(found[0][1], found[1][1]), "ranks differ between two syncs"
+    for step in range(7):
+        oracle.train([step])
+        for rank, model in enumerate(oracle.models):
+            assert torch.equal(found[rank][step], weights(model)), f"rank {rank} after step {step}"
+        synced = [torch.equal(found[0][step], found[rank][step]) for rank in range(1, world)]
+        assert all(synced) if (step + 1) % sync.every == 0 else not any(synced)
+
+
+STREAMS = {
+    "one after the other": fl.Local(every=4, fragments=2),
+    "late": fl.Local.diloco(every=3, delay=2),
+    "under way at once": fl.Local.streaming(every=4, fragments=4, delay=2, alpha=0.25),
+    "streaming": fl.Local.streaming(every=5, fragments=3, delay=3),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_fragments_arrive_while_ranks_train_on(stream: str) -> None:
+    """After every step as a plain loop says; after ``synchronize()`` equal on all ranks. A state resumes everywhere."""
+    sync = STREAMS[stream]
+
+    def rank_main(rank: int) -> tuple[list[Tensor], list[list[int]]]:
+        model, optimizer = make_pair(adamw, sync=sync)
+        seen = []
+        for step in range(9):
+            train(model, optimizer, rank, [step])
+            seen.append(weights(model))
+            checkpoint = saved(model, optimizer)  # changes nothing
+            optimizer.close() if step % 3 == 1 else None
+            if step % 3 == 1:
+                model, optimizer = make_pair(adamw, sync=sync)
+                load(checkpoint, model, optimizer)
+        optimizer.synchronize()
+        seen.append(weights(model))
+        names = [name for name, _ in model.named_parameters()]
+        plan = optimizer.fusion_plan
+        return seen, [
+            [names.index(name) for b in plan.buckets if b.phase == phase for name in b.names]
+            for phase in range(sync.fragments)
+        ]
+
+    found = local.run(rank_main, 3)
+    fragments = found[0][1]
+    assert sorted(sum(fragments, [])) == [0, 1, 2, 3] and all(fragments)
+    oracle = Oracle(3, sync, adamw, fragments)
+    for step in range(9):
+        oracle.train([step])
+        for rank, model in enumerate(oracle.models):
+            assert torch.equal(found[rank][0][step], weights(model)), f"rank {rank} after step {step}"
+    for _, averages in oracle.under_way:
+        oracle.land(averages, sync.alpha)
+    for _ in fragments:
+        oracle.land(oracle.send())
+    assert torch.equal(same([seen[-1] for seen, _ in found]), weights(oracle.models[0]))
 
 
 WORLDS = [(codec, world) for codec in variants.defaults() for world in (2, 3, 4)]
@@ -151,6 +233,26 @@ def test_resumed_training_equals_uninterrupted_training_bit_by_bit(codec: str) -
         load(checkpoint, model, optimizer)
         train(model, optimizer, rank, range(5, 11))
         assert torch.equal(weights(model), uninterrupted)
+
+    local.run(rank_main, 2)
+
+
+def test_error_feedback_decays_before_each_sync() -> None:
+    """What a parameter that no longer moves still holds back halves with each sync, or goes."""
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(codec="topk", density=0.2, sync=fl.Local(every=1, feedback_decay=0.5))
+        train(model, optimizer, rank, [0])
+        for _ in range(2):
+            before = optimizer.state_dict()["fusionlayer"]["residuals"]
+            optimizer.zero_grad()
+            optimizer.param_groups[0].update(lr=0.0)
+            train(model, optimizer, rank, [1])
+            after = optimizer.state_dict()["fusionlayer"]["residuals"]
+            for name, residual in after.items():
+                kept = residual != 0
+                assert torch.equal(residual[kept], before[name][kept] * 0.5), name
+            assert any(residual.any() for residual in after.values())
 
     local.run(rank_main, 2)
 
@@ -387,13 +489,12 @@ def test_a_rank_that_has_joined_follows_the_others_syncs() -> None:
 
     found = same(local.run(rank_main, 3))
     oracle = Oracle(3, fl.Local(every=2))
-    steps = [[2, 1, 2], [2, 0, 2]]
     done = [0, 0, 0]
-    for counts in steps:
+    for counts in ([2, 1, 2], [2, 0, 2]):
         for rank, count in enumerate(counts):
             train(oracle.models[rank], oracle.optimizers[rank], rank, range(done[rank], done[rank] + count))
             done[rank] += count
-        oracle.sync()
+        oracle.land(oracle.send())
     assert torch.equal(found, weights(oracle.models[0]))
 
 
@@ -425,6 +526,7 @@ def test_reconnect_begins_a_round_at_the_parameters_of_then() -> None:
         ({"autotune": True}, "beside codec='auto', autotune"),
         ({"planner": "safusion"}, "a planner that needs no costs"),
         ({"codec": "int4", "group_sise": 64}, "did you mean 'group_size'"),
+        ({"sync": fl.Local(every=9, fragments=5)}, "at most 4 fragments"),
     ],
 )
 def test_arguments_that_do_not_fit_local_steps_are_refused(options: dict[str, Any], told: str) -> None:
@@ -446,6 +548,12 @@ def test_arguments_that_do_not_fit_local_steps_are_refused(options: dict[str, An
         ({"lr": 0}, "lr=0; expected a number above 0"),
         ({"lr": "1"}, "lr='1'"),
         ({"momentum": 1.0}, "momentum=1.0; expected a number from 0 to below 1"),
+        ({"alpha": 1}, "alpha=1; expected a number from 0"),
+        ({"feedback_decay": 0}, "feedback_decay=0; expected a number above 0, at most 1"),
+        ({"fragments": 0}, "fragments=0; expected a number of parts of the model"),
+        ({"fragments": 3}, "fragments=3 and every=2; expected at most one a step"),
+        ({"delay": -1}, "delay=-1; expected a number of local steps, at least 0"),
+        ({"delay": 2}, "delay=2 and every=2; expected a smaller delay"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], told: str) -> None:
