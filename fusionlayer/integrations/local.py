@@ -90,14 +90,16 @@ class Local:
     @classmethod
     def muloco(cls, every: int = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
         """Return DiLoCo with differences of 2 bits and error feedback; made for Muon (MuLoCo, arXiv 2505.23725)."""
-        quantised = {"codec": "int", "codec_options": {"bits": 2}, "error_feedback": True}
-        return cls(every=every, lr=lr, momentum=momentum, **(quantised | options))
+        options = {"error_feedback": True, **options}
+        if "codec" not in options:
+            options |= {"codec": "int", "codec_options": {"bits": 2}}
+        return cls(every=every, lr=lr, momentum=momentum, **options)
 
     @classmethod
     def sparseloco(cls, every: int = 30, lr: float = 1.0, feedback_decay: float = 0.95, **options: Any) -> Local:
         """Return SparseLoCo: the largest values of each chunk, in 2 bits, error feedback decays (arXiv 2508.15706)."""
-        sparse = {"codec": "chunked_topk", "error_feedback": True}
-        return cls(every=every, lr=lr, feedback_decay=feedback_decay, **(sparse | options))
+        options = {"codec": "chunked_topk", "error_feedback": True, **options}
+        return cls(every=every, lr=lr, feedback_decay=feedback_decay, **options)
 
     @property
     def overlaps(self) -> bool:

@@ -74,7 +74,7 @@ class LocalSteps:
 
     def differences(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the anchor minus the parameter, for each."""
-        return torch._foreach_sub(*self._pairs(parameters)) if parameters else []
+        return [*torch._foreach_sub(*self._pairs(parameters))] if parameters else []
 
     def move(self, averages: Mapping[Tensor, Tensor], alpha: float) -> None:
         """Let the outer optimizer move anchors by averaged differences, and parameters to them, all but ``alpha``."""

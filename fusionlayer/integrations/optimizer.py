@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -144,7 +144,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if sync is not None:
         check_sync(sync, op, overlap_forward)
         if codec is plan is policy is None:
-            codec, codec_options = sync.codec, {**sync.codec_options, **codec_options}  # type: ignore[assignment]
+            codec, codec_options = sync.codec, cast(CodecOptions, {**sync.codec_options, **dict(codec_options)})
         if error_feedback is None:
             error_feedback = sync.error_feedback
     refuse_unknown(DistributedOptimizer, codec, codec_options)
@@ -236,7 +236,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     assert isinstance(optimizer, Distributed)
     optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
     optimizer._fl_replicas = replicas
-    if isinstance(optimizer, LocallyStepping):
+    if sync is not None:
+        assert isinstance(optimizer, LocallyStepping)
         optimizer._fl_local = LocalSteps(sync)
     optimizer._attach(engine, timeline, roster, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer

@@ -569,13 +569,13 @@ def test_the_code_of_the_page_trains() -> None:
             return super().forward(x).square().mean()
 
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
-    averaging, diloco, loop = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    averaging, diloco, streaming, loop = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
     def rank_main(rank: int) -> Tensor:
         seen: list[Tensor] = []
         data = torch.Generator().manual_seed(rank)
         loader = [torch.randn(4, 5, generator=data) for _ in range(102)]
-        for wrapping in (averaging, diloco):
+        for wrapping in (averaging, diloco, streaming):
             model = Loss(5, 1)
             names = {"fl": fl, "torch": torch, "model": model, "optimizer": SGD(model.parameters(), lr=0.01)}
             names |= {"loader": loader, "validate": lambda model: seen.append(weights(model))}
@@ -583,4 +583,4 @@ def test_the_code_of_the_page_trains() -> None:
             seen.append(weights(model))
         return torch.stack(seen)
 
-    assert same(local.run(rank_main, 2)).shape == (4, 6)
+    assert same(local.run(rank_main, 2)).shape == (6, 6)
