@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..scheduler.fusing import fuse
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from ..transport import Transport
-from .local import Local
+from .local import Local, state_tensors
 
 __all__ = ["GradientOptions", "Planning", "autotuning", "make_engine", "make_planning"]
 
@@ -83,7 +84,7 @@ def make_engine(
             raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
     return Engine(
-        tensors,
+        [*tensors, *chain.from_iterable(state_tensors(options.sync, tensors).values())],
         transport.duplicate(),
         **vars(planning),
         device=device,
@@ -187,9 +188,14 @@ def make_planning(
                 "sync=fl.Local(...) beside codec='auto', autotune or a planner that needs costs, which measure steps "
                 "in which gradients travel; name a codec and a planner that needs no costs"
             )
-        if options.sync.overlaps and tensors:
+        if (options.sync.overlaps or options.sync.states) and tensors:
             plan = plan or _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
             plan = plan.staggered(options.sync.fragments, options.sync.fragments)
+            for state, others in state_tensors(options.sync, tensors).items():
+                every = options.sync.states[state]
+                buckets = fuse([*reversed(others)], planner, codecs.get("raw"), size).buckets
+                late = tuple(replace(bucket, every=every, phase=every - 1) for bucket in buckets)
+                plan = replace(plan, buckets=plan.buckets + late)
     return Planning(
         codec=first,
         algorithm=algorithm,

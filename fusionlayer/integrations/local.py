@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
 from ..errors import ConfigError, require
 from ..functional import Average, ReduceOp
+from ..plan import TensorInfo
 
-__all__ = ["Local", "check_sync"]
+__all__ = ["Local", "check_sync", "state_name", "state_tensors"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Local:
         delay: local steps that a rank makes while a fragment is under way, below ``every``; 0 waits for it.
         alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
             with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
+        states: of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too, and every
+            how many syncs: ``{"exp_avg": 3}``. They travel uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
         codec_options: of ``codec``.
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
@@ -49,6 +52,7 @@ class Local:
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.0
+    states: Mapping[str, int] = field(default_factory=dict)
     codec: str | None = None
     codec_options: Mapping[str, Any] = field(default_factory=dict)
     error_feedback: bool | None = None
@@ -69,6 +73,12 @@ class Local:
             raise ConfigError(f"sync: fragments={self.fragments} and every={self.every}; expected at most one a step")
         if self.delay >= self.every:
             raise ConfigError(f"sync: delay={self.delay} and every={self.every}; expected a smaller delay")
+
+        require(self.states, Mapping, "sync: states", 'keys of optimizer.state with numbers, such as {"exp_avg": 3}')
+        for state, syncs in self.states.items():
+            _check_whole(f"states[{state!r}]", syncs, 1, "syncs")
+        if self.states and self.overlaps:
+            raise ConfigError("sync: states with fragments or a delay; leave one of them out")
 
     @classmethod
     def averaging(cls, every: int = 4, **options: Any) -> Local:
@@ -101,6 +111,14 @@ class Local:
         options = {"codec": "chunked_topk", "error_feedback": True, **options}
         return cls(every=every, lr=lr, feedback_decay=feedback_decay, **options)
 
+    @classmethod
+    def desloc(cls, every: int = 32, states: Mapping[str, int] | None = None, **options: Any) -> Local:
+        """Return DES-LOC: states of the optimizer are averaged too, each at a rate of its own (arXiv 2505.22549).
+
+        The default ``states`` are those of Adam: the first moments every third sync, the second every sixth.
+        """
+        return cls(every=every, states={"exp_avg": 3, "exp_avg_sq": 6} if states is None else states, **options)
+
     @property
     def overlaps(self) -> bool:
         """Whether parts of the model sync at other steps than the rest, or arrive later than they leave."""
@@ -110,6 +128,17 @@ class Local:
     def departures(self) -> frozenset[int]:
         """The local steps of a round, from 1 on, after which a fragment leaves."""
         return frozenset((number + 1) * self.every // self.fragments for number in range(self.fragments))
+
+
+def state_name(state: str, name: str) -> str:
+    """Return the name by which the engine knows a state of the parameter ``name``."""
+    return f"{state} of {name}"
+
+
+def state_tensors(sync: Local | None, tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """Return what travels of the wrapped optimizer's states, by their keys; ``tensors`` describe the parameters."""
+    states = () if sync is None else sync.states
+    return {state: [replace(t, name=state_name(state, t.name), group=None) for t in tensors] for state in states}
 
 
 def check_sync(sync: Local, op: ReduceOp, overlap_forward: object) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import UsageError, again
 from ..scheduler import Engine
 from .distributed import Distributed
+from .local import state_name
 from .local_steps import Flight, LocalSteps, compare
 from .parameters import local_part
 from .reduction import StepState
@@ -222,12 +224,15 @@ class LocallyStepping(Distributed):
         self._fl_compared.update({name: local.anchors.get(parameter, parameter) for name, parameter in named})
         # The first sync makes the plan by the order in which tensors come: that in which backward makes gradients.
         due = engine.due
+        states = self._fl_states(due)
         parameters = {name: p for p, name in reversed(self._fl_names.items()) if name in due}
         if local.sync.feedback_decay < 1:
             engine.memory.decay(local.sync.feedback_decay, parameters)
         before = engine.untaken
         for name, difference in zip(parameters, local.differences([*parameters.values()]), strict=True):
             engine.submit(name, difference)
+        for name, state in states.items():
+            engine.submit(name, state)
         engine.end_step()
         buckets = sorted(engine.untaken - before)
         compared = engine.put(partial(compare, None if joined else local.count))
@@ -244,7 +249,7 @@ class LocallyStepping(Distributed):
             compared()
             return results
 
-        return Flight(parameters, local.sync.delay, take)
+        return Flight(parameters, local.sync.delay, take, states)
 
     def _fl_land(self, flight: Flight, alpha: float) -> None:
         """Wait for a fragment's averages; move its anchors by them, and its parameters to those, all but ``alpha``."""
@@ -253,10 +258,30 @@ class LocallyStepping(Distributed):
         if self._fl_check is not None:
             self._fl_check.settle()
         with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
-            local.move({parameters[name]: average for name, average in averages.items()}, alpha)
+            local.move({parameter: averages[name] for name, parameter in parameters.items()}, alpha)
+            for name, state in flight.states.items():
+                state.copy_(averages[name].view(state.shape))
         trained = {*_trained(self.__dict__["param_groups"])}
         local.forget([parameter for parameter in parameters.values() if parameter not in trained])
         local.flights = [other for other in local.flights if other is not flight]
+
+    def _fl_states(self, due: Collection[str]) -> dict[str, Tensor]:
+        """Return the states of the wrapped optimizer that sync now, by name; zeros for one that is not there yet."""
+        states: dict[str, Tensor] = {}
+        for key in self._fl_local.sync.states:
+            names = {parameter: state_name(key, name) for parameter, name in reversed(self._fl_names.items())}
+            names = {parameter: name for parameter, name in names.items() if name in due}
+            kept = {parameter: self.state.get(parameter, {}).get(key) for parameter in names}
+            if names and not any(isinstance(x, Tensor) and x.shape == p.shape for p, x in kept.items()):
+                known = sorted({key for state in self.state.values() for key in state})
+                raise UsageError(
+                    f"sync: states has {key!r}, which the optimizer does not keep in the shape of its parameters; it "
+                    f"keeps {', '.join(known) or 'nothing'}"
+                )
+            for parameter, name in names.items():
+                state = kept[parameter]
+                states[name] = local_part((torch.zeros_like(parameter) if state is None else state).detach())
+        return states
 
     def _fl_land_all(self) -> None:
         for flight in self._fl_local.flights:

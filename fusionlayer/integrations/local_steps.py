@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ class Flight:
     Attributes:
         parameters: of the fragment, by name.
         left: local steps until its results are taken.
-        take: waits for the averaged differences, and returns them by name.
+        take: waits for the averaged differences, and returns them by name; states too.
+        states: of the wrapped optimizer that sync too, by name; averages replace them.
     """
 
     parameters: dict[str, Tensor]
     left: int
     take: Callable[[], Mapping[str, Tensor]]
+    states: dict[str, Tensor] = field(default_factory=dict)
 
 
 class LocalSteps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -27,7 +28,7 @@ from . import overlap
 from .construction import GradientOptions, make_engine, make_planning
 from .distributed import Distributed
 from .enrolment import Roster
-from .local import Local, check_sync
+from .local import Local, check_sync, state_tensors
 from .local_optimizer import LocallyStepping
 from .local_steps import LocalSteps
 from .parameters import describe, replicated_by
@@ -225,6 +226,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         planning = make_planning(
             options, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
         )
+        tensors += chain.from_iterable(state_tensors(sync, tensors).values())
         engine.enrol(tensors, why, codec=planning.codec, plan=planning.plan, plan_controller=planning.plan_controller)
 
     engine, timeline = connect(names)

@@ -82,6 +82,17 @@ class Oracle:
                     self.under_way.append((self.steps + self.options.delay, averages))
                 else:
                     self.land(averages, self.options.alpha)
+                self.average_states()
+
+    def average_states(self) -> None:
+        for key, syncs in self.options.states.items():
+            for i in range(len(self.anchors)) if self.sent % syncs == 0 else ():
+                kept = [
+                    o.state[list(m.parameters())[i]][key] for o, m in zip(self.optimizers, self.models, strict=True)
+                ]
+                average = sum((x * (1 / len(kept)) for x in kept), torch.zeros_like(kept[0]))
+                for x in kept:
+                    x.copy_(average)
 
     @torch.no_grad()
     def send(self) -> dict[int, Tensor]:
@@ -105,11 +116,16 @@ class Oracle:
                 parameter.copy_(parameter.lerp(self.anchors[i], 1 - alpha) if alpha else self.anchors[i])
 
 
-PRESETS = {"averaging": fl.Local.averaging(every=3), "diloco": fl.Local.diloco(every=2)}
+PRESETS = {
+    "averaging": fl.Local.averaging(every=3),
+    "diloco": fl.Local.diloco(every=2),
+    "desloc": fl.Local.desloc(every=2, states={"exp_avg": 1, "exp_avg_sq": 3}),
+}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(
+    "make, preset", [(sgd, "averaging"), (adamw, "averaging"), (sgd, "diloco"), (adamw, "diloco"), (adamw, "desloc")]
+)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_training_is_that_of_a_plain_loop(world: int, make: Any, preset: str) -> None:
     """Also between two syncs: gradients stay the rank's own."""
@@ -118,14 +134,14 @@ def test_training_is_that_of_a_plain_loop(world: int, make: Any, preset: str) ->
     def rank_main(rank: int) -> list[Tensor]:
         model, optimizer = make_pair(make, sync=sync)
         seen = []
-        for step in range(7):
+        for step in range(8):
             train(model, optimizer, rank, [step])
             seen.append(weights(model))
         return seen
 
     found = local.run(rank_main, world)
     oracle = Oracle(world, sync, make)
-    for step in range(7):
+    for step in range(8):
         oracle.train([step])
         for rank, model in enumerate(oracle.models):
             assert torch.equal(found[rank][step], weights(model)), f"rank {rank} after step {step}"
@@ -253,6 +269,17 @@ def test_error_feedback_decays_before_each_sync() -> None:
                 kept = residual != 0
                 assert torch.equal(residual[kept], before[name][kept] * 0.5), name
             assert any(residual.any() for residual in after.values())
+
+    local.run(rank_main, 2)
+
+
+def test_a_state_that_the_optimizer_does_not_keep_is_told() -> None:
+    def rank_main(rank: int) -> None:
+        for state in ("exp_av", "step"):
+            model, optimizer = make_pair(adamw, sync=fl.Local.desloc(every=1, states={state: 2}))
+            train(model, optimizer, rank, [0])
+            with pytest.raises(fl.UsageError, match=f"states has '{state}', .* keeps exp_avg, exp_avg_sq, step"):
+                train(model, optimizer, rank, [1])
 
     local.run(rank_main, 2)
 
@@ -554,6 +581,9 @@ def test_arguments_that_do_not_fit_local_steps_are_refused(options: dict[str, An
         ({"fragments": 3}, "fragments=3 and every=2; expected at most one a step"),
         ({"delay": -1}, "delay=-1; expected a number of local steps, at least 0"),
         ({"delay": 2}, "delay=2 and every=2; expected a smaller delay"),
+        ({"states": "exp_avg"}, "states: got a str; expected keys of optimizer.state"),
+        ({"states": {"exp_avg": 0}}, r"states\['exp_avg'\]=0; expected a number of syncs, at least 1"),
+        ({"states": {"exp_avg": 1}, "delay": 1}, "states with fragments or a delay"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], told: str) -> None:
