@@ -92,11 +92,7 @@ class LocallyStepping(Distributed):
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Let parameters be the anchors within the block: what all ranks had after the last sync, the same bits.
-
-        For evaluation and checkpoints between syncs, without an exchange. Afterwards the rank's own values are back;
-        what the block writes to parameters is lost.
-        """
+        """Let parameters be the anchors within the block, as ``Distributed.anchored`` says."""
         anchors = self._fl_local.anchors
         parts = [local_part(parameter.detach()) for parameter in anchors]
         kept = [part.clone() for part in parts]
