@@ -59,7 +59,8 @@ class Local:
     feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.every == "auto":
+        every: object = self.every
+        if every == "auto":
             raise ConfigError("every='auto' is not available yet; give a number of steps, such as every=4")
         _check_whole("every", self.every, 1, "local steps between two syncs")
         _check_number("lr", self.lr, 0 < _float(self.lr) < math.inf, "above 0")

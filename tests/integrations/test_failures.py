@@ -22,7 +22,7 @@ import fusionlayer as fl
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_optimizer_results import plan_of
 from tests.integrations.training import loss_of, make_model, train, weights
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 pytestmark = pytest.mark.medium
 
@@ -115,6 +115,7 @@ def lose_a_peer_between_syncs(rank: int, world: int, folder: str) -> tuple[dict[
     return described(error.value), torch.allclose(own, weights(model))
 
 
+@exhaustive(guarded_by="tests/integrations/test_failures.py::test_survivors_of_a_lost_rank_are_told_which")
 def test_a_rank_that_is_lost_between_two_syncs_is_named_at_the_next(tmp_path: Path) -> None:
     outcomes = outcomes_of(
         lose_a_peer_between_syncs,
