@@ -188,8 +188,10 @@ def make_planning(
                 "sync=fl.Local(...) beside codec='auto', autotune or a planner that needs costs, which measure steps "
                 "in which gradients travel; name a codec and a planner that needs no costs"
             )
-        if (options.sync.overlaps or options.sync.states) and tensors:
-            plan = plan or _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
+        if (options.sync.overlaps or options.sync.states) and tensors and plan is None:
+            plan = _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
+        if plan is not None:
+            # A step of the engine is a sync of one fragment, so they take turns in its steps.
             plan = plan.staggered(options.sync.fragments, options.sync.fragments)
             for state, others in state_tensors(options.sync, tensors).items():
                 every = options.sync.states[state]

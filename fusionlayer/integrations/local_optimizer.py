@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, again
+from ..plan import FusionPlan
 from ..scheduler import Engine
 from .distributed import Distributed
 from .local import state_name
@@ -144,10 +145,15 @@ class LocallyStepping(Distributed):
         Raises:
             TransportError: a peer was lost, stopped or late.
         """
+        self._fl_local.begin_anew()
         super().reconnect()
         if self._fl_engine is not None:
             self._fl_go_on(self._fl_engine)
-        self._fl_local.begin_anew()
+
+    def adopt_plan(self, plan: FusionPlan) -> None:
+        """Let what is under way arrive, then fuse by ``plan``, as ``Distributed.adopt_plan`` says."""
+        self._fl_land_all()
+        super().adopt_plan(plan)
 
     def _attach(self, *arguments: Any) -> None:
         super()._attach(*arguments)

@@ -388,25 +388,27 @@ def test_a_step_that_a_scaler_skips_on_one_rank_counts() -> None:
         torch.testing.assert_close(same([synced for synced, _ in results]), sum(own for _, own in results) / 2)
 
 
+def grow(model: nn.Sequential, optimizer: Optimizer, step: int, stream: int) -> None:
+    if step == 2:
+        model[0].weight.requires_grad_(True)
+    elif step == 4:
+        model[2].weight.requires_grad_(False)
+    elif step == 7:
+        fill(model[3], stream)
+        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.02})
+    elif step == 8:
+        model[2].weight.requires_grad_(True)
+
+
+def begin() -> tuple[nn.Sequential, Optimizer]:
+    model = nn.Sequential(*make_model(), nn.Linear(CLASSES, CLASSES))
+    fill(model)
+    model[0].requires_grad_(False)
+    return model, adamw([*model[0].parameters(), *model[2].parameters()])
+
+
 def test_parameters_come_and_go_between_syncs() -> None:
     """A frozen one takes along what it was trained since the last sync; an added one begins with rank 0's values."""
-
-    def grow(model: nn.Sequential, optimizer: Optimizer, step: int, stream: int) -> None:
-        if step == 2:
-            model[0].weight.requires_grad_(True)
-        elif step == 4:
-            model[2].weight.requires_grad_(False)
-        elif step == 7:
-            fill(model[3], stream)
-            optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.02})
-        elif step == 8:
-            model[2].weight.requires_grad_(True)
-
-    def begin() -> tuple[nn.Sequential, Optimizer]:
-        model = nn.Sequential(*make_model(), nn.Linear(CLASSES, CLASSES))
-        fill(model)
-        model[0].requires_grad_(False)
-        return model, adamw([*model[0].parameters(), *model[2].parameters()])
 
     def rank_main(rank: int) -> tuple[Tensor, Tensor]:
         model, plain = begin()
@@ -435,6 +437,23 @@ def test_parameters_come_and_go_between_syncs() -> None:
                         p.copy_(anchor)
     assert torch.equal(same([result for result, _ in found]), weights(models[0]))
     assert torch.equal(found[0][1], begin()[0][0].bias), "frozen from the beginning to the end"
+
+
+def test_parameters_come_and_go_while_fragments_are_under_way() -> None:
+    def rank_main(rank: int) -> Tensor:
+        model, plain = begin()
+        sync = fl.Local.streaming(every=4, fragments=2, delay=3)
+        optimizer = fl.DistributedOptimizer(plain, model.named_parameters(), sync=sync, check_replicas=1)
+        for step in range(12):
+            grow(model, optimizer, step, stream=rank)
+            train(model, optimizer, rank, [step])
+            with optimizer.anchored():
+                seen = weights(model)
+        optimizer.synchronize()
+        return torch.cat([seen, weights(model)])
+
+    found = same(local.run(rank_main, 3))
+    assert not torch.equal(*found.chunk(2))
 
 
 def test_anchors_are_compared_at_syncs() -> None:
