@@ -264,7 +264,7 @@ class LocallyStepping(Distributed):
             for name, state in flight.states.items():
                 state.copy_(averages[name].view(state.shape))
         trained = {*_trained(self.__dict__["param_groups"])}
-        local.forget([parameter for parameter in parameters.values() if parameter not in trained])
+        local.settle([parameter for parameter in parameters.values() if parameter not in trained])
         local.flights = [other for other in local.flights if other is not flight]
 
     def _fl_states(self, due: Collection[str]) -> dict[str, Tensor]:

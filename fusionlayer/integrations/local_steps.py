@@ -68,10 +68,12 @@ class LocalSteps:
             if parameter not in self.anchors:
                 self._add(parameter, local_part(parameter.detach()).clone())
 
-    def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the anchors and the outer momentum of ``parameters``."""
+    def settle(self, parameters: Iterable[Tensor]) -> None:
+        """Set ``parameters``, which are no longer trained, to their anchors for good, and forget those."""
         for parameter in parameters:
-            self._outer.state.pop(self.anchors.pop(parameter), None)
+            anchor = self.anchors.pop(parameter)
+            local_part(parameter.detach()).copy_(anchor)
+            self._outer.state.pop(anchor, None)
         self._outer.param_groups[0]["params"] = [*self.anchors.values()]
 
     def differences(self, parameters: Sequence[Tensor]) -> list[Tensor]:
