@@ -132,7 +132,7 @@ def check_nodes(rank: int, world: int) -> None:
         if step % 2:
             average = torch.stack([weights(model) for model in nodes]).mean(0)
             for model in nodes:
-                nn.utils.vector_to_parameters(average, model.parameters())
+                nn.utils.vector_to_parameters(average.clone(), model.parameters())
     for sharded in (True, False):
         network = model = make_model()
         if sharded:
