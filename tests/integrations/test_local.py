@@ -584,6 +584,27 @@ def test_arguments_that_do_not_fit_local_steps_are_refused(options: dict[str, An
         local.run(rank_main, world)
 
 
+def test_a_preset_brings_its_codec_unless_another_is_given() -> None:
+    muloco, sparseloco = fl.Local.muloco(), fl.Local.sparseloco()
+    assert (muloco.codec, muloco.codec_options, muloco.error_feedback) == ("int", {"bits": 2}, True)
+    assert fl.Local.muloco(codec="int4").codec_options == {}
+    assert (sparseloco.codec, sparseloco.error_feedback, sparseloco.feedback_decay) == ("chunked_topk", True, 0.95)
+    sync = fl.Local(every=1, codec="int", codec_options={"bits": 4, "group_size": 64}, error_feedback=True)
+
+    def rank_main(rank: int, expected: dict[str, Any], **options: Any) -> None:
+        model, optimizer = make_pair(sync=sync, **options)
+        train(model, optimizer, rank, [0])
+        bucket = optimizer.fusion_plan.buckets[0]
+        assert {"codec": bucket.codec, **bucket.options}.items() >= expected.items()
+        assert optimizer.state_dict()["fusionlayer"]["residuals"]
+
+    local.run(lambda rank: rank_main(rank, {"codec": "int", "bits": 4, "group_size": 64}), 2)
+    local.run(
+        lambda rank: rank_main(rank, {"bits": 4, "group_size": 32, "hadamard": True}, group_size=32, hadamard=True), 2
+    )
+    local.run(lambda rank: rank_main(rank, {"codec": "topk", "density": 0.1}, codec="topk", density=0.1), 2)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
