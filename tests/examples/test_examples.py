@@ -114,15 +114,12 @@ def test_train_gpt_plans_as_the_documents_say(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @exhaustive(guarded_by="tests/integrations/test_local.py::test_training_is_that_of_a_plain_loop")
 def test_train_gpt_takes_local_steps(tmp_path: Path) -> None:
-    """Three steps, a sync after two and one at the end: two exchanges of int4 for three steps."""
+    """A sync after two of three steps, and one at the end: workers then have one model."""
     path = tmp_path / "result.json"
     small = ("--width", "32", "--layers", "1", "--steps", "3", "--json", str(path))
     output = run("train_gpt.py", "--codec", "int4", "--sync", "averaging", "--every", "2", *small)
     assert "local steps (averaging)" in output
-    result = json.loads(path.read_text())
-    assert result["replicas_identical"] is True
-    if result["compression_ratio"] is not None:
-        assert result["compression_ratio"] > 8
+    assert json.loads(path.read_text())["replicas_identical"] is True
 
 
 @pytest.mark.medium
