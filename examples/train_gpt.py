@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --codec auto --save-plan plan.yaml
     torchrun --nproc-per-node 2 examples/train_gpt.py --plan plan.yaml
     torchrun --nproc-per-node 2 examples/train_gpt.py --codec int8 --autotune
+    torchrun --nproc-per-node 2 examples/train_gpt.py --codec int4 --sync averaging --every 4
     torchrun --nproc-per-node 2 examples/train_gpt.py --method ddp
 
 What is left out is taken from the environment, such as FUSIONLAYER_CODEC or FUSIONLAYER_PLAN (docs/config.md).
@@ -39,6 +40,7 @@ from wire import carrier, sent_bytes
 import fusionlayer as fl
 
 VALIDATION_PIECES = 256
+SYNCS = ("averaging", "diloco")
 
 
 def main() -> None:
@@ -118,6 +120,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--overlap-forward", action="store_true", help="let the next forward begin before all gradients have arrived"
     )
+    parser.add_argument("--sync", choices=SYNCS, help="local steps: send how far workers have come, not each gradient")
+    parser.add_argument("--every", metavar="STEPS", type=positive, help="local steps between two syncs, for --sync")
     parser.add_argument("--steps", type=positive, default=200, help="optimizer steps (default 200)")
     parser.add_argument("--batch-size", type=positive, default=8, help="pieces of text per worker and step (default 8)")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak (default 0.004)")
@@ -129,6 +133,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--untied", action="store_true", help="give the output layer weights of its own")
     parser.add_argument("--json", metavar="FILE", type=writable, help="write the results there, - for standard output")
     options = parser.parse_model()
+    if options.every and not options.sync:
+        parser.error("--every is for --sync; give both")
     if options.autotune_log and not options.autotune:
         parser.error("--autotune-log is for --autotune; give both")
     return options
@@ -218,6 +224,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             fidelity=options.fidelity,
             autotune=fl.Autotune(log=options.autotune_log) if options.autotune else None,
             overlap_forward=network if options.overlap_forward else None,
+            sync=local_steps(options),
             **dict(options.codec_option),
         )
 
@@ -238,6 +245,8 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             losses.append(loss.item())
             seconds.append(time.perf_counter() - start)
             advance(losses[-1], seconds[-1])
+        if options.sync:
+            optimizer.synchronize()  # type: ignore[attr-defined]  # between two syncs each worker has its own model
     sent = traffic.stop(options.steps)
 
     plan = getattr(optimizer, "fusion_plan", None)  # of the last step; None for one worker, and with DDP
@@ -267,6 +276,15 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "fusionlayer": fl.__version__,
     }
+
+
+def local_steps(options: argparse.Namespace) -> fl.Local | None:
+    """Return how often workers sync, or None for gradients that travel in each step."""
+    if options.sync is None:
+        return None
+    every = {} if options.every is None else {"every": options.every}
+    sync: fl.Local = getattr(fl.Local, options.sync)(**every)
+    return sync
 
 
 def warmup_and_cosine(step: int, steps: int) -> float:
@@ -323,7 +341,10 @@ class Traffic:
 
 def label(options: argparse.Namespace) -> str:
     """Return the method in words."""
-    return "DDP, f32" if options.method == "ddp" else f"fusionlayer, {options.plan or options.codec or 'as configured'}"
+    if options.method == "ddp":
+        return "DDP, f32"
+    sync = f", local steps ({options.sync})" if options.sync else ""
+    return f"fusionlayer, {options.plan or options.codec or 'as configured'}{sync}"
 
 
 def in_words(plan: fl.FusionPlan) -> str:

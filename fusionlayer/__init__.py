@@ -29,6 +29,7 @@ from .functional import (
 )
 from .integrations import ddp
 from .integrations.distributed import Distributed
+from .integrations.local import Local
 from .integrations.optimizer import DistributedOptimizer
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
@@ -51,6 +52,7 @@ __all__ = [
     "DistributedOptimizer",
     "FusionLayerError",
     "FusionPlan",
+    "Local",
     "PlanMismatch",
     "ReduceOp",
     "ReplicaMismatch",

@@ -462,7 +462,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if context.transport(group).rank == root_rank:
         state = optimizer.state_dict()
         if "fusionlayer" in state:
-            state["fusionlayer"] = {"step": state["fusionlayer"]["step"]}
+            kept = ("step", "local")  # what is the same on all ranks
+            state["fusionlayer"] = {key: value for key, value in state["fusionlayer"].items() if key in kept}
         torch.save(state, buffer)
     data = broadcast_bytes(buffer.getvalue(), root_rank, group)
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

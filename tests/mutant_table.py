@@ -270,6 +270,18 @@ MUTANTS: list[Mutant] = [
             "a refused change is forgotten by the next step",
         ),
         (
+            "local_steps.py",
+            "torch._foreach_lerp_(parts, anchors, 1 - alpha)",
+            "torch._foreach_lerp_(parts, anchors, alpha)",
+            "whose share alpha is",
+        ),
+        (
+            "local_optimizer.py",
+            "local.count in sync.departures",
+            "local.count + 1 in sync.departures",
+            "when a fragment leaves",
+        ),
+        (
             "sharded.py",
             "self._filled = min(max(0, total - transport.rank * chunk), chunk)",
             "self._filled = chunk",
@@ -374,6 +386,8 @@ LIKELY = {
     "coordination/central.py": "coordination/test_matching.py coordination/test_scales.py",
     "coordination/execution.py": "coordination/test_scales.py",
     "coordination/reductions.py": "coordination/test_reductions.py torch/test_join.py",
+    "integrations/local_steps.py": "integrations/test_local.py",
+    "integrations/local_optimizer.py": "integrations/test_local.py",
     "integrations/optimizer.py": "integrations/test_optimizer_contract.py",
     "integrations/replicas.py": "integrations/test_replicas.py",
     "integrations/enrolment.py": "integrations/test_enrolment.py",

@@ -50,6 +50,8 @@ OPTIMIZER = (
     *("optimizer, gradient_predivide_factor='2'", "optimizer, backward_passes_per_step=0"),
     *("optimizer, backward_passes_per_step=1.5", "optimizer, backward_passes_per_step='2'"),
     *("optimizer, check_replicas=-1", "optimizer, check_replicas='often'", "optimizer, broadcast='yes'"),
+    *("optimizer, sync=4", "optimizer, sync='averaging'", "optimizer, sync=fl.Local('4')"),
+    *("optimizer, sync=fl.Local.diloco(momentum=2)", "optimizer, sync=fl.Local(every=2, states=['exp_avg'])"),
     *("optimizer, autotune='yes'", "optimizer, overlap_forward=True", "optimizer, overlap_forward=other"),
     *("optimizer, ahead='yes'", "optimizer, error_feedback=2", "optimizer, group='world'", "optimizer, group=3"),
     *("fl.DistributedOptimizer(optimizer, model), model", "torch.optim.LBFGS(other.parameters()), codec='int44'"),

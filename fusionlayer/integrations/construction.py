@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from ..planning.autotune import Autotune, Autotuner
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
 from ..scheduler import LANES, Engine, PlanController, Scaling, planners
+from ..scheduler.fusing import fuse
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from ..transport import Transport
+from .local import Local, state_tensors
 
 __all__ = ["GradientOptions", "Planning", "autotuning", "make_engine", "make_planning"]
 
@@ -43,6 +46,7 @@ class GradientOptions:
     replan: bool | None = None
     error_feedback: bool | None = None
     autotune: bool | Autotune | None = None
+    sync: Local | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def make_engine(
             raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
     return Engine(
-        tensors,
+        [*tensors, *chain.from_iterable(state_tensors(options.sync, tensors).values())],
         transport.duplicate(),
         **vars(planning),
         device=device,
@@ -178,6 +182,22 @@ def make_planning(
             overlap_forward,
             first=None if plan is not None else plan_controller,
         )
+    if options.sync is not None:
+        if plan_controller is not None:
+            raise ConfigError(
+                "sync=fl.Local(...) beside codec='auto', autotune or a planner that needs costs, which measure steps "
+                "in which gradients travel; name a codec and a planner that needs no costs"
+            )
+        if (options.sync.overlaps or options.sync.states) and tensors and plan is None:
+            plan = _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
+        if plan is not None:
+            # A step of the engine is a sync of one fragment, so they take turns in its steps.
+            plan = plan.staggered(options.sync.fragments, options.sync.fragments)
+            for state, others in state_tensors(options.sync, tensors).items():
+                every = options.sync.states[state]
+                buckets = fuse([*reversed(others)], planner, codecs.get("raw"), size).buckets
+                late = tuple(replace(bucket, every=every, phase=every - 1) for bucket in buckets)
+                plan = replace(plan, buckets=plan.buckets + late)
     return Planning(
         codec=first,
         algorithm=algorithm,
@@ -186,6 +206,25 @@ def make_planning(
         plan=plan,
         plan_controller=plan_controller,
     )
+
+
+def _plan_of_fragments(
+    sync: Local,
+    tensors: Sequence[TensorInfo],
+    planner: Planner,
+    codec: Codec | Mapping[str, Codec],
+    size: int,
+    algorithm: str | None,
+    ahead: bool | None,
+) -> FusionPlan:
+    """Return the planner's plan, or one with a bucket for each fragment if that has fewer buckets."""
+    ordered = [*reversed(tensors)]
+    plan = fuse(ordered, planner, codec, size, algorithm=algorithm, ahead=ahead)
+    if len(plan.buckets) < sync.fragments:
+        count = min(sync.fragments, len(ordered))
+        grouped = [replace(tensor, group=i * count // len(ordered)) for i, tensor in enumerate(ordered)]
+        plan = fuse(grouped, planner, codec, size, algorithm=algorithm, ahead=ahead)
+    return plan
 
 
 def autotuning(asked: bool | Autotune | None) -> Autotune | None:

@@ -45,8 +45,18 @@ class Distributed(GradientReduction):
         plan_controller = plan_controller.first if isinstance(plan_controller, Autotuner) else plan_controller
         return plan_controller.profile if isinstance(plan_controller, OnlinePlanner) else None
 
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Let parameters be those that all ranks had after the last sync within the block, the same bits.
+
+        For evaluation and checkpoints between two syncs of local steps, without an exchange. Afterwards the rank's own
+        values are back; what the block writes to parameters is lost. Without ``sync`` parameters always are the same.
+        """
+        self._fl_flush()
+        yield
+
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced; ``step`` does so by itself.
+        """Wait until every gradient is reduced; ``step`` does so by itself. With ``sync``: sync now, on all ranks.
 
         Call it before you read or change gradients, for instance to clip them; then call ``step`` within
         ``skip_synchronize``. With ``overlap_forward``, between ``step`` and the next backward, it waits until every

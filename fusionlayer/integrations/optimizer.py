@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -27,6 +28,9 @@ from . import overlap
 from .construction import GradientOptions, make_engine, make_planning
 from .distributed import Distributed
 from .enrolment import Roster
+from .local import Local, check_sync, state_tensors
+from .local_optimizer import LocallyStepping
+from .local_steps import LocalSteps
 from .parameters import describe, replicated_by
 from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
@@ -61,6 +65,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     autotune: bool | Autotune | None = None,
     broadcast: bool = True,
     check_replicas: bool | int | None = None,
+    sync: Local | None = None,
     **codec_options: Unpack[CodecOptions],
 ) -> Distributed:
     """Return ``optimizer``, which now averages gradients over ranks during backward, fused and compressed.
@@ -123,6 +128,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             parameters as they are; if they differ in the first step or later, a warning names them once.
         check_replicas: compare all parameters in the first step, and then a part of them in each step, so that a
             difference over ranks is found within this many steps. False: never; None takes the configured number.
+        sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average how far they have come every so many
+            steps; gradients do not travel. None: average gradients in each step.
         codec_options: options of a codec given by name.
 
     Raises:
@@ -135,6 +142,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     """
     require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")
     check_op(op)
+    if sync is not None:
+        check_sync(sync, op, overlap_forward)
+        if codec is plan is policy is None:
+            codec, codec_options = sync.codec, cast(CodecOptions, {**sync.codec_options, **dict(codec_options)})
+        if error_feedback is None:
+            error_feedback = sync.error_feedback
     refuse_unknown(DistributedOptimizer, codec, codec_options)
     require(gradient_predivide_factor, Real, "gradient_predivide_factor", "a number above 0")
     require(backward_passes_per_step, Integral, "backward_passes_per_step", "a whole number, at least 1")
@@ -156,7 +169,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         raise ConfigError("this optimizer is a DistributedOptimizer already; use it as it is, or make a new one")
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
-    if isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
+    if sync is None and isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
         raise ConfigError("LBFGS depends on the loss of each rank, so weights would diverge; use another optimizer")
     options = GradientOptions(
         codec=codec,
@@ -171,10 +184,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         replan=replan,
         error_feedback=error_feedback,
         autotune=autotune,
+        sync=sync,
     )
 
     frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
-    replicas = Replicas({**roster.by_name(), **frozen}, broadcast, check_interval(check_replicas), buffers)
+    replicated = {**roster.by_name(), **frozen}
+    replicas = Replicas(replicated, broadcast, check_interval(check_replicas), buffers, (f"sync={sync}",))
 
     def idle(names: Mapping[Tensor, str]) -> list[str]:
         return [name for parameter, name in roster.names.items() if parameter not in names]
@@ -193,6 +208,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             scaling=scaling,
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
+            hold_results=sync is not None,
             idle=idle(names),
         )
         if transport.size == 1:
@@ -210,15 +226,20 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         planning = make_planning(
             options, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
         )
+        tensors += chain.from_iterable(state_tensors(sync, tensors).values())
         engine.enrol(tensors, why, codec=planning.codec, plan=planning.plan, plan_controller=planning.plan_controller)
 
     engine, timeline = connect(names)
     base = type(optimizer)
+    front = Distributed if sync is None else LocallyStepping
     # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
     vars(optimizer).pop("step", None)
-    optimizer.__class__ = type(base.__name__, (Distributed, base), {"__doc__": base.__doc__, "__module__": __name__})
+    optimizer.__class__ = type(base.__name__, (front, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, Distributed)
     optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
     optimizer._fl_replicas = replicas
+    if sync is not None:
+        assert isinstance(optimizer, LocallyStepping)
+        optimizer._fl_local = LocalSteps(sync)
     optimizer._attach(engine, timeline, roster, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer

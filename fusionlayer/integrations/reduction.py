@@ -181,9 +181,7 @@ class GradientReduction(Optimizer):
     def _fl_enrol(self, engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
         """Reduce from this step on what requires gradients now, by a new plan on which the ranks agree."""
         before, left = self._fl_names, self._fl_passes_left
-        names = self._fl_roster.reduced(
-            groups, lambda parameter: left.get(parameter, self._fl_passes) < self._fl_passes
-        )
+        names = self._fl_roster.reduced(groups, self._fl_under_way)
         self._fl_replicas.add(self._fl_roster.by_name())
         if names.keys() == before.keys():
             return
@@ -204,6 +202,10 @@ class GradientReduction(Optimizer):
             assert self._fl_forward_of is not None
             self._fl_overlap.enrol(names)
             self._fl_hooks += self._fl_overlap.watch_forward(self._fl_forward_of, [names[each] for each in new])
+
+    def _fl_under_way(self, parameter: Tensor) -> bool:
+        """Return whether a parameter has something that is not reduced yet, though it may be frozen by now."""
+        return self._fl_passes_left.get(parameter, self._fl_passes) < self._fl_passes
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
         """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""

@@ -66,12 +66,14 @@ class Replicas:
             False: replicas are the user's, and a difference is a warning.
         every: a difference is found within this many steps; 0: never.
         buffers: broadcast too, but not compared later: ranks may change them.
+        facts: lines about further options, which have to be the same on all ranks.
     """
 
     named: dict[str, Tensor]
     broadcast: bool
     every: int
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    facts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.named = {name: x for name, x in self.named.items() if _has_memory(x)}
@@ -91,7 +93,7 @@ class Replicas:
             TransportError: a peer was lost, stopped or late.
         """
         tensors = {**self.named, **self.buffers}
-        lines = [f"broadcast={self.broadcast}", f"check_replicas={self.every}"]
+        lines = [f"broadcast={self.broadcast}", f"check_replicas={self.every}", *self.facts]
         lines += [_describe(name, x) for name, x in tensors.items()]
         value = _digest_of(tensors.values()) if self.broadcast and not rejoining else 0
         mine = struct.pack("<16s?7xQ", digest(*lines)[:16], rejoining, value)
@@ -108,9 +110,10 @@ class Replicas:
         """Compare these parameters too, from the next round on. All ranks add the same ones in the same step."""
         self.named.update({name: x for name, x in named.items() if _has_memory(x)})
 
-    def check(self, put: Put) -> ReplicaCheck | None:
-        """Return what compares the parameters while training runs, or None if that is switched off."""
-        return ReplicaCheck(self.named, self.every, put, strict=self.broadcast) if self.every else None
+    def check(self, put: Put, named: Mapping[str, Tensor] | None = None) -> ReplicaCheck | None:
+        """Return what compares the parameters, or ``named``, while training runs, or None if that is switched off."""
+        named = self.named if named is None else named
+        return ReplicaCheck(named, self.every, put, strict=self.broadcast) if self.every else None
 
 
 class ReplicaCheck:

@@ -91,6 +91,13 @@ class Memory:
         if numbers and new:
             codec.restore(numbers)
 
+    def decay(self, factor: float, names: Iterable[str]) -> None:
+        """Multiply the residuals of ``names`` by ``factor``; call it on the training thread, when none is under way."""
+        for name in names:
+            state = self._states.get(name)
+            if state is not None and state.residual is not None:
+                state.residual.mul_(factor)
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies by parameter name: "residuals", (numel,) f32, and the codecs' "tensors" and "numbers"."""
         states = self._states.items()

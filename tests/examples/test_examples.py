@@ -112,6 +112,18 @@ def test_train_gpt_plans_as_the_documents_say(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
+@exhaustive(guarded_by="tests/integrations/test_local.py::test_training_is_that_of_a_plain_loop")
+def test_train_gpt_takes_local_steps(tmp_path: Path) -> None:
+    """A sync after two of three steps, and one at the end: workers then have one model."""
+    path = tmp_path / "result.json"
+    small = ("--width", "32", "--layers", "1", "--steps", "3", "--json", str(path))
+    output = run("train_gpt.py", "--codec", "int4", "--sync", "averaging", "--every", "2", *small)
+    assert "local steps (averaging)" in output
+    assert json.loads(path.read_text())["replicas_identical"] is True
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
 @exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
 def test_train_ddp_learns() -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", run("train_ddp.py", "int4"), re.MULTILINE)]
@@ -135,6 +147,7 @@ def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--steps", "0"], "0; expected a whole number above 0"),
         (["--json", "/proc/x"], "argument --json: /proc/x cannot be written: No such file or directory"),
         (["--autotune-log", "tried.csv"], "--autotune-log is for --autotune; give both"),
+        (["--every", "4"], "--every is for --sync; give both"),
         (["--heads", "3"], "--heads 3 does not divide --width 128"),
     ],
 )

@@ -22,7 +22,7 @@ import fusionlayer as fl
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_optimizer_results import plan_of
 from tests.integrations.training import loss_of, make_model, train, weights
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 pytestmark = pytest.mark.medium
 
@@ -94,6 +94,42 @@ def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, 
     while not all((Path(folder) / f"done {survivor}").exists() for survivor in (0, 2)):
         time.sleep(0.05)
     return found
+
+
+def lose_a_peer_between_syncs(rank: int, world: int, folder: str) -> tuple[dict[str, Any], bool]:
+    """Take local steps; rank 1 is lost between two syncs. Return the survivor's error, and whether weights stayed."""
+    join(rank, world, folder)
+    model = make_model()
+    optimizer = wrap(model, codec="int8", sync=fl.Local.averaging(every=4))
+    train(model, optimizer, rank, range(6))
+    checkpoint("between syncs")
+    train(model, optimizer, rank, [6])  # nobody is missed yet
+    optimizer.zero_grad()
+    loss_of(model, rank, 7).backward()
+    own = torch.cat([(parameter - 0.1 * parameter.grad).detach().reshape(-1) for parameter in model.parameters()])
+    with pytest.raises(fl.TransportError) as error:
+        optimizer.step()
+    for again in (optimizer.step, optimizer.synchronize, optimizer.state_dict):
+        with pytest.raises(fl.TransportError, match="rank 1"):
+            again()
+    return described(error.value), torch.allclose(own, weights(model))
+
+
+@exhaustive(guarded_by="tests/integrations/test_failures.py::test_survivors_of_a_lost_rank_are_told_which")
+def test_a_rank_that_is_lost_between_two_syncs_is_named_at_the_next(tmp_path: Path) -> None:
+    outcomes = outcomes_of(
+        lose_a_peer_between_syncs,
+        2,
+        str(tmp_path),
+        backend=None,
+        signals={(1, "between syncs"): signal.SIGKILL},
+        timeout=45,
+    )
+    assert outcomes[1].kind == "died", outcomes[1].trace
+    assert outcomes[0].kind == "returned", outcomes[0].trace or outcomes[0].kind
+    error, kept = outcomes[0].value
+    assert error["ranks"] == (1,), error
+    assert kept, "a sync that fails leaves the rank's own parameters"
 
 
 @pytest.mark.parametrize("how", tiered(["kill", "stop", "raise"], lambda how: how != "stop"))

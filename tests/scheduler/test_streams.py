@@ -17,8 +17,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.collectives import _pieces
 from fusionlayer.errors import TransportError, UsageError
 from fusionlayer.plan import FusionPlan
-from fusionlayer.scheduler import Engine, memory
-from fusionlayer.scheduler import layout
+from fusionlayer.scheduler import Engine, layout, memory
 from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import Buffer, FlatBuffer
 from fusionlayer.transport import Transport, _staging

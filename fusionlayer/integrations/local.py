@@ -1,0 +1,167 @@
+"""``Local``: the options of local steps, in which ranks train by themselves and send how far they have come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+from ..errors import ConfigError, require
+from ..functional import Average, ReduceOp
+from ..plan import TensorInfo
+
+__all__ = ["Local", "check_sync", "state_name", "state_tensors"]
+
+
+@dataclass(frozen=True)
+class Local:
+    """Local steps: each rank steps by itself, and after ``every`` steps all ranks sync.
+
+    A sync sends, from each rank, the difference between the parameters that all ranks had after the last sync (the
+    anchor) and its parameters now. The outer optimizer, ``torch.optim.SGD`` with Nesterov momentum, takes the average
+    of the differences as the gradient of the anchor. Then all ranks go on from the new anchor, with the same bits.
+
+    The methods make the published variants. Each is a value of this class, and every option can be given to each.
+
+    Args:
+        every: local steps between two syncs, at least 1.
+        lr: learning rate of the outer optimizer; 1.0 without momentum makes the new anchor the plain average.
+        momentum: of the outer optimizer, from 0 to below 1.
+        fragments: parts of the model that sync one after the other, each once in ``every`` steps; buckets of the fusion
+            plan make them up.
+        delay: local steps that a rank makes while a fragment is under way, below ``every``; 0 waits for it.
+        alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
+            with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
+        states: of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too, and every
+            how many syncs: ``{"exp_avg": 3}``. They travel uncompressed. Not with fragments or a delay.
+        codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
+        codec_options: of ``codec``.
+        error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
+        feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1,
+            error feedback acts as the momentum of the outer optimizer.
+
+    Raises:
+        ConfigError: an option has a value that cannot be used.
+    """
+
+    every: int
+    lr: float = 1.0
+    momentum: float = 0.0
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    states: Mapping[str, int] = field(default_factory=dict)
+    codec: str | None = None
+    codec_options: Mapping[str, Any] = field(default_factory=dict)
+    error_feedback: bool | None = None
+    feedback_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        every: object = self.every
+        if every == "auto":
+            raise ConfigError("every='auto' is not available yet; give a number of steps, such as every=4")
+        _check_whole("every", self.every, 1, "local steps between two syncs")
+        _check_number("lr", self.lr, 0 < _float(self.lr) < math.inf, "above 0")
+        _check_number("momentum", self.momentum, 0 <= _float(self.momentum) < 1, "from 0 to below 1")
+        _check_number("alpha", self.alpha, 0 <= _float(self.alpha) < 1, "from 0 to below 1")
+        decay = self.feedback_decay
+        _check_number("feedback_decay", decay, 0 < _float(decay) <= 1, "above 0, at most 1")
+        _check_whole("fragments", self.fragments, 1, "parts of the model")
+        _check_whole("delay", self.delay, 0, "local steps")
+        if self.fragments > self.every:
+            raise ConfigError(f"sync: fragments={self.fragments} and every={self.every}; expected at most one a step")
+        if self.delay >= self.every:
+            raise ConfigError(f"sync: delay={self.delay} and every={self.every}; expected a smaller delay")
+
+        require(self.states, Mapping, "sync: states", 'keys of optimizer.state with numbers, such as {"exp_avg": 3}')
+        for state, syncs in self.states.items():
+            _check_whole(f"states[{state!r}]", syncs, 1, "syncs")
+        if self.states and self.overlaps:
+            raise ConfigError("sync: states with fragments or a delay; leave one of them out")
+
+    @classmethod
+    def averaging(cls, every: int = 4, **options: Any) -> Local:
+        """Return local SGD: after ``every`` steps parameters become the average over ranks (arXiv 1805.09767)."""
+        return cls(every=every, **options)
+
+    @classmethod
+    def diloco(cls, every: int = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
+        """Return DiLoCo: averages are the gradients of an outer optimizer with Nesterov momentum (arXiv 2311.08105)."""
+        return cls(every=every, lr=lr, momentum=momentum, **options)
+
+    @classmethod
+    def streaming(
+        cls, every: int = 30, fragments: int = 3, delay: int = 5, alpha: float = 0.5, **options: Any
+    ) -> Local:
+        """Return Streaming DiLoCo: fragments travel one by one, under the next local steps (arXiv 2501.18512)."""
+        return cls.diloco(every=every, fragments=fragments, delay=delay, alpha=alpha, **options)
+
+    @classmethod
+    def muloco(cls, every: int = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
+        """Return DiLoCo with differences of 2 bits and error feedback; made for Muon (MuLoCo, arXiv 2505.23725)."""
+        options = {"error_feedback": True, **options}
+        if "codec" not in options:
+            options |= {"codec": "int", "codec_options": {"bits": 2}}
+        return cls(every=every, lr=lr, momentum=momentum, **options)
+
+    @classmethod
+    def sparseloco(cls, every: int = 30, lr: float = 1.0, feedback_decay: float = 0.95, **options: Any) -> Local:
+        """Return SparseLoCo: the largest values of each chunk, in 2 bits, error feedback decays (arXiv 2508.15706)."""
+        options = {"codec": "chunked_topk", "error_feedback": True, **options}
+        return cls(every=every, lr=lr, feedback_decay=feedback_decay, **options)
+
+    @classmethod
+    def desloc(cls, every: int = 32, states: Mapping[str, int] | None = None, **options: Any) -> Local:
+        """Return DES-LOC: states of the optimizer are averaged too, each at a rate of its own (arXiv 2505.22549).
+
+        The default ``states`` are those of Adam: the first moments every third sync, the second every sixth.
+        """
+        return cls(every=every, states={"exp_avg": 3, "exp_avg_sq": 6} if states is None else states, **options)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether parts of the model sync at other steps than the rest, or arrive later than they leave."""
+        return self.fragments > 1 or self.delay > 0
+
+    @property
+    def departures(self) -> frozenset[int]:
+        """The local steps of a round, from 1 on, after which a fragment leaves."""
+        return frozenset((number + 1) * self.every // self.fragments for number in range(self.fragments))
+
+
+def state_name(state: str, name: str) -> str:
+    """Return the name by which the engine knows a state of the parameter ``name``."""
+    return f"{state} of {name}"
+
+
+def state_tensors(sync: Local | None, tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """Return what travels of the wrapped optimizer's states, by their keys; ``tensors`` describe the parameters."""
+    states = () if sync is None else sync.states
+    return {state: [replace(t, name=state_name(state, t.name), group=None) for t in tensors] for state in states}
+
+
+def check_sync(sync: Local, op: ReduceOp, overlap_forward: object) -> None:
+    """Raise ``ConfigError`` unless ``DistributedOptimizer`` may take these arguments together."""
+    require(sync, Local, "sync", "fusionlayer.Local(...), such as fusionlayer.Local.averaging(every=4)")
+    if op is not Average:
+        raise ConfigError(f"op={op.name} with sync=fl.Local(...), which averages differences; leave op out")
+    if overlap_forward is not None:
+        raise ConfigError(
+            "overlap_forward with sync=fl.Local(...): no step waits for gradients there; leave overlap_forward out"
+        )
+
+
+def _float(value: object) -> float:
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+
+
+def _check_whole(name: str, value: object, least: int, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"sync: {name}={value!r}; expected a number of {what}, at least {least}")
+
+
+def _check_number(name: str, value: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise ConfigError(f"sync: {name}={value!r}; expected a number {expected}")

@@ -1,0 +1,304 @@
+"""The methods that users call on a distributed optimizer with ``sync=Local(...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError, again
+from ..plan import FusionPlan
+from ..scheduler import Engine
+from .distributed import Distributed
+from .local import state_name
+from .local_steps import Flight, LocalSteps, compare
+from .parameters import local_part
+from .reduction import StepState
+
+__all__ = ["LocallyStepping"]
+
+
+class LocallyStepping(Distributed):
+    """A ``Distributed`` whose steps are local: the engine sums differences of parameters at each sync, not gradients.
+
+    A step of the engine is a sync. Gradients have no hooks, so whoever scales, clips or accumulates them finds the
+    rank's own.
+    """
+
+    _fl_local: LocalSteps
+    _fl_compared: dict[str, Tensor]
+
+    # torch's GradScaler then calls ``step`` also where gradients are not finite, and leaves it to ``step`` to skip the
+    # update. Otherwise a rank that skips would be a local step behind the others from then on.
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Take the step of the wrapped optimizer with this rank's gradients; every so many calls, sync with all ranks.
+
+        A step that ``GradScaler`` skips on this rank counts too: all ranks make equally many.
+
+        Raises:
+            PlanMismatch: ranks disagree on model, plan or options, or have made other numbers of local steps.
+            ReplicaMismatch: anchors differ over ranks.
+            TransportError: a peer was lost, stopped or too late. This rank's parameters stay as they were before.
+        """
+        self._opt_called = True
+        engine, local = self._fl_engine, self._fl_local
+        if engine is not None:
+            if engine.failure is not None:
+                raise again(engine.failure)
+            self._fl_anchor()
+        result = None
+        if not self._fl_overflown():
+            step = super(Distributed, self).step
+            result = step(**kwargs) if closure is None else step(closure, **kwargs)
+        if engine is not None:
+            local.count += 1
+            local.moved = True
+            self._fl_after_step(engine)
+        return result
+
+    # As in ``Distributed``: torch's step hooks run in the wrapped class's step, and this step tells schedulers.
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Sync now, on all ranks, if a local step was made since the last sync; the next round begins then.
+
+        What is under way arrives first. Then all fragments sync, and parameters become the anchors, whatever ``alpha``
+        is. Call it before all ranks evaluate or save the same model, and after the last step.
+
+        Raises:
+            PlanMismatch, ReplicaMismatch, TransportError: as ``step``.
+        """
+        engine, local = self._fl_engine, self._fl_local
+        if engine is not None and local.moved:
+            self._fl_land_all()
+            for _ in range(local.sync.fragments):
+                self._fl_land(self._fl_send(engine), alpha=0.0)
+            local.count, local.moved = 0, False
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raise ``UsageError``: gradients are this rank's own, so nothing waits for them."""
+        raise UsageError(
+            "skip_synchronize() with sync=fl.Local(...): gradients are this rank's own; clip them right after "
+            "backward, without synchronize(), and call step()"
+        )
+        yield
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Let parameters be the anchors within the block, as ``Distributed.anchored`` says."""
+        anchors = self._fl_local.anchors
+        parts = [local_part(parameter.detach()) for parameter in anchors]
+        kept = [part.clone() for part in parts]
+        for part, anchor in zip(parts, anchors.values(), strict=True):
+            part.copy_(anchor)
+        try:
+            yield
+        finally:
+            for part, own in zip(parts, kept, strict=True):
+                part.copy_(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, and under "fusionlayer" also anchors, outer momentum and what is under way.
+
+        Between two syncs parameters differ over ranks: to go on exactly, each rank saves and loads its own.
+
+        Raises:
+            FusionLayerError: a sync has failed; the last state that was saved before it is the one to go on from.
+        """
+        steps = self._fl_local.state_dict(self._fl_roster.names)  # first: what is under way changes error feedback
+        state = super().state_dict()
+        if self._fl_engine is not None:
+            state["fusionlayer"]["local"] = steps
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. Error feedback is restored as ``Distributed.load_state_dict`` says.
+
+        From a state of an optimizer without local steps a new round begins: its anchors are the parameters at the next
+        ``step``, which have to be equal on all ranks.
+        """
+        engine = self._fl_engine
+        if engine is not None and engine.failure is None:
+            for flight in self._fl_local.flights:
+                flight.take()  # the engine takes nothing new of a fragment before that
+        super().load_state_dict(state_dict)
+        if engine is None:
+            return
+        self._fl_go_on(engine)
+        saved = state_dict.get("fusionlayer", {}).get("local")
+        self._fl_local.load_state_dict(saved, self._fl_roster.by_name())
+
+    def reconnect(self) -> None:
+        """Sync over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
+
+        A new round begins: its anchors are the parameters at the next ``step``, which the job has made equal by then,
+        and outer momentum begins at zero. The rest is as ``Distributed.reconnect`` says.
+
+        Raises:
+            TransportError: a peer was lost, stopped or late.
+        """
+        self._fl_local.begin_anew()
+        super().reconnect()
+        if self._fl_engine is not None:
+            self._fl_go_on(self._fl_engine)
+
+    def adopt_plan(self, plan: FusionPlan) -> None:
+        """Let what is under way arrive, then fuse by ``plan``, as ``Distributed.adopt_plan`` says."""
+        self._fl_land_all()
+        super().adopt_plan(plan)
+
+    def _attach(self, *arguments: Any) -> None:
+        super()._attach(*arguments)
+        self._fl_check, self._fl_compared = None, {}  # there are no anchors yet
+
+    # ---- a sync: on the training thread, or on the thread of ``join`` that stands in for it --------------------------
+
+    def _fl_watch(self, parameters: object) -> None:
+        """Register no hooks: nobody needs a gradient."""
+
+    def _fl_under_way(self, parameter: Tensor) -> bool:
+        return parameter in self._fl_local.anchors
+
+    @staticmethod
+    def _fl_go_on(engine: Engine) -> None:
+        """Let the engine send the fragment whose turn it is in the step that it was given."""
+        if engine.failure is None:
+            engine.load_state_dict({"step": engine.step, "results": {}})
+
+    def _fl_anchor(self) -> None:
+        """Note the anchors of parameters that are trained from now on."""
+        groups, local = self.__dict__["param_groups"], self._fl_local
+        if not local.anchors or self._fl_roster.changed(groups):
+            local.anchor(_trained(groups))
+
+    def _fl_overflown(self) -> bool:
+        """Return whether ``GradScaler`` has found gradients that are not finite; else unscale them, if it has not.
+
+        An optimizer that does both itself, as fused ones do, is left alone.
+        """
+        found: Tensor | None = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if found is None or "_step_supports_amp_scaling" in vars(self):
+            return False
+        self.found_inf = self.grad_scale = None  # the wrapped optimizer would refuse them
+        if found.item():
+            return True
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
+            for parameter in chain.from_iterable(group["params"] for group in self.__dict__["param_groups"]):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+        return False
+
+    def _fl_after_step(self, engine: Engine) -> None:
+        """Take the fragments that have been under way for long enough, and send the next one if it is due."""
+        local, sync = self._fl_local, self._fl_local.sync
+        for flight in [*local.flights]:
+            flight.left -= 1
+            if flight.left <= 0:
+                self._fl_land(flight, sync.alpha)
+        if local.count in sync.departures or local.count > sync.every:  # above: the last sync was refused
+            flight = self._fl_send(engine)
+            if sync.delay:
+                local.flights.append(flight)
+            else:
+                self._fl_land(flight, sync.alpha)
+                local.moved = sync.overlaps or sync.alpha > 0
+        if local.count >= sync.every:
+            local.count = 0
+
+    def _fl_send(self, engine: Engine, joined: bool = False) -> Flight:
+        """Send the differences of the fragment that is next. ``joined``: this rank makes no more steps."""
+        local = self._fl_local
+        self._fl_anchor()
+        if self._fl_roster.changed(self.__dict__["param_groups"]):
+            self._fl_land_all()  # another plan has other fragments
+        self._fl_begin(engine)
+        named = self._fl_replicas.named.items()
+        self._fl_compared.update({name: local.anchors.get(parameter, parameter) for name, parameter in named})
+        # The first sync makes the plan by the order in which tensors come: that in which backward makes gradients.
+        due = engine.due
+        states = self._fl_states(due)
+        parameters = {name: p for p, name in reversed(self._fl_names.items()) if name in due}
+        if local.sync.feedback_decay < 1:
+            engine.memory.decay(local.sync.feedback_decay, parameters)
+        before = engine.untaken
+        for name, difference in zip(parameters, local.differences([*parameters.values()]), strict=True):
+            engine.submit(name, difference)
+        for name, state in states.items():
+            engine.submit(name, state)
+        engine.end_step()
+        buckets = sorted(engine.untaken - before)
+        compared = engine.put(partial(compare, None if joined else local.count))
+        if self._fl_check is None:
+            self._fl_check = self._fl_replicas.check(engine.put, self._fl_compared)
+        if self._fl_check is not None:
+            self._fl_check.begin(present=not joined)
+        self._fl_state = StepState.IDLE
+
+        def take() -> dict[str, Tensor]:
+            results: dict[str, Tensor] = {}
+            for index in buckets:
+                results.update(engine.take(index))
+            compared()
+            return results
+
+        return Flight(parameters, local.sync.delay, take, states)
+
+    def _fl_land(self, flight: Flight, alpha: float) -> None:
+        """Wait for a fragment's averages; move its anchors by them, and its parameters to those, all but ``alpha``."""
+        local, parameters = self._fl_local, flight.parameters
+        averages = flight.take()
+        if self._fl_check is not None:
+            self._fl_check.settle()
+        with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
+            local.move({parameter: averages[name] for name, parameter in parameters.items()}, alpha)
+            for name, state in flight.states.items():
+                state.copy_(averages[name].view(state.shape))
+        trained = {*_trained(self.__dict__["param_groups"])}
+        local.settle([parameter for parameter in parameters.values() if parameter not in trained])
+        local.flights = [other for other in local.flights if other is not flight]
+
+    def _fl_states(self, due: Collection[str]) -> dict[str, Tensor]:
+        """Return the states of the wrapped optimizer that sync now, by name; zeros for one that is not there yet."""
+        states: dict[str, Tensor] = {}
+        for key in self._fl_local.sync.states:
+            names = {parameter: state_name(key, name) for parameter, name in reversed(self._fl_names.items())}
+            names = {parameter: name for parameter, name in names.items() if name in due}
+            kept = {parameter: self.state.get(parameter, {}).get(key) for parameter in names}
+            if names and not any(isinstance(x, Tensor) and x.shape == p.shape for p, x in kept.items()):
+                known = sorted({key for state in self.state.values() for key in state})
+                raise UsageError(
+                    f"sync: states has {key!r}, which the optimizer does not keep in the shape of its parameters; it "
+                    f"keeps {', '.join(known) or 'nothing'}"
+                )
+            for parameter, name in names.items():
+                state = kept[parameter]
+                states[name] = local_part((torch.zeros_like(parameter) if state is None else state).detach())
+        return states
+
+    def _fl_land_all(self) -> None:
+        for flight in self._fl_local.flights:
+            self._fl_land(flight, self._fl_local.sync.alpha)
+
+    def _fl_stand_in(self) -> None:
+        """Take part in a sync of the other ranks after this rank has joined, with what it has trained since the last.
+
+        From the second such sync on that is nothing: its differences are zeros. Its parameters follow the anchors.
+        """
+        assert self._fl_engine is not None
+        self._fl_land_all()
+        self._fl_land(self._fl_send(self._fl_engine, joined=True), alpha=0.0)
+        self._fl_local.count, self._fl_local.moved = 0, False
+
+
+def _trained(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [p for p in chain.from_iterable(group["params"] for group in groups) if p.requires_grad]

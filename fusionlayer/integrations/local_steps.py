@@ -1,0 +1,165 @@
+"""Anchors of a rank's parameters, and the outer optimizer that moves them: what a sync sends, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from ..errors import PlanMismatch
+from ..transport import Transport
+from .local import Local
+from .parameters import local_part
+
+__all__ = ["Flight", "LocalSteps"]
+
+
+@dataclass
+class Flight:
+    """A fragment that is under way.
+
+    Attributes:
+        parameters: of the fragment, by name.
+        left: local steps until its results are taken.
+        take: waits for the averaged differences, and returns them by name; states too.
+        states: of the wrapped optimizer that sync too, by name; averages replace them.
+    """
+
+    parameters: dict[str, Tensor]
+    left: int
+    take: Callable[[], Mapping[str, Tensor]]
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+
+class LocalSteps:
+    """One rank's local steps since the last sync, and the fragments that are under way.
+
+    Args:
+        sync: how often ranks sync, and by which outer optimizer.
+
+    Attributes:
+        sync: as given.
+        count: local steps in this round.
+        moved: whether a parameter may differ from its anchor.
+        anchors: of each parameter that is trained, the value that all ranks had after the last sync.
+        flights: in the order in which they left.
+    """
+
+    def __init__(self, sync: Local) -> None:
+        self.sync = sync
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all: the next local step notes its parameters as the anchors, and outer momentum begins at zero."""
+        self.count = 0
+        self.moved = False
+        self.anchors: dict[Tensor, Tensor] = {}
+        self.flights: list[Flight] = []
+        sync = self.sync
+        self._outer = SGD([{"params": []}], lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0)
+
+    def anchor(self, parameters: Iterable[Tensor]) -> None:
+        """Note the values of those ``parameters`` that have no anchor yet; call it before they are first trained."""
+        for parameter in parameters:
+            if parameter not in self.anchors:
+                self._add(parameter, local_part(parameter.detach()).clone())
+
+    def settle(self, parameters: Iterable[Tensor]) -> None:
+        """Set ``parameters``, which are no longer trained, to their anchors for good, and forget those."""
+        for parameter in parameters:
+            anchor = self.anchors.pop(parameter)
+            local_part(parameter.detach()).copy_(anchor)
+            self._outer.state.pop(anchor, None)
+        self._outer.param_groups[0]["params"] = [*self.anchors.values()]
+
+    def differences(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the anchor minus the parameter, for each."""
+        return [*torch._foreach_sub(*self._pairs(parameters))] if parameters else []
+
+    def move(self, averages: Mapping[Tensor, Tensor], alpha: float) -> None:
+        """Let the outer optimizer move anchors by averaged differences, and parameters to them, all but ``alpha``."""
+        for parameter, average in averages.items():
+            anchor = self.anchors[parameter]
+            anchor.grad = average.view(anchor.shape)
+        self._outer.step()
+        self._outer.zero_grad()
+        if averages:
+            anchors, parts = self._pairs([*averages])
+            if alpha:
+                torch._foreach_lerp_(parts, anchors, 1 - alpha)
+            else:
+                torch._foreach_copy_(parts, anchors)
+
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """Return copies of all that the next steps depend on; tensors by name. Waits for what is under way."""
+        momenta = {names[p]: self._outer.state.get(anchor, {}).get(_MOMENTUM) for p, anchor in self.anchors.items()}
+        flights = []
+        for flight in self.flights:
+            taken = flight.take()
+            flight.take = lambda taken=taken: taken  # type: ignore[misc]
+            flights.append({"left": flight.left, "averages": {name: x.clone() for name, x in taken.items()}})
+        return {
+            "count": self.count,
+            "moved": self.moved,
+            "anchors": {names[p]: anchor.clone() for p, anchor in self.anchors.items()},
+            "momentum": {name: kept.clone() for name, kept in momenta.items() if kept is not None},
+            "under_way": flights,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None, named: Mapping[str, Tensor]) -> None:
+        """Go on from what ``state_dict`` returned; from None, begin anew. Parameters are the caller's to load."""
+        self.begin_anew()
+        if saved is None:
+            return
+        self.count, self.moved = saved["count"], saved["moved"]
+        for name, values in saved["anchors"].items():
+            if name in named:
+                anchor = _like(named[name], values)
+                self._add(named[name], anchor)
+                if name in saved["momentum"]:
+                    self._outer.state[anchor][_MOMENTUM] = _like(named[name], saved["momentum"][name])
+        for each in saved["under_way"]:
+            parameters = {name: named[name] for name in each["averages"] if name in named}
+            averages = {name: _like(p, each["averages"][name]) for name, p in parameters.items()}
+            self.flights.append(Flight(parameters, each["left"], lambda averages=averages: averages))  # type: ignore[misc]
+
+    def _add(self, parameter: Tensor, anchor: Tensor) -> None:
+        self.anchors[parameter] = anchor
+        self._outer.param_groups[0]["params"].append(anchor)
+
+    def _pairs(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return [self.anchors[p] for p in parameters], [local_part(p.detach()) for p in parameters]
+
+
+def compare(count: int | None, transport: Transport) -> None:
+    """Check that all ranks sync after as many local steps; None: this rank makes none, as it has joined (``hvd.join``).
+
+    Raises:
+        PlanMismatch: they do not. All ranks raise it; it names those that differ from the first.
+    """
+    every = torch.empty(transport.size, 1, dtype=torch.int64)
+    mine = torch.tensor([-1 if count is None else count])
+    with transport.doing("a sync of local steps"):
+        transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
+    counts = {rank: count for rank, count in enumerate(every.flatten().tolist()) if count >= 0}
+    first = min(counts, default=0)
+    differ = [rank for rank in counts if counts[rank] != counts[first]]
+    if differ:
+        shown = ", ".join(f"rank {rank}: {counts[rank]}" for rank in [first, *differ][:8])
+        raise PlanMismatch(
+            f"ranks sync after other numbers of local steps (this is rank {transport.rank}): {shown}; call "
+            "synchronize() in the same place on all ranks, and load checkpoints of one moment",
+            ranks=differ,
+        )
+
+
+def _like(parameter: Tensor, values: Tensor) -> Tensor:
+    part = local_part(parameter.detach())
+    return torch.empty_like(part).copy_(values.view(part.shape))
+
+
+_MOMENTUM = "momentum_buffer"
