@@ -93,6 +93,11 @@ class Variant:
         return self.codec == AUTO or self.planner is not None and fl.planners.get(self.planner).needs_costs
 
     @property
+    def period(self) -> int:
+        """Steps after which the workers' parameters are equal again: 1 without local steps."""
+        return 1
+
+    @property
     def about(self) -> str:
         """What it is, in words."""
         parts = [f"fusionlayer with the codec {self.codec}"]

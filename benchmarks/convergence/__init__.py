@@ -1,6 +1,6 @@
 """What compression does to training: final validation loss of every method beside that of f32, over several seeds."""
 
-from .settings import MODELS, Settings, methods
+from .settings import Settings, methods
 from .summary import BASELINE, summarize
 
-__all__ = ["BASELINE", "MODELS", "Settings", "methods", "summarize"]
+__all__ = ["BASELINE", "Settings", "methods", "summarize"]

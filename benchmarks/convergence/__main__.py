@@ -3,7 +3,7 @@
     python -m benchmarks.convergence [--presets ddp,int8,int4] [--seeds 3] [--out benchmarks/results]
     python -m benchmarks.convergence --resume benchmarks/results/convergence-gpt-2x1-adamw_HARDWARE_DATE.json
 
-Trains a GPT on this machine's loopback; how fast that is does not matter. A run is one method with one seed. With
+Trains on this machine's loopback; how fast that is does not matter. A run is one method with one seed. With
 ``--out`` each one is in the result file as soon as it has ended; ``--resume`` with the same settings does what is
 missing there.
 """
@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
-from benchmarks.lab import Network, launch
+from benchmarks.peers import PEERS
 from benchmarks.report import Environment, result_path, table, write
 from benchmarks.variants import Variant
 
-from .settings import MODELS, OPTIMIZERS, PEERS, VALIDATION_PIECES, Settings, methods
+from .running import train
+from .settings import OPTIMIZERS, Settings, methods
 from .summary import summarize
-
-START_SECONDS, STEP_SECONDS = 300.0, 10.0
-"""What a run may take: to start, and for each step. Far more than it does, so that only what hangs is ended."""
+from .tasks import TASKS
 
 
 def main() -> int:
@@ -87,17 +85,8 @@ def run(method: str, seed: int, settings: Settings, label: str) -> list[list[flo
         settings: what is trained.
         label: what progress is told under, on stderr.
     """
-    worker = [sys.executable, "-m", f"{__package__}.worker", method, str(seed), json.dumps(asdict(settings))]
-    timeout = START_SECONDS + STEP_SECONDS * settings.steps
-    losses: list[list[float]] = []
-    here = Network(hosts=1, isolated=False)
-    with launch(worker, here, workers=settings.workers, timeout=timeout, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            losses.append(json.loads(line))
-            step, loss = losses[-1]
-            print(f"{label}: step {step}/{settings.steps}, loss {loss:.4f}", file=sys.stderr)
-        return losses if process.wait() == 0 else None
+    points = train(method, seed, settings, label)
+    return points and [[point.step, point.loss] for point in points]
 
 
 def _resume(path: Path, settings: Settings, environment: Environment) -> tuple[list[dict[str, Any]], Environment]:
@@ -142,8 +131,13 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         f"(default {','.join(methods())})",
     )
     parser.add_argument("--seeds", type=count(), default=3, help="number of seeds, from 0 on (default 3)")
-    parser.add_argument("--model", choices=list(MODELS), default=default.model, help=f"default {default.model}")
-    parser.add_argument("--workers", type=count(2, VALIDATION_PIECES), default=default.workers, help="default 2")
+    parser.add_argument("--model", choices=list(TASKS), default=default.model, help=f"default {default.model}")
+    parser.add_argument(
+        "--workers",
+        type=count(2, min(task.pieces for task in TASKS.values())),
+        default=default.workers,
+        help="default 2",
+    )
     parser.add_argument(
         "--batch-size", type=count(), default=default.batch_size, help="pieces of text per worker and step, default 2"
     )

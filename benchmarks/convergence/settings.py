@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.variants import codec_presets
-from examples.gpt import Config
 
-__all__ = ["MODELS", "OPTIMIZERS", "PEERS", "VALIDATION_PIECES", "Settings", "methods"]
+from .tasks import TASKS
+
+__all__ = ["OPTIMIZERS", "Settings", "methods"]
 
 OPTIMIZERS = ("AdamW", "SGD")
-MODELS = {"gpt": Config(width=384, layers=6, heads=6, context=128, tied=False), "small": Config()}
-
-VALIDATION_PIECES = 64
 
 
 @dataclass(frozen=True)
@@ -20,13 +18,14 @@ class Settings:
     """All that decides a run, but for its method and seed.
 
     Attributes:
-        model: key of ``MODELS``.
+        model: key of ``TASKS``.
         workers: number of processes.
         batch_size: pieces of text per worker and step.
         steps: optimizer steps.
         learning_rate: at the end of its warm-up.
         every: steps between two looks at the validation loss.
         optimizer: "AdamW", or "SGD" with momentum 0.9. Where the codec has momentum, the optimizer has none of its own.
+        hosts: that the workers are spread over, which matters to collectives of two levels; None: one host each.
     """
 
     model: str = "gpt"
@@ -36,27 +35,31 @@ class Settings:
     learning_rate: float = 1e-3
     every: int = 50
     optimizer: str = "AdamW"
+    hosts: int | None = None
+
+    @property
+    def layout(self) -> str:
+        """Hosts and workers on each, such as "2x1"."""
+        hosts = self.hosts or self.workers
+        return f"{hosts}x{self.workers // hosts}"
 
     @property
     def theme(self) -> str:
         """What its result file begins with."""
-        return f"convergence-{self.model}-{self.workers}x1-{self.optimizer.lower()}"
+        return f"convergence-{self.model}-{self.layout}-{self.optimizer.lower()}"
 
     @property
     def title(self) -> str:
         """All settings in words: runs of equal titles can be compared."""
-        config = MODELS[self.model]
+        task = TASKS[self.model]
+        where = f"{self.workers} workers{f' on {self.hosts} hosts' if self.hosts else ''}"
         return (
-            f"Convergence: GPT of width {config.width}, {config.layers} layers and context {config.context}; "
-            f"{self.workers} workers with batches of {self.batch_size}; {self.steps} steps of {self.optimizer}, "
-            f"learning rate {self.learning_rate:g}; loss on {VALIDATION_PIECES} pieces every {self.every} steps"
+            f"Convergence: {task.words}; {where} with batches of {self.batch_size}; {self.steps} steps of "
+            f"{self.optimizer}, learning rate {self.learning_rate:g}; loss on {task.pieces} pieces every "
+            f"{self.every} steps"
         )
-
-
-PEERS = ("ddp", "ddp-powersgd")
-"""DDP as it is, and DDP with PowerSGD."""
 
 
 def methods() -> list[str]:
     """Return DDP as it is, DDP with PowerSGD, and fusionlayer with each codec."""
-    return [*PEERS, *codec_presets()]
+    return ["ddp", "ddp-powersgd", *codec_presets()]

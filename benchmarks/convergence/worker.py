@@ -1,7 +1,12 @@
 """One worker of one run: ``python -m benchmarks.convergence.worker METHOD SEED SETTINGS``, the settings as JSON.
 
-Rank 0 writes a line ``[step, validation loss]`` whenever it has looked at the loss. The seed decides the initial
-weights and each worker's data, so runs of one seed differ by the method alone.
+Rank 0 writes a line ``[step, validation loss, seconds]`` whenever it has looked at the loss; the seconds are those of
+training so far. The seed decides the initial weights and each worker's data, so runs of one seed differ by the method
+alone.
+
+Every worker looks at its own replica, on its share of the held-out data. With local steps replicas differ between
+syncs. So these methods are looked at only where a period has just ended: that is the synchronised model, unless parts
+of it are synchronised at different times.
 """
 
 from __future__ import annotations
@@ -9,59 +14,82 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
+from benchmarks.peers import PEERS, Attached, attach
 from benchmarks.variants import Variant
-from examples.gpt import GPT, Corpus
 
-from .settings import MODELS, PEERS, VALIDATION_PIECES, Settings
+from .settings import Settings
+from .tasks import TASKS, Task
 
-__all__ = ["main", "train"]
+__all__ = ["evaluations", "main", "train"]
 
 MOMENTUM = 0.9
-POWERSGD_RANK = 4
-POWERSGD_START = 10
-"""Steps without compression, in which PowerSGD's first factors are not yet needed."""
 
 
 def main() -> None:
     """Run the worker that the command line describes."""
     method, seed, settings = sys.argv[1], int(sys.argv[2]), Settings(**json.loads(sys.argv[3]))
     fl.init()
-    for step, loss in train(method, seed, settings):
+    for line in train(method, seed, settings):
         if fl.rank() == 0:
-            print(json.dumps([step, loss]), flush=True)
+            print(json.dumps(line), flush=True)
     fl.shutdown()
 
 
-def train(method: str, seed: int, settings: Settings) -> Iterator[tuple[int, float]]:
-    """Yield (step, validation loss over all workers' shares) before the first step, every so often, and at the end."""
-    config = MODELS[settings.model]
-    corpus = Corpus()
+def train(method: str, seed: int, settings: Settings) -> Iterator[tuple[int, float, float]]:
+    """Yield (step, validation loss over all workers' shares, seconds of training) before the first step, every so
+    often, and at the end.
+    """
+    task = TASKS[settings.model]
+    task.load()
     torch.manual_seed(seed)
-    network = GPT(config)
+    network = task.model()
     data = torch.Generator().manual_seed(seed * fl.size() + fl.rank() + 1)
-    model, optimizer = connect(method, network, settings)
+    attached = connect(method, network, settings)
+    optimizer = attached.optimizer
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, settings.steps))
-    for step in range(settings.steps):
-        if step % settings.every == 0:
-            yield step, validate(network, corpus, config.context)
-        tokens, targets = corpus.sample(settings.batch_size, config.context, data)
+    looks = evaluations(settings.steps, settings.every, period_of(method))
+    seconds = 0.0
+    yield 0, validate(network, task), seconds
+    start = time.perf_counter()
+    for step in range(1, settings.steps + 1):
+        inputs, targets = task.sample(settings.batch_size, data)
         optimizer.zero_grad()
-        model(tokens, targets).backward()
+        attached.model(inputs, targets).backward()
         optimizer.step()
         schedule.step()
-    yield settings.steps, validate(network, corpus, config.context)
+        if step in looks:
+            seconds += time.perf_counter() - start
+            yield step, validate(network, task), seconds
+            start = time.perf_counter()
+    attached.close()
 
 
-def connect(method: str, network: nn.Module, settings: Settings) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model and the optimizer that train ``network`` on all workers."""
+def evaluations(steps: int, every: int, period: int) -> set[int]:
+    """Return the steps after which the loss is looked at: about ``every`` so many, where a period ends, and the last.
+
+    Args:
+        steps: of all training.
+        every: steps between two looks, if each of them ends a period.
+        period: steps after which the workers' parameters are equal.
+    """
+    apart = -(-every // period) * period
+    return {*range(apart, steps, apart), steps}
+
+
+def period_of(method: str) -> int:
+    """Return after how many steps of a method the workers' parameters are equal again."""
+    return PEERS[method].period if method in PEERS else Variant.parse(method).period
+
+
+def connect(method: str, network: nn.Module, settings: Settings) -> Attached:
+    """Return what trains ``network`` on all workers."""
     variant = None if method in PEERS else Variant.parse(method)
     momentum = 0.0 if variant is not None and variant.options.get("momentum") else MOMENTUM
     optimizer: torch.optim.Optimizer
@@ -69,16 +97,9 @@ def connect(method: str, network: nn.Module, settings: Settings) -> tuple[nn.Mod
         optimizer = torch.optim.SGD(network.parameters(), lr=settings.learning_rate, momentum=momentum)
     else:
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, betas=(momentum, 0.999))
-    if method == "ddp":
-        return DistributedDataParallel(network), optimizer
-    if method == "ddp-powersgd":
-        # One bucket: with more of them the order of its collectives differs between ranks, and gloo aborts.
-        model = DistributedDataParallel(network, bucket_cap_mb=1000)
-        state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return model, optimizer
-    assert variant is not None
-    return network, variant.wrap(optimizer, network)
+    if variant is None:
+        return attach(method, network, optimizer)
+    return Attached(network, variant.wrap(optimizer, network))
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:
@@ -90,11 +111,13 @@ def warm_up_then_cosine(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def validate(network: nn.Module, corpus: Corpus, length: int) -> float:
-    """Return the loss on the validation text, of which each worker does its share."""
-    tokens, targets = corpus.validate(VALIDATION_PIECES, length)
+def validate(network: nn.Module, task: Task) -> float:
+    """Return the loss on the held-out data, of which each worker does its share with its own replica."""
+    inputs, targets = task.held_out()
     mine = slice(fl.rank(), None, fl.size())
-    share = network(tokens[mine], targets[mine]).double()
+    network.eval()
+    share = network(inputs[mine], targets[mine]).double()
+    network.train()
     return float(fl.all_reduce(share))
 
 

@@ -31,7 +31,7 @@ def main() -> int:
     parser, options = _parse()
     try:
         methods, absent = select(options.methods)
-        networks = [Network(options.hosts, rate) for rate in options.rates]
+        networks = [Network(options.hosts, rate, delay=options.delay) for rate in options.rates]
     except ValueError as error:
         parser.error(str(error))
     for method, reason in absent.items():
@@ -45,7 +45,10 @@ def main() -> int:
     title = f"Training {options.model}, {hosts} x {workers} workers, {options.rounds} rounds"
     found: list[dict[str, Any]] = []
     for network in driver.follow("benchmarks.training", networks):
-        cell = Cell(options.model, hosts, workers, network.rate, tuple(methods), options.rounds, options.seed)
+        cell = Cell(
+            *(options.model, hosts, workers, network.rate, tuple(methods), options.rounds, options.seed),
+            delay=network.delay,
+        )
         refuse_if_busy(options.busy_ok, hosts * workers)
         _say(f"{cell}: {len(methods)} methods, {cell.rounds} rounds")
         before = pressure()
@@ -77,6 +80,9 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         type=comma_separated(_rate),
         default=("100mbit",),
         help="of each host's link, comma-separated; none for no limit (default 100mbit)",
+    )
+    parser.add_argument(
+        "--delay", help="of every frame between hosts, half of a round trip, such as 25ms (default: none)"
     )
     parser.add_argument("--methods", type=comma_separated(str), help="comma-separated (default: all)")
     parser.add_argument("--rounds", type=count(), default=8, help="turns of each method (default 8)")

@@ -21,6 +21,7 @@ class Cell:
         rounds: turns that each method gets.
         seed: of weights, data and the order of methods in each round.
         plans: files of fusion plans by the methods that are to use them.
+        delay: of every frame between two hosts, half of a round trip, such as "25ms"; None: not delayed.
     """
 
     model: str
@@ -31,9 +32,11 @@ class Cell:
     rounds: int
     seed: int = 0
     plans: Mapping[str, str] = field(default_factory=dict)
+    delay: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.hosts} x {self.workers} workers, {self.rate or 'no limit'}"
+        delay = f", {self.delay} each way" if self.delay else ""
+        return f"{self.model}, {self.hosts} x {self.workers} workers, {self.rate or 'no limit'}{delay}"
 
 
 @dataclass(frozen=True)

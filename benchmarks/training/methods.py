@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from benchmarks import peers
 from benchmarks.variants import OVERLAP, SEPARATOR, Variant, codec_presets
 from fusionlayer.registry import nearest
 
@@ -21,12 +22,10 @@ ALWAYS = (COMPUTE, BASELINE, NULL)
 
 PEERS = {
     "alone": "no communication: the time that computing takes",
-    "ddp": "DistributedDataParallel with its defaults",
+    "ddp": peers.PEERS["ddp"].about,
     "ddp-again": "the same once more: its ratio is 1 but for noise",
     "ddp-tuned": "DDP with the bucket size, of a few, that was fastest in a trial before",
-    "ddp-fp16": "DDP with torch's fp16_compress_hook",
-    "ddp-bf16": "DDP with torch's bf16_compress_hook",
-    "ddp-powersgd": "DDP with torch's PowerSGD hook: rank 4, warm start, error feedback, one bucket",
+    **{name: peer.about for name, peer in peers.PEERS.items() if name != "ddp"},
     "horovod": "horovod.torch.DistributedOptimizer",
     "horovod-fp16": "the same with Compression.fp16",
 }
@@ -48,6 +47,11 @@ def all_methods() -> dict[str, str]:
 
 def missing() -> dict[str, str]:
     """Return the methods that cannot run here, and why."""
+    absent = {name: reason for name in peers.PEERS if (reason := peers.why_missing(name))}
+    return {**absent, **_missing_horovod()}
+
+
+def _missing_horovod() -> dict[str, str]:
     if importlib.util.find_spec("horovod") is None:
         reason = "Horovod is not installed"
     else:

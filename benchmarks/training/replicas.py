@@ -5,36 +5,29 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from benchmarks.peers import PEERS, Attached, attach
 from benchmarks.variants import Variant
 from fusionlayer.planning.codec_rules import AUTO
 
-from .methods import COMPUTE
+from .methods import BASELINE, COMPUTE, NULL
 from .timed_codec import Clock, timed
 from .workloads import Workload
 
 __all__ = ["Replica", "Trainee", "Turn", "digest", "make_replica"]
 
-POWERSGD_RANK = 4
 POWERSGD_START = 2
 """Steps before PowerSGD compresses, of which warm start needs two."""
 
 MEASURED_STEPS = 12
 """Until a planner that measures has done so, and its plan is at work."""
-
-ONE_BUCKET = 1000
-"""Megabytes: more than any model here. With several buckets PowerSGD's collectives come in different orders on
-different ranks, and gloo ends the process."""
 
 TRIAL_MEGABYTES = (1, 4, 16)
 TRIAL_SECONDS = 1.0
@@ -60,6 +53,9 @@ class Replica(ABC):
 
     lead = 0
     """Steps at the beginning of a turn that are not timed."""
+
+    period = 1
+    """Steps after which the next ones are as these were: with local steps, those between two syncs."""
 
     note = ""
 
@@ -174,21 +170,23 @@ def make_replica(method: str, workload: Workload, plan: str | None = None) -> Re
         megabytes = _fastest_buckets(workload)
         wrapper = DistributedDataParallel(model, bucket_cap_mb=megabytes)
         return Trainee(workload, wrapper, optimizer, note=f"{method}: buckets of {megabytes} MB")
-    if method == "ddp-powersgd":
-        return PowerSGD(workload, DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET), optimizer)
-    if method.startswith("ddp"):
-        wrapper = DistributedDataParallel(model)
-        if method in _HOOKS:
-            wrapper.register_comm_hook(None, _HOOKS[method])
-        return Trainee(workload, wrapper, optimizer)
+    if (name := BASELINE if method == NULL else method) in PEERS:
+        return Attachment(workload, name, attach(name, model, optimizer, POWERSGD_START))
     return _fusionlayer(method, workload, model, optimizer, plan)
 
 
-_HOOKS: dict[str, Callable[..., Any]] = {
-    "ddp-fp16": default_hooks.fp16_compress_hook,
-    # By its own name DDP refuses this hook unless there is a GPU; gloo does what it needs.
-    "ddp-bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
-}
+class Attachment(Trainee):
+    """What a library of others trains."""
+
+    def __init__(self, workload: Workload, method: str, attached: Attached) -> None:
+        super().__init__(workload, attached.model, attached.optimizer)
+        self._attached = attached
+        self.period = PEERS[method].period
+        if method == "ddp-powersgd":
+            self.warm_up = POWERSGD_START + 2
+
+    def close(self) -> None:  # noqa: D102 - described in Replica
+        self._attached.close()
 
 
 class Waiting(Trainee):
@@ -214,17 +212,6 @@ class Overlapped(Trainee):
     def rest(self) -> None:  # noqa: D102 - described in Replica
         self._optimizer.synchronize()  # type: ignore[attr-defined]
         super().rest()
-
-
-class PowerSGD(Trainee):
-    """DDP with torch's PowerSGD hook."""
-
-    warm_up = POWERSGD_START + 2
-
-    def __init__(self, workload: Workload, model: DistributedDataParallel, optimizer: Optimizer) -> None:
-        super().__init__(workload, model, optimizer)
-        state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer, plan: str | None) -> Replica:

@@ -67,6 +67,7 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
                 "hosts": cell.hosts,
                 "workers": cell.workers,
                 "rate": cell.rate,
+                "delay": cell.delay,
                 "method": method,
                 "about": about(method),
                 "note": one.note,

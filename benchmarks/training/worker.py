@@ -77,12 +77,12 @@ class Player:
         self._device = carrier(fl.local_size(), fl.size(), os.environ.get("GLOO_SOCKET_IFNAME"))
 
     def warm_up(self) -> float:
-        """Take the first steps and decide how many a turn has; return the seconds of the last one."""
-        seconds = 0.0
-        for _ in range(self.replica.warm_up):
-            turn, _ = self._turn(1)
-            seconds = slowest(turn.seconds)
-        self.steps = steps_of_turn(seconds)
+        """Take the first steps and decide how many a turn has; return the mean seconds of the last period's."""
+        period = self.replica.period
+        periods = -(-self.replica.warm_up // period)
+        took = [self._turn(1)[0].seconds for _ in range(periods * period)]
+        seconds = slowest(statistics.fmean(took[-period:]))
+        self.steps = steps_of_turn(seconds, period)
         return seconds
 
     def play(self) -> None:
@@ -119,9 +119,9 @@ class Player:
         )
 
 
-def steps_of_turn(seconds: float) -> int:
-    """Return how many steps of ``seconds`` a turn has: as many as take about a second, one where they take longer."""
-    return max(1, min(MOST_STEPS, round(TURN_SECONDS / seconds)))
+def steps_of_turn(seconds: float, period: int = 1) -> int:
+    """Return how many steps of ``seconds`` a turn has: whole periods that take about a second, one if it is longer."""
+    return period * max(1, min(MOST_STEPS // period, round(TURN_SECONDS / (seconds * period))))
 
 
 def _round(everyone: Sequence[tuple[Turn, float]], steps: int) -> Round:
