@@ -16,11 +16,14 @@ from fusionlayer.planning.codec_rules import AUTO, FIDELITIES
 from fusionlayer.registry import nearest
 from fusionlayer.transport import C10dTransport
 
-__all__ = ["OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
+__all__ = ["LOCAL", "OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
 
 SEPARATOR = "+"
 OVERLAP = SEPARATOR + "overlap"
 """Ends the name of a variant whose communication goes on during the next forward."""
+
+LOCAL = "local="
+"""Begins the word for local steps: ``local=diloco:every=60`` is ``fusionlayer.Local.diloco(every=60)``."""
 
 _WORDS = ("autotune", "behind", "overlap", "unchecked")
 
@@ -47,6 +50,8 @@ class Variant:
         autotune: the plan is searched for by measured steps. The word "autotune".
         unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
             word "unchecked".
+        sync: ``fusionlayer.Local``, whose steps are local; a word local=PRESET:OPTION=VALUE. A name that begins with it
+            has the preset's own codec.
     """
 
     codec: str
@@ -57,6 +62,7 @@ class Variant:
     overlap: bool = False
     autotune: bool = False
     unchecked: bool = False
+    sync: Any = None
 
     @classmethod
     def parse(cls, name: str) -> Variant:
@@ -64,10 +70,15 @@ class Variant:
         codec, *words = name.split(SEPARATOR)
         options: dict[str, Any] = {}
         found: dict[str, Any] = {}
+        if codec.startswith(LOCAL):
+            sync = found["sync"] = _local(name, codec)
+            codec, options = sync.codec or "raw", dict(sync.codec_options)
         for word in words:
             key, equals, value = word.partition("=")
             if key == "algorithm" and equals:
                 found["algorithm"] = value
+            elif word.startswith(LOCAL):
+                found["sync"] = _local(name, word)
             elif equals:
                 options[key] = yaml.safe_load(value)
             elif word in _WORDS:
@@ -94,8 +105,8 @@ class Variant:
 
     @property
     def period(self) -> int:
-        """Steps after which the workers' parameters are equal again: 1 without local steps."""
-        return 1
+        """Steps from one sync to the next: 1 without local steps."""
+        return 1 if self.sync is None else int(self.sync.every)
 
     @property
     def about(self) -> str:
@@ -108,6 +119,7 @@ class Variant:
         parts += ["overlap_forward"] if self.overlap else []
         parts += ["autotune"] if self.autotune else []
         parts += ["nothing checked"] if self.unchecked else []
+        parts += [f"local steps, a sync every {self.period}"] if self.sync is not None else []
         return ", ".join(parts)
 
     def make_codec(self) -> Codec:
@@ -138,4 +150,19 @@ class Variant:
             overlap_forward=model if self.overlap else None,
             group=C10dTransport(checksum=False) if self.unchecked else None,
             check_replicas=False if self.unchecked else None,
+            **({} if self.sync is None else {"sync": self.sync}),
         )
+
+
+def _local(name: str, word: str) -> Any:
+    """Return the ``fusionlayer.Local`` of a word; ``ValueError`` for no preset, or a wrong option."""
+    preset, *options = word.removeprefix(LOCAL).split(":")
+    kind = getattr(fl, "Local", None)
+    make = None if preset.startswith("_") else getattr(kind, preset, None)
+    if not callable(make):
+        raise ValueError(f"{name!r}: fusionlayer.Local has no preset {preset!r}")
+    pairs = [option.partition("=") for option in options]
+    try:
+        return make(**{key: yaml.safe_load(value) for key, _, value in pairs})
+    except (ConfigError, TypeError) as error:
+        raise ValueError(f"{name!r}: {error}") from None

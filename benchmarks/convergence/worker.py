@@ -5,8 +5,8 @@ training so far. The seed decides the initial weights and each worker's data, so
 alone.
 
 Every worker looks at its own replica, on its share of the held-out data. With local steps replicas differ between
-syncs. So these methods are looked at only where a period has just ended: that is the synchronised model, unless parts
-of it are synchronised at different times.
+syncs, so looks are where a period ends. Those of fusionlayer are at the anchors: what all workers had after the last
+sync, or, of a model whose fragments are synchronised at different times, after the last sync of each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -56,6 +57,7 @@ def train(method: str, seed: int, settings: Settings) -> Iterator[tuple[int, flo
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, settings.steps))
     looks = evaluations(settings.steps, settings.every, period_of(method))
     seconds = 0.0
+    anchored = getattr(optimizer, "anchored", nullcontext)
     yield 0, validate(network, task), seconds
     start = time.perf_counter()
     for step in range(1, settings.steps + 1):
@@ -66,7 +68,9 @@ def train(method: str, seed: int, settings: Settings) -> Iterator[tuple[int, flo
         schedule.step()
         if step in looks:
             seconds += time.perf_counter() - start
-            yield step, validate(network, task), seconds
+            with anchored():
+                loss = validate(network, task)
+            yield step, loss, seconds
             start = time.perf_counter()
     attached.close()
 

@@ -34,6 +34,7 @@ from . import campaign
 from .campaign import SETUPS
 from .links import LINKS, Link
 from .methods import METHODS, QUICK, check
+from .methods import why_not as impossible
 from .picture import picture
 from .records import Found, Records, read
 from .summary import checks, columns, overview, scores
@@ -54,7 +55,7 @@ def main() -> int:
 
 def _make_quick(options: argparse.Namespace, records: Path) -> None:
     """Change the options to a tiny scoreboard, whose records are thrown away and whose figures mean nothing."""
-    options.model, options.steps, options.methods, options.seeds = "small", QUICK_STEPS, QUICK, (0,)
+    options.model, options.steps, options.methods, options.seeds = "small", QUICK_STEPS, options.methods or QUICK, (0,)
     options.networks, options.rounds, options.records, options.busy_ok = (QUICK_LINK,), 1, records, True
 
 
@@ -82,7 +83,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _available(methods: Sequence[str]) -> list[str]:
     """Return the methods that can run here, and say why others cannot."""
-    absent = {name: reason for name in methods if name in peers.PEERS and (reason := peers.why_missing(name))}
+    absent = {name: reason for name in methods if (reason := impossible(name))}
     for name, reason in {**absent, **peers.LEFT_OUT}.items():
         print(f"{name} is left out: {reason}", file=sys.stderr)
     return [name for name in methods if name not in absent]

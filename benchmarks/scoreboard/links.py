@@ -51,7 +51,12 @@ class Link:
     def words(self) -> str:
         """The link in words, such as "100 Mbit/s, 50 ms"."""
         rate = f"{self.megabits:g} Mbit/s" if self.megabits < 1000 else f"{self.megabits / 1000:g} Gbit/s"
-        return f"{rate}, {re.sub(r'(?<=\d)(?=[a-z])', ' ', self.rtt)}"
+        return f"{rate}, {self.trip}"
+
+    @property
+    def trip(self) -> str:
+        """The round trip in words, such as "50 ms"."""
+        return re.sub(r"(?<=\d)(?=[a-z])", " ", self.rtt)
 
     def network(self, hosts: int) -> Network:
         """Return the emulated network of so many hosts; ``ValueError`` if there can be none."""

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from benchmarks import peers
+from benchmarks.variants import LOCAL as LOCAL_WORD
 from benchmarks.variants import OVERLAP, SEPARATOR, Variant
 
-__all__ = ["METHODS", "QUICK", "about", "check", "family", "losses_of", "steps_of", "version"]
+__all__ = ["LOCAL", "METHODS", "QUICK", "check", "family", "losses_of", "steps_of", "version", "why_not"]
+
+LOCAL = (
+    *("raw+local=averaging:every=4", "int4+local=averaging:every=4", "int4+local=averaging:every=8"),
+    *("raw+local=diloco", "int4+local=diloco", "local=streaming", "local=sparseloco", "local=muloco", "local=desloc"),
+)
+"""Local steps, presets with their defaults. One that this version lacks is left out, with a line that says so."""
 
 METHODS = {
     "AdamW": (
         *("ddp", "ddp-fp16", "ddp-powersgd", "accelerate-local", "torchft-diloco"),
         *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap"),
         *("mxfp4", "thc", "dynamiq", "onebit", "powersgd", "topk", "dgc+warmup_steps=60"),
+        *LOCAL,
     ),
     "SGD": (
         *("ddp", "ddp-fp16", "ddp-powersgd", "accelerate-local", "torchft-diloco"),
         *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap"),
         *("mxfp4", "thc", "dynamiq", "onebit", "powersgd", "topk", "dgc+momentum=0.9+warmup_steps=60"),
+        *LOCAL,
     ),
 }
 """By the optimizer that they are meant for. ``auto`` is not among them: its losses depend on the network."""
@@ -34,9 +43,15 @@ def check(name: str) -> str:
     return name
 
 
-def about(name: str) -> str:
-    """Return what a method is, in words."""
-    return peers.PEERS[name].about if name in peers.PEERS else Variant.parse(name).about
+def why_not(name: str) -> str | None:
+    """Return why a method cannot run here; None if it can."""
+    if name in peers.PEERS:
+        return peers.why_missing(name)
+    try:
+        Variant.parse(name)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def family(name: str) -> str:
@@ -45,7 +60,7 @@ def family(name: str) -> str:
         return "DDP"
     if name in peers.PEERS:
         return "peer"
-    return "local" if Variant.parse(name).period > 1 else "ours"
+    return "local" if LOCAL_WORD in name else "ours"
 
 
 def version(name: str) -> str:

@@ -68,12 +68,12 @@ def picture(rows: Sequence[Row]) -> Figure:
             found = {row["rate"]: row["minutes"][-1] for row in here if row["method"] == name}
             points = [(x, found[link.rate]) for x, link in enumerate(links) if found.get(link.rate) is not None]
             if points:
-                style = {"color": colours.get(name, drawing.GREY), "linestyle": "-" if name in colours else "--"}
-                axes.plot(*zip(*points, strict=True), "o-", label=name, **style)
+                form = "o-" if name in colours else "o--"
+                axes.plot(*zip(*points, strict=True), form, label=name, color=colours.get(name, drawing.GREY))
         axes.plot(
             range(len(links)), _computing(here, links), ":", color="black", linewidth=1.0, label="computing alone"
         )
-        axes.set(title=f"round trip {links[0].words.split(', ')[1]}", yscale="log", xlim=(-0.15, len(links) - 0.85))
+        axes.set(title=f"round trip {links[0].trip}", yscale="log", xlim=(-0.15, len(links) - 0.85))
         axes.set_xticks(range(len(links)), [link.words.split(", ")[0] for link in links])
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -128,7 +128,8 @@ class Records:
 
         None is yielded if it is there already, or if another process makes it. A process that dies gives it up.
         """
-        path = self.folder / f"{'_'.join(re.sub(r'[^\w.=+-]+', '-', str(part)) for part in key)}.json"
+        name = "_".join(re.sub(r"[^\w.=+-]+", "-", str(part)) for part in key)
+        path = self.folder / f"{name}.json"
         with path.with_suffix(".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -216,12 +216,13 @@ class Overlapped(Trainee):
 
 def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer, plan: str | None) -> Replica:
     variant, clock = Variant.parse(method), Clock()
-    kind = Overlapped if variant.overlap else Waiting
+    kind = Trainee if variant.sync is not None else Overlapped if variant.overlap else Waiting
     if plan is not None or variant.codec == AUTO:
         replica = kind(workload, model, variant.wrap(optimizer, model, plan=plan))
     else:
         codec = timed(variant.make_codec(), f"{method} (timed)", clock)
         replica = kind(workload, model, variant.wrap(optimizer, model, codec), clock)
+    replica.period = variant.period
     if plan is None and variant.measures:
         replica.warm_up = MEASURED_STEPS
     return replica
