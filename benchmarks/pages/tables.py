@@ -75,6 +75,33 @@ def time_to_loss() -> Lines:
         yield _NOTES.get(method, method), *(f"{minutes(method, rate, goal):.3g}" for rate in ("100mbit", "1gbit"))
 
 
+ARRIVALS = {
+    "ddp": "`DistributedDataParallel(model)`",
+    "ddp-powersgd": "the same with torch's PowerSGD hook, rank 4",
+    "int8": '`fl.DistributedOptimizer(optimizer, model, codec="int8")`',
+    "int4": '`fl.DistributedOptimizer(optimizer, model, codec="int4")`',
+    "int4+overlap": '`fl.DistributedOptimizer(optimizer, model, codec="int4", overlap_forward=model)`',
+    "topk": '`fl.DistributedOptimizer(optimizer, model, codec="topk", density=0.01)`',
+}
+"""Lines of code of which a page tells how long they take to f32's final loss."""
+
+
+def arrivals() -> Lines:
+    """Minutes until f32's final loss, and what computing alone takes for as many steps as f32."""
+    goal, steps = end("ddp"), rows(CONVERGENCE, method="ddp")[0].losses[-1][0]
+    yield f"minutes until loss {goal:.3f}, where f32 ends", "100 Mbit/s", "1 Gbit/s", "its own end"
+    for method, line in ARRIVALS.items():
+        cells = []
+        for rate in ("100mbit", "1gbit"):
+            try:
+                cells.append(f"{minutes(method, rate, goal):.3g}")
+            except LookupError:
+                cells.append("never")
+        yield line, *cells, f"{end(method.removesuffix('+overlap')):.3f}"
+    alone = (the(TRAINING, rate=rate, method="alone").step_seconds * steps / 60 for rate in ("100mbit", "1gbit"))
+    yield "computing alone, as many steps", *(f"{each:.3g}" for each in alone), ""
+
+
 def losses() -> Lines:
     """Final losses, beside DDP of the same seeds."""
     yield "method", "seeds", "final validation loss", "beside DDP, by seed"
@@ -109,7 +136,8 @@ def tensor_parallel() -> Lines:
 
 
 TABLES: dict[str, Callable[[], Lines]] = {
-    function.__name__: function for function in (headline, training, time_to_loss, losses, horovod, tensor_parallel)
+    function.__name__: function
+    for function in (headline, training, time_to_loss, arrivals, losses, horovod, tensor_parallel)
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence import Settings
+from benchmarks.pages.found import load
 from benchmarks.report import Environment
 
 __all__ = ["Found", "Records", "read"]
@@ -91,9 +92,9 @@ def read(paths: Iterable[Path], found: Found) -> None:
         taken = 0
         for file in files:
             try:
-                data = json.loads(file.read_text())
+                data = load(file)
                 before = len(found)
-                found.take(data["title"], data["environment"], data["rows"])
+                found.take(data.title, data.environment, data.rows)
                 taken += len(found) - before
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(

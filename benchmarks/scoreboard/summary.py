@@ -160,7 +160,7 @@ def columns(row: Row) -> dict[str, str]:
         "loss": _number(row["final"], ".3f"),
         **{
             f"to {goal:.3f}": _minutes(each, row, place)
-            for place, (goal, each) in enumerate(zip(row["levels"], minutes, strict=True))
+            for place, (goal, each) in enumerate(zip(row["levels"], minutes, strict=False))  # none without DDP's losses
         },
     }
 
@@ -169,6 +169,8 @@ def _minutes(minutes: float | None, row: Row, place: int) -> str:
     if minutes is not None:
         about = "~" if row["within_spread"] and place == len(SHARES) - 1 else ""
         return f"{about}{minutes:.3g}"
+    if not row["levels"]:
+        return ""
     if row["final"] is None:
         return "no loss"
     if row["seeds"] < row["of_seeds"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,13 +50,14 @@ class Replica(ABC):
     """A method's model in training. A turn is ``prepare``, a barrier of the caller's, ``run``, a barrier, ``rest``."""
 
     warm_up = 2
-    """Turns of one step until every step is like the next: buckets and plans are made, memory is there."""
+    """Steps, each a turn, until every step is like the next: buckets and plans are made, memory is there."""
 
     lead = 0
     """Steps at the beginning of a turn that are not timed."""
 
     period = 1
-    """Steps after which the next ones are as these were: with local steps, those between two syncs."""
+    """Steps after which the next ones are as these were: with local steps, those between two syncs. A turn, also one
+    of the warm-up, has whole periods."""
 
     note = ""
 
@@ -142,7 +144,8 @@ class Trainee(Replica):
         self._batches = []
 
     def digest(self) -> str:  # noqa: D102 - described in Replica
-        return digest(self._model)
+        with getattr(self._optimizer, "anchored", nullcontext)():  # what ranks share, where steps are local
+            return digest(self._model)
 
     def close(self) -> None:  # noqa: D102 - described in Replica
         if callable(close := getattr(self._optimizer, "close", None)):
@@ -214,15 +217,30 @@ class Overlapped(Trainee):
         super().rest()
 
 
+class Streaming(Trainee):
+    """fusionlayer with local steps whose fragments arrive some steps after they have left.
+
+    As with overlap, a turn is timed from the end of one period to the end of another, both with something under way.
+    """
+
+    def rest(self) -> None:  # noqa: D102 - described in Replica
+        self._optimizer.state_dict()  # waits for what is under way, and changes nothing
+        super().rest()
+
+
 def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer, plan: str | None) -> Replica:
     variant, clock = Variant.parse(method), Clock()
-    kind = Trainee if variant.sync is not None else Overlapped if variant.overlap else Waiting
+    kind: type[Trainee] = Overlapped if variant.overlap else Waiting
+    if variant.sync is not None:
+        kind = Streaming if getattr(variant.sync, "overlaps", False) else Trainee
     if plan is not None or variant.codec == AUTO:
         replica = kind(workload, model, variant.wrap(optimizer, model, plan=plan))
     else:
         codec = timed(variant.make_codec(), f"{method} (timed)", clock)
         replica = kind(workload, model, variant.wrap(optimizer, model, codec), clock)
     replica.period = variant.period
+    if isinstance(replica, Streaming):
+        replica.lead = variant.period
     if plan is None and variant.measures:
         replica.warm_up = MEASURED_STEPS
     return replica

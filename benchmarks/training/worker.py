@@ -78,10 +78,10 @@ class Player:
 
     def warm_up(self) -> float:
         """Take the first steps and decide how many a turn has; return the mean seconds of the last period's."""
-        period = self.replica.period
-        periods = -(-self.replica.warm_up // period)
-        took = [self._turn(1)[0].seconds for _ in range(periods * period)]
-        seconds = slowest(statistics.fmean(took[-period:]))
+        period, seconds = self.replica.period, 0.0
+        for _ in range(-(-self.replica.warm_up // period)):
+            turn, _ = self._turn(period)
+            seconds = slowest(turn.seconds) / period
         self.steps = steps_of_turn(seconds, period)
         return seconds
 

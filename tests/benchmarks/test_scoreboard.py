@@ -275,7 +275,7 @@ def test_every_method_of_the_tables_exists_and_half_of_a_round_trip_is_each_way(
     assert str(Link.parse("30mbit/1ms")) == "30mbit/1ms"
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_scoreboard.py::TestCampaign")
+@exhaustive(guarded_by="tests/benchmarks/test_scoreboard.py::TestCampaign::test_parts_are_merged_into_one_result")
 @needs("accelerate")
 @pytest.mark.medium
 @pytest.mark.netns
