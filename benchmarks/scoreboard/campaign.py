@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -102,7 +103,7 @@ def expected_seconds(
     A run is its steps of computing, on as many cores as there are, and as much again for messages, codecs and looks. A
     step on a link takes at most what sending all gradients in f32 takes, which is taken for a fourth of the methods.
     """
-    step, cores = _computing(settings), torch.get_num_threads()
+    step, cores = _computing(settings), len(os.sched_getaffinity(0))
     crowd = max(1.0, settings.workers / cores)
     run = 15 + 2.0 * settings.steps * step * crowd
     timed = 0.0
