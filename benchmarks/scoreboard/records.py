@@ -137,8 +137,10 @@ class Records:
             except OSError:
                 yield None
                 return
-            yield None if path.exists() else path
-            path.with_suffix(".lock").unlink(missing_ok=True)
+            try:
+                yield None if path.exists() else path
+            finally:
+                path.with_suffix(".lock").unlink(missing_ok=True)
 
     def write(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a record as a whole."""

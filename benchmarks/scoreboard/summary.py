@@ -48,7 +48,9 @@ def levels(curve: Curve) -> tuple[float, ...]:
 
 def _at(curve: Curve, step: float) -> float:
     for (before, high), (after, low) in zip(curve, curve[1:], strict=False):
-        if before <= step <= after:
+        if step <= before:
+            return high
+        if step < after:
             return high + (low - high) * (step - before) / (after - before)
     return curve[-1][1]
 
