@@ -177,7 +177,7 @@ def _minutes(minutes: float | None, row: Row, place: int) -> str:
         return "no loss"
     if row["seeds"] < row["of_seeds"]:
         return f"{row['seeds']} of {row['of_seeds']} seeds"
-    return f"- ({row['best']:.3f})"
+    return f"— ({row['best']:.3f})"  # a dash of ASCII would begin a list
 
 
 def overview(rows: Sequence[Row]) -> list[dict[str, str]]:

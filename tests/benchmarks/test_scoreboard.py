@@ -96,7 +96,7 @@ class TestArithmetic:
         row = scores(found(*DDP, *mine, steps("int4", FAST, 1.0)), SEEDS)[-1]
         assert row["steps"][-1] == (None if step is None else pytest.approx(step))
         cell = columns(row)["to 2.100"]
-        assert cell == {2.0: "9.5", 2.19: "~10", 2.21: "- (2.210)"}[final]
+        assert cell == {2.0: "9.5", 2.19: "~10", 2.21: "— (2.210)"}[final]
         assert row["above"] == pytest.approx(final / 2.1 - 1)
 
     def test_fewer_seeds_have_no_minutes(self) -> None:
