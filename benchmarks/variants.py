@@ -74,11 +74,12 @@ class Variant:
             sync = found["sync"] = _local(name, codec)
             codec, options = sync.codec or "raw", dict(sync.codec_options)
         for word in words:
+            if word.startswith(LOCAL):
+                found["sync"] = _local(name, word)
+                continue
             key, equals, value = word.partition("=")
             if key == "algorithm" and equals:
                 found["algorithm"] = value
-            elif word.startswith(LOCAL):
-                found["sync"] = _local(name, word)
             elif equals:
                 options[key] = yaml.safe_load(value)
             elif word in _WORDS:
