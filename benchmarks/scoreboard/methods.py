@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import peers
+from benchmarks.training.methods import PEERS as THEIRS
 from benchmarks.variants import LOCAL as LOCAL_WORD
 from benchmarks.variants import OVERLAP, SEPARATOR, Variant
 
@@ -58,7 +59,7 @@ def family(name: str) -> str:
     """Return "DDP", "peer", "ours", or "local" for those of ours that do not exchange in each step."""
     if name == "ddp":
         return "DDP"
-    if name in peers.PEERS:
+    if name in THEIRS:
         return "peer"
     return "local" if LOCAL_WORD in name else "ours"
 
