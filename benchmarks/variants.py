@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,11 @@ class Variant:
     def period(self) -> int:
         """Steps from one sync to the next: 1 without local steps."""
         return 1 if self.sync is None else int(self.sync.every)
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which the messages repeat: a period, or more of them where states sync at slower rates."""
+        return self.period * math.lcm(*(getattr(self.sync, "states", None) or {}).values())
 
     @property
     def about(self) -> str:

@@ -238,9 +238,9 @@ def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: O
     else:
         codec = timed(variant.make_codec(), f"{method} (timed)", clock)
         replica = kind(workload, model, variant.wrap(optimizer, model, codec), clock)
-    replica.period = variant.period
+    replica.period = variant.cycle
     if isinstance(replica, Streaming):
-        replica.lead = variant.period
+        replica.lead = variant.cycle
     if plan is None and variant.measures:
         replica.warm_up = MEASURED_STEPS
     return replica
