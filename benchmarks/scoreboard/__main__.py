@@ -100,11 +100,9 @@ def _campaign(
         raise SystemExit(f"steps need emulated networks, which there are none of here ({obstacle}); --parts losses")
     if losses or steps:
         seconds = campaign.expected_seconds(losses, steps, settings, options.rounds)
-        print(
-            f"to do: losses of {len(losses)} runs, about {_hours(seconds[0])}; steps on {len(steps)} networks, "
-            f"about {_hours(seconds[1])}; records in {records.folder}",
-            file=sys.stderr,
-        )
+        parts = [f"losses of {len(losses)} runs, about {_hours(seconds[0])}"] if losses else []
+        parts += [f"steps on {len(steps)} networks, about {_hours(seconds[1])}"] if steps else []
+        print(f"to do: {'; '.join(parts)}; records in {records.folder}", file=sys.stderr)
     try:
         failed = campaign.run_losses(losses, settings, records, found)
         failed += campaign.run_steps(
