@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import fusionlayer as fl
 from benchmarks import peers
 from benchmarks.convergence import Settings
 from benchmarks.convergence.running import Point
@@ -25,6 +27,7 @@ from benchmarks.scoreboard.picture import picture, shown
 from benchmarks.scoreboard.records import Found, Records, read
 from benchmarks.scoreboard.summary import checks, columns, levels, mean_curve, overview, reached, scores
 from benchmarks.training.worker import steps_of_turn
+from benchmarks.variants import Variant
 from fusionlayer.cli import drawing
 from tests.examples.places import ROOT, needs_namespaces
 from tests.tiers import exhaustive, needs
@@ -127,6 +130,36 @@ def test_local_steps_are_timed_and_looked_at_where_a_period_ends() -> None:
     assert evaluations(100, 50, 64) == {64, 100}
     assert [steps_of_turn(0.2, period) for period in (1, 2, 4, 30)] == [5, 4, 4, 30]
     assert steps_of_turn(0.01, 3) == 6
+
+
+class Local:
+    """Stands in for ``fusionlayer.Local``."""
+
+    codec, codec_options = "int", {"bits": 4}
+
+    def __init__(self, every: int, states: dict[str, int] | None = None) -> None:
+        self.every, self.states = every, states
+
+    @classmethod
+    def diloco(cls, every: int = 30) -> Local:
+        return cls(every)
+
+    @classmethod
+    def desloc(cls, every: int = 32) -> Local:
+        return cls(every, {"exp_avg": 3, "exp_avg_sq": 6})
+
+
+@pytest.mark.short
+def test_local_steps_have_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fl, "Local", Local, raising=False)
+    variant = Variant.parse("int8+local=diloco:every=60")
+    assert (variant.codec, variant.options, variant.period, variant.cycle) == ("int8", {}, 60, 60)
+    variant = Variant.parse("local=desloc")
+    assert (variant.codec, variant.options, variant.period, variant.cycle) == ("int", {"bits": 4}, 32, 192)
+    assert Variant.parse("int8").cycle == 1
+    for wrong in ("int8+local=diloko", "int8+local=diloco:evry=3", "int8+local=__init__"):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            Variant.parse(wrong)
 
 
 @pytest.mark.short
