@@ -217,8 +217,8 @@ def checks(found: Found) -> list[dict[str, str]]:
         lines.append(
             {
                 **{"method": method, "network": Link(*link.split("/")).words, "seed": str(seed)},
-                "computed, min": _number(computed, ".2f"),
-                "measured, min": f"{seconds / 60:.2f}",
+                "computed, min": _number(computed, "#.3g"),
+                "measured, min": f"{seconds / 60:#.3g}",
                 "difference": _number(computed and computed / (seconds / 60) - 1, "+.1%"),
                 "loss": _number(apart and apart["final"], ".4f"),
                 "loss here": f"{run['final']:.4f}",

@@ -119,7 +119,7 @@ class TestArithmetic:
         run = {**losses("int4", 0, 5, 4, 3, 2.5, 2.0), "link": "1gbit/1ms", "seconds": [[0, 0.0], [600, 660.0]]}
         it = found(*DDP, losses("int4", 0, 5, 4, 3, 2.5, 2.0), steps("int4", FAST, 1.0), run)
         (line,) = checks(it)
-        assert (line["computed, min"], line["measured, min"], line["difference"]) == ("10.00", "11.00", "-9.1%")
+        assert (line["computed, min"], line["measured, min"], line["difference"]) == ("10.0", "11.0", "-9.1%")
         assert line["loss"] == line["loss here"] == "2.0000"
 
 
