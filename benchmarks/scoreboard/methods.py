@@ -18,13 +18,13 @@ LOCAL = (
 METHODS = {
     "AdamW": (
         *("ddp", "ddp-fp16", "ddp-powersgd", "accelerate-local", "torchft-diloco"),
-        *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap"),
+        *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap", "int3", "int2"),
         *("mxfp4", "thc", "dynamiq", "onebit", "powersgd", "topk", "dgc+warmup_steps=60"),
         *LOCAL,
     ),
     "SGD": (
         *("ddp", "ddp-fp16", "ddp-powersgd", "accelerate-local", "torchft-diloco"),
-        *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap"),
+        *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap", "int3", "int2"),
         *("mxfp4", "thc", "dynamiq", "onebit", "powersgd", "topk", "dgc+momentum=0.9+warmup_steps=60"),
         *LOCAL,
     ),
