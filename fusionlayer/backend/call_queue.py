@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import FusionLayerError
 from ..scheduler.worker import Job, Worker
-from ..transport import URGENT, Transport
+from ..transport import Transport
+from ..transport._base import URGENT
 from .work import BackgroundWork, Ticket
 
 __all__ = ["CallQueue"]

@@ -11,7 +11,8 @@ from functools import cache
 import torch
 
 from ..timeline import carried
-from ..transport import URGENT, Transport
+from ..transport import Transport
+from ..transport._base import URGENT
 
 __all__ = ["IN_FLIGHT", "Piece", "cut", "pipeline"]
 

@@ -12,7 +12,8 @@ import torch
 
 from ..errors import ConfigError
 from ..timeline import Timeline
-from ..transport import URGENT, Transport
+from ..transport import Transport
+from ..transport._base import URGENT
 from .execution import OperationPart, execute
 from .operation import Operation
 from .requests import ALL_RANKS

@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from ..transport import URGENT, Transport
+from ..transport import Transport
+from ..transport._base import URGENT
 from .worker import Job, Jobs, Worker
 
 __all__ = ["LANES", "Lane", "put_first"]

@@ -1,7 +1,7 @@
 """Transports move bytes between ranks: ``c10d`` for any torch process group, ``local`` for ranks that are threads."""
 
-from ._base import URGENT, Transport
+from ._base import Transport
 from .c10d import C10dTransport
 from .local import LocalTransport
 
-__all__ = ["URGENT", "C10dTransport", "LocalTransport", "Transport"]
+__all__ = ["C10dTransport", "LocalTransport", "Transport"]
