@@ -43,6 +43,7 @@ class Variant:
         behind: the codec gets whole buckets, and sparse ones are summed by ``one_shot``: what the others compare with
             sparsification ahead of fusion. The word "behind".
         algorithm: how its messages travel, a word algorithm=NAME; None: the default.
+        feedback_bits: bits of the error feedback between steps, a word feedback_bits=8; None: the default.
         overlap: the next forward begins before all gradients have arrived. The word "overlap".
         autotune: the plan is searched for by measured steps. The word "autotune".
         unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
@@ -54,6 +55,7 @@ class Variant:
     planner: str | None = None
     behind: bool = False
     algorithm: str | None = None
+    feedback_bits: int | None = None
     overlap: bool = False
     autotune: bool = False
     unchecked: bool = False
@@ -68,6 +70,8 @@ class Variant:
             key, equals, value = word.partition("=")
             if key == "algorithm" and equals:
                 found["algorithm"] = value
+            elif key == "feedback_bits" and equals:
+                found["feedback_bits"] = yaml.safe_load(value)
             elif equals:
                 options[key] = yaml.safe_load(value)
             elif word in _WORDS:
@@ -99,6 +103,7 @@ class Variant:
         parts += [f"{key}={value}" for key, value in self.options.items()]
         parts += [f"the planner {self.planner}"] if self.planner else []
         parts += [f"the algorithm {self.algorithm}"] if self.algorithm else []
+        parts += [f"error feedback in {self.feedback_bits} bits"] if self.feedback_bits else []
         parts += ["sparsified behind fusion"] if self.behind else []
         parts += ["overlap_forward"] if self.overlap else []
         parts += ["autotune"] if self.autotune else []
@@ -130,6 +135,7 @@ class Variant:
             plan=plan,
             algorithm="one_shot" if self.behind else self.algorithm,
             ahead=False if self.behind else None,
+            feedback_bits=self.feedback_bits,
             overlap_forward=model if self.overlap else None,
             group=C10dTransport(checksum=False) if self.unchecked else None,
             check_replicas=False if self.unchecked else None,

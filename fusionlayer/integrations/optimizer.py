@@ -49,6 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     planner: str | Planner | None = None,
     plan: FusionPlan | str | Path | None = None,
     error_feedback: bool | None = None,
+    feedback_bits: int | None = None,
     op: ReduceOp = Average,
     backward_passes_per_step: int = 1,
     gradient_predivide_factor: float = 1.0,
@@ -99,6 +100,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             that are frozen at present, and must have those that are not.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.
+        feedback_bits: bits that an element of the error feedback takes between two steps: 32, or 8, a byte and 1/32 of
+            one, rounded at random so that the mean stays. None takes the configured number, 32 by default.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: number of backward passes that accumulate gradients before they are reduced.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
@@ -183,6 +186,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         fidelity=fidelity,
         replan=replan,
         error_feedback=error_feedback,
+        feedback_bits=feedback_bits,
         autotune=autotune,
         sync=sync,
     )

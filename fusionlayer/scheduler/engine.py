@@ -58,7 +58,7 @@ class Engine(Traffic):
         planner: makes that plan.
         plan: fixed plan; ``codec``, ``algorithm``, ``ahead`` and ``planner`` are then ignored.
         device: of all gradients.
-        memory: keeps error feedback; a new one by default.
+        memory: keeps error feedback; a new one, of 32 bits, by default.
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
         timeline: record of the threads' work.
@@ -117,7 +117,7 @@ class Engine(Traffic):
             algorithm,
             ahead,
             planner,
-            (f"scaling {scaling}", f"feedback {error_feedback}", f"hold {hold_results}", f"overlap {overlap_forward}"),
+            (f"scaling {scaling}", f"feedback {error_feedback} in {self.memory.bits} bits", f"hold {hold_results}", f"overlap {overlap_forward}"),
             plan_controller,
             self._timeline,
         )
