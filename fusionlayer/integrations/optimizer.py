@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -31,6 +32,7 @@ from .enrolment import Roster
 from .local import Local, check_sync, state_tensors
 from .local_optimizer import LocallyStepping
 from .local_steps import LocalSteps
+from .onebit_adam import OneBitAdam
 from .parameters import describe, replicated_by
 from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
@@ -39,6 +41,20 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["DistributedOptimizer"]
+
+
+# The options of a warm-up in which gradients travel as they are.
+_AS_THEY_ARE: Mapping[str, Any] = {
+    "codec": "raw",
+    "codec_options": {},
+    "algorithm": None,
+    "ahead": None,
+    "plan": None,
+    "profile": None,
+    "policy": None,
+    "fidelity": None,
+    "autotune": False,
+}
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
@@ -198,6 +214,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     def idle(names: Mapping[Tensor, str]) -> list[str]:
         return [name for parameter, name in roster.names.items() if parameter not in names]
 
+    def options_now() -> GradientOptions:
+        warm = isinstance(optimizer, OneBitAdam) and not optimizer.frozen
+        return replace(options, **_AS_THEY_ARE) if warm else options
+
     def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
         scaling = Scaling(1 / transport.size if op is Average else 1.0)
@@ -205,7 +225,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
         timeline = Timeline(context.settings().timeline if transport.size > 1 else None, transport.rank)
         engine = make_engine(
-            options,
+            options_now(),
             describe(names, groups, roster.names),
             transport,
             roster.device,
@@ -228,11 +248,28 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         tensors = describe(names, groups, roster.names)
         overlaps = overlap_forward is not None
         planning = make_planning(
-            options, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
+            options_now(), tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
         )
         tensors += chain.from_iterable(state_tensors(sync, tensors).values())
-        engine.enrol(tensors, why, codec=planning.codec, plan=planning.plan, plan_controller=planning.plan_controller)
+        engine.enrol(
+            tensors,
+            why,
+            codec=planning.codec,
+            algorithm=planning.algorithm,
+            ahead=planning.ahead,
+            plan=planning.plan,
+            plan_controller=planning.plan_controller,
+        )
 
+    if isinstance(optimizer, OneBitAdam):
+        if op is not Average or plan is not None or context.settings().plan is not None:
+            raise ConfigError(
+                f"OneBitAdam with op={op.name.title()} and plan={plan or context.settings().plan}; it averages, and no plan "
+                "says that gradients travel as they are at first: leave both out"
+            )
+        # What is used from freeze_step on is refused now if it is wrong.
+        place = context.transport(group)
+        make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
     engine, timeline = connect(names)
     base = type(optimizer)
     front = Distributed if sync is None else LocallyStepping

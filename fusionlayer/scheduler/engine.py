@@ -171,6 +171,8 @@ class Engine(Traffic):
         why: str,
         *,
         codec: Codec | Mapping[str, Codec],
+        algorithm: str | None = None,
+        ahead: bool | None = None,
         plan: FusionPlan | None = None,
         plan_controller: PlanController | None = None,
     ) -> None:
@@ -182,7 +184,7 @@ class Engine(Traffic):
         Args:
             tensors: every tensor of a step from now on; none, and steps are empty.
             why: what has changed on this rank, for the errors of ranks where it has not.
-            codec, plan, plan_controller: as for a new engine.
+            codec, algorithm, ahead, plan, plan_controller: as for a new engine.
 
         Raises:
             UsageError: the step has gradients already.
@@ -198,6 +200,8 @@ class Engine(Traffic):
             before,
             tensors={tensor.name: tensor for tensor in tensors},
             codec=codec,
+            algorithm=algorithm,
+            ahead=ahead,
             plan_controller=plan_controller,
             why=why,
         )
