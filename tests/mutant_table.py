@@ -256,7 +256,7 @@ MUTANTS: list[Mutant] = [
             "onebit_adam.py",
             "if parameter in self._exchanged:",
             "if False:",
-            "averaged momentum is taken for a gradient",
+            "momenta are taken for gradients",
         ),
         ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (

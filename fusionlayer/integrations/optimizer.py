@@ -264,8 +264,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if isinstance(optimizer, OneBitAdam):
         if op is not Average or plan is not None or context.settings().plan is not None:
             raise ConfigError(
-                f"OneBitAdam with op={op.name.title()} and plan={plan or context.settings().plan}; it averages, and no plan "
-                "says that gradients travel as they are at first: leave both out"
+                f"OneBitAdam with op={op.name.title()} and plan={plan or context.settings().plan}; it averages, and "
+                "gradients travel as they are at first, which no plan says: leave both out"
             )
         # What is used from freeze_step on is refused now if it is wrong.
         place = context.transport(group)

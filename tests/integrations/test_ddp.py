@@ -155,7 +155,7 @@ def check_feedback(rank: int, world: int) -> None:
 
     saved = hook.state_dict()
     hook.close()
-    model, hook = make_ddp("int4")
+    model, hook = make_ddp("int4", feedback_bits=bits)
     hook.load_state_dict(saved)
     assert hook.state_dict()["sent"] == saved["sent"] == sum(buckets)
     buckets.clear()
