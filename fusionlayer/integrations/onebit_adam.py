@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..codecs import Codec
 from ..errors import ConfigError, UsageError
 
 __all__ = ["OneBitAdam"]
@@ -21,8 +22,8 @@ class OneBitAdam(Optimizer):
         optimizer = fl.OneBitAdam(model.parameters(), lr=3e-4, freeze_step=100)
         optimizer = fl.DistributedOptimizer(optimizer, model, codec="onebit")
 
-    This is algorithm 1 of 1-bit Adam. While it warms up, gradients travel as they are (``raw``), and each step is that
-    of ``torch.optim.AdamW``. Then each rank adds its gradient to the momentum that all ranks have, the ranks average
+    This is algorithm 1 of 1-bit Adam. While it warms up, gradients travel as they are, and each step is that of
+    ``torch.optim.AdamW``. Then each rank adds its gradient to the momentum that all ranks have, the ranks average
     these momenta by the codec that ``DistributedOptimizer`` was given, and the average is the new momentum. A step
     divides it by the square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
 
@@ -40,7 +41,8 @@ class OneBitAdam(Optimizer):
         betas: of momentum and variance.
         eps: added to the square root of the variance.
         weight_decay: decoupled, as in AdamW.
-        freeze_step: steps of the warm-up; a fifth of all steps is a good start, and more than the learning rate's.
+        freeze_step: steps of the warm-up; at least as many as the learning rate's own warm-up has.
+        warmup_codec: name or codec of the gradients in the warm-up. "raw" is the paper's; "int4" sends far less.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -56,6 +58,7 @@ class OneBitAdam(Optimizer):
         weight_decay: float = 1e-2,
         *,
         freeze_step: int,
+        warmup_codec: str | Codec = "raw",
     ) -> None:
         if type(freeze_step) is not int or freeze_step < 1:
             raise ConfigError(f"OneBitAdam: freeze_step={freeze_step!r}; expected a whole number of steps, at least 1")
@@ -68,6 +71,7 @@ class OneBitAdam(Optimizer):
         super().__init__(params, {**options, "freeze_step": freeze_step, "steps": 0})
         # Asks GradScaler to tell step() that it is there.
         self._step_supports_amp_scaling = True
+        self.warmup_codec = warmup_codec
         self._exchanged: set[Tensor] = set()
 
     @property

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 
-# The options of a warm-up in which gradients travel as they are.
-_AS_THEY_ARE: Mapping[str, Any] = {
-    "codec": "raw",
+# What the options of an optimizer's warm-up lack: these belong to the codec that comes after it.
+_OF_A_WARM_UP: Mapping[str, Any] = {
     "codec_options": {},
     "algorithm": None,
     "ahead": None,
@@ -215,8 +214,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         return [name for parameter, name in roster.names.items() if parameter not in names]
 
     def options_now() -> GradientOptions:
-        warm = isinstance(optimizer, OneBitAdam) and not optimizer.frozen
-        return replace(options, **_AS_THEY_ARE) if warm else options
+        if isinstance(optimizer, OneBitAdam) and not optimizer.frozen:
+            return replace(options, **_OF_A_WARM_UP, codec=optimizer.warmup_codec)
+        return options
 
     def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
@@ -265,7 +265,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         if op is not Average or plan is not None or context.settings().plan is not None:
             raise ConfigError(
                 f"OneBitAdam with op={op.name.title()} and plan={plan or context.settings().plan}; it averages, and "
-                "gradients travel as they are at first, which no plan says: leave both out"
+                "its warm-up has another codec, which no plan says: leave both out"
             )
         # What is used from freeze_step on is refused now if it is wrong.
         place = context.transport(group)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import fusionlayer as fl
+from fusionlayer import codecs
 from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, weights
 
@@ -27,10 +28,10 @@ def step_of(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.step()
 
 
-def make(codec: str = "onebit", wrapped: bool = True, **options: Any) -> tuple[nn.Module, Any]:
+def make(codec: str = "onebit", warmup_codec: str = "raw", **options: Any) -> tuple[nn.Module, Any]:
     model = make_model()
-    optimizer: Any = fl.OneBitAdam(model.parameters(), **OPTIONS, freeze_step=FREEZE)
-    return model, fl.DistributedOptimizer(optimizer, model, codec=codec, **options) if wrapped else optimizer
+    optimizer = fl.OneBitAdam(model.parameters(), **OPTIONS, freeze_step=FREEZE, warmup_codec=warmup_codec)
+    return model, fl.DistributedOptimizer(optimizer, model, codec=codec, **options)
 
 
 def signs_of(x: Tensor, group: int) -> Tensor:
@@ -125,20 +126,22 @@ def test_alone_it_is_its_own_oracle_and_an_element_without_variance_rests() -> N
     assert still[0] < 1 and still[1] == 1
 
 
-@pytest.mark.parametrize("codec", ["onebit", "topk"])
+@pytest.mark.parametrize("codec, warmup_codec", [("onebit", "raw"), ("topk", "int4")])
 @pytest.mark.parametrize("saved_after", [FREEZE - 1, FREEZE, FREEZE + 2])
-def test_resumed_training_has_the_same_bits(codec: str, saved_after: int) -> None:
-    """Before the variance is frozen, just then, and later; a gradient that one rank lacks is its momentum."""
+def test_resumed_training_has_the_same_bits(codec: str, warmup_codec: str, saved_after: int) -> None:
+    """Saved before the variance is frozen, just then, and later."""
 
     def rank_main(rank: int) -> None:
-        model, optimizer = make(codec)
+        model, optimizer = make(codec, warmup_codec)
         saved: Any = None
         for step in range(STEPS):
             if step == saved_after:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
             step_of(model, optimizer, rank, step)
+            used = codecs.get(optimizer.fusion_plan.buckets[0].codec).name
+            assert used == codecs.get(codec if step >= FREEZE else warmup_codec).name
         optimizer.close()
-        again, resumed = make(codec)
+        again, resumed = make(codec, warmup_codec)
         again.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         for step in range(saved_after, STEPS):
@@ -172,6 +175,7 @@ def test_what_does_not_fit_is_refused() -> None:
         for options, message in (
             ({"op": fl.Sum}, "OneBitAdam with op=Sum"),
             ({"plan": fl.FusionPlan((), WORLD)}, "no plan says"),
+            ({"warmup_codec": "rawr"}, "unknown codec 'rawr'; did you mean 'raw'"),
             ({"codec": "onebitt"}, "unknown codec 'onebitt'; did you mean 'onebit'"),
         ):
             with pytest.raises(fl.ConfigError, match=message):
