@@ -33,8 +33,8 @@ class OneBitAdam(Optimizer):
     gradient was zero in all steps until then has no variance, and does not move any more.
 
     ``param.grad`` holds averaged momentum after ``synchronize``, once the variance is frozen: clip gradients before
-    that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in place
-    of its momentum, which shrinks the average: give all ranks equally many batches.
+    that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in
+    place of its momentum, which shrinks the average: give all ranks equally many batches.
 
     Args:
         params: as for ``torch.optim.AdamW``.
