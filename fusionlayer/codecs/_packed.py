@@ -92,17 +92,13 @@ class PackedResidual:
             start, stop = run[0][0], sum(run[-1])
             form = _NEAREST.wire(stop - start, torch.float32)
             message = torch.zeros(form.capacity, dtype=torch.uint8, device=device)
-            self._runs.append((start, stop, message))
+            if stop > start:
+                self._runs.append((start, stop, message))
             scales, codes = form.views(message)
             for offset, size in run:
                 first = (offset - start) // _GROUP
                 own = codes[offset - start : offset - start + size].view(torch.int8)
                 self.parts.append(PackedPart(own, scales[first : first + -(-size // _GROUP)]))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept between steps."""
-        return sum(message.nbytes for _, _, message in self._runs)
 
     def unpack(self, out: Tensor) -> Tensor:
         """Fill ``out`` (numel,) f32 with the residual, with zeros between the tensors; return it."""
