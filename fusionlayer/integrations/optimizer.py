@@ -262,10 +262,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         )
 
     if isinstance(optimizer, OneBitAdam):
-        if op is not Average or plan is not None or context.settings().plan is not None:
+        if op is not Average or sync is not None or plan is not None or context.settings().plan is not None:
             raise ConfigError(
-                f"OneBitAdam with op={op.name.title()} and plan={plan or context.settings().plan}; it averages, and "
-                "its warm-up has another codec, which no plan says: leave both out"
+                f"OneBitAdam with op={op.name.title()}, sync={sync} and plan={plan or context.settings().plan}; it "
+                "averages in each step, and its warm-up has another codec, which no plan says: leave all three out"
             )
         # What is used from freeze_step on is refused now if it is wrong.
         place = context.transport(group)

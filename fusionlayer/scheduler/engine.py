@@ -117,7 +117,12 @@ class Engine(Traffic):
             algorithm,
             ahead,
             planner,
-            (f"scaling {scaling}", f"feedback {error_feedback} in {self.memory.bits} bits", f"hold {hold_results}", f"overlap {overlap_forward}"),
+            (
+                f"scaling {scaling}",
+                f"feedback {error_feedback} in {self.memory.bits} bits",
+                f"hold {hold_results}",
+                f"overlap {overlap_forward}",
+            ),
             plan_controller,
             self._timeline,
         )
