@@ -26,6 +26,7 @@ OVERLAP = SEPARATOR + "overlap"
 LOCAL = "local="
 """Begins the word for local steps: ``local=diloco:every=60`` is ``fusionlayer.Local.diloco(every=60)``."""
 
+_KEYS = ("algorithm", "feedback_bits", "freeze_step", "warmup_codec")
 _WORDS = ("autotune", "behind", "overlap", "unchecked")
 
 
@@ -47,6 +48,10 @@ class Variant:
         behind: the codec gets whole buckets, and sparse ones are summed by ``one_shot``: what the others compare with
             sparsification ahead of fusion. The word "behind".
         algorithm: how its messages travel, a word algorithm=NAME; None: the default.
+        feedback_bits: bits of the error feedback between steps, a word feedback_bits=8; None: the default.
+        freeze_step: AdamW gives way to ``fl.OneBitAdam``, which sends momentum after so many steps, a word
+            freeze_step=100; None: it does not.
+        warmup_codec: the codec of gradients until then, a word warmup_codec=int4; None: the default.
         overlap: the next forward begins before all gradients have arrived. The word "overlap".
         autotune: the plan is searched for by measured steps. The word "autotune".
         unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
@@ -60,6 +65,9 @@ class Variant:
     planner: str | None = None
     behind: bool = False
     algorithm: str | None = None
+    feedback_bits: int | None = None
+    freeze_step: int | None = None
+    warmup_codec: str | None = None
     overlap: bool = False
     autotune: bool = False
     unchecked: bool = False
@@ -79,8 +87,8 @@ class Variant:
                 found["sync"] = _local(name, word)
                 continue
             key, equals, value = word.partition("=")
-            if key == "algorithm" and equals:
-                found["algorithm"] = value
+            if key in _KEYS and equals:
+                found[key] = yaml.safe_load(value)
             elif equals:
                 options[key] = yaml.safe_load(value)
             elif word in _WORDS:
@@ -122,6 +130,9 @@ class Variant:
         parts += [f"{key}={value}" for key, value in self.options.items()]
         parts += [f"the planner {self.planner}"] if self.planner else []
         parts += [f"the algorithm {self.algorithm}"] if self.algorithm else []
+        parts += [f"error feedback in {self.feedback_bits} bits"] if self.feedback_bits else []
+        parts += [f"momentum after {self.freeze_step} steps"] if self.freeze_step else []
+        parts += [f"{self.warmup_codec} before"] if self.warmup_codec else []
         parts += ["sparsified behind fusion"] if self.behind else []
         parts += ["overlap_forward"] if self.overlap else []
         parts += ["autotune"] if self.autotune else []
@@ -139,11 +150,16 @@ class Variant:
         """Return ``optimizer`` over ``model`` made distributed.
 
         Args:
-            optimizer: of the model.
+            optimizer: of the model; AdamW with one group of parameters where momentum is sent.
             model: that is trained.
             codec: another object of the same kind, to be used in place of ``make_codec()``.
             plan: file of a plan, to be used in place of a planner's.
         """
+        if self.freeze_step is not None:
+            (group,) = optimizer.param_groups
+            kept = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            warm_up = {"freeze_step": self.freeze_step, "warmup_codec": self.warmup_codec or "raw"}
+            optimizer = fl.OneBitAdam(group["params"], **kept, **warm_up)
         return fl.DistributedOptimizer(
             optimizer,
             model.named_parameters(),
@@ -154,6 +170,7 @@ class Variant:
             plan=plan,
             algorithm="one_shot" if self.behind else self.algorithm,
             ahead=False if self.behind else None,
+            feedback_bits=self.feedback_bits,
             overlap_forward=model if self.overlap else None,
             group=C10dTransport(checksum=False) if self.unchecked else None,
             check_replicas=False if self.unchecked else None,

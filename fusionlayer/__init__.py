@@ -30,6 +30,7 @@ from .functional import (
 from .integrations import ddp
 from .integrations.distributed import Distributed
 from .integrations.local import Local
+from .integrations.onebit_adam import OneBitAdam
 from .integrations.optimizer import DistributedOptimizer
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
@@ -53,6 +54,7 @@ __all__ = [
     "FusionLayerError",
     "FusionPlan",
     "Local",
+    "OneBitAdam",
     "PlanMismatch",
     "ReduceOp",
     "ReplicaMismatch",

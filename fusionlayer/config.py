@@ -69,6 +69,7 @@ class Config:
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
+    feedback_bits: int = _setting("bits that an element of the error feedback takes between two steps: 32 or 8", 32)
     check_replicas: int = _setting(
         "compare parameters over ranks, so that a difference is found within this many steps; 0: never", 200
     )
@@ -109,6 +110,8 @@ class Config:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds above 0")
         if self.check_replicas < 0:
             raise ConfigError(f"check_replicas={self.check_replicas}; expected a number of steps, or 0 for never")
+        if self.feedback_bits not in (32, 8):
+            raise ConfigError(f"feedback_bits={self.feedback_bits}; expected 32 or 8")
         for name in ("ranks_per_node", "lanes", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1, or null")

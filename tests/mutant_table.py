@@ -56,6 +56,7 @@ MUTANTS: list[Mutant] = [
         "codecs/",
         ("dgc.py", "return limit / norm.clamp_min(limit)", "return limit / norm", "short gradients grow"),
         ("_sparse.py", 'or memory.device.type != "cpu" or', "or", "a kept threshold makes the host wait for a device"),
+        ("_packed.py", "out[start:stop].zero_()", "pass", "what lies between tensors enters a scale"),
         ("_sparse.py", "max(1, math.floor(self.density * numel))", "max(1, math.ceil(self.density * numel))", "k of n"),
         ("_low_rank.py", "return rows, -(-numel // rows)", "return rows, numel // rows + 1", "shapes of flat tensors"),
         (
@@ -165,6 +166,7 @@ MUTANTS: list[Mutant] = [
         "scheduler/",
         ("traffic.py", "again(cause).with_traceback(None)", "cause", "a failed job keeps the frames of its program"),
         ("lane.py", "lane.put(lambda _: agreement.wait())", "pass", "other lanes send before the ranks agree"),
+        ("memory.py", "if old is not None:", "if old is None:", "feedback in 8 bits is lost when a plan changes"),
         (
             "results.py",
             "            job.wait()\n            holder",
@@ -250,6 +252,12 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "integrations/",
+        (
+            "onebit_adam.py",
+            "if parameter in self._exchanged:",
+            "if False:",
+            "momenta are taken for gradients",
+        ),
         ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (
             "enrolment.py",

@@ -55,6 +55,7 @@ WRONG = {
     "autotune": "1",
     "autotune_options": "[5]",
     "error_feedback": "1",
+    "feedback_bits": "eight",
     "check_replicas": "often",
     "checksum": "'yes'",
     "transport": "[mpi]",
@@ -82,6 +83,7 @@ def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, name: str) -> None
     "text, message",
     [
         ("threads: true", "threads=True"),
+        ("feedback_bits: 4", "feedback_bits=4; expected 32 or 8"),
         ("threads: 0", "threads=0; expected at least 1"),
         ("transport: mpii", "config .*: unknown transport 'mpii'; did you mean 'mpi'[?]"),
         ("timeout: 0", "timeout=0.0; expected seconds above 0"),

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
 
 @pytest.mark.short
 def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
-    hook, overlap, reduction, codec, sharded = blocks(USING, "python")
+    hook, overlap, reduction, codec, signs, sharded = blocks(USING, "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -113,15 +114,18 @@ def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
 
     fl.transport.local.run(ahead, 2)
 
-    def shard(rank: int) -> list[float]:
+    def optimize(code: str, rank: int) -> list[float]:
         names: dict[str, Any] = {"fl": fl, "torch": torch, "model": nn.Linear(4, 2)}
-        exec(sharded, names)
+        exec(code, names)
         names["model"](torch.ones(1, 4)).sum().backward()
         names["optimizer"].step()
+        if isinstance(names["optimizer"], fl.Distributed):
+            names["optimizer"].close()
         return torch.cat([p.detach().flatten() for p in names["model"].parameters()]).tolist()
 
-    first, second = fl.transport.local.run(shard, 2)
-    assert first == second
+    for code in (signs, sharded):
+        first, second = fl.transport.local.run(partial(optimize, code), 2)
+        assert first == second
 
     def reduce(rank: int) -> Tensor:
         tensor = torch.full((300,), float(rank + 1))

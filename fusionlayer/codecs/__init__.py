@@ -13,6 +13,7 @@ from ._capabilities import (
 from ._homomorphic import HomomorphicCodec
 from ._native import NativeCodec
 from ._options import CodecOptions
+from ._packed import PackedPart, PackedResidual
 from ._sparse import Sparsifier, ThresholdSparsifier
 from ._state import Part, TensorState
 from ._torch import TorchCodec
@@ -23,6 +24,8 @@ __all__ = [
     "CodecOptions",
     "HomomorphicCodec",
     "NativeCodec",
+    "PackedPart",
+    "PackedResidual",
     "Part",
     "PartsCodec",
     "Sparsifier",

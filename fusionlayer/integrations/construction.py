@@ -20,7 +20,7 @@ from ..plan import FusionPlan, TensorInfo
 from ..planning.autotune import Autotune, Autotuner
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
-from ..scheduler import LANES, Engine, PlanController, Scaling, planners
+from ..scheduler import LANES, Engine, Memory, PlanController, Scaling, planners
 from ..scheduler.fusing import fuse
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
@@ -45,6 +45,7 @@ class GradientOptions:
     fidelity: str | None = None
     replan: bool | None = None
     error_feedback: bool | None = None
+    feedback_bits: int | None = None
     autotune: bool | Autotune | None = None
     sync: Local | None = None
 
@@ -88,6 +89,7 @@ def make_engine(
         transport.duplicate(),
         **vars(planning),
         device=device,
+        memory=Memory(settings.feedback_bits if options.feedback_bits is None else options.feedback_bits),
         error_feedback=options.error_feedback if options.error_feedback is not None else settings.error_feedback,
         scaling=scaling,
         timeline=timeline,

@@ -39,6 +39,7 @@ def register(
     codec: str | Codec | None = None,
     algorithm: str | None = None,
     error_feedback: bool | None = None,
+    feedback_bits: int | None = None,
     ahead: bool | None = None,
     autotune: bool | Autotune | None = None,
     check_replicas: bool | int | None = None,
@@ -58,6 +59,8 @@ def register(
         algorithm: name of a collective; None chooses by codec and number of ranks.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse.
+        feedback_bits: bits that an element of the error feedback takes between two steps, 32 or 8; None takes the
+            configured number.
         ahead: encode the gradients of a bucket one by one; False encodes the bucket as a whole. None does what
             ``algorithm`` needs, or without one what is best for the codec: one by one for those that sparsify.
         autotune: fuse gradients by plans of our own instead, and search for the plan with the shortest measured steps
@@ -107,6 +110,7 @@ def register(
         algorithm=algorithm,
         ahead=ahead,
         error_feedback=error_feedback,
+        feedback_bits=feedback_bits,
         autotune=tuning,
     )
     template = None

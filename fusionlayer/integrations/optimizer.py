@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -31,6 +32,7 @@ from .enrolment import Roster
 from .local import Local, check_sync, state_tensors
 from .local_optimizer import LocallyStepping
 from .local_steps import LocalSteps
+from .onebit_adam import OneBitAdam
 from .parameters import describe, replicated_by
 from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
@@ -41,6 +43,19 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 
+# What the options of an optimizer's warm-up lack: these belong to the codec that comes after it.
+_OF_A_WARM_UP: Mapping[str, Any] = {
+    "codec_options": {},
+    "algorithm": None,
+    "ahead": None,
+    "plan": None,
+    "profile": None,
+    "policy": None,
+    "fidelity": None,
+    "autotune": False,
+}
+
+
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer: Optimizer,
     named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
@@ -49,6 +64,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     planner: str | Planner | None = None,
     plan: FusionPlan | str | Path | None = None,
     error_feedback: bool | None = None,
+    feedback_bits: int | None = None,
     op: ReduceOp = Average,
     backward_passes_per_step: int = 1,
     gradient_predivide_factor: float = 1.0,
@@ -99,6 +115,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             that are frozen at present, and must have those that are not.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.
+        feedback_bits: bits that an element of the error feedback takes between two steps: 32, or 8, a byte and 1/32 of
+            one, rounded at random so that the mean stays. None takes the configured number, 32 by default.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: number of backward passes that accumulate gradients before they are reduced.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
@@ -183,6 +201,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         fidelity=fidelity,
         replan=replan,
         error_feedback=error_feedback,
+        feedback_bits=feedback_bits,
         autotune=autotune,
         sync=sync,
     )
@@ -194,6 +213,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     def idle(names: Mapping[Tensor, str]) -> list[str]:
         return [name for parameter, name in roster.names.items() if parameter not in names]
 
+    def options_now() -> GradientOptions:
+        if isinstance(optimizer, OneBitAdam) and not optimizer.frozen:
+            return replace(options, **_OF_A_WARM_UP, codec=optimizer.warmup_codec)
+        return options
+
     def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
         scaling = Scaling(1 / transport.size if op is Average else 1.0)
@@ -201,7 +225,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
         timeline = Timeline(context.settings().timeline if transport.size > 1 else None, transport.rank)
         engine = make_engine(
-            options,
+            options_now(),
             describe(names, groups, roster.names),
             transport,
             roster.device,
@@ -224,11 +248,28 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         tensors = describe(names, groups, roster.names)
         overlaps = overlap_forward is not None
         planning = make_planning(
-            options, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
+            options_now(), tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
         )
         tensors += chain.from_iterable(state_tensors(sync, tensors).values())
-        engine.enrol(tensors, why, codec=planning.codec, plan=planning.plan, plan_controller=planning.plan_controller)
+        engine.enrol(
+            tensors,
+            why,
+            codec=planning.codec,
+            algorithm=planning.algorithm,
+            ahead=planning.ahead,
+            plan=planning.plan,
+            plan_controller=planning.plan_controller,
+        )
 
+    if isinstance(optimizer, OneBitAdam):
+        if op is not Average or sync is not None or plan is not None or context.settings().plan is not None:
+            raise ConfigError(
+                f"OneBitAdam with op={op.name.title()}, sync={sync} and plan={plan or context.settings().plan}; it "
+                "averages in each step, and its warm-up has another codec, which no plan says: leave all three out"
+            )
+        # What is used from freeze_step on is refused now if it is wrong.
+        place = context.transport(group)
+        make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
     engine, timeline = connect(names)
     base = type(optimizer)
     front = Distributed if sync is None else LocallyStepping

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
 from .enrolment import Roster, what_changed
+from .onebit_adam import OneBitAdam
 from .overlap import ForwardOverlap
 from .parameters import local_part
 from .phases import StepPhases
@@ -88,6 +89,8 @@ class GradientReduction(Optimizer):
         self._fl_sparse: SparseGradients | None = None
         self._fl_step_synchronizes = True
         self._fl_release: Callable[[], object] = _nothing
+        self._fl_sends_momentum = isinstance(self, OneBitAdam)
+        self._fl_sent_momentum = isinstance(self, OneBitAdam) and self.frozen
         self._fl_overlap: ForwardOverlap | None = None
         self._fl_forward_of = overlap_forward
         self._fl_timeline = timeline
@@ -174,6 +177,9 @@ class GradientReduction(Optimizer):
         groups = self.__dict__["param_groups"]
         if self._fl_roster.changed(groups):
             self._fl_enrol(engine, groups)
+        if isinstance(self, OneBitAdam) and self.frozen != self._fl_sent_momentum:
+            self._fl_sent_momentum = self.frozen
+            self._fl_plan_anew(engine, self._fl_names, "OneBitAdam now sends momentum in place of gradients")
         self._fl_state = StepState.REDUCING
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
@@ -209,6 +215,8 @@ class GradientReduction(Optimizer):
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
         """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
+        if self._fl_sends_momentum:
+            cast(OneBitAdam, self).exchanged(parameter)
         name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
         assert sparse is not None
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:

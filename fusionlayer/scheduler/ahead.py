@@ -15,7 +15,7 @@ from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
 from ..wire import aligned
-from .buffers import Buffer
+from .buffers import PACKING, Buffer
 
 __all__ = ["AheadBuffer"]
 
@@ -103,6 +103,9 @@ class AheadBuffer(Buffer):
                 if place.staging is None:
                     place.staging = flat.new_empty(place.message.numel, dtype=self._dtype)
                 flat = place.staging.view(gradient.shape).copy_(flat).view(-1)
+            packed = place.state.packed
+            if packed is not None:
+                place.state.residual = packed.unpack(flat.new_empty(packed.numel, dtype=torch.float32))
             if flat.numel():
                 self.codec.encode_tensor(
                     flat,
@@ -112,6 +115,9 @@ class AheadBuffer(Buffer):
                     ranks=self._size,
                     seed=self._seed(place, step),
                 )
+            if packed is not None and place.state.residual is not None:
+                packed.pack(place.state.residual, derive_seed(step, place.number, self._rank, PACKING))
+                place.state.residual = None
         self._note_used([gradient])
         super().put(name, gradient, step)
 

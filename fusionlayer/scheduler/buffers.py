@@ -8,16 +8,20 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import Codec, PackedResidual
 from ..collectives import AllReduce, Scaling, reduce_flat
 from ..plan import Bucket
+from ..seeds import derive_seed
 from ..timeline import Timeline
 from ..transport import Transport
 
-__all__ = ["Buffer", "FlatBuffer"]
+__all__ = ["PACKING", "Buffer", "FlatBuffer"]
 
 # Stands for a tensor's name where one tensor holds all gradients of its bucket.
 _WHOLE = ""
+
+PACKING = 8
+"""Tells the seed by which a residual is rounded from that by which values are."""
 
 
 class Buffer(ABC):
@@ -150,7 +154,7 @@ class FlatBuffer(Buffer):
     Args:
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
         all_reduce: the bucket's collective.
-        residual: (bucket.numel,) f32 error feedback, or None.
+        residual: (bucket.numel,) f32 error feedback, the same in 8 bits, or None.
     """
 
     def __init__(
@@ -164,12 +168,13 @@ class FlatBuffer(Buffer):
         in_place: bool = True,
         *,
         all_reduce: AllReduce,
-        residual: Tensor | None,
+        residual: Tensor | PackedResidual | None,
     ) -> None:
         super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
         self._all_reduce = all_reduce
         self._after_packing = Scaling(after=postscale)  # packing has multiplied by prescale
-        self._residual = residual
+        self._packed = residual if isinstance(residual, PackedResidual) else None
+        self._residual = None if isinstance(residual, PackedResidual) else residual
         self._dtype: torch.dtype = getattr(torch, bucket.dtype)
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
         self._flat: Tensor | None = None
@@ -224,6 +229,11 @@ class FlatBuffer(Buffer):
             flat.mul_(self._prescale)
 
     def _sum(self, flat: Tensor, transport: Transport, seed: int) -> None:
+        residual, packed = self._residual, self._packed
+        if packed is not None:
+            # In the lane's memory: the lane encodes one bucket after the other.
+            scratch = transport.scratch("residual", 4 * packed.numel, self._device)
+            residual = packed.unpack(scratch.view(torch.float32))
         with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, elements=self.bucket.numel):
             reduce_flat(
                 flat,
@@ -232,8 +242,10 @@ class FlatBuffer(Buffer):
                 self._after_packing,
                 algorithm=self._all_reduce,
                 seed=seed,
-                residual=self._residual,
+                residual=residual,
             )
+        if packed is not None and residual is not None:
+            packed.pack(residual, derive_seed(seed, transport.rank, PACKING))
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:

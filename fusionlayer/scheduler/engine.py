@@ -58,7 +58,7 @@ class Engine(Traffic):
         planner: makes that plan.
         plan: fixed plan; ``codec``, ``algorithm``, ``ahead`` and ``planner`` are then ignored.
         device: of all gradients.
-        memory: keeps error feedback; a new one by default.
+        memory: keeps error feedback; a new one, of 32 bits, by default.
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
         timeline: record of the threads' work.
@@ -117,7 +117,12 @@ class Engine(Traffic):
             algorithm,
             ahead,
             planner,
-            (f"scaling {scaling}", f"feedback {error_feedback}", f"hold {hold_results}", f"overlap {overlap_forward}"),
+            (
+                f"scaling {scaling}",
+                f"feedback {error_feedback} in {self.memory.bits} bits",
+                f"hold {hold_results}",
+                f"overlap {overlap_forward}",
+            ),
             plan_controller,
             self._timeline,
         )
@@ -171,6 +176,8 @@ class Engine(Traffic):
         why: str,
         *,
         codec: Codec | Mapping[str, Codec],
+        algorithm: str | None = None,
+        ahead: bool | None = None,
         plan: FusionPlan | None = None,
         plan_controller: PlanController | None = None,
     ) -> None:
@@ -182,7 +189,7 @@ class Engine(Traffic):
         Args:
             tensors: every tensor of a step from now on; none, and steps are empty.
             why: what has changed on this rank, for the errors of ranks where it has not.
-            codec, plan, plan_controller: as for a new engine.
+            codec, algorithm, ahead, plan, plan_controller: as for a new engine.
 
         Raises:
             UsageError: the step has gradients already.
@@ -198,6 +205,8 @@ class Engine(Traffic):
             before,
             tensors={tensor.name: tensor for tensor in tensors},
             codec=codec,
+            algorithm=algorithm,
+            ahead=ahead,
             plan_controller=plan_controller,
             why=why,
         )

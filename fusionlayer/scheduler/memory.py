@@ -9,26 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, Part, StatefulCodec, TensorState
+from ..codecs import Codec, PackedPart, PackedResidual, Part, StatefulCodec, TensorState
 from ..errors import ConfigError
 from ..plan import Bucket
 
-__all__ = ["Memory"]
+__all__ = ["FEEDBACK_BITS", "Memory"]
+
+FEEDBACK_BITS = (32, 8)
+"""The bits that an element of a residual may take between two steps."""
 
 
 class Memory:
     """One state for each parameter, by its name and not by its bucket, because plans may change.
 
     After any number of steps, the sent values plus the residuals of all ranks equal the given gradients, up to f32
-    rounding.
+    rounding. With 8 bits they do so up to the rounding of each step's residuals, whose mean is zero.
+
+    Args:
+        bits: of each element of a residual between two steps: 32 or 8.
+
+    Attributes:
+        bits: as given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int = 32) -> None:
+        if bits not in FEEDBACK_BITS:
+            raise ConfigError(f"feedback_bits={bits!r}; expected 32 or 8")
+        self.bits = bits
         self._states: dict[str, TensorState] = {}
+        # With 8 bits: the residuals, in place of those of the states; views of what a bucket keeps, if there is one.
+        self._packed: dict[str, PackedPart] = {}
         self._codecs: dict[str, StatefulCodec] = {}
 
     def state(self, name: str, numel: int, device: torch.device, *, feedback: bool = True) -> TensorState:
-        """Return the state of a tensor that is encoded by itself, with a residual (numel,) f32 of its own.
+        """Return the state of a tensor that is encoded by itself, with a residual of its own: (numel,) f32, or packed.
 
         It continues the state that the name had before. Without ``feedback`` it has no residual.
 
@@ -38,7 +52,12 @@ class Memory:
         state = self._known(name, numel)
         state.tensors.update({key: kept.to(device) for key, kept in state.tensors.items()})
         if not feedback:
-            return replace(state, residual=None)
+            return replace(state, residual=None, packed=None)
+        if self.bits == 8:
+            whole = PackedResidual([(0, numel)], numel, device)
+            self._adopt(name, whole.parts[0])
+            state.packed = whole
+            return state
         if state.residual is None:
             state.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         else:
@@ -47,14 +66,20 @@ class Memory:
             state.residual = _handed_over(state.residual).to(device, copy=shared)
         return state
 
-    def flat(self, bucket: Bucket, device: torch.device) -> Tensor:
-        """Return the residual of a whole bucket, (numel,) f32; the states of its tensors become views of it.
+    def flat(self, bucket: Bucket, device: torch.device) -> Tensor | PackedResidual:
+        """Return the residual of a whole bucket, (numel,) f32 or packed; the states of its tensors become views of it.
 
         It starts with the residuals that the tensors had before.
 
         Raises:
             ConfigError: the residual that was loaded for a name is of a tensor of another size.
         """
+        if self.bits == 8:
+            packed = PackedResidual(((slot.offset, slot.numel) for slot in bucket.slots), bucket.numel, device)
+            for slot, part in zip(bucket.slots, packed.parts, strict=True):
+                self._known(slot.name, slot.numel).packed = None
+                self._adopt(slot.name, part)
+            return packed
         flat = torch.zeros(bucket.numel, dtype=torch.float32, device=device)
         for slot in bucket.slots:
             state = self._known(slot.name, slot.numel)
@@ -99,10 +124,15 @@ class Memory:
                 state.residual.mul_(factor)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return copies by parameter name: "residuals", (numel,) f32, and the codecs' "tensors" and "numbers"."""
+        """Return copies by parameter name: residuals, and the codecs' "tensors" and "numbers".
+
+        "residuals" are those in f32, (numel,). "packed" are those in 8 bits: "codes", (numel,) int8, and "scales", one
+        for each 128 codes.
+        """
         states = self._states.items()
         return {
             "residuals": {name: state.residual.clone() for name, state in states if state.residual is not None},
+            "packed": {name: vars(part.to(None)) for name, part in self._packed.items()},
             "tensors": {
                 name: {key: kept.clone() for key, kept in state.tensors.items()}
                 for name, state in states
@@ -116,17 +146,32 @@ class Memory:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned. Parameters that it does not name start anew; other keys are ignored."""
+        """Load what ``state_dict`` returned, of a memory of 32 or 8 bits.
+
+        Parameters that it does not name start anew; other keys are ignored.
+        """
         residuals, tensors, numbers = (saved.get(key, {}) for key in ("residuals", "tensors", "numbers"))
-        for name in self._states.keys() | residuals.keys() | tensors.keys() | numbers.keys():
+        packed = {name: PackedPart(**kept) for name, kept in saved.get("packed", {}).items()}
+        if self.bits == 8:
+            packed.update({name: PackedPart.of(_copy(kept, None)) for name, kept in residuals.items()})
+            residuals = {}
+        else:
+            residuals = {**residuals, **{name: kept.expanded() for name, kept in packed.items()}}
+            packed = {}
+        for name in self._states.keys() | residuals.keys() | packed.keys() | tensors.keys() | numbers.keys():
             state = self._states.setdefault(name, TensorState())
             # In place: buffers and codecs hold references to these objects.
             state.numbers.clear()
             state.numbers.update(numbers.get(name, {}))
-            device = state.residual.device if state.residual is not None else None
+            here = self._packed[name].codes if name in self._packed else state.residual
+            device = None if here is None else here.device
             state.tensors.clear()
             state.tensors.update({key: _copy(kept, device) for key, kept in tensors.get(name, {}).items()})
-            if state.residual is None:
+            if name in self._packed:
+                self._packed[name].copy_(packed[name]) if name in packed else self._packed[name].zero_()
+            elif name in packed:
+                self._packed[name] = packed[name].to(None)
+            elif state.residual is None:
                 state.residual = _copy(residuals[name], None) if name in residuals else None
             elif name in residuals:
                 state.residual.copy_(residuals[name].reshape(-1))
@@ -150,12 +195,19 @@ class Memory:
 
     def _known(self, name: str, numel: int) -> TensorState:
         state = self._states.setdefault(name, TensorState())
-        if state.residual is not None and state.residual.numel() != numel:
+        kept = self._packed[name].codes if name in self._packed else state.residual
+        if kept is not None and kept.numel() != numel:
             raise ConfigError(
-                f"error feedback of {name!r} has {state.residual.numel()} elements, its gradient {numel}; load the "
-                "state of the same model, or none"
+                f"error feedback of {name!r} has {kept.numel()} elements, its gradient {numel}; load the state of the "
+                "same model, or none"
             )
         return state
+
+    def _adopt(self, name: str, part: PackedPart) -> None:
+        """Keep the residual of ``name`` in ``part`` from now on, with the values that it had before."""
+        old, self._packed[name] = self._packed.get(name), part
+        if old is not None:
+            part.copy_(PackedPart(_handed_over(old.codes), _handed_over(old.scales)))
 
 
 def _handed_over(old: Tensor) -> Tensor:

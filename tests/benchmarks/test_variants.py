@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 from benchmarks.training.methods import about, select
 from benchmarks.variants import Variant
@@ -29,6 +29,9 @@ def test_a_variant_is_told_in_words() -> None:
         "fusionlayer with the codec dgc, density=0.5, the planner wfbp, sparsified behind fusion"
     )
     assert about("dynamiq+bits=4+algorithm=ring") == "fusionlayer with the codec dynamiq, bits=4, the algorithm ring"
+    assert about("topk+freeze_step=9+warmup_codec=int4+feedback_bits=8") == (
+        "fusionlayer with the codec topk, error feedback in 8 bits, momentum after 9 steps, int4 before"
+    )
     assert about("int8+unchecked") == "fusionlayer with the codec int8, nothing checked"
     assert Variant.parse("dynamiq+algorithm=ring").make_codec().options["bits"] == 5
     assert about("ddp").startswith("DistributedDataParallel")
@@ -69,3 +72,19 @@ def test_a_variant_wraps_an_optimizer() -> None:
     for found in over_threads(2, plan):
         (bucket,) = found.buckets
         assert (bucket.codec, bucket.algorithm, bucket.ahead) == ("topk", "one_shot", False)
+
+
+def test_a_variant_that_sends_momentum_brings_its_optimizer() -> None:
+    def codecs(transport: Transport) -> list[str]:
+        model = nn.Linear(4, 2)
+        variant = Variant.parse("onebit+freeze_step=1+warmup_codec=bf16")
+        optimizer = variant.wrap(AdamW(model.parameters(), 0.1, betas=(0.8, 0.9)), model)
+        assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+        found = []
+        for _ in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            found.append(optimizer.fusion_plan.buckets[0].codec)  # type: ignore[attr-defined]
+        return found
+
+    assert over_threads(2, codecs) == [["bf16", "onebit"]] * 2

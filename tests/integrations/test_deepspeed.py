@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
 STEPS = 3
 INT8 = {"codec": "int8", "min_bytes": 0}
 INT4 = {"codec": "int4", "min_bytes": 0}
+BITS = {"zero0": 32, "zero1": 8, "zero2": 8}
+"""Of the error feedback's elements, by kind of training."""
 
 Found = list[dict[str, Any]]
 """What each rank has found, by names."""
@@ -70,7 +72,7 @@ def compressed(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]
             results["ways"] = _ways_to_configure(rank, folder)
         if kind in ("zero0", "zero1", "zero2"):
             for feedback in (True, False):
-                section = {"gradients": INT4, "error_feedback": feedback}
+                section = {"gradients": INT4, "error_feedback": feedback, "feedback_bits": BITS[kind]}
                 results["feedback", kind, feedback] = _error_of_mean_gradient(kind, section)
         if kind == "zero3":
             with poisoned():
@@ -189,13 +191,16 @@ def _error_of_mean_gradient(kind: str, section: dict[str, Any]) -> dict[str, Any
     error = sum(float((sum(r[name] for r in rounds) / 8 - exact[name]).square().sum()) for name in exact)
     norm = sum(float(each.square().sum()) for each in exact.values())
     held = engine.fusionlayer
-    residuals = held.state_dict()["residuals"]
+    state = held.state_dict()
+    residuals = {**state["residuals"], **{name: kept["codes"] for name, kept in state["packed"].items()}}
+    bits = {name: 8 * each.itemsize for name, each in residuals.items()}
     held.load_state_dict(held.state_dict())
     engine.destroy()
     return {
         "error": math.sqrt(error / norm),
         "residuals": sum(each.numel() for each in residuals.values()),
         "parameters": sum(each.numel() for each in parameters.values()),
+        "bits": {*bits.values()},
         "kept": any(bool(each.any()) for each in residuals.values()),
     }
 
@@ -258,7 +263,7 @@ def test_zero_plus_plus_on_one_node(found: Found) -> None:
 def test_error_feedback_sends_what_was_lost(found: Found, kind: str) -> None:
     for mine in found:
         fed, lost = mine["feedback", kind, True], mine["feedback", kind, False]
-        assert fed["residuals"] == fed["parameters"] and fed["kept"]
+        assert fed["residuals"] == fed["parameters"] and fed["kept"] and fed["bits"] == {BITS[kind]}
         assert not lost["residuals"]
         assert 0.02 < lost["error"] < 0.3 and fed["error"] < 0.5 * lost["error"]
 

@@ -92,6 +92,7 @@ def test_the_sections_of_the_page_are_sections() -> None:
         ({"gradients": {"min_bytes": "big"}}, 2, {}, "gradients.min_bytes='big'; expected a whole number"),
         ({"enabled": 1}, 2, {}, "enabled=1; expected true or false"),
         ({"error_feedback": "yes"}, 2, {}, "error_feedback='yes'; expected true or false"),
+        ({"feedback_bits": 16}, 2, {}, "feedback_bits=16; expected 32 or 8"),
         ({"warmup_steps": -1}, 2, {}, "warmup_steps=-1; expected 0 or more"),
         ({"exempt": "*router*"}, 2, {}, "exempt='*router*'; expected a list"),
         ({"error_feedback": True}, 3, {}, "error_feedback=true with ZeRO stage 3"),

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.short
 
 STOCHASTIC = {"codec": "int", "bits": 4, "rounding": "stochastic"}
 CODECS = [{"codec": "raw"}, {"codec": "int4"}, STOCHASTIC, {**STOCHASTIC, "error_feedback": True}]
+CODECS += [{"codec": "int4", "feedback_bits": 8}, {"codec": "topk", "density": 0.1, "feedback_bits": 8}]
 CODECS.append({"codec": "mxfp4", "scale": "auto"})  # whose headroom has moved after two steps
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusionlayer import codecs
+from fusionlayer.codecs import PackedPart, PackedResidual
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import Bucket, FusionPlan, TensorInfo
 from fusionlayer.scheduler import Memory
@@ -18,10 +19,15 @@ def bucket(*names: str, align: int = 4) -> Bucket:
     return FusionPlan.build([[TENSORS[name] for name in names]], 1, "int", {}, "two_shot", align).buckets[0]
 
 
+def plain(residual: torch.Tensor | PackedResidual) -> torch.Tensor:
+    assert isinstance(residual, torch.Tensor)
+    return residual
+
+
 def filled(*names: str) -> Memory:
     """Return a memory of one bucket whose residuals are 1, 2, 3, ..., gaps included."""
     memory = Memory()
-    flat = memory.flat(bucket(*names), CPU)
+    flat = plain(memory.flat(bucket(*names), CPU))
     flat.copy_(torch.arange(1.0, flat.numel() + 1))
     return memory
 
@@ -53,7 +59,7 @@ def as_lists(memory: Memory) -> dict[str, list[float]]:
 
 
 def test_it_starts_from_zero() -> None:
-    flat = Memory().flat(bucket("a", "b"), CPU)
+    flat = plain(Memory().flat(bucket("a", "b"), CPU))
     assert flat.shape == (12,) and flat.dtype == torch.float32 and not flat.any()
 
 
@@ -63,8 +69,8 @@ def test_names_refer_to_their_slots() -> None:
 
 def test_residuals_follow_their_names_into_other_buckets() -> None:
     memory = filled("a", "b")
-    first = memory.flat(bucket("b", "c"), CPU)
-    second = memory.flat(bucket("a"), CPU)
+    first = plain(memory.flat(bucket("b", "c"), CPU))
+    second = plain(memory.flat(bucket("a"), CPU))
     assert first.tolist() == [5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 0, 0]
     assert second.tolist() == [1, 2, 3, 0]
     first[0] = 50
@@ -82,8 +88,8 @@ def test_state_comes_back_before_and_after_the_buckets_are_made() -> None:
     state = filled("a", "b").state_dict()
     early, late = Memory(), Memory()
     early.load_state_dict(state)
-    before = early.flat(bucket("b", "a"), CPU)
-    after = late.flat(bucket("b", "a"), CPU)
+    before = plain(early.flat(bucket("b", "a"), CPU))
+    after = plain(late.flat(bucket("b", "a"), CPU))
     late.load_state_dict(state)
     assert before.tolist() == after.tolist() == [5, 6, 7, 8, 9, 0, 0, 0, 1, 2, 3, 0]
     state["residuals"]["a"].fill_(9)
@@ -109,7 +115,8 @@ def test_a_tensor_has_a_state_of_its_own() -> None:
     assert state.residual is not None and state.residual.tolist() == [0, 0, 0]
     assert memory.state("a", 3, CPU) is state
     saved = memory.state_dict()
-    assert saved.keys() == {"residuals", "tensors", "numbers"} and not saved["tensors"] and not saved["numbers"]
+    assert saved.keys() == {"residuals", "packed", "tensors", "numbers"}
+    assert not saved["packed"] and not saved["tensors"] and not saved["numbers"]
     assert as_lists(memory) == {"a": [0, 0, 0]}
 
 
@@ -119,7 +126,7 @@ def test_residuals_follow_their_names_ahead_and_behind() -> None:
     assert alone is not None and alone.tolist() == [5, 6, 7, 8, 9]
     assert alone.untyped_storage().nbytes() == 4 * 5, "the flat residual must not live on for it"
     alone[0] = 50
-    assert memory.flat(bucket("b", "a"), CPU).tolist() == [50, 6, 7, 8, 9, 0, 0, 0, 1, 2, 3, 0]
+    assert plain(memory.flat(bucket("b", "a"), CPU)).tolist() == [50, 6, 7, 8, 9, 0, 0, 0, 1, 2, 3, 0]
     assert memory.state("b", 5, CPU).residual is not alone
 
 
@@ -167,3 +174,81 @@ def test_a_state_of_another_model_is_refused() -> None:
     for use in (lambda: memory.state("a", 3, CPU), lambda: memory.flat(bucket("a"), CPU)):
         with pytest.raises(ConfigError, match="'a' has 4 elements, its gradient 3; load the state of the same model"):
             use()
+
+
+# ---- 8 bits ---------------------------------------------------------------------------------------------------------
+
+SIZES = {"d": 300, "e": 1, "f": 257, "g": 128, "none": 0}
+
+
+def wide(*names: str, align: int) -> Bucket:
+    tensors = [TensorInfo(name, SIZES[name], "float32", 4) for name in names]
+    return FusionPlan.build([tensors], 1, "int", {}, "two_shot", align).buckets[0]
+
+
+def contents(memory: Memory) -> dict[str, torch.Tensor]:
+    return {name: PackedPart(**kept).expanded() for name, kept in memory.state_dict()["packed"].items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(kept, other[name]) for name, kept in one.items())
+
+
+@pytest.mark.parametrize("align", [1, 4, 128])
+def test_packed_residuals_follow_their_names_without_a_change_of_bits(align: int) -> None:
+    """From bucket to bucket, aligned or not, to a tensor alone, through a checkpoint, and on in f32."""
+    memory, first = Memory(8), wide("none", "d", "e", "f", align=align)
+    given = torch.randn(first.numel, generator=torch.Generator().manual_seed(1))
+    flat = memory.flat(first, CPU)
+    assert isinstance(flat, PackedResidual)
+    flat.pack(given, seed=7)
+    out = flat.unpack(torch.full((first.numel,), 9.0))
+    kept = contents(memory)
+    for slot in first.slots:
+        mine = slice(slot.offset, slot.offset + slot.numel)
+        assert torch.equal(out[mine], kept[slot.name])
+        assert torch.all((out[mine] - given[mine]).abs() <= given.abs().max() / 100)
+        out[mine] = 0
+    assert not out.any(), "between the tensors there are zeros, whatever was packed there"
+
+    saved = memory.state_dict()
+    alone = memory.state("f", SIZES["f"], CPU)
+    assert alone.residual is None and alone.packed is not None
+    assert torch.equal(alone.packed.unpack(torch.empty(SIZES["f"])), kept["f"])
+    memory.flat(wide("f", "g", "none", "d", align=4), CPU)
+    moved = contents(memory)
+    assert same({name: moved[name] for name in kept}, kept) and not moved["g"].any()
+
+    early, late, plain = Memory(8), Memory(8), Memory()
+    early.load_state_dict(saved)
+    early.flat(wide("f", "none", "d", "e", align=128), CPU)
+    late.flat(wide("f", "none", "d", "e", align=128), CPU)
+    late.load_state_dict(saved)
+    plain.load_state_dict(saved)
+    assert same(contents(early), kept) and same(contents(late), kept)
+    assert same(plain.state_dict()["residuals"], kept) and not plain.state_dict()["packed"]
+    late.load_state_dict({})
+    assert not any(residual.any() for residual in contents(late).values())
+    late.load_state_dict(plain.state_dict())
+    for name, residual in contents(late).items():
+        largest = float(kept[name].abs().max()) if len(residual) else 0.0
+        torch.testing.assert_close(residual, kept[name], rtol=0, atol=largest / 250)
+    with pytest.raises(ConfigError, match="'d' has 300 elements, its gradient 3"):
+        late.state("d", 3, CPU)
+
+
+def test_packing_at_random_keeps_small_residuals_in_the_mean() -> None:
+    """A value of a tenth of a code beside a large one: rounding to the nearest would forget it in each step."""
+    residual, steps = PackedResidual([(0, 128)], 128, CPU), 2000
+    given = torch.full((128,), 0.1)
+    given[0] = 127
+    total = torch.zeros(128)
+    for step in range(steps):
+        residual.pack(given, seed=step)
+        total += residual.unpack(torch.empty(128))
+    torch.testing.assert_close(total / steps, given, rtol=0, atol=0.05)
+
+
+def test_another_number_of_bits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="feedback_bits=4; expected 32 or 8"):
+        Memory(4)

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...backend import hints
+from ...codecs import PackedResidual
 from ...errors import ConfigError
 from ...plan import Bucket, Slot
 from ...scheduler.memory import Memory
+from ...seeds import derive_seed
 from .section import DeepSpeedSection
 from .spans import GradientSpan, Spans
 
@@ -43,8 +45,8 @@ class Gradients:
         self._exempt = {
             name for name in self._names.values() if any(fnmatchcase(name, each) for each in section.exempt)
         }
-        self._memory = Memory()
-        self._residuals: dict[tuple[tuple[Slot, ...], int], Tensor] = {}
+        self._memory = Memory(section.feedback_bits)
+        self._residuals: dict[tuple[tuple[Slot, ...], int], Tensor | PackedResidual] = {}
         self._spans = Spans()
         if section.gradients.compresses:
             self._attach()
@@ -168,23 +170,33 @@ class Gradients:
         if outer.plain or not self.section.error_feedback:
             yield
             return
-        with hints.hint(residual=self._residual(bucket), padding=outer.padding):
+        slots, total = self._slots(bucket)
+        kept = self._residual(slots, total, bucket[0].device) if slots else None
+        packed = kept if isinstance(kept, PackedResidual) else None
+        residual = kept if isinstance(kept, Tensor) else None
+        if packed is not None:
+            residual = packed.unpack(torch.empty(total, dtype=torch.float32, device=bucket[0].device))
+        with hints.hint(residual=residual, padding=outer.padding):
             yield
+        if packed is not None and residual is not None:
+            step, rank = self._engine.global_steps, dist.get_rank()
+            packed.pack(residual, derive_seed(step, rank, *slots[0].name.encode()))
 
-    def _residual(self, bucket: Sequence[Tensor]) -> Tensor | None:
+    def _slots(self, bucket: Sequence[Tensor]) -> tuple[tuple[Slot, ...], int]:
         slots: list[Slot] = []
         total = 0
         for tensor in bucket:
             slots += [_slot(part, total) for part in self._spans.parts(tensor)]
             total += tensor.numel()
-        if not slots:
-            return None
-        layout = (tuple(slots), total)
+        return tuple(slots), total
+
+    def _residual(self, slots: tuple[Slot, ...], total: int, device: torch.device) -> Tensor | PackedResidual:
+        layout = (slots, total)
         if layout not in self._residuals:
             names = {slot.name for slot in slots}
             gradients = self.section.gradients
-            form = Bucket(layout[0], total, "float32", gradients.codec, gradients.options)
-            flat = self._memory.flat(form, bucket[0].device)
+            form = Bucket(slots, total, "float32", gradients.codec, gradients.options)
+            flat = self._memory.flat(form, device)
             kept = {
                 other: residual
                 for other, residual in self._residuals.items()

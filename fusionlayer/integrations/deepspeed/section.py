@@ -12,6 +12,7 @@ from ...backend.policy import CallRule
 from ...codecs import Codec
 from ...errors import ConfigError
 from ...registry import nearest
+from ...scheduler.memory import FEEDBACK_BITS
 
 __all__ = ["KEY", "ROUTERS", "DeepSpeedSection", "RoleCodec"]
 
@@ -66,6 +67,7 @@ class DeepSpeedSection:
         activations: what pipeline stages send each other, in both directions, and all-to-alls of experts.
         exempt: patterns of parameter names, in the style of file names; gradients of these travel as they are.
         error_feedback: add what the codec lost to the next step's gradient.
+        feedback_bits: bits that an element of it takes between two steps, 32 or 8.
         warmup_steps: number of first optimizer steps whose gradients travel as they are.
     """
 
@@ -75,9 +77,12 @@ class DeepSpeedSection:
     activations: RoleCodec = RoleCodec()
     exempt: tuple[str, ...] = ROUTERS
     error_feedback: bool = False
+    feedback_bits: int = 32
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
+        if self.feedback_bits not in FEEDBACK_BITS:
+            raise ConfigError(f"feedback_bits={self.feedback_bits}; expected 32 or 8")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps={self.warmup_steps}; expected 0 or more")
 

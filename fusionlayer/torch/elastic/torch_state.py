@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...codecs import PackedPart
 from ...plan import FusionPlan
 from ..basics import rank, size
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -217,6 +218,7 @@ def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     numbers: dict[str, dict[str, float]] = {}
     for part in parts:
         _add(residuals, part["residuals"])
+        _add(residuals, {name: PackedPart(**kept).expanded() for name, kept in part.get("packed", {}).items()})
         for name, kept in part["tensors"].items():
             _add(tensors.setdefault(name, {}), kept)
         for name, remembered in part["numbers"].items():

@@ -1,0 +1,189 @@
+"""``OneBitAdam``: Adam that sends momentum in place of gradients once its variance has settled (Tang et al., 2021)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..codecs import Codec
+from ..errors import ConfigError, UsageError
+
+__all__ = ["OneBitAdam"]
+
+
+class OneBitAdam(Optimizer):
+    """AdamW for ``freeze_step`` steps; after them the variance is frozen, and the momentum travels compressed.
+
+        optimizer = fl.OneBitAdam(model.parameters(), lr=3e-4, freeze_step=100)
+        optimizer = fl.DistributedOptimizer(optimizer, model, codec="onebit")
+
+    This is algorithm 1 of 1-bit Adam. While it warms up, gradients travel as they are, and each step is that of
+    ``torch.optim.AdamW``. Then each rank adds its gradient to the momentum that all ranks have, the ranks average
+    these momenta by the codec that ``DistributedOptimizer`` was given, and the average is the new momentum. A step
+    divides it by the square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
+
+    Adam itself cannot have its gradients compressed so coarsely: the variance would be that of the codec's errors.
+
+    Both moments keep the bias correction of AdamW, that of the variance as it was when it was frozen. An element whose
+    gradient was zero in all steps until then has no variance, and does not move any more.
+
+    ``param.grad`` holds averaged momentum after ``synchronize``, once the variance is frozen: clip gradients before
+    that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in
+    place of its momentum, which shrinks the average: give all ranks equally many batches.
+
+    Args:
+        params: as for ``torch.optim.AdamW``.
+        lr: learning rate.
+        betas: of momentum and variance.
+        eps: added to the square root of the variance.
+        weight_decay: decoupled, as in AdamW.
+        freeze_step: steps of the warm-up; at least as many as the learning rate's own warm-up has.
+        warmup_codec: name or codec of the gradients in the warm-up. "raw" is the paper's; "int4" sends far less.
+
+    Raises:
+        ConfigError: an argument is out of range.
+        UsageError: from ``step``, if a parameter was added after the variance was frozen, or a ``GradScaler`` calls it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        freeze_step: int,
+        warmup_codec: str | Codec = "raw",
+    ) -> None:
+        if type(freeze_step) is not int or freeze_step < 1:
+            raise ConfigError(f"OneBitAdam: freeze_step={freeze_step!r}; expected a whole number of steps, at least 1")
+        if not lr >= 0 or not eps >= 0 or not weight_decay >= 0:
+            raise ConfigError(f"OneBitAdam: lr={lr}, eps={eps}, weight_decay={weight_decay}; expected 0 or more")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"OneBitAdam: betas={betas}; expected two numbers from 0 on and below 1")
+        # The count of steps stands in the groups too, because state_dict() saves these.
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "freeze_step": freeze_step, "steps": 0})
+        # Asks GradScaler to tell step() that it is there.
+        self._step_supports_amp_scaling = True
+        self.warmup_codec = warmup_codec
+        self._exchanged: set[Tensor] = set()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the variance is frozen, so that the next step sends momentum."""
+        first = self.__dict__["param_groups"][0]
+        return bool(first["steps"] >= first["freeze_step"])
+
+    @torch.no_grad()
+    def exchanged(self, parameter: Tensor) -> Tensor:
+        """Return what this rank sends for ``parameter`` in place of its gradient, in the gradient's memory.
+
+        That is the momentum which the gradient makes, or without a gradient what is left of the momentum. While the
+        optimizer warms up it is the gradient itself.
+        """
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        if self.frozen:
+            _refuse_sparse(gradient)
+            gradient.lerp_(self._moments(parameter)[0], self._beta1_of(parameter))
+            self._exchanged.add(parameter)
+        return gradient
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step, by gradients or, where ``exchanged`` has made it, by the averaged momentum.
+
+        Raises:
+            UsageError: a parameter was added after the variance was frozen, or a ``GradScaler`` calls.
+        """
+        if hasattr(self, "found_inf"):
+            raise UsageError(
+                "OneBitAdam was called by a GradScaler, whose factor would spoil the momentum of earlier steps; train "
+                "in bf16, or without the scaler"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        steps = 1 + groups[0]["steps"]
+        for group in groups:
+            self._step_group(group, steps)
+            group["steps"] = steps
+        self._exchanged.clear()
+        if steps == groups[0]["freeze_step"]:
+            self._freeze()
+        return loss
+
+    def _step_group(self, group: dict[str, Any], steps: int) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        beta1, beta2 = group["betas"]
+        warm = steps <= group["freeze_step"]
+        if warm:
+            for parameter in parameters:
+                _refuse_sparse(parameter.grad)
+                if not self.state[parameter]:
+                    zeros = (torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2))
+                    self.state[parameter].update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))
+        momenta, variances = (list(each) for each in zip(*map(self._moments, parameters), strict=True))
+        gradients = [p.grad for p in parameters]
+        if warm:
+            torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+            torch._foreach_mul_(variances, beta2)
+            torch._foreach_addcmul_(variances, gradients, gradients, value=1 - beta2)
+        else:
+            for parameter, momentum in zip(parameters, momenta, strict=True):
+                if parameter in self._exchanged:
+                    momentum.copy_(parameter.grad)
+                else:
+                    momentum.lerp_(parameter.grad, 1 - beta1)
+        rate = float(group["lr"])
+        widths = torch._foreach_sqrt(variances)
+        torch._foreach_div_(widths, math.sqrt(1 - beta2 ** min(steps, group["freeze_step"])))
+        torch._foreach_add_(widths, group["eps"])
+        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        torch._foreach_addcdiv_(parameters, momenta, widths, value=-rate / (1 - beta1**steps))
+
+    def _moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.state.get(parameter)
+        if not state:
+            raise UsageError(
+                f"OneBitAdam has no variance of a parameter of shape {tuple(parameter.shape)}: it came after the first "
+                f"{self.defaults['freeze_step']} steps; add parameters earlier, or raise freeze_step"
+            )
+        return state["exp_avg"], state["exp_avg_sq"]
+
+    def _freeze(self) -> None:
+        """Let elements without a variance rest: momentum divided by infinity is zero."""
+        for state in self.state.values():
+            variance = state["exp_avg_sq"]
+            variance.masked_fill_(variance == 0, math.inf)
+
+    def _beta1_of(self, parameter: Tensor) -> float:
+        groups = self.__dict__["param_groups"]
+        kept, group_of = self.__dict__.get("_group_of", (None, {}))
+        if kept is not groups or parameter not in group_of:  # load_state_dict() makes new groups
+            group_of = {p: group for group in groups for p in group["params"]}
+            self.__dict__["_group_of"] = (groups, group_of)
+        return float(group_of[parameter]["betas"][0])
+
+
+def _refuse_sparse(gradient: Tensor) -> None:
+    if gradient.is_sparse:
+        raise UsageError("OneBitAdam got a sparse gradient; use a dense layer, such as Embedding(sparse=False)")

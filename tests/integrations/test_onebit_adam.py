@@ -1,0 +1,202 @@
+"""``OneBitAdam``: the arithmetic of its paper, over any codec; checkpoints; what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import fusionlayer as fl
+from fusionlayer import codecs
+from fusionlayer.transport import local
+from tests.integrations.training import loss_of, make_model, weights
+
+pytestmark = pytest.mark.short
+
+FREEZE, STEPS, WORLD = 3, 8, 2
+OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def step_of(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
+
+
+def make(codec: str = "onebit", warmup_codec: str = "raw", **options: Any) -> tuple[nn.Module, Any]:
+    model = make_model()
+    optimizer = fl.OneBitAdam(model.parameters(), **OPTIONS, freeze_step=FREEZE, warmup_codec=warmup_codec)
+    return model, fl.DistributedOptimizer(optimizer, model, codec=codec, **options)
+
+
+def signs_of(x: Tensor, group: int) -> Tensor:
+    """Return signs times the mean magnitude of each group of ``x`` (n,), with zeros up to a whole group."""
+    rows = nn.functional.pad(x, (0, -len(x) % group)).view(-1, group)
+    return (torch.where(rows < 0, -1.0, 1.0) * rows.abs().mean(1, keepdim=True)).flatten()[: len(x)]
+
+
+class Oracle:
+    """Algorithm 1 of 1-bit Adam for all ranks at once, on one flat tensor for each parameter, without fusionlayer."""
+
+    def __init__(self, group: int | None) -> None:
+        self.model = make_model()
+        self.group = group
+        self.warm = AdamW(self.model.parameters(), **OPTIONS, foreach=False)
+        self.lost: dict[tuple[int, Tensor], Tensor] = {}
+
+    def step(self, step: int) -> None:
+        gradients = []
+        for rank in range(WORLD):
+            self.model.zero_grad()
+            loss_of(self.model, rank, step).backward()
+            gradients.append([p.grad.clone() for p in self.model.parameters()])
+        for i, p in enumerate(self.model.parameters()):
+            mine = [each[i] for each in gradients]
+            if step < FREEZE:
+                p.grad = sum(mine) / WORLD
+            else:
+                self._send_momentum(p, mine, step)
+        if step < FREEZE:
+            self.warm.step()
+
+    @torch.no_grad()
+    def _send_momentum(self, p: Tensor, gradients: list[Tensor], step: int) -> None:
+        (beta1, beta2), rate = OPTIONS["betas"], OPTIONS["lr"]
+        momentum, variance = (self.warm.state[p][key] for key in ("exp_avg", "exp_avg_sq"))
+        sent = []
+        for rank, gradient in enumerate(gradients):
+            own = (beta1 * momentum + (1 - beta1) * gradient).flatten() / WORLD
+            if self.group is not None:
+                own = own + self.lost.get((rank, p), 0)
+                self.lost[rank, p] = own - signs_of(own, self.group)
+                own = own - self.lost[rank, p]
+            sent.append(own)
+        momentum.copy_(sum(sent).view_as(p))
+        width = (variance / (1 - beta2**FREEZE)).sqrt() + OPTIONS["eps"]
+        p.mul_(1 - rate * OPTIONS["weight_decay"])
+        p.sub_(rate / (1 - beta1 ** (step + 1)) * torch.where(variance == 0, 0, momentum / width))
+
+
+@pytest.mark.parametrize("codec, group", [("raw", None), ("onebit", 32)])
+def test_it_takes_the_steps_of_the_paper(codec: str, group: int | None) -> None:
+    """Gradients and AdamW at first; then momenta, and what a codec loses is sent later. Replicas are equal."""
+    oracle = Oracle(group)
+    expected = []
+    for step in range(STEPS):
+        oracle.step(step)
+        expected.append(weights(oracle.model))
+
+    def rank_main(rank: int) -> list[Tensor]:
+        options = {"group_size": group, "groups": 1} if group else {}
+        model, optimizer = make(codec, **options)
+        reached = []
+        for step in range(STEPS):
+            assert optimizer.frozen == (step >= FREEZE)
+            step_of(model, optimizer, rank, step)
+            (used,) = {bucket.codec for bucket in optimizer.fusion_plan.buckets}
+            assert used == ("raw" if step < FREEZE else codec)
+            reached.append(weights(model))
+        return reached
+
+    first, second = local.run(rank_main, WORLD)
+    for step in range(STEPS):
+        assert torch.equal(first[step], second[step])
+        torch.testing.assert_close(first[step], expected[step], rtol=1e-4, atol=1e-5)
+
+
+def test_alone_it_is_its_own_oracle_and_an_element_without_variance_rests() -> None:
+    oracle, model = Oracle(None), make_model()
+    optimizer = fl.OneBitAdam(model.parameters(), **OPTIONS, freeze_step=FREEZE)
+    for step in range(STEPS):
+        oracle.step(step)
+        optimizer.zero_grad()
+        (sum(loss_of(model, rank, step) for rank in range(WORLD)) / WORLD).backward()
+        optimizer.step()
+        torch.testing.assert_close(weights(model), weights(oracle.model), rtol=1e-4, atol=1e-5)
+    still = nn.Parameter(torch.ones(2))
+    optimizer = fl.OneBitAdam([still], weight_decay=0.0, freeze_step=1)
+    for gradient in ([1.0, 0.0], [1.0, 1.0]):
+        still.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert still[0] < 1 and still[1] == 1
+
+
+@pytest.mark.parametrize("codec, warmup_codec", [("onebit", "raw"), ("topk", "int4")])
+@pytest.mark.parametrize("saved_after", [FREEZE - 1, FREEZE, FREEZE + 2])
+def test_resumed_training_has_the_same_bits(codec: str, warmup_codec: str, saved_after: int) -> None:
+    """Saved before the variance is frozen, just then, and later."""
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make(codec, warmup_codec)
+        saved: Any = None
+        for step in range(STEPS):
+            if step == saved_after:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            step_of(model, optimizer, rank, step)
+            used = codecs.get(optimizer.fusion_plan.buckets[0].codec).name
+            assert used == codecs.get(codec if step >= FREEZE else warmup_codec).name
+        optimizer.close()
+        again, resumed = make(codec, warmup_codec)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        for step in range(saved_after, STEPS):
+            step_of(again, resumed, rank, step)
+        assert torch.equal(weights(again), weights(model))
+
+    local.run(rank_main, WORLD)
+
+
+def test_a_rank_without_a_gradient_sends_what_is_left_of_the_momentum() -> None:
+    def rank_main(rank: int) -> None:
+        parameter = nn.Parameter(torch.zeros(4))
+        optimizer: Any = fl.OneBitAdam([parameter], freeze_step=1, betas=(0.5, 0.9))
+        optimizer = fl.DistributedOptimizer(optimizer, codec="raw")
+        for step in range(2):
+            optimizer.zero_grad()
+            if step == 0 or rank == 0:
+                (8 * parameter).sum().backward()
+            optimizer.step()
+        # 0.5 * 8 after the first step; then 0.5 * 4 + 0.5 * 8 and 0.5 * 4.
+        assert optimizer.state[parameter]["exp_avg"].tolist() == [4.0] * 4
+
+    local.run(rank_main, WORLD)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def wrap(**options: Any) -> None:
+        make(**options)
+
+    def rank_main(rank: int) -> None:
+        for options, message in (
+            ({"op": fl.Sum}, "OneBitAdam with op=Sum"),
+            ({"plan": fl.FusionPlan((), WORLD)}, "no plan says"),
+            ({"sync": fl.Local(every=2)}, "leave all three out"),
+            ({"warmup_codec": "rawr"}, "unknown codec 'rawr'; did you mean 'raw'"),
+            ({"codec": "onebitt"}, "unknown codec 'onebitt'; did you mean 'onebit'"),
+        ):
+            with pytest.raises(fl.ConfigError, match=message):
+                wrap(**options)
+
+    local.run(rank_main, WORLD)
+    parameter = nn.Parameter(torch.zeros(2))
+    for wrong in ({"freeze_step": 0}, {"freeze_step": 1.5}, {"freeze_step": 1, "lr": math.nan}):
+        with pytest.raises(fl.ConfigError, match="OneBitAdam: .*expected"):
+            fl.OneBitAdam([parameter], **wrong)
+    optimizer = fl.OneBitAdam([parameter], freeze_step=1)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    late = nn.Parameter(torch.ones(3), requires_grad=True)
+    late.grad = torch.ones(3)
+    optimizer.add_param_group({"params": [late]})
+    with pytest.raises(fl.UsageError, match=r"shape \(3,\): it came after the first 1 steps"):
+        optimizer.step()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = fl.OneBitAdam([parameter], freeze_step=1)
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(fl.UsageError, match="GradScaler"):
+        scaler.step(optimizer)
