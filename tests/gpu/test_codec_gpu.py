@@ -66,7 +66,8 @@ def first_of_each_kernel() -> Iterator[Codec]:
     """Yield a codec for each combination of options that chooses other code on the device, with one width each."""
     seen = set()
     for codec in filter(is_typical, core_codecs()):
-        options = {key: value for key, value in codec.options.items() if key not in ("group_size", "block_size", "chunk")}
+        widths = ("group_size", "block_size", "chunk")
+        options = {key: value for key, value in codec.options.items() if key not in widths}
         if (key := (codec.name, *map(str, options.items()))) not in seen:
             seen.add(key)
             yield codec

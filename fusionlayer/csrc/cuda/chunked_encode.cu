@@ -146,7 +146,7 @@ FL_DEVICE void encode_chunk(const ChunkForm &form, ChunkMemory &chunk, const Chu
   const int lane = lane_index();
   const uint32_t largest = largest_in(form, chunk.v);
   const bool broken = largest >= kF32Inf, none = largest < kTinyBits;
-  ChunkLevels levels = broken ? kBrokenLevels : kNoLevels;
+  ChunkLevels levels = {uint16_t(broken ? kBf16Nan : 0), 0};
   if (broken || none) {
     for (int j = lane; j < form.position_bytes(); j += kLanes) out.high[j] = 0;
     for (int j = lane; j < form.code_bytes(); j += kLanes) out.codes[j] = 0;
