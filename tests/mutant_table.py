@@ -67,6 +67,7 @@ MUTANTS: list[Mutant] = [
         ),
         ("zip.py", "lowest = ceil if", "lowest = floor if", "the window of exponents"),
         ("tahquant.py", "math.floor(self.coarse * tokens)", "math.ceil(self.coarse * tokens)", "coarse tokens"),
+        ("chunked_topk.py", 'struct.pack("<f", scale)', 'struct.pack("<f", 1.0)', "a mean is sent as a sum"),
     ),
     *_of(
         "cli/",
@@ -77,6 +78,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "csrc/core/",
         ("residual.h", "return is_finite(lost) ? lost : residual;", "return is_finite(lost) ? lost : 0;", "feedback"),
+        ("chunked.h", "return units * kept > total;", "return units * kept > 2 * total;", "the two levels of 2 bits"),
         ("int_group.h", "0.5f, span, 2.0f * span};", "0.5f, span, span};", "levels of 2 and 3 bits"),
     ),
     *_of(
@@ -357,6 +359,7 @@ LIKELY = {
     "codecs/_low_rank.py": "codecs/test_low_rank.py",
     "codecs/powersgd.py": "codecs/test_low_rank.py",
     "csrc/core/residual.h": "codecs/test_isa.py native/test_cpu_core.py",
+    "csrc/core/chunked.h": "codecs/test_chunked_topk.py",
     "csrc/core/int_group.h": "codecs/test_int.py native/test_cpu_core.py",
     "csrc/cpu/code_runs.h": "codecs/test_isa.py native/test_cpu_core.py",
     "transport/_sum.py": "transport/test_local.py",

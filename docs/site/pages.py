@@ -16,7 +16,7 @@ import yaml
 
 from fusionlayer import cli, codecs, collectives, config, launch
 from fusionlayer.cli import environment, fusionrun
-from fusionlayer.codecs import Codec, PartsCodec, Sparsifier, StatefulCodec, TensorState, VariableSizeCodec
+from fusionlayer.codecs import Codec, PartsCodec, StatefulCodec, TensorState, VariableSizeCodec
 from fusionlayer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,7 +232,7 @@ def codec_table() -> str:
 def _family(codec: Codec) -> str:
     if codec.lossless:
         return "Lossless"
-    if isinstance(codec, Sparsifier):
+    if codec.ahead:
         return "Sparsifiers"
     return "Low rank" if isinstance(codec, PartsCodec) else "Quantizers"
 
@@ -251,6 +251,7 @@ A codec says what the bytes of a message mean. Give its name where gradients are
 | no idea | `codec="auto"`: it measures the first steps and chooses |
 | matrices, and a network for which four bits are still too many | `powersgd` |
 | SGD with momentum, and such a network | `dgc`, with momentum correction and warm-up |
+| updates that travel every few steps, and such a network | `chunked_topk`: a fourth of the bytes of `topk` |
 | sharded weights (FSDP2) | `sdp4bit`, a preset of [FSDP](fsdp.md) |
 | activations of tensor parallelism, a pipeline | `taco`, `tahquant` ([model parallelism](model_parallel.md)) |
 
@@ -287,7 +288,7 @@ def _bits(codec: Codec) -> str:
     else:
         size = codec.bare.wire(_ELEMENTS).capacity
     digits = f"{8 * size / _ELEMENTS:.2f}".rstrip("0").rstrip(".")
-    return f"{digits} at density {codec.density:g}" if isinstance(codec, Sparsifier) else digits
+    return f"{digits} at density {codec.options['density']:.2g}" if codec.ahead else digits
 
 
 def _keeps(codec: Codec) -> str:

@@ -18,6 +18,7 @@ class CodecOptions(TypedDict, total=False):
     block_size: int
     centred: bool
     channels: int
+    chunk: int
     clip: float
     clip_norm: float | None
     coarse: float

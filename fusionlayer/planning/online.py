@@ -33,7 +33,7 @@ from .simulation import Step
 
 __all__ = ["CANDIDATES", "OnlinePlanner", "ReplanSchedule"]
 
-CANDIDATES = ("raw", "bf16", "int8", "int4", "int3", "int2", "topk", "dgc")
+CANDIDATES = ("raw", "bf16", "int8", "int4", "int3", "int2", "topk", "chunked_topk", "dgc")
 """The codecs that "auto" chooses from in training, as far as the fidelity allows."""
 
 _logger = logging.getLogger("fusionlayer")

@@ -52,18 +52,22 @@ def core_codecs() -> Iterator[Codec]:
     for tile, channels in ((32, 128), (64, 384), (128, 1024)):
         yield fl.codecs.get("tahquant", tile=tile, channels=channels, header=False)
         yield fl.codecs.get("tahquant6", tile=tile, channels=channels, header=False)
+    for bits, chunk in product((2, 3, 4, 8, 32), (64, 4096)):
+        yield fl.codecs.get("chunked_topk", bits=bits, chunk=chunk, header=False)
 
 
 def is_typical(codec: Codec) -> bool:
     """Tell whether a codec has the usual widths of groups and blocks; others differ from it in a number alone."""
-    return getattr(codec, "group_size", 128) in (128, 2048) and getattr(codec, "block_size", 256) == 256
+    typical = {"group_size": (128, 2048), "block_size": (256,), "chunk": (4096,)}
+    return all(codec.options.get(key, widths[0]) in widths for key, widths in typical.items())
 
 
 def first_of_each_kernel() -> Iterator[Codec]:
     """Yield a codec for each combination of options that chooses other code on the device, with one width each."""
     seen = set()
     for codec in filter(is_typical, core_codecs()):
-        options = {key: value for key, value in codec.options.items() if key not in ("group_size", "block_size")}
+        widths = ("group_size", "block_size", "chunk")
+        options = {key: value for key, value in codec.options.items() if key not in widths}
         if (key := (codec.name, *map(str, options.items()))) not in seen:
             seen.add(key)
             yield codec
@@ -78,10 +82,10 @@ PLAIN = [
         for name in ("raw", "int8", "int4", "int3", "int2", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")
     ),
     *(fl.codecs.get("thc", block_size=256).bare, fl.codecs.get("tahquant", channels=384).bare),
-    fl.codecs.get("tlq_hs").bare,
+    *(fl.codecs.get(name).bare for name in ("chunked_topk", "tlq_hs")),
 ]
 """A codec of each kind that has kernels, as it is used."""
-FEW = [fl.codecs.get("int4").bare, fl.codecs.get("taco").bare, fl.codecs.get("zip").bare, PLAIN[-3]]
+FEW = [fl.codecs.get("int4").bare, fl.codecs.get("taco").bare, fl.codecs.get("zip").bare, *PLAIN[-4:-1:2]]
 """One for each way in which kernels go over a tensor; the CPU takes long to check many elements."""
 
 every_codec_and_dtype = pytest.mark.parametrize(

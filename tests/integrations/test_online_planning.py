@@ -126,7 +126,7 @@ def test_auto_chooses_and_says_why(fidelity: str, caplog: pytest.LogCaptureFixtu
     with costs_measured(latency=1e-6, per_byte=1e-5):
         found = local.run(rank_main, 2)
     assert_same_bits([mine for mine, _ in found])
-    sparse = {"topk", "dgc"}
+    sparse = {"topk", "chunked_topk", "dgc"}
     expected = {"lossless": {"raw"}, "near_lossless": {"int"}, "aggressive": {"int", *sparse}}[fidelity]
     assert found[0][1] == found[1][1] <= expected
     tables = [text for text in (record.getMessage() for record in caplog.records) if text.startswith("codecs by")]

@@ -73,6 +73,8 @@ class Case:
             groups = -(-self.numel // 256)
             scales = (0, 32 * groups) if flags & native.DYNAMIQ_FLAT else (2 * groups, 16 * groups)
             return -(-groups // 64) * 24, *scales, 64 * lines
+        if self.codec == native.CHUNKED:
+            return self._chunked_bytes
         bits, group, _ = self.param
         groups = -(-self.numel // group)
         return groups * 4, groups * group * bits // 8
@@ -80,6 +82,18 @@ class Case:
     @property
     def thc_block(self) -> int:
         return min(self.param[1], max(32, 1 << max(self.numel - 1, 0).bit_length()))
+
+    @property
+    def _chunked_bytes(self) -> tuple[int, int, int]:
+        bits, chunk, kept, _ = self.param
+        positions = codes = 0
+        for start in range(0, self.numel, chunk):
+            size = min(chunk, self.numel - start)
+            k = max(1, kept * size // chunk)
+            low = min(range(12, -1, -1), key=lambda low: k * low + (size - 1 >> low))
+            positions += -(-(k + (size - 1 >> low)) // 8) + -(-k * low // 8)
+            codes += -(-k * bits // 8)
+        return 4 * -(-self.numel // chunk), positions, codes
 
     @property
     def _zip_bytes(self) -> int:
@@ -127,6 +141,13 @@ def tah_case(
     bits: int, channels: int, tile: int, coarse: int = 0, dtype: int = F32, numel: int = 0, **rest: int
 ) -> Case:
     return Case(native.TAHQUANT, (bits, channels, tile, coarse), dtype, numel, **rest)
+
+
+def chunked_case(
+    bits: int = 2, chunk: int = 4096, kept: int = 64, factor: float = 0.0, dtype: int = F32, numel: int = 0, **rest: int
+) -> Case:
+    param = (bits, chunk, kept, int(np.float32(factor).view(np.uint32)))
+    return Case(native.CHUNKED, param, dtype, numel, **rest)
 
 
 def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest: int) -> Case:

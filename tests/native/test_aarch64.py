@@ -24,6 +24,7 @@ from tests.native.abi import (
     assert_same,
     block_cases,
     cast_case,
+    chunked_case,
     dynamiq_case,
     int_case,
     results,
@@ -101,6 +102,7 @@ def cases() -> Iterator[Case]:
     yield from (thc_case(flags) for flags in range(4))
     yield from (tah_case(bits, 64, 32, dtype=0) for bits in (4, 6))
     yield from (dynamiq_case(flags) for flags in range(2))
+    yield from (chunked_case(bits, 512, kept) for bits in (2, 3, 8, 32) for kept in (1, 9, 300))
 
 
 def varied(given: Iterable[Case]) -> Iterator[Case]:

@@ -41,6 +41,7 @@ from tests.native.abi import (
     block_case,
     block_cases,
     cast_case,
+    chunked_case,
     dynamiq_case,
     int_case,
     itemsize,
@@ -474,6 +475,7 @@ def test_nothing_beyond_the_input_is_read(isa: ctypes.CDLL) -> None:
                 cast_case(BF16, dtype, numel),
                 block_case("e2m3", 32, native.SCALE_BF16, 0, dtype, numel),
                 block_case("e4m3", 64, native.SCALE_DUAL, native.BLOCK_HADAMARD, dtype, numel),
+                chunked_case(3, 64, 9, 0.5, dtype, numel),
             ):
                 spec, out = case.spec, Planes(case, 1)
                 x = end - numel * itemsize(dtype)

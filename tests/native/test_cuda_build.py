@@ -150,7 +150,8 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     # One lane of `zip` lists the seven most frequent exponents, once for each 65,536 elements.
     assert all("zip_encode_cu" in name and "choose_kernel" in name for name, frame, *_ in kernels if frame != "0")
     shared = {name for name, (_, text) in compiled.items() if "bytes smem" in text}
-    through = {f"{codec}_{verb}" for codec in ("int", "block", "thc", "tahquant") for verb in ("encode", "decode")}
+    codecs = ("int", "block", "thc", "tahquant", "chunked")
+    through = {f"{codec}_{verb}" for codec in codecs for verb in ("encode", "decode")}
     assert shared == {"dynamiq", "magnitudes", "sparse_decode", "zip_encode", *through}, "for histograms, sums, blocks"
 
 

@@ -28,6 +28,7 @@ from tests.native.abi import (
     block_case,
     block_cases,
     cast_case,
+    chunked_case,
     dynamiq_case,
     int_case,
     results,
@@ -163,6 +164,17 @@ def test_statistics_of_super_groups_are_those_of_the_cpu_core(kernels: ctypes.CD
                 assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
+def test_chunked_topk_writes_the_bytes_of_the_cpu_core(check: Check, bits: int) -> None:
+    shapes = itertools.cycle([(4096, 64), (4096, 1), (512, 100), (64, 64), (256, 3), (4096, 4096)])
+    starts = (chunked_case(bits, *next(shapes), 0.5 * (i % 2)) for i, _ in enumerate(LENGTHS))
+    lengths = (*LENGTHS[1:], 9001)
+    for case in varied(replace(start, numel=numel) for start, numel in zip(starts, lengths, strict=True)):
+        check(case)
+    check(chunked_case(bits, numel=9001, count=2), garbage=True)
+    check(chunked_case(bits, 64, 5, numel=20_000, count=3))
+
+
 @pytest.mark.parametrize("choice", [native.ZIP_AUTO, native.ZIP_WINDOW, native.ZIP_TABLE])
 @pytest.mark.parametrize("wire", [F32, BF16, F16])
 def test_zip_writes_the_bytes_of_the_cpu_core(check: Check, wire: int, choice: int) -> None:
@@ -265,6 +277,7 @@ SOME = {
     "zip": zip_case(BF16),
     "thc": thc_case(native.THC_STOCHASTIC),
     "tahquant": tah_case(4, 128, 64, 5),
+    "chunked": chunked_case(3, 256, 9),
 }
 
 
@@ -322,6 +335,12 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("tile", tah_case(4, 128, 16, numel=128)),
     ("channels", tah_case(4, 96, 64, numel=128)),
     ("more coarse tokens than there are", tah_case(4, 128, 64, 2, numel=128)),
+    ("bits of chunks", chunked_case(5, numel=64)),
+    ("a chunk of no power of two", chunked_case(2, 96, 3, numel=64)),
+    ("a chunk that is too large", chunked_case(2, 8192, 64, numel=64)),
+    ("nothing that goes", chunked_case(2, 64, 0, numel=64)),
+    ("more than the chunk has", chunked_case(2, 64, 65, numel=64)),
+    ("a factor that is not finite", chunked_case(2, 64, 3, float("inf"), numel=64)),
     ("coarse tokens of 6 bits", tah_case(6, 128, 64, 1, numel=128)),
 )
 

@@ -135,6 +135,7 @@ BY_THRESHOLD = ["fl_accumulate", "fl_choose_threshold", "fl_sparse_encode"]
         ("sidco", {"distribution": "generalized_pareto", "reuse": 3}, BY_THRESHOLD),
         ("dgc", {"momentum": 0.9}, ["fl_accumulate_momentum", *BY_THRESHOLD[1:]]),
         ("dgc", {"clip_norm": 1.0}, ["fl_magnitude_stats", *BY_THRESHOLD]),
+        ("chunked_topk", {}, ["fl_encode"]),
         ("randomk", {}, ["fl_accumulate", "fl_choose_drawn", "fl_sparse_encode"]),
         ("randomk", {"density": 0.1}, ["fl_sparse_encode"]),
     ],

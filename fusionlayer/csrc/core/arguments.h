@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block_scale.h"
+#include "chunked.h"
 #include "dynamiq.h"
 #include "rans.h"
 #include "sparse.h"
@@ -20,6 +21,7 @@ inline bool known_dtype(uint32_t dtype) { return dtype <= FL_F16; }
 inline int plane_count(const fl_spec &spec) {
   if (spec.codec == FL_TAHQUANT) return 5;
   if (spec.codec == FL_DYNAMIQ) return kDynamiqPlanes;
+  if (spec.codec == FL_CHUNKED) return kChunkedPlanes;
   return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_CAST ? 1 : 2;
 }
 
@@ -47,6 +49,7 @@ inline int64_t plane_bytes(const fl_spec &spec, int p) {
   if (spec.codec == FL_DYNAMIQ) return dynamiq_plane_bytes(spec, p);
   if (spec.codec == FL_CAST) return spec.numel * element_size(spec.param[0]);
   if (spec.codec == FL_SPARSE) return sparse_shape(spec).plane_bytes(p);
+  if (spec.codec == FL_CHUNKED) return chunked_shape(spec).plane_bytes(p);
   if (spec.codec == FL_ZIP) return p || !spec.numel ? zip_shape(spec).bytes() : int64_t(sizeof(ZipHead));
   if (spec.codec == FL_RANS) return p || !spec.numel ? rans_bytes(spec) : int64_t(sizeof(ZipHead));
   if (spec.codec == FL_THC) {
@@ -123,9 +126,17 @@ inline int check_tahquant(const fl_spec &spec) {
   return param[3] && (param[0] == 6 || param[3] > tah_shape(spec).tokens()) ? FL_BAD_ARGUMENT : FL_OK;
 }
 
+inline int check_chunked(const uint32_t *param) {
+  const uint32_t bits = param[0];
+  if (bits != 2 && bits != 3 && bits != 4 && bits != 8 && bits != 32) return FL_BAD_ARGUMENT;
+  if (!power_of_two_within(param[1], kLeastChunk, kMostChunk)) return FL_BAD_ARGUMENT;
+  if (param[2] < 1 || param[2] > param[1]) return FL_BAD_ARGUMENT;
+  return (param[3] & kMagnitudeBits) < kF32Inf ? FL_OK : FL_BAD_ARGUMENT;
+}
+
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec > FL_RANS) return FL_UNSUPPORTED;
+  if (spec->codec > FL_CHUNKED) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   if (spec->codec == FL_SPARSE) return check_sparse(*spec);
   if (spec->codec == FL_BLOCK) return check_block(spec->param);
@@ -134,6 +145,7 @@ inline int check_spec(const fl_spec *spec) {
   if (spec->codec == FL_THC) return check_thc(*spec);
   if (spec->codec == FL_TAHQUANT) return check_tahquant(*spec);
   if (spec->codec == FL_DYNAMIQ) return check_dynamiq(*spec);
+  if (spec->codec == FL_CHUNKED) return check_chunked(spec->param);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;

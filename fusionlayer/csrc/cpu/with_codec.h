@@ -3,6 +3,7 @@
 
 #include "block_codec.h"
 #include "cast_codec.h"
+#include "chunked_codec.h"
 #include "dynamiq_codec.h"
 #include "int_sums.h"
 #include "tahquant_codec.h"
@@ -69,6 +70,7 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
     return with_dtype(param[0], [&](auto wire) { body(CastCodec<typename decltype(wire)::type>(job)); });
   if (job.spec->codec == FL_BLOCK) return with_numbers(job, body);
   if (job.spec->codec == FL_DYNAMIQ) return body(DynamiqCodec(job));
+  if (job.spec->codec == FL_CHUNKED) return body(ChunkedCodec(job));
   if (job.spec->codec == FL_TAHQUANT) return body(TahCodec(job));
   if constexpr (kThc)
     if (job.spec->codec == FL_THC) return body(ThcCodec(job));

@@ -38,6 +38,7 @@ constexpr Verbs kVerbs[] = {
     {tah_encode, tah_decode, tah_decode_sum, tah_recode},
     {dynamiq_encode, dynamiq_decode, dynamiq_decode_sum, dynamiq_recode},
     {nullptr, nullptr, nullptr, nullptr},
+    {chunked_encode, chunked_decode, chunked_decode_sum, chunked_recode},
 };
 
 }  // namespace

@@ -75,7 +75,12 @@ enum fl_codec {
   FL_DYNAMIQ = 7,
   /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP. param[0] =
    * fl_dtype of what was encoded, as for FL_ZIP, as are the limits of verbs and numel */
-  FL_RANS = 8
+  FL_RANS = 8,
+  /* of each chunk the largest magnitudes. plane 0: low level and step of the chunk, bf16; plane 1: positions; plane 2:
+   * codes; each chunk has whole bytes. param[0] = bits of a value, 2, 3, 4, 8 or 32; param[1] = elements of a chunk, a
+   * power of two in 64..4096; param[2] = how many of them go, 1 to all; param[3] = f32 bits of a factor on x in
+   * fl_encode, 0: none. What a message says of elements outside its chunk is left out. docs/wire_format.md has the rest */
+  FL_CHUNKED = 9
 };
 
 enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };

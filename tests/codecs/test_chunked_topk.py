@@ -1,0 +1,238 @@
+"""``chunked_topk``: bytes of an oracle in plain numpy, which elements go, how many bytes travel, what stays."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fusionlayer import codecs
+from fusionlayer.codecs import TensorState
+from fusionlayer.codecs.chunked_topk import ChunkedTopK
+from fusionlayer.errors import ConfigError, WireError
+from tests.synthetic import awkward, gradient
+from tests.tiers import tiered
+
+from .conformance import DTYPES, decoded, encoded
+
+pytestmark = pytest.mark.short
+
+F32 = np.float32
+
+
+def make(density: float = 1 / 64, bits: int = 2, chunk: int = 4096) -> ChunkedTopK:
+    return ChunkedTopK(density, bits, chunk, header=False)
+
+
+# ---- the oracle: bits as lists of 0 and 1 ---------------------------------------------------------------------------
+
+
+def bf16(value: np.floating) -> int:
+    """Return the bits of ``value``, to nearest even, but never those of infinity."""
+    bits = int(torch.tensor(float(value)).bfloat16().view(torch.int16))
+    return min(bits, 0x7F7F)
+
+
+def of_bf16(bits: int) -> np.float32:
+    return F32(torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float().item())
+
+
+def fields(numbers: list[int], width: int) -> list[int]:
+    return [number >> place & 1 for number in numbers for place in range(width)]
+
+
+def packed(bits: list[int]) -> bytes:
+    return np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+
+
+def oracle(v: np.ndarray, kept: int, bits: int) -> tuple[bytes, bytes, bytes, np.ndarray]:
+    """Return levels, positions and codes of one chunk ``v`` (n,) f32, and the values (n,) that they stand for."""
+    size, magnitudes = v.size, np.abs(v)
+    low = min(range(12, -1, -1), key=lambda low: kept * low + (size - 1 >> low))
+    places = kept + (size - 1 >> low)
+    nothing = bytes(-(-places // 8) + -(-kept * low // 8)), bytes(-(-kept * bits // 8))
+    out = np.zeros(size, F32)
+    if not np.isfinite(v).all():
+        return np.array([0x7FC0, 0], "<u2").tobytes(), *nothing, np.full(size, np.nan, F32)
+    if magnitudes.max() < 2.0**-100:
+        return bytes(4), *nothing, out
+    chosen = np.sort(np.argsort(-magnitudes, kind="stable")[:kept])
+    sent = magnitudes[chosen]
+    high = [0] * places
+    for i, place in enumerate(chosen.tolist()):
+        high[(place >> low) + i] = 1
+    positions = packed(high) + packed(fields([place % (1 << low) for place in chosen.tolist()], low))
+    if bits == 32:
+        out[chosen] = v[chosen]
+        return np.array([0x3F80, 0], "<u2").tobytes(), positions, v[chosen].tobytes(), out
+    top = 2 ** (bits - 1) - 1
+    least, most = sent.min(), sent.max()
+    if bits == 2:
+        units = np.rint(sent * (F32(2**20) / most)).astype(np.int64)
+        above = units * kept > units.sum()
+        unit = most * F32(2.0**-20)
+        least = F32(units[~above].sum()) / F32((~above).sum()) * unit
+        most = F32(units[above].sum()) / F32(above.sum()) * unit if above.any() else least
+    first = bf16(least)
+    step = F32(F32(most - of_bf16(first)) / F32(top))
+    second = bf16(step) if step >= 2.0**-118 else 0
+    inverse = F32(1) / of_bf16(second) if second else F32(0)
+    levels = np.rint(np.clip((sent - of_bf16(first)) * inverse, 0, top)).astype(np.int64)
+    codes = (levels | np.signbit(v[chosen]).astype(np.int64) << (bits - 1)).tolist()
+    values = of_bf16(first) + levels.astype(F32) * of_bf16(second)
+    out[chosen] = np.copysign(values, v[chosen])
+    return np.array([first, second], "<u2").tobytes(), positions, packed(fields(codes, bits)), out
+
+
+def by_the_oracle(codec: ChunkedTopK, wanted: Tensor) -> tuple[list[bytes], Tensor]:
+    """Return the planes of a message of ``wanted`` (n,) f32, and what it decodes to."""
+    planes, out = [b"", b"", b""], []
+    k = max(1, math.floor(codec.density * codec.chunk))
+    for part in wanted.split(codec.chunk):
+        kept = max(1, k * part.numel() // codec.chunk)
+        with np.errstate(all="ignore"):
+            *parts, values = oracle(part.numpy(), kept, codec.bits)
+        planes = [plane + part for plane, part in zip(planes, parts, strict=True)]
+        out.append(torch.from_numpy(values))
+    return planes, torch.cat(out)
+
+
+GRID = [
+    (density, bits, chunk)
+    for density in (0.001, 1 / 64, 0.01, 0.3, 1.0)
+    for bits in (2, 3, 4, 8, 32)
+    for chunk in (64, 512, 4096)
+]
+
+
+@pytest.mark.parametrize(
+    "density, bits, chunk",
+    tiered(GRID, lambda density, bits, chunk: (density, chunk) == (1 / 64, 4096) or (bits, chunk) == (3, 512)),
+)
+def test_bytes_are_those_of_the_oracle(density: float, bits: int, chunk: int) -> None:
+    codec = make(density, bits, chunk)
+    for i, n in enumerate((1, 2, 63, chunk - 1, chunk, 3 * chunk + 17, 9001)):
+        for x in (gradient(n, i, DTYPES[i % 3]), awkward(n, 32, DTYPES[i % 3]), gradient(n, 7).sign() * 0.3):
+            residual = gradient(n, 40 + i) * 0.1
+            wanted, before = x.float() + residual, residual.clone()
+            message = encoded(codec, x, residual=residual)
+            planes, values = by_the_oracle(codec, wanted)
+            for view, plane in zip(codec.wire(n, x.dtype).views(message), planes, strict=True):
+                assert view.view(torch.uint8).numpy().tobytes() == plane
+            got = decoded(codec, message, n, x.dtype, torch.float32)
+            assert torch.equal(got.nan_to_num(nan=9.0), values.nan_to_num(nan=9.0))
+            lost = wanted - values
+            assert torch.equal(residual, torch.where(lost.isfinite(), lost, before))
+
+
+# ---- what it promises -----------------------------------------------------------------------------------------------
+
+
+def test_three_to_four_times_fewer_bytes_than_topk_at_equal_density() -> None:
+    """Positions take 8 bits each, not 10; log2 of the number of choices of 64 from 4096 is 7.4 for each."""
+    n = 1 << 20
+    for density, bits, least in ((0.01, 2, 3.7), (0.01, 3, 3.4), (0.01, 4, 3.1), (1 / 64, 2, 4.0), (1 / 64, 4, 3.2)):
+        ratio = codecs.get("topk", density=density).bare.wire(n).capacity / make(density, bits).wire(n).capacity
+        assert least <= ratio < least + 0.35, (density, bits, ratio)
+    levels, positions, codes = make().wire(n).sections
+    assert positions.plane.nbytes * 8 / make().target(n) == 8 >= math.log2(math.comb(4096, 64)) / 64 > 7.36
+    assert levels.plane.nbytes == 4 * 256 and codes.plane.nbytes * 4 == make().target(n) == n // 64
+
+
+def test_the_size_is_known_before_the_data_is() -> None:
+    for n in (1, 100, 4095, 4097, 100_001):
+        codec = make(0.02, 4)
+        assert codec.target(n) == sum(max(1, 81 * min(4096, n - start) // 4096) for start in range(0, n, 4096))
+        for x in (torch.zeros(n), gradient(n), torch.full((n,), math.nan)):
+            assert codec.compress(x).numel() == codec.used_bytes(codec.compress(x), n) == codec.wire(n).capacity
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
+def test_feedback_loses_nothing(bits: int) -> None:
+    """What was sent plus what stays is what was given; each value that goes is off by what its levels allow."""
+    n, codec = 10_000, make(0.05, bits)
+    state, given, sent = (
+        TensorState(torch.zeros(n)),
+        torch.zeros(n, dtype=torch.float64),
+        torch.zeros(n, dtype=torch.float64),
+    )
+    for step in range(30):
+        x = gradient(n, step)
+        wanted = x * 0.25 + state.residual
+        payload = torch.zeros(codec.wire(n).capacity, dtype=torch.uint8)
+        codec.encode_tensor(x, payload, state, scale=0.25)
+        out = decoded(codec, payload, n, torch.float32)
+        assert torch.equal(state.residual, wanted - out) and int((out != 0).sum()) == codec.target(n)
+        given += x * 0.25
+        sent += out
+        for values, target in zip(wanted.split(4096), out.split(4096), strict=True):
+            went = target != 0
+            smallest, largest = values[went].abs().min(), values.abs().max()
+            assert smallest >= values[~went].abs().max()
+            off = (values - target)[went].abs().max()
+            if bits > 2:
+                # Half a step, and what bf16 loses of the lowest level and of the step.
+                bound = (largest - smallest) / (2 ** (bits - 1) - 1) * (0.5 + 2**bits / 1024) + smallest / 256
+                assert off <= (bound if bits < 32 else 0)
+    assert (sent + state.residual - given).abs().max() <= 30 * 2.0**-23
+
+
+def test_two_levels_are_near_the_best_two() -> None:
+    """For the tail of a normal distribution the error is at most a sixth above that of the best two levels."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(3))
+    codec = make()
+    out = decoded(codec, encoded(codec, x), x.numel(), torch.float32)
+    error = energy = best = 0.0
+    for values, got in zip(x.split(4096), out.split(4096), strict=True):
+        went = values[got != 0].abs().double().sort().values
+        error += float((went - got[got != 0].abs().double().sort().values).square().sum())
+        energy += float(went.square().sum())
+        # The best two levels split the sorted magnitudes somewhere; each is the mean of its part.
+        best += min(
+            float(sum((part - part.mean()).square().sum() for part in (went[:i], went[i:]))) for i in range(1, 64)
+        )
+    assert best <= error <= 7 / 6 * best and error < 0.01 * energy
+
+
+def test_messages_are_summed_in_rank_order() -> None:
+    n, codec = 9000, make(0.1, 8)
+    messages = torch.stack([encoded(codec, gradient(n, rank) * 3.0**rank) for rank in range(4)])
+    total, one_by_one = torch.empty(n), torch.zeros(n)
+    codec.decode_sum(messages, total)
+    for message in messages:
+        one_by_one += decoded(codec, message, n, torch.float32)
+    assert torch.equal(total, one_by_one)
+
+
+def test_a_chunk_that_is_not_finite_is_heard_and_forgotten() -> None:
+    n, codec = 3 * 4096 + 5, make()
+    x = gradient(n)
+    before = gradient(n, 2) * 0.1
+    for place in (4096, 8191, n - 1):
+        residual, bad = before.clone(), x.clone()
+        bad[place] = math.inf
+        out = decoded(codec, encoded(codec, bad, residual=residual), n, torch.float32)
+        chunk = slice(place // 4096 * 4096, min(n, place // 4096 * 4096 + 4096))
+        assert out[chunk].isnan().all() and int(out.isnan().sum()) == chunk.stop - chunk.start
+        assert torch.equal(residual[chunk], before[chunk])
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        *(("density", value) for value in (0, -0.1, 1.5, "all", math.nan, True)),
+        *(("bits", value) for value in (1, 5, 16, 2.0, "2")),
+        *(("chunk", value) for value in (32, 8192, 100, 4096.0)),
+    ],
+)
+def test_wrong_options_are_refused(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"chunked_topk codec: {option}=.*; expected"):
+        codecs.get("chunked_topk", **{option: value})
+
+
+def test_a_payload_of_another_size_is_refused() -> None:
+    with pytest.raises(WireError, match="has 48 bytes, this one 16"):
+        make().encode_tensor(torch.zeros(10), torch.zeros(16, dtype=torch.uint8), TensorState(), scale=0.5)
