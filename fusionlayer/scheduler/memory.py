@@ -122,6 +122,9 @@ class Memory:
             state = self._states.get(name)
             if state is not None and state.residual is not None:
                 state.residual.mul_(factor)
+            packed = self._packed.get(name)
+            if packed is not None:
+                packed.scales.mul_(factor)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies by parameter name: residuals, and the codecs' "tensors" and "numbers".
