@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError, require
 from ..functional import Average, ReduceOp
 from ..plan import TensorInfo
+
+Every = int | Literal["auto"]
 
 __all__ = ["Local", "check_sync", "state_name", "state_tensors"]
 
@@ -26,7 +28,9 @@ class Local:
     The methods make the published variants. Each is a value of this class, and every option can be given to each.
 
     Args:
-        every: local steps between two syncs, at least 1.
+        every: local steps between two syncs, at least 1. "auto" begins with 1, and follows what ranks measure: more
+            where training waits for the network, fewer where what ranks learn drifts apart. Not with fragments or a
+            delay.
         lr: learning rate of the outer optimizer; 1.0 without momentum makes the new anchor the plain average.
         momentum: of the outer optimizer, from 0 to below 1.
         fragments: parts of the model that sync one after the other, each once in ``every`` steps; buckets of the fusion
@@ -46,7 +50,7 @@ class Local:
         ConfigError: an option has a value that cannot be used.
     """
 
-    every: int
+    every: Every
     lr: float = 1.0
     momentum: float = 0.0
     fragments: int = 1
@@ -59,10 +63,8 @@ class Local:
     feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        every: object = self.every
-        if every == "auto":
-            raise ConfigError("every='auto' is not available yet; give a number of steps, such as every=4")
-        _check_whole("every", self.every, 1, "local steps between two syncs")
+        if not self.adapts:
+            _check_whole("every", self.every, 1, "local steps between two syncs")
         _check_number("lr", self.lr, 0 < _float(self.lr) < math.inf, "above 0")
         _check_number("momentum", self.momentum, 0 <= _float(self.momentum) < 1, "from 0 to below 1")
         _check_number("alpha", self.alpha, 0 <= _float(self.alpha) < 1, "from 0 to below 1")
@@ -70,9 +72,11 @@ class Local:
         _check_number("feedback_decay", decay, 0 < _float(decay) <= 1, "above 0, at most 1")
         _check_whole("fragments", self.fragments, 1, "parts of the model")
         _check_whole("delay", self.delay, 0, "local steps")
-        if self.fragments > self.every:
+        if self.adapts and self.overlaps:
+            raise ConfigError("sync: every='auto' with fragments or a delay; give a number of steps, such as every=30")
+        if self.fragments > self.first_every:
             raise ConfigError(f"sync: fragments={self.fragments} and every={self.every}; expected at most one a step")
-        if self.delay >= self.every:
+        if self.delay >= self.first_every:
             raise ConfigError(f"sync: delay={self.delay} and every={self.every}; expected a smaller delay")
 
         require(self.states, Mapping, "sync: states", 'keys of optimizer.state with numbers, such as {"exp_avg": 3}')
@@ -82,12 +86,12 @@ class Local:
             raise ConfigError("sync: states with fragments or a delay; leave one of them out")
 
     @classmethod
-    def averaging(cls, every: int = 4, **options: Any) -> Local:
+    def averaging(cls, every: Every = 4, **options: Any) -> Local:
         """Return local SGD: after ``every`` steps parameters become the average over ranks (arXiv 1805.09767)."""
         return cls(every=every, **options)
 
     @classmethod
-    def diloco(cls, every: int = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
+    def diloco(cls, every: Every = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
         """Return DiLoCo: averages are the gradients of an outer optimizer with Nesterov momentum (arXiv 2311.08105)."""
         return cls(every=every, lr=lr, momentum=momentum, **options)
 
@@ -99,7 +103,7 @@ class Local:
         return cls.diloco(every=every, fragments=fragments, delay=delay, alpha=alpha, **options)
 
     @classmethod
-    def muloco(cls, every: int = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
+    def muloco(cls, every: Every = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:
         """Return DiLoCo with differences of 2 bits and error feedback; made for Muon (MuLoCo, arXiv 2505.23725)."""
         options = {"error_feedback": True, **options}
         if "codec" not in options:
@@ -107,18 +111,28 @@ class Local:
         return cls(every=every, lr=lr, momentum=momentum, **options)
 
     @classmethod
-    def sparseloco(cls, every: int = 30, lr: float = 1.0, feedback_decay: float = 0.95, **options: Any) -> Local:
+    def sparseloco(cls, every: Every = 30, lr: float = 1.0, feedback_decay: float = 0.95, **options: Any) -> Local:
         """Return SparseLoCo: the largest values of each chunk, in 2 bits, error feedback decays (arXiv 2508.15706)."""
         options = {"codec": "chunked_topk", "error_feedback": True, **options}
         return cls(every=every, lr=lr, feedback_decay=feedback_decay, **options)
 
     @classmethod
-    def desloc(cls, every: int = 32, states: Mapping[str, int] | None = None, **options: Any) -> Local:
+    def desloc(cls, every: Every = 32, states: Mapping[str, int] | None = None, **options: Any) -> Local:
         """Return DES-LOC: states of the optimizer are averaged too, each at a rate of its own (arXiv 2505.22549).
 
         The default ``states`` are those of Adam: the first moments every third sync, the second every sixth.
         """
         return cls(every=every, states={"exp_avg": 3, "exp_avg_sq": 6} if states is None else states, **options)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the number of local steps between two syncs follows what ranks measure."""
+        return self.every == "auto"
+
+    @property
+    def first_every(self) -> int:
+        """Local steps before the first sync."""
+        return 1 if self.every == "auto" else self.every
 
     @property
     def overlaps(self) -> bool:
@@ -128,7 +142,7 @@ class Local:
     @property
     def departures(self) -> frozenset[int]:
         """The local steps of a round, from 1 on, after which a fragment leaves."""
-        return frozenset((number + 1) * self.every // self.fragments for number in range(self.fragments))
+        return frozenset((number + 1) * self.first_every // self.fragments for number in range(self.fragments))
 
 
 def state_name(state: str, name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -201,18 +200,19 @@ class LocallyStepping(Distributed):
     def _fl_after_step(self, engine: Engine) -> None:
         """Take the fragments that have been under way for long enough, and send the next one if it is due."""
         local, sync = self._fl_local, self._fl_local.sync
+        every = local.every  # a sync may change it
         for flight in [*local.flights]:
             flight.left -= 1
             if flight.left <= 0:
                 self._fl_land(flight, sync.alpha)
-        if local.count in sync.departures or local.count > sync.every:  # above: the last sync was refused
+        if local.departs:
             flight = self._fl_send(engine)
             if sync.delay:
                 local.flights.append(flight)
             else:
                 self._fl_land(flight, sync.alpha)
                 local.moved = sync.overlaps or sync.alpha > 0
-        if local.count >= sync.every:
+        if local.count >= every:
             local.count = 0
 
     def _fl_send(self, engine: Engine, joined: bool = False) -> Flight:
@@ -231,13 +231,17 @@ class LocallyStepping(Distributed):
         if local.sync.feedback_decay < 1:
             engine.memory.decay(local.sync.feedback_decay, parameters)
         before = engine.untaken
-        for name, difference in zip(parameters, local.differences([*parameters.values()]), strict=True):
+        differences = local.differences([*parameters.values()])
+        told = local.pace.leave(differences, joined) if local.pace is not None else []
+        for name, difference in zip(parameters, differences, strict=True):
             engine.submit(name, difference)
         for name, state in states.items():
             engine.submit(name, state)
         engine.end_step()
         buckets = sorted(engine.untaken - before)
-        compared = engine.put(partial(compare, None if joined else local.count))
+        heard: list[list[float]] = []
+        count = None if joined else local.count
+        compared = engine.put(lambda transport: heard.extend(compare(count, told, transport)))
         if self._fl_check is None:
             self._fl_check = self._fl_replicas.check(engine.put, self._fl_compared)
         if self._fl_check is not None:
@@ -249,6 +253,8 @@ class LocallyStepping(Distributed):
             for index in buckets:
                 results.update(engine.take(index))
             compared()
+            if local.pace is not None:
+                local.pace.arrive([results[name] for name in parameters], heard, says=engine.rank == 0)
             return results
 
         return Flight(parameters, local.sync.delay, take, states)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
+from ..clock import HOST, Clock
 from ..errors import PlanMismatch
 from ..transport import Transport
 from .local import Local
+from .pace import Pace
 from .parameters import local_part
 
 __all__ = ["Flight", "LocalSteps"]
@@ -40,18 +42,33 @@ class LocalSteps:
 
     Args:
         sync: how often ranks sync, and by which outer optimizer.
+        clock: of the parameters' device.
 
     Attributes:
         sync: as given.
+        pace: changes the number of local steps between two syncs; None: nothing does.
         count: local steps in this round.
         moved: whether a parameter may differ from its anchor.
         anchors: of each parameter that is trained, the value that all ranks had after the last sync.
         flights: in the order in which they left.
     """
 
-    def __init__(self, sync: Local) -> None:
+    def __init__(self, sync: Local, clock: Clock = HOST) -> None:
         self.sync = sync
+        self.pace = Pace(clock) if sync.adapts else None
         self.begin_anew()
+
+    @property
+    def every(self) -> int:
+        """Local steps of this round."""
+        return self.sync.first_every if self.pace is None else self.pace.state.every
+
+    @property
+    def departs(self) -> bool:
+        """Whether a fragment leaves after the local step that was made last."""
+        # More than a round has: the last sync was refused.
+        due = self.count in self.sync.departures if self.pace is None else self.count == self.every
+        return due or self.count > self.every
 
     def begin_anew(self) -> None:
         """Forget all: the next local step notes its parameters as the anchors, and outer momentum begins at zero."""
@@ -59,6 +76,8 @@ class LocalSteps:
         self.moved = False
         self.anchors: dict[Tensor, Tensor] = {}
         self.flights: list[Flight] = []
+        if self.pace is not None:
+            self.pace.begin_anew()
         sync = self.sync
         self._outer = SGD([{"params": []}], lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0)
 
@@ -108,6 +127,7 @@ class LocalSteps:
             "anchors": {names[p]: anchor.clone() for p, anchor in self.anchors.items()},
             "momentum": {name: kept.clone() for name, kept in momenta.items() if kept is not None},
             "under_way": flights,
+            "pace": None if self.pace is None else self.pace.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, named: Mapping[str, Tensor]) -> None:
@@ -116,6 +136,8 @@ class LocalSteps:
         if saved is None:
             return
         self.count, self.moved = saved["count"], saved["moved"]
+        if self.pace is not None and saved.get("pace") is not None:
+            self.pace.load_state_dict(saved["pace"])
         for name, values in saved["anchors"].items():
             if name in named:
                 anchor = _like(named[name], values)
@@ -135,17 +157,19 @@ class LocalSteps:
         return [self.anchors[p] for p in parameters], [local_part(p.detach()) for p in parameters]
 
 
-def compare(count: int | None, transport: Transport) -> None:
-    """Check that all ranks sync after as many local steps; None: this rank makes none, as it has joined (``hvd.join``).
+def compare(count: int | None, told: Sequence[float], transport: Transport) -> list[list[float]]:
+    """Check that all ranks sync after as many local steps, and return what each has ``told``, by rank.
+
+    ``count``: None: this rank makes no steps, as it has joined (``hvd.join``). ``told``: as many numbers on all ranks.
 
     Raises:
         PlanMismatch: they do not. All ranks raise it; it names those that differ from the first.
     """
-    every = torch.empty(transport.size, 1, dtype=torch.int64)
-    mine = torch.tensor([-1 if count is None else count])
+    mine = torch.tensor([-1 if count is None else count, *told], dtype=torch.float64)
+    every = torch.empty(transport.size, len(mine), dtype=torch.float64)
     with transport.doing("a sync of local steps"):
         transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
-    counts = {rank: count for rank, count in enumerate(every.flatten().tolist()) if count >= 0}
+    counts = {rank: count for rank, count in enumerate(map(int, every[:, 0].tolist())) if count >= 0}
     first = min(counts, default=0)
     differ = [rank for rank in counts if counts[rank] != counts[first]]
     if differ:
@@ -155,6 +179,8 @@ def compare(count: int | None, transport: Transport) -> None:
             "synchronize() in the same place on all ranks, and load checkpoints of one moment",
             ranks=differ,
         )
+    rows: list[list[float]] = every[:, 1:].tolist()
+    return rows
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .. import context
+from ..clock import clock_of
 from ..codecs import Codec, CodecOptions
 from ..deprecations import deprecated
 from ..errors import ConfigError, require
@@ -281,6 +282,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer._fl_replicas = replicas
     if sync is not None:
         assert isinstance(optimizer, LocallyStepping)
-        optimizer._fl_local = LocalSteps(sync)
+        optimizer._fl_local = LocalSteps(sync, clock_of(roster.device))
     optimizer._attach(engine, timeline, roster, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer

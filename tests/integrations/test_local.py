@@ -611,7 +611,7 @@ def test_a_preset_brings_its_codec_unless_another_is_given() -> None:
         ({"every": 0}, "every=0; expected a number of local steps between two syncs, at least 1"),
         ({"every": 2.0}, "every=2.0"),
         ({"every": True}, "every=True"),
-        ({"every": "auto"}, "every='auto' is not available yet; give a number"),
+        ({"every": "automatic"}, "every='automatic'; expected a number of local steps"),
         ({"lr": 0}, "lr=0; expected a number above 0"),
         ({"lr": "1"}, "lr='1'"),
         ({"momentum": 1.0}, "momentum=1.0; expected a number from 0 to below 1"),
@@ -639,13 +639,13 @@ def test_the_code_of_the_page_trains() -> None:
             return super().forward(x).square().mean()
 
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
-    averaging, diloco, streaming, loop = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    averaging, diloco, streaming, auto, loop = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
     def rank_main(rank: int) -> Tensor:
         seen: list[Tensor] = []
         data = torch.Generator().manual_seed(rank)
         loader = [torch.randn(4, 5, generator=data) for _ in range(102)]
-        for wrapping in (averaging, diloco, streaming):
+        for wrapping in (averaging, diloco, streaming, auto):
             model = Loss(5, 1)
             names = {"fl": fl, "torch": torch, "model": model, "optimizer": SGD(model.parameters(), lr=0.01)}
             names |= {"loader": loader, "validate": lambda model: seen.append(weights(model))}
@@ -653,4 +653,4 @@ def test_the_code_of_the_page_trains() -> None:
             seen.append(weights(model))
         return torch.stack(seen)
 
-    assert same(local.run(rank_main, 2)).shape == (6, 6)
+    assert same(local.run(rank_main, 2)).shape == (8, 6)
