@@ -95,4 +95,5 @@ class Pace:
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of all together, on their device, for which the host does not wait."""
-    return torch.stack([norm.double() for norm in torch._foreach_norm([*tensors])]).norm()
+    norms: Tensor = torch.stack([norm.double() for norm in torch._foreach_norm([*tensors])]).norm()
+    return norms
