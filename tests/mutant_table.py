@@ -286,9 +286,9 @@ MUTANTS: list[Mutant] = [
             "whose share alpha is",
         ),
         (
-            "local_optimizer.py",
-            "local.count in sync.departures",
-            "local.count + 1 in sync.departures",
+            "local_steps.py",
+            "self.count in self.sync.departures",
+            "self.count + 1 in self.sync.departures",
             "when a fragment leaves",
         ),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -214,9 +215,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     def idle(names: Mapping[Tensor, str]) -> list[str]:
         return [name for parameter, name in roster.names.items() if parameter not in names]
 
+    me = weakref.ref(optimizer)  # the optimizer keeps the functions below, and should end with its last user
+
     def options_now() -> GradientOptions:
-        if isinstance(optimizer, OneBitAdam) and not optimizer.frozen:
-            return replace(options, **_OF_A_WARM_UP, codec=optimizer.warmup_codec)
+        mine = me()
+        if isinstance(mine, OneBitAdam) and not mine.frozen:
+            return replace(options, **_OF_A_WARM_UP, codec=mine.warmup_codec)
         return options
 
     def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:

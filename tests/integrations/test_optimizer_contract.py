@@ -97,7 +97,7 @@ def test_parameters_without_names_are_known_by_their_place() -> None:
         ({"op": fl.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),
         ({"gradient_predivide_factor": 0.0}, "above 0"),
         ({"backward_passes_per_step": 0}, "at least 1"),
-        ({"codec": "int3"}, "did you mean 'int"),
+        ({"codec": "int5"}, "did you mean 'int"),
         ({"codec": "int8", "bitz": 4}, "bitz"),
         ({"codec": fl.codecs.get("int8"), "bits": 4}, "give the codec's name"),
         ({"algorithm": "no_such"}, "two_shot"),

@@ -90,7 +90,7 @@ def test_a_stage_leaves_a_result_however_its_programs_end(
 
 @pytest.mark.short
 def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> None:
-    """But for the widths of groups and blocks, of which it has each with f32."""
+    """But for the widths of groups, blocks and chunks, of which it has each with f32."""
     (cases,) = (mark.args[1] for mark in test_codec_gpu.test_ragged_lengths.pytestmark if mark.name == "parametrize")
     fast = {case.values for case in cases if not case.marks}
 
@@ -99,9 +99,9 @@ def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> No
 
     every = set().union(*(options(*case.values) for case in cases))
     have = set().union(*(options(*case) for case in fast))
-    assert {missing[1] for missing in every - have} <= {"group_size", "block_size"}
+    assert {missing[1] for missing in every - have} <= {"group_size", "block_size", "chunk"}
     assert not [missing for missing in every - have if missing[-1] is torch.float32]
-    assert {*test_codec_gpu.FEW} < {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 400
+    assert {*test_codec_gpu.FEW} < {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 420
 
 
 @pytest.mark.medium

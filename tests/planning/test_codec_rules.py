@@ -129,6 +129,6 @@ def test_what_auto_may_choose_in_training() -> None:
     """Four bits and fewer change too much of a tensor to be near-lossless."""
     candidates = {name: codecs.get(name) for name in online.CANDIDATES}
     allowed = {fidelity: [*CodecRules((CodecRule("auto"),), fidelity).allowed(candidates)] for fidelity in FIDELITIES}
-    every = ["raw", "bf16", "int8", "int4", "int3", "int2", "topk", "dgc"]
+    every = ["raw", "bf16", "int8", "int4", "int3", "int2", "topk", "chunked_topk", "dgc"]
     near = ["raw", "bf16", "int8"]
     assert allowed == {"lossless": ["raw"], "near_lossless": near, "aggressive": every, "local": every}
