@@ -258,6 +258,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "method": options.method,
         "codec": options.codec if options.method == "fusionlayer" else None,
         "codec_options": dict(options.codec_option),
+        "sync": options.sync,
         "fusion_plan": plan and in_words(plan),
         "workers": fl.size(),
         "device": str(device.type),
@@ -394,6 +395,8 @@ def report(result: dict[str, Any], path: str | None) -> None:
     print(f"training loss     {result['train_loss']:.4f}, mean of the last {min(10, result['steps'])} steps")
     print(f"validation loss   {result['validation_loss']:.4f}")
     print(f"median step       {result['step_seconds'] * 1e3:.1f} ms")
+    if result["sync"]:
+        print(f"local steps       {result['sync']}")
     if result["fusion_plan"]:
         print(f"buckets           {result['fusion_plan']}")
     if sent:
