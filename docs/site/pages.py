@@ -246,7 +246,7 @@ A codec says what the bytes of a message mean. Give its name where gradients are
 | you have | take |
 |---|---|
 | a slow network, and want to change nothing else | `int8`: a fourth of the bytes; `int4`: an eighth |
-| a network for which that is still too much | `int3` (a tenth) or `int2` (a fourteenth); try `error_feedback=False` |
+| a network for which that is still too much | `int3` (a tenth) or `int2` (a fourteenth); measure your loss |
 | a result that must not change by a bit | `raw`, or `zip` where the network is very slow |
 | no idea | `codec="auto"`: it measures the first steps and chooses |
 | matrices, and a network for which four bits are still too many | `powersgd` |

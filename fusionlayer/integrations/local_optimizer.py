@@ -52,6 +52,11 @@ class LocallyStepping(Distributed):
             if engine.failure is not None:
                 raise again(engine.failure)
             self._fl_anchor()
+            for parameter in chain.from_iterable(group["params"] for group in self.__dict__["param_groups"]):
+                if not parameter.requires_grad:
+                    # torch's optimizers update whatever has a gradient. One that is left from before the parameter was
+                    # frozen is this rank's own, and nothing would make the replicas equal again.
+                    parameter.grad = None
         result = None
         if not self._fl_overflown():
             step = super(Distributed, self).step

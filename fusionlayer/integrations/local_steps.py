@@ -160,7 +160,10 @@ class LocalSteps:
 def compare(count: int | None, told: Sequence[float], transport: Transport) -> list[list[float]]:
     """Check that all ranks sync after as many local steps, and return what each has ``told``, by rank.
 
-    ``count``: None: this rank makes no steps, as it has joined (``hvd.join``). ``told``: as many numbers on all ranks.
+    Args:
+        count: local steps of this rank since the last sync; None: it has joined (``hvd.join``) and makes none.
+        told: numbers for the others, as many on all ranks.
+        transport: the ranks.
 
     Raises:
         PlanMismatch: they do not. All ranks raise it; it names those that differ from the first.

@@ -94,6 +94,9 @@ class Pace:
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all together, on their device, for which the host does not wait."""
-    norms: Tensor = torch.stack([norm.double() for norm in torch._foreach_norm([*tensors])]).norm()
-    return norms
+    """Return the 2-norm of all together, () f64, on their device, for which the host does not wait."""
+    each = [*tensors]
+    if not each:  # all parameters are frozen
+        return torch.zeros((), dtype=torch.float64)
+    norm: Tensor = torch.stack([norm.double() for norm in torch._foreach_norm(each)]).norm()
+    return norm

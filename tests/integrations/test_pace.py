@@ -94,6 +94,26 @@ def test_training_syncs_seldom_where_the_network_is_slow(monkeypatch: pytest.Mon
     same([values for _, values in found])
 
 
+def test_frozen_parameters_rest_and_a_sync_of_nothing_is_possible() -> None:
+    """All parameters may be frozen for a while: nothing travels, and ranks go on with those that come back."""
+
+    def body(rank: int) -> Tensor:
+        model, optimizer = make_pair(sync=fl.Local.averaging("auto"), codec="raw")
+        train(model, optimizer, rank, range(2))
+        kept = weights(model).clone()
+        model.requires_grad_(False)
+        for _ in range(2):
+            optimizer.step()
+        assert torch.equal(weights(model), kept)
+        model.requires_grad_(True)
+        train(model, optimizer, rank, range(2))
+        optimizer.synchronize()
+        optimizer.close()
+        return weights(model)
+
+    same(local.run(body, 2))
+
+
 @pytest.mark.parametrize("option", [{"fragments": 2}, {"delay": 1}])
 def test_fragments_and_delays_have_a_number_of_steps(option: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="every='auto' with fragments or a delay; give a number of steps, such as e"):
