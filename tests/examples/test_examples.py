@@ -24,6 +24,7 @@ FIELDS = {
         "method",
         "codec",
         "codec_options",
+        "sync",
         "fusion_plan",
         "workers",
         "device",
