@@ -40,7 +40,7 @@ from wire import carrier, sent_bytes
 import fusionlayer as fl
 
 VALIDATION_PIECES = 256
-SYNCS = ("averaging", "diloco")
+SYNCS = ("averaging", "overlapped", "diloco")
 
 
 def main() -> None:

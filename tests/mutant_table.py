@@ -285,6 +285,7 @@ MUTANTS: list[Mutant] = [
             "torch._foreach_lerp_(parts, anchors, alpha)",
             "whose share alpha is",
         ),
+        ("local_steps.py", "torch._foreach_add_(parts, learned)", "pass", "what was learned under way is lost"),
         (
             "local_steps.py",
             "self.count in self.sync.departures",

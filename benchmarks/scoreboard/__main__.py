@@ -40,7 +40,7 @@ from .records import Found, Records, read
 from .summary import checks, columns, overview, scores
 
 PARTS = ("losses", "steps", "none")
-MEASURED = ("int4@100mbit/1ms", "ddp-powersgd@30mbit/50ms", "int4+local=averaging:every=8@30mbit/1ms")
+MEASURED = ("int4@100mbit/1ms", "ddp-powersgd@30mbit/50ms", "int4+local=overlapped:every=8@30mbit/1ms")
 QUICK_STEPS, QUICK_LINK = 12, Link("100mbit", "1ms")
 
 

@@ -22,7 +22,7 @@ from benchmarks.training.methods import select
 from benchmarks.training.summary import readings, rows
 
 from .links import Link
-from .methods import losses_of, steps_of
+from .methods import losses_of, phases
 from .records import Found, Records
 
 __all__ = ["SETUPS", "Setup", "cells", "expected_seconds", "measure", "run_losses", "run_steps", "runs"]
@@ -90,7 +90,7 @@ def runs(methods: Iterable[str], seeds: Iterable[int], found: Found) -> list[tup
 
 def cells(methods: Iterable[str], links: Iterable[Link], found: Found) -> list[tuple[Link, list[str]]]:
     """Return the links with the methods whose steps are missing there; DDP is timed beside them again."""
-    names = dict.fromkeys(map(steps_of, methods))
+    names = dict.fromkeys(timed for name in methods for _, timed in phases(name))
     lacking = [(link, [name for name in names if (str(link), name) not in found.steps]) for link in links]
     return [(link, missing) for link, missing in lacking if missing]
 

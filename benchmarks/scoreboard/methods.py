@@ -7,19 +7,23 @@ from benchmarks.training.methods import PEERS as THEIRS
 from benchmarks.variants import LOCAL as LOCAL_WORD
 from benchmarks.variants import OVERLAP, SEPARATOR, Variant
 
-__all__ = ["LOCAL", "METHODS", "QUICK", "check", "family", "losses_of", "steps_of", "version", "why_not"]
+__all__ = ["LOCAL", "METHODS", "QUICK", "check", "family", "losses_of", "phases", "steps_of", "version", "why_not"]
 
 LOCAL = (
-    *("raw+local=averaging:every=4", "int4+local=averaging:every=4", "int4+local=averaging:every=8"),
-    *("raw+local=diloco", "int4+local=diloco", "local=streaming", "local=sparseloco", "local=muloco", "local=desloc"),
+    *("int4+local=averaging:every=4", "int4+local=overlapped:every=2", "int4+local=overlapped:every=4"),
+    *("int4+local=overlapped:every=8", "raw+local=diloco", "int4+local=diloco", "int4+local=streaming"),
+    *("local=sparseloco", "local=muloco", "local=desloc"),
 )
 """Local steps, presets with their defaults. One that this version lacks is left out, with a line that says so."""
+
+ONEBIT = "onebit+freeze_step=100+warmup_codec=int4"
+"""1-bit Adam: the momentum in one bit, after the warm-up of Adam's variance."""
 
 METHODS = {
     "AdamW": (
         *("ddp", "ddp-fp16", "ddp-powersgd", "accelerate-local", "torchft-diloco"),
         *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap", "int3", "int2"),
-        *("mxfp4", "thc", "dynamiq", "onebit", "powersgd", "topk", "dgc+warmup_steps=60"),
+        *("mxfp4", "thc", "dynamiq", ONEBIT, "powersgd", "topk", "dgc+warmup_steps=60"),
         *LOCAL,
     ),
     "SGD": (
@@ -74,6 +78,22 @@ def losses_of(name: str) -> str:
     return name.removesuffix(OVERLAP)
 
 
+def phases(name: str) -> tuple[tuple[int, str], ...]:
+    """Return (first step, method whose steps are timed) for each part of a training that has steps of its own.
+
+    torch's PowerSGD begins with steps of DDP. A method that freezes Adam's variance begins with those of its warm-up's
+    codec. One whose density warms up counts as if it were warm.
+    """
+    if name == "ddp-powersgd":
+        return (0, "ddp"), (peers.POWERSGD_START, name)
+    words = [word for word in name.split(SEPARATOR) if not word.startswith("warmup_steps=")]
+    variant = None if name in peers.PEERS else Variant.parse(name)
+    if variant is None or (variant.freeze_step or 1) == 1:
+        return ((0, SEPARATOR.join(words)),)
+    frozen = [word for word in words if not word.startswith(("freeze_step=", "warmup_codec="))]
+    return (0, variant.warmup_codec or "raw"), (variant.freeze_step or 0, SEPARATOR.join([*frozen, "freeze_step=1"]))
+
+
 def steps_of(name: str) -> str:
-    """Return the method whose steps are timed: one whose density warms up is timed when it is warm."""
-    return SEPARATOR.join(word for word in name.split(SEPARATOR) if not word.startswith("warmup_steps="))
+    """Return the method that is timed in place of this one's last part, and most often is this one."""
+    return phases(name)[-1][1]

@@ -23,8 +23,12 @@ MOST_PEERS, MOST_OURS = 2, 4
 
 
 def shown(rows: Sequence[Row]) -> list[str]:
-    """Return the methods that are drawn: DDP, the peers, and those of ours, that are first on some link."""
-    reached = [row for row in rows if row["link"] and row["minutes"][-1] is not None]
+    """Return the methods that are drawn: DDP, the peers, and those of ours, that are first on some link.
+
+    Those with fewer seeds than others are not.
+    """
+    timed = [row for row in rows if row["link"] and row["seeds"] == row["of_seeds"]]
+    reached = [row for row in timed if row["minutes"][-1] is not None]
     winners: dict[str, list[str]] = {"peer": [], "ours": []}
     for link in dict.fromkeys(row["link"] for row in reached):
         for side, methods in winners.items():

@@ -8,8 +8,9 @@ level at the step from which on it stays at or below it, which is interpolated l
 that ends above the last level, but by no more than the standard deviation of f32's final losses over seeds, reaches it
 with its last step: other seeds of f32 do so, too.
 
-**Minutes.** The step that reaches a level, times the median step on that link. What a method does differently in its
-first steps only, such as PowerSGD's ten uncompressed ones or a density that warms up, is not in it.
+**Minutes.** Each step until the one that reaches a level takes the median step on that link. A method whose first
+steps are of another kind, such as PowerSGD's ten uncompressed ones, has two such medians. A density that warms up is
+counted as if it were warm. Minutes of a method with fewer seeds than others say so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .links import LINKS, Link
-from .methods import family, losses_of, steps_of, version
+from .methods import family, losses_of, phases, steps_of, version
 from .records import Found
 
 __all__ = ["BASELINE", "SHARES", "checks", "columns", "levels", "mean_curve", "overview", "reached", "scores"]
@@ -73,7 +74,7 @@ def scores(found: Found, seeds: Sequence[int]) -> list[dict[str, Any]]:
 
     Args:
         found: what was measured; DDP's losses are among it, or there are no levels.
-        seeds: that a method needs the losses of; with fewer it has no minutes.
+        seeds: whose losses count.
     """
     links = sorted({link for link, _ in found.steps}, key=_order)
     names = dict.fromkeys([*(method for method, _ in found.losses), *(method for _, method in found.steps)])
@@ -86,7 +87,7 @@ def scores(found: Found, seeds: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for name in _with_timed(wanted, found):
         row = _losses(found, name, seeds, goals, spread, curve)
-        timed = [_steps(row, found.steps[str(link), steps_of(name)], link) for link in _timed(found, name, links)]
+        timed = [_steps(row, found, link) for link in _timed(found, name, links)]
         rows += timed or [row]
     return rows
 
@@ -97,7 +98,8 @@ def _order(text: str) -> int:
 
 
 def _timed(found: Found, name: str, links: Sequence[str]) -> list[Link]:
-    return [Link(*link.split("/")) for link in links if (link, steps_of(name)) in found.steps]
+    parts = [timed for _, timed in phases(name)]
+    return [Link(*link.split("/")) for link in links if all((link, timed) in found.steps for timed in parts)]
 
 
 def _with_timed(names: Sequence[str], found: Found) -> list[str]:
@@ -133,22 +135,33 @@ def _losses(
     row["best"] = min(loss for _, loss in curve)
     if base:
         row["above"] = row["final"] / base[-1][1] - 1
-    if base and len(runs) == len(seeds):
+    if base:
         row["steps"] = [reached(curve, goal) for goal in goals]
         if row["steps"][-1] is None and curve[-1][1] <= goals[-1] + spread:
             row["steps"][-1], row["within_spread"] = curve[-1][0], True
     return row
 
 
-def _steps(row: Mapping[str, Any], timed: Row, link: Link) -> dict[str, Any]:
-    seconds = timed["step_seconds"]
+def _steps(row: Mapping[str, Any], found: Found, link: Link) -> dict[str, Any]:
+    name = row["method"]
+    timed = found.steps[str(link), steps_of(name)]
     return {
         **row,
         **{"link": str(link), "rate": link.rate, "rtt": link.rtt},
         **{key: timed[key] for key in ("step_seconds", "bytes_per_step", "bound_seconds", "compute_seconds")},
         "over_ddp": timed["speedup"]["median"],
-        "minutes": [None if step is None else step * seconds / 60 for step in row["steps"]],
+        "minutes": [None if step is None else _minutes_until(step, name, found, link) for step in row["steps"]],
     }
+
+
+def _minutes_until(step: float, name: str, found: Found, link: Link) -> float:
+    """Return the minutes of so many steps on a link, where all parts of the method have been timed."""
+    parts = phases(name)
+    ends = [*(first for first, _ in parts[1:]), step]
+    return sum(
+        max(0.0, min(end, step) - first) * found.steps[str(link), timed]["step_seconds"] / 60
+        for (first, timed), end in zip(parts, ends, strict=True)
+    )
 
 
 def columns(row: Row) -> dict[str, str]:
@@ -170,13 +183,12 @@ def columns(row: Row) -> dict[str, str]:
 def _minutes(minutes: float | None, row: Row, place: int) -> str:
     if minutes is not None:
         about = "~" if row["within_spread"] and place == len(SHARES) - 1 else ""
-        return f"{about}{minutes:.3g}"
+        few = f" ({row['seeds']} of {row['of_seeds']} seeds)" if row["seeds"] < row["of_seeds"] else ""
+        return f"{about}{minutes:.3g}{few}"
     if not row["levels"]:
         return ""
     if row["final"] is None:
         return "no loss"
-    if row["seeds"] < row["of_seeds"]:
-        return f"{row['seeds']} of {row['of_seeds']} seeds"
     return f"— ({row['best']:.3f})"  # a dash of ASCII would begin a list
 
 
@@ -211,12 +223,12 @@ def checks(found: Found) -> list[dict[str, str]]:
     lines = []
     for (method, link, seed), run in found.measured.items():
         steps, seconds = run["seconds"][-1]
-        timed = found.steps.get((link, steps_of(method)))
+        place = Link(*link.split("/"))
         apart = found.losses.get((losses_of(method), seed))
-        computed = timed and steps * timed["step_seconds"] / 60
+        computed = _minutes_until(steps, method, found, place) if _timed(found, method, [link]) else None
         lines.append(
             {
-                **{"method": method, "network": Link(*link.split("/")).words, "seed": str(seed)},
+                **{"method": method, "network": place.words, "seed": str(seed)},
                 "computed, min": _number(computed, "#.3g"),
                 "measured, min": f"{seconds / 60:#.3g}",
                 "difference": _number(computed and computed / (seconds / 60) - 1, "+.1%"),

@@ -38,6 +38,8 @@ class Local:
         delay: local steps that a rank makes while a fragment is under way, below ``every``; 0 waits for it.
         alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
             with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
+        carry: add what a rank learned while a fragment was under way to the new anchor, so that none of it is lost. For
+            a ``delay``, without ``alpha``.
         states: of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too, and every
             how many syncs: ``{"exp_avg": 3}``. They travel uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
@@ -56,6 +58,7 @@ class Local:
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.0
+    carry: bool = False
     states: Mapping[str, int] = field(default_factory=dict)
     codec: str | None = None
     codec_options: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +81,11 @@ class Local:
             raise ConfigError(f"sync: fragments={self.fragments} and every={self.every}; expected at most one a step")
         if self.delay >= self.first_every:
             raise ConfigError(f"sync: delay={self.delay} and every={self.every}; expected a smaller delay")
+        require(self.carry, bool, "sync: carry", "True or False")
+        if self.carry and not self.delay:
+            raise ConfigError("sync: carry=True without a delay, in which there is nothing to carry; give a delay too")
+        if self.carry and self.alpha:
+            raise ConfigError(f"sync: carry=True with alpha={self.alpha}; leave one of them out")
 
         require(self.states, Mapping, "sync: states", 'keys of optimizer.state with numbers, such as {"exp_avg": 3}')
         for state, syncs in self.states.items():
@@ -89,6 +97,15 @@ class Local:
     def averaging(cls, every: Every = 4, **options: Any) -> Local:
         """Return local SGD: after ``every`` steps parameters become the average over ranks (arXiv 1805.09767)."""
         return cls(every=every, **options)
+
+    @classmethod
+    def overlapped(cls, every: int = 4, fragments: int | None = None, delay: int = 1, **options: Any) -> Local:
+        """Return averaging whose messages travel under the next step, and lose nothing of it (CoCoD-SGD, IJCAI 2019).
+
+        By default a fragment leaves after each step, so that the link has as much to do in each.
+        """
+        options = {"carry": True, **options}
+        return cls(every=every, fragments=every if fragments is None else fragments, delay=delay, **options)
 
     @classmethod
     def diloco(cls, every: Every = 30, lr: float = 0.7, momentum: float = 0.9, **options: Any) -> Local:

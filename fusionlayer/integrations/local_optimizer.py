@@ -74,7 +74,7 @@ class LocallyStepping(Distributed):
         """Sync now, on all ranks, if a local step was made since the last sync; the next round begins then.
 
         What is under way arrives first. Then all fragments sync, and parameters become the anchors, whatever ``alpha``
-        is. Call it before all ranks evaluate or save the same model, and after the last step.
+        and ``carry`` are. Call it before all ranks evaluate or save the same model, and after the last step.
 
         Raises:
             PlanMismatch, ReplicaMismatch, TransportError: as ``step``.
@@ -83,7 +83,7 @@ class LocallyStepping(Distributed):
         if engine is not None and local.moved:
             self._fl_land_all()
             for _ in range(local.sync.fragments):
-                self._fl_land(self._fl_send(engine), alpha=0.0)
+                self._fl_land(self._fl_send(engine), exactly=True)
             local.count, local.moved = 0, False
 
     @contextmanager
@@ -209,13 +209,13 @@ class LocallyStepping(Distributed):
         for flight in [*local.flights]:
             flight.left -= 1
             if flight.left <= 0:
-                self._fl_land(flight, sync.alpha)
+                self._fl_land(flight)
         if local.departs:
             flight = self._fl_send(engine)
             if sync.delay:
                 local.flights.append(flight)
             else:
-                self._fl_land(flight, sync.alpha)
+                self._fl_land(flight)
                 local.moved = sync.overlaps or sync.alpha > 0
         if local.count >= every:
             local.count = 0
@@ -262,16 +262,22 @@ class LocallyStepping(Distributed):
                 local.pace.arrive([results[name] for name in parameters], heard, says=engine.rank == 0)
             return results
 
-        return Flight(parameters, local.sync.delay, take, states)
+        return Flight(parameters, local.sync.delay, take, states, local.parts(parameters))
 
-    def _fl_land(self, flight: Flight, alpha: float) -> None:
-        """Wait for a fragment's averages; move its anchors by them, and its parameters to those, all but ``alpha``."""
+    def _fl_land(self, flight: Flight, exactly: bool = False) -> None:
+        """Wait for a fragment's averages; move its anchors by them, and its parameters to those.
+
+        Args:
+            flight: the fragment.
+            exactly: parameters become the anchors, whatever ``alpha`` and ``carry`` are.
+        """
         local, parameters = self._fl_local, flight.parameters
         averages = flight.take()
+        alpha, learned = (0.0, None) if exactly else (local.sync.alpha, flight.learned)
         if self._fl_check is not None:
             self._fl_check.settle()
         with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
-            local.move({parameter: averages[name] for name, parameter in parameters.items()}, alpha)
+            local.move({parameter: averages[name] for name, parameter in parameters.items()}, alpha, learned)
             for name, state in flight.states.items():
                 state.copy_(averages[name].view(state.shape))
         trained = {*_trained(self.__dict__["param_groups"])}
@@ -298,7 +304,7 @@ class LocallyStepping(Distributed):
 
     def _fl_land_all(self) -> None:
         for flight in self._fl_local.flights:
-            self._fl_land(flight, self._fl_local.sync.alpha)
+            self._fl_land(flight)
 
     def _fl_stand_in(self) -> None:
         """Take part in a sync of the other ranks after this rank has joined, with what it has trained since the last.
@@ -307,7 +313,7 @@ class LocallyStepping(Distributed):
         """
         assert self._fl_engine is not None
         self._fl_land_all()
-        self._fl_land(self._fl_send(self._fl_engine, joined=True), alpha=0.0)
+        self._fl_land(self._fl_send(self._fl_engine, joined=True), exactly=True)
         self._fl_local.count, self._fl_local.moved = 0, False
 
 

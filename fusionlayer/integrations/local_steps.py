@@ -29,12 +29,22 @@ class Flight:
         left: local steps until its results are taken.
         take: waits for the averaged differences, and returns them by name; states too.
         states: of the wrapped optimizer that sync too, by name; averages replace them.
+        left_with: values of the parameters, by name, as they were when the fragment left; None: nobody asks for them.
     """
 
     parameters: dict[str, Tensor]
     left: int
     take: Callable[[], Mapping[str, Tensor]]
     states: dict[str, Tensor] = field(default_factory=dict)
+    left_with: dict[str, Tensor] | None = None
+
+    @property
+    def learned(self) -> list[Tensor] | None:
+        """How far each parameter has come since the fragment left; None where that is not carried."""
+        if not self.left_with:
+            return None
+        parts = [local_part(parameter.detach()) for parameter in self.parameters.values()]
+        return [*torch._foreach_sub(parts, [*self.left_with.values()])]
 
 
 class LocalSteps:
@@ -99,8 +109,20 @@ class LocalSteps:
         """Return the anchor minus the parameter, for each."""
         return [*torch._foreach_sub(*self._pairs(parameters))] if parameters else []
 
-    def move(self, averages: Mapping[Tensor, Tensor], alpha: float) -> None:
-        """Let the outer optimizer move anchors by averaged differences, and parameters to them, all but ``alpha``."""
+    def parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return copies of ``parameters``, by name, if what is learned from now on will be carried; else None."""
+        if not self.sync.carry:
+            return None
+        return {name: local_part(parameter.detach()).clone() for name, parameter in parameters.items()}
+
+    def move(self, averages: Mapping[Tensor, Tensor], alpha: float, learned: list[Tensor] | None = None) -> None:
+        """Let the outer optimizer move anchors by averaged differences, and parameters to them.
+
+        Args:
+            averages: of the differences, by parameter.
+            alpha: share of its own value that a parameter keeps.
+            learned: is added to each parameter then.
+        """
         for parameter, average in averages.items():
             anchor = self.anchors[parameter]
             anchor.grad = average.view(anchor.shape)
@@ -112,6 +134,8 @@ class LocalSteps:
                 torch._foreach_lerp_(parts, anchors, 1 - alpha)
             else:
                 torch._foreach_copy_(parts, anchors)
+            if learned is not None:
+                torch._foreach_add_(parts, learned)
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return copies of all that the next steps depend on; tensors by name. Waits for what is under way."""
@@ -120,7 +144,9 @@ class LocalSteps:
         for flight in self.flights:
             taken = flight.take()
             flight.take = lambda taken=taken: taken  # type: ignore[misc]
-            flights.append({"left": flight.left, "averages": {name: x.clone() for name, x in taken.items()}})
+            sent = {name: x.clone() for name, x in (flight.left_with or {}).items()}
+            averages = {name: x.clone() for name, x in taken.items()}
+            flights.append({"left": flight.left, "averages": averages, "left_with": sent})
         return {
             "count": self.count,
             "moved": self.moved,
@@ -147,7 +173,10 @@ class LocalSteps:
         for each in saved["under_way"]:
             parameters = {name: named[name] for name in each["averages"] if name in named}
             averages = {name: _like(p, each["averages"][name]) for name, p in parameters.items()}
-            self.flights.append(Flight(parameters, each["left"], lambda averages=averages: averages))  # type: ignore[misc]
+            flight = Flight(parameters, each["left"], lambda averages=averages: averages)  # type: ignore[misc]
+            sent = each.get("left_with")  # there is none in a state of an earlier version
+            flight.left_with = {name: _like(p, sent[name]) for name, p in parameters.items()} if sent else None
+            self.flights.append(flight)
 
     def _add(self, parameter: Tensor, anchor: Tensor) -> None:
         self.anchors[parameter] = anchor

@@ -102,10 +102,23 @@ class TestArithmetic:
         assert cell == {2.0: "9.5", 2.19: "~10", 2.21: "— (2.210)"}[final]
         assert row["above"] == pytest.approx(final / 2.1 - 1)
 
-    def test_fewer_seeds_have_no_minutes(self) -> None:
-        row = scores(found(*DDP, losses("int4", 1, 5, 4, 3, 2, 1), steps("int4", FAST, 1.0)), SEEDS)[-1]
-        assert row["minutes"] == [None] * 3
-        assert overview([row])[0]["1 Gbit/s, 1 ms"] == "1 of 3 seeds"
+    def test_minutes_of_fewer_seeds_say_so(self) -> None:
+        row = scores(found(*DDP, losses("int4", 1, 5, 4, 3, 2.1, 1), steps("int4", FAST, 1.0)), SEEDS)[-1]
+        assert row["minutes"] == pytest.approx([2.5, 5.0, 7.5])
+        assert overview([row])[0]["1 Gbit/s, 1 ms"] == "7.5 (1 of 3 seeds)"
+        assert shown([row]) == []
+
+    def test_first_steps_of_another_kind_have_their_own_seconds(self) -> None:
+        names = ("onebit+freeze_step=100+warmup_codec=int4", "ddp-powersgd")
+        mine = [losses(name, seed, 5, 4, 3, 2.5, 2.1) for name in names for seed in SEEDS]
+        times = {"int4": 3.0, "onebit+freeze_step=1": 0.6, "ddp": 6.0, "ddp-powersgd": 0.6}
+        it = found(*DDP, *mine, *(steps(name, FAST, each) for name, each in times.items()))
+        rows = {row["method"]: row for row in scores(it, SEEDS)}
+        assert rows[names[0]]["minutes"] == pytest.approx([5 + 0.5, 5 + 2, 5 + 5])
+        assert rows[names[1]]["minutes"] == pytest.approx([1 + 1.4, 1 + 2.9, 1 + 5.9])
+        assert rows[names[0]]["step_seconds"] == 0.6
+        del it.steps[str(FAST), "int4"]
+        assert [row["link"] for row in scores(it, SEEDS) if row["method"] == names[0]] == [None]
 
     def test_overlap_has_the_losses_of_the_codec_and_a_warm_density_the_steps(self) -> None:
         mine = [losses(name, seed, 5, 4, 3, 2, 1) for name in ("int4", "dgc+warmup_steps=60") for seed in SEEDS]
@@ -178,7 +191,7 @@ class TestPicture:
             assert [text.get_text() for text in axes.get_xticklabels()] == ["1 Gbit/s", "30 Mbit/s"]
             assert [*axes.get_lines()[-1].get_ydata()] == pytest.approx([2.0, 2.0]), "computing alone"
             assert (
-                figure.get_suptitle() == "f32's final loss at 30 Mbit/s: ddp-powersgd after 9.72 minutes, DDP after 120"
+                figure.get_suptitle() == "f32's final loss at 30 Mbit/s: ddp-powersgd after 11.6 minutes, DDP after 120"
             )
 
 

@@ -65,7 +65,7 @@ class Oracle:
         self.fragments = fragments or [[*range(len(self.anchors))]]
         self.steps = 0
         self.sent = 0
-        self.under_way: list[tuple[int, dict[int, Tensor]]] = []
+        self.under_way: list[tuple[int, dict[int, Tensor], list[list[Tensor]]]] = []
 
     def train(self, steps: Iterable[int]) -> None:
         every, count = self.options.every, len(self.fragments)
@@ -75,13 +75,14 @@ class Oracle:
                 train(model, optimizer, rank, [step])
             self.steps += 1
             while self.under_way and self.under_way[0][0] == self.steps:
-                self.land(self.under_way.pop(0)[1], self.options.alpha)
+                self.land(*self.under_way.pop(0)[1:], self.options.alpha)
             if (self.steps - 1) % every + 1 in departures:
                 averages = self.send()
                 if self.options.delay:
-                    self.under_way.append((self.steps + self.options.delay, averages))
+                    sent = [[p.detach().clone() for p in model.parameters()] for model in self.models]
+                    self.under_way.append((self.steps + self.options.delay, averages, sent))
                 else:
-                    self.land(averages, self.options.alpha)
+                    self.land(averages, alpha=self.options.alpha)
                 self.average_states()
 
     def average_states(self) -> None:
@@ -105,15 +106,16 @@ class Oracle:
         return averages
 
     @torch.no_grad()
-    def land(self, averages: dict[int, Tensor], alpha: float = 0.0) -> None:
+    def land(self, averages: dict[int, Tensor], sent: list[list[Tensor]] | None = None, alpha: float = 0.0) -> None:
         for i, average in averages.items():
             self.anchors[i].grad = average
         self.outer.step()
         self.outer.zero_grad()
         for i in averages:
-            for model in self.models:
+            for rank, model in enumerate(self.models):
                 parameter = list(model.parameters())[i]
-                parameter.copy_(parameter.lerp(self.anchors[i], 1 - alpha) if alpha else self.anchors[i])
+                learned = parameter - sent[rank][i] if sent and self.options.carry else 0
+                parameter.copy_((parameter.lerp(self.anchors[i], 1 - alpha) if alpha else self.anchors[i]) + learned)
 
 
 PRESETS = {
@@ -154,6 +156,7 @@ STREAMS = {
     "late": fl.Local.diloco(every=3, delay=2),
     "under way at once": fl.Local.streaming(every=4, fragments=4, delay=2, alpha=0.25),
     "streaming": fl.Local.streaming(every=5, fragments=3, delay=3),
+    "carried": fl.Local.overlapped(every=3, delay=2),
 }
 
 
@@ -190,8 +193,8 @@ def test_fragments_arrive_while_ranks_train_on(stream: str) -> None:
         oracle.train([step])
         for rank, model in enumerate(oracle.models):
             assert torch.equal(found[rank][0][step], weights(model)), f"rank {rank} after step {step}"
-    for _, averages in oracle.under_way:
-        oracle.land(averages, sync.alpha)
+    for _, averages, sent in oracle.under_way:
+        oracle.land(averages, sent, sync.alpha)
     for _ in fragments:
         oracle.land(oracle.send())
     assert torch.equal(same([seen[-1] for seen, _ in found]), weights(oracle.models[0]))
@@ -624,6 +627,9 @@ def test_a_preset_brings_its_codec_unless_another_is_given() -> None:
         ({"states": "exp_avg"}, "states: got a str; expected keys of optimizer.state"),
         ({"states": {"exp_avg": 0}}, r"states\['exp_avg'\]=0; expected a number of syncs, at least 1"),
         ({"states": {"exp_avg": 1}, "delay": 1}, "states with fragments or a delay"),
+        ({"carry": True}, "carry=True without a delay"),
+        ({"carry": True, "delay": 1, "alpha": 0.5}, "carry=True with alpha=0.5; leave one of them out"),
+        ({"carry": "yes", "delay": 1}, "carry: got a str; expected True or False"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], told: str) -> None:
@@ -634,23 +640,26 @@ def test_options_are_checked(options: dict[str, Any], told: str) -> None:
 def test_the_code_of_the_page_trains() -> None:
     """What it validates, and what it ends with, has the same bits on all ranks."""
 
-    class Loss(nn.Linear):
+    class Loss(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).square().mean()
+            y: Tensor = super().forward(x)
+            return y.square().mean()
 
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
-    averaging, diloco, streaming, auto, loop = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    averaging, diloco, streaming, overlapped, auto, loop = re.findall(
+        r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
 
     def rank_main(rank: int) -> Tensor:
         seen: list[Tensor] = []
         data = torch.Generator().manual_seed(rank)
         loader = [torch.randn(4, 5, generator=data) for _ in range(102)]
-        for wrapping in (averaging, diloco, streaming, auto):
-            model = Loss(5, 1)
+        for wrapping in (averaging, diloco, streaming, overlapped, auto):
+            model = Loss(nn.Linear(5, 2), nn.Linear(2, 1))
             names = {"fl": fl, "torch": torch, "model": model, "optimizer": SGD(model.parameters(), lr=0.01)}
             names |= {"loader": loader, "validate": lambda model: seen.append(weights(model))}
             exec(wrapping + loop, names)
             seen.append(weights(model))
         return torch.stack(seen)
 
-    assert same(local.run(rank_main, 2)).shape == (8, 6)
+    assert same(local.run(rank_main, 2)).shape == (10, 15)
