@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "sdp4bit": ("qwd", "tlq_hs"),
     "qw + tlq_hs": ("qw", "tlq_hs"),
     "qw + ulq": ("qw", "ulq"),
-    "zero++": ("qwz", "ulq"),
+    "zero++": ("qwz", "qgz"),
 }
 """By name: what weights and what gradients travel as."""
 

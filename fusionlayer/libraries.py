@@ -84,6 +84,7 @@ class Chooser(ctypes.Structure):
         ("stages", ctypes.c_uint32),
         ("most_stages", ctypes.c_uint32),
         ("count", ctypes.c_uint32),
+        ("published", ctypes.c_uint32),
         ("given", ctypes.c_double * 14),
     ]
 

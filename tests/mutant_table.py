@@ -142,6 +142,12 @@ MUTANTS: list[Mutant] = [
         ("two_level.py", "offset=starts[row[b]]", "offset=0", "chunks share noise"),
         ("_hops.py", "derive_seed(seed, transport.rank)", "derive_seed(seed)", "ranks share noise"),
         ("one_shot.py", "derive_seed(seed, transport.rank)", "derive_seed(seed)", "ranks share noise"),
+        (
+            "butterfly.py",
+            "size > 2 and not size & (size - 1)",
+            "size > 2",
+            "the default sends half more over six ranks",
+        ),
         ("omnireduce.py", "codec.rows(residual)[chosen]", "codec.rows(0 * residual)[chosen]", "error feedback is lost"),
         (
             "switching.py",
@@ -380,7 +386,7 @@ LIKELY = {
     "collectives/_hops.py": "collectives/test_noise.py",
     "collectives/omnireduce.py": "collectives/test_residuals.py",
     "collectives/switching.py": "collectives/test_late_ranks.py",
-    "collectives/butterfly.py": "collectives/test_multi_hop.py",
+    "collectives/butterfly.py": "collectives/test_conformance.py collectives/test_multi_hop.py",
     "scheduler/engine.py": "scheduler/test_lanes.py scheduler/test_local_steps.py scheduler/test_streams.py",
     "codecs/_packed.py": "scheduler/test_memory.py",
     "scheduler/traffic.py": "scheduler/test_lanes.py scheduler/test_streams.py integrations/test_optimizer_contract.py",

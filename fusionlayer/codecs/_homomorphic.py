@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class HomomorphicCodec(AgreeingCodec):
     Integers of several messages may be added only if their codec comes from one ``agree``. Sums travel in 8, 12 or 16
     bits, wide enough for the number of ranks, without header.
     """
+
+    collective: ClassVar[str | None] = "integer_sum"
 
     @property
     @abstractmethod

@@ -25,17 +25,20 @@ class CodecOptions(TypedDict, total=False):
     correlated: bool
     density: float
     distribution: Literal["exponential", "gamma", "generalized_pareto"]
+    epsilon: float
     epsilon4: float
     epsilon8: float
     exponents: Literal["auto", "window", "table"]
     factors: Literal["f32", "bf16"]
     format: Literal["e4m3", "e5m2", "e2m3", "e3m2", "int8"]
     group_size: int
+    guarded: bool
     hadamard: bool
     hierarchical: bool
     inner_bits: int
     inner_group_size: int
     levels: Literal["normal", "uniform"]
+    limited: bool
     min_compression_rate: float
     momentum: float
     nesterov: bool
@@ -49,6 +52,7 @@ class CodecOptions(TypedDict, total=False):
     sigma: float | None
     slack: float
     stages: int
+    tau: float
     tile: int
     values: Literal["f32", "bf16"]
     variable: bool

@@ -21,7 +21,7 @@ from ._capabilities import VariableSizeCodec
 from ._encoding import Encoding
 from ._state import TensorState
 
-__all__ = ["ALL", "INFINITE", "MEMORY", "Choice", "Sparsifier", "ThresholdSparsifier", "bits_of"]
+__all__ = ["ALL", "INFINITE", "MEMORY", "Choice", "Sparsifier", "ThresholdSparsifier", "bits_of", "check_guarded"]
 
 ALL = -1  # every element that equals the threshold is sent
 INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite have these bits or larger ones
@@ -224,7 +224,7 @@ class ThresholdSparsifier(Sparsifier):
     of thresholds around that of the last step. (Error feedback makes counts steep there: everything above that
     threshold is gone.) It uses the estimate if its count is between 0.8 k and the capacity, else the lowest threshold
     of the ladder with such a count, else the k-th magnitude itself. A message that ran full would cut off the end of
-    the tensor in every step.
+    the tensor in every step. Codecs with the option ``guarded`` do all this only if it is True.
 
     Attributes:
         slack: capacity is k * slack, rounded up. All of it travels: slack costs bytes and makes room for what a
@@ -265,12 +265,18 @@ class ThresholdSparsifier(Sparsifier):
         return self._how(native.GIVEN, wanted, k, self._estimate(wanted, k, state, seed)), None
 
     def _how(
-        self, estimator: int, wanted: Tensor, k: int, given: Sequence[float] = (), *, stages: int = 1, most: int = 1
+        self,
+        estimator: int,
+        wanted: Tensor,
+        k: int,
+        given: Sequence[float] = (),
+        *,
+        stages: int = 1,
+        most: int = 1,
+        published: bool = False,
     ) -> native.Chooser:
-        room = self.capacity(wanted.numel())
-        return native.Chooser(
-            estimator, min(self.reuse, _MOST_REUSE), k, room, 0, 0, stages, most, len(given), tuple(given)
-        )
+        room, reuse = self.capacity(wanted.numel()), min(self.reuse, _MOST_REUSE)
+        return native.Chooser(estimator, reuse, k, room, 0, 0, stages, most, len(given), published, tuple(given))
 
     def _encode_sum(
         self, x: Tensor, scale: float, wanted: Tensor, body: Tensor, state: TensorState, seed: int, offset: int
@@ -322,6 +328,12 @@ class ThresholdSparsifier(Sparsifier):
         # The core drops a value that is not finite and for which the message has no room: it is in neither of the two.
         if broken.any():
             wanted[broken] = x[broken].float()
+
+
+def check_guarded(name: str, guarded: object) -> None:
+    """Raise ``ConfigError`` if the option ``guarded`` of the codec ``name`` is no truth value."""
+    if not isinstance(guarded, bool):
+        raise ConfigError(f"{name} codec: guarded={guarded!r}; expected True or False")
 
 
 def _is_number(value: object) -> bool:

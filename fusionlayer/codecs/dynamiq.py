@@ -38,11 +38,12 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
     A super-group of 256 values has a bf16 scale; each group of 16 values in it has a scale of 8 bits. Levels lie closer
     together near zero. Rounding is stochastic and unbiased. Super-groups with more energy get more bits.
 
-    In ``ring`` and ``butterfly`` the ranks agree first: they sum the mean and the energy of each super-group, 4 bytes
-    for 256 values. From these every rank computes the bits of each super-group and the chunk in which it travels, so
-    that all chunks take equally many bytes. Values travel relative to the mean over ranks. Ranks round with
-    anticorrelated random numbers: where one rounds up, another rounds down. In other collectives each message gets its
-    bits from its own energy.
+    Unless you name another collective, it takes ``butterfly`` over a power of two of ranks, ``ring`` over other
+    numbers, and ``one_shot`` over two. In ``ring`` and ``butterfly`` the ranks agree first: they sum the mean and the
+    energy of each super-group, 4 bytes for 256 values. From these every rank computes the bits of each super-group and
+    the chunk in which it travels, so that all chunks take equally many bytes. Values travel relative to the mean over
+    ranks. Ranks round with anticorrelated random numbers: where one rounds up, another rounds down. In other
+    collectives each message gets its bits from its own energy.
 
     A message has ``bits`` for each value, which include 24 bytes for 64 super-groups; codes are rounded up to 128
     bytes. The bytes that ranks exchange to agree come on top. A NaN or Inf makes its super-group NaN.
@@ -52,7 +53,8 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         variable: super-groups get different bits. False gives each the largest power of two in ``bits``, whatever that
             and the scales add up to.
         nonuniform: the epsilons set the levels. False spaces levels evenly.
-        hierarchical: scales of groups are relative to that of their super-group. False gives each group a bf16 scale.
+        hierarchical: scales of groups are relative to that of their super-group. False gives each 32 values a bf16
+            scale, which takes as many bits (DynamiQ, table 6).
         correlated: the rounding of ranks is anticorrelated.
         centred: values travel relative to the mean of their super-group.
         epsilon4: levels of 4 bits are f(r) = ((1 + 2 e^2)^r - 1) / ((1 + 2 e^2)^7 - 1), in steps of 1e-4; 0.05 to 0.33.
@@ -64,6 +66,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
     """
 
     local: ClassVar[bool] = False  # super-groups compete for bits
+    collective: ClassVar[str | None] = "butterfly"
 
     bits: int = 5
     variable: bool = True
@@ -161,7 +164,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         """Return the units of 64 bytes that a message of ``groups`` super-groups has for codes."""
         if not self.variable:
             return groups * self._width // 2
-        scales = 2 + GROUP if self.hierarchical else 2 * GROUP
+        scales = GROUP + 2 * self.hierarchical
         left = groups * (SUPER_GROUP * self.bits // 8 - scales) - 24 * -(-groups // 64)
         return min(4 * groups, max(groups, 2 * -(-left // (2 * _LINE))))
 
@@ -170,7 +173,9 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         return [
             Plane("widths", 24 * -(-groups // 64), torch.uint8),
             Plane("scales", groups * self.hierarchical, torch.bfloat16),
-            Plane("group scales", groups * GROUP, torch.uint8 if self.hierarchical else torch.bfloat16),
+            Plane("group scales", groups * GROUP, torch.uint8)
+            if self.hierarchical
+            else Plane("group scales", groups * GROUP // 2, torch.bfloat16),
             Plane("codes", self._lines(groups) * _LINE, torch.uint8),
         ]
 

@@ -1,4 +1,4 @@
-"""``int``: symmetric integers of 2, 3, 4 or 8 bits with one scale per group; presets ``int2`` to ``int8``."""
+"""``int``: integers of 2, 3, 4 or 8 bits with one scale per group; presets ``int2`` to ``int8``; ``int_full``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ._capabilities import TransformCodec
 from ._encoding import Encoding
 from ._native import NativeCodec
 
-__all__ = ["Int"]
+__all__ = ["FullRangeInt", "Int"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Int(TransformCodec, NativeCodec, name="int"):
         rounding: "nearest", with half the variance, or "stochastic", unbiased, seeded per step and reproducible.
     """
 
+    _full: ClassVar[bool] = False  # whether the lowest code of two's complement is used too
+
     bits: int = 8
     group_size: int = 128
     hadamard: bool = False
@@ -54,6 +56,11 @@ class Int(TransformCodec, NativeCodec, name="int"):
             raise ConfigError(f"int codec: rounding={self.rounding!r}; expected 'nearest' or 'stochastic'")
         if not isinstance(self.hadamard, bool):
             raise ConfigError(f"int codec: hadamard={self.hadamard!r}; expected True or False")
+        if self._full and (self.bits < 4 or self.hadamard or self.rounding == "stochastic"):
+            raise ConfigError(
+                f"{self}: the full range is for 4 or 8 bits, not rotated and rounded to the nearest; leave the other "
+                "options out, or take 'int' or 'tlq'"
+            )
 
     @property
     def unbiased(self) -> bool:
@@ -114,7 +121,18 @@ class Int(TransformCodec, NativeCodec, name="int"):
 
     def _params(self, dtype: torch.dtype) -> native.CodecParams:
         flags = native.INT_HADAMARD * self.hadamard + native.INT_STOCHASTIC * (self.rounding == "stochastic")
-        return native.CodecParams(native.INT, (self.bits, self.group_size, flags))
+        return native.CodecParams(native.INT, (self.bits, self.group_size, flags + native.INT_FULL * self._full))
+
+
+@dataclass(frozen=True)
+class FullRangeInt(Int, name="int_full"):
+    """``int`` over the full range of 4 or 8 bits, which ZeRO++ sends: with 4 bits from -8 to 7 steps.
+
+    A step is the largest magnitude over 8, or over 128, where ``int`` has 7 and 127. So steps are shorter, and a
+    largest magnitude that is positive loses one step. Blocks are not rotated and values are rounded to the nearest.
+    """
+
+    _full: ClassVar[bool] = True
 
 
 registry.add_preset("int8", "int", bits=8)

@@ -53,9 +53,9 @@ class Share:
 class OmniReduce(TorchCodec, name="omnireduce"):
     """The blocks with the most energy in bf16, as many as fit into ``bits`` per value (SIGCOMM 2021).
 
-    The collective ``omnireduce`` sums every block that any rank has selected, as DynamiQ's appendix C adapts it to many
-    hops. In other collectives a message has a bit for each block of the tensor, then the selected blocks. Blocks with a
-    NaN or Inf are selected first.
+    The collective ``omnireduce``, which it takes unless you name another one, sums every block that any rank has
+    selected, as DynamiQ's appendix C adapts it to many hops. In other collectives a message has a bit for each block of
+    the tensor, then the selected blocks. Blocks with a NaN or Inf are selected first.
 
     Attributes:
         bits: budget for each value, 1 to 16; the share of blocks that travel is ``bits`` / 16.
@@ -64,6 +64,7 @@ class OmniReduce(TorchCodec, name="omnireduce"):
     """
 
     local: ClassVar[bool] = False  # blocks of a message compete
+    collective: ClassVar[str | None] = "omnireduce"
 
     bits: int = 8
     block_size: int = 256

@@ -40,8 +40,9 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
     Values get random signs, are rotated in blocks by a Hadamard matrix and are divided by their root mean square.
     Values beyond ``clip`` root mean squares are cut off; the others are rounded to one of 16 levels. Rotated values are
     nearly normal, so levels need not be fitted to the data. ``agree`` takes the largest root mean square of all ranks,
-    and signs from the seed. A code then stands for the same integer on all ranks, and the collective ``integer_sum``
-    adds integers without decoding them. Other collectives treat it as any codec and encode sums anew.
+    and signs from the seed. A code then stands for the same integer on all ranks, and the collective ``integer_sum``,
+    which more than two ranks take unless you name another one, adds integers without decoding them. Other collectives
+    treat it as any codec and encode sums anew.
 
     A shorter last block is filled up with zeros; a block that is the only one is filled up to a power of two. A NaN or
     Inf makes the whole message NaN. A message has one root mean square, so blocks much larger than the others are cut

@@ -1,17 +1,17 @@
-"""``tlq``: integers of one width between nodes and another width inside them; presets ``tlq_hs`` and ``ulq``."""
+"""``tlq``: integers of one width between nodes, another inside them; presets ``tlq_hs`` and ``ulq``; and ``qgz``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..errors import ConfigError
 from ._base import Codec, registry
 from ._capabilities import TwoLevelCodec
-from .integer import Int
+from .integer import FullRangeInt, Int
 
-__all__ = ["TwoLevelInt"]
+__all__ = ["QuantizedGradients", "TwoLevelInt"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,11 @@ class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
         bits: between nodes, 8, 4, 3 or 2.
         rounding: as in ``int``; stochastic by default, so that both levels are unbiased.
         hadamard: as in ``int``, on both levels: preset ``tlq_hs``.
-        inner_bits: inside nodes, 8, 4, 3 or 2; preset ``ulq`` has 4 on both levels, as ZeRO++ does.
+        inner_bits: inside nodes, 8, 4, 3 or 2; preset ``ulq`` has 4 on both levels, and stochastic rounding.
         inner_group_size: elements that share a scale inside nodes; a power of two from 32 to 4096.
     """
+
+    _inside: ClassVar[type[Int]] = Int
 
     bits: int = 4
     rounding: Literal["nearest", "stochastic"] = "stochastic"
@@ -43,12 +45,28 @@ class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
     @cached_property
     def within(self) -> Codec:
         """The codec of messages inside a node."""
-        return Int(self.inner_bits, self.inner_group_size, self.hadamard, self.rounding, header=self.header)
+        return self._inside(self.inner_bits, self.inner_group_size, self.hadamard, self.rounding, header=self.header)
 
     @property
     def block(self) -> int:
         """The larger of the two group sizes."""
         return max(self.group_size, self.inner_group_size)
+
+
+@dataclass(frozen=True)
+class QuantizedGradients(TwoLevelInt, name="qgz"):
+    """``int_full`` of 4 bits on both levels, which ZeRO++ sends for gradients (Wang et al., 2023, section 3.3).
+
+    Rounded to the nearest, values lose half as much as with ``ulq``, which rounds stochastically, but rounding is
+    biased. Options are those of ``tlq``.
+    """
+
+    _full: ClassVar[bool] = True
+    _inside: ClassVar[type[Int]] = FullRangeInt
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    inner_bits: int = 4
+    inner_group_size: int = 128
 
 
 registry.add_preset("tlq_hs", "tlq", hadamard=True)

@@ -24,6 +24,7 @@ __all__ = [
     "gathers",
     "get",
     "get_gather",
+    "instead_of",
     "is_gather",
     "registry",
     "split_evenly",
@@ -78,28 +79,52 @@ class Gather(Protocol):
 
 Reduce = TypeVar("Reduce", bound=AllReduce)
 Takes = Callable[[Codec, int], bool]
+Suits = Callable[[int], bool]
 
 registry: Registry[AllReduce] = Registry("collective", __package__, "fusionlayer.collectives")
 gathers: Registry[Gather] = Registry("gathering collective", __package__, "fusionlayer.gathers")
 _demands: dict[str, tuple[Takes, str]] = {}
+_suits: dict[str, tuple[Suits, str | None]] = {}
 
 
-def collective(name: str, *, takes: Takes | None = None, because: str = "") -> Callable[[Reduce], Reduce]:
+def collective(
+    name: str,
+    *,
+    takes: Takes | None = None,
+    because: str = "",
+    suits: Suits | None = None,
+    instead: str | None = None,
+) -> Callable[[Reduce], Reduce]:
     """Register a function as the collective ``name`` of flat tensors.
 
     Args:
         name: of the collective.
         takes: returns whether the collective can use a codec over so many ranks; None: it can use every codec.
         because: what the collective does that other codecs cannot do, as a clause without subject.
+        suits: returns whether codecs that were made for the collective should take it over so many ranks, if the user
+            names none; None: over any number.
+        instead: the collective that these codecs take over other numbers of ranks; None: the usual one.
     """
 
     def register(function: Reduce) -> Reduce:
         registry.add(name, lambda: function)
         if takes is not None:
             _demands[name] = takes, because
+        if suits is not None:
+            _suits[name] = suits, instead
         return function
 
     return register
+
+
+def instead_of(name: str | None, size: int) -> str | None:
+    """Return the collective that codecs made for the collective ``name`` take over ``size`` ranks; None: the usual."""
+    while name is not None and name in _suits:
+        suits, instead = _suits[name]
+        if suits(size):
+            break
+        name = instead
+    return name
 
 
 def sums_anew(codec: Codec, size: int) -> bool:

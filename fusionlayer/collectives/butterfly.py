@@ -14,7 +14,13 @@ from ._hops import NOTHING, Hop, HopSchedule, multi_hop
 __all__ = ["butterfly", "schedule"]
 
 
-@collective("butterfly", takes=sums_anew, because="encodes partial sums anew, where nothing may be left out,")
+@collective(
+    "butterfly",
+    takes=sums_anew,
+    because="encodes partial sums anew, where nothing may be left out,",
+    suits=lambda size: size > 2 and not size & (size - 1),
+    instead="ring",
+)
 def butterfly(
     x: Tensor,
     codec: Codec,

@@ -116,7 +116,8 @@ def reduce_scatter(
 ) -> None:
     """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n), in rank order in f32.
 
-    One quantisation. The arguments are those of ``all_gather``; rows are cut into pieces.
+    One quantisation. The arguments are those of ``all_gather``; rows are cut into pieces. ``out`` may be f32 where
+    ``x`` is not: then the sum is not rounded to the type of ``x``.
     """
     size, numel = x.shape
     piece = _piece(piece, x, size)
@@ -147,7 +148,7 @@ def reduce_scatter(
             first = to * padded + part.start
             codec.encode(x[to, part], message, seed=derive_seed(seed, transport.rank, to), offset=first)
         yield lambda: transport.all_to_all(outgoing, incoming)
-        codec.decode_sum(incoming, out[part])
+        codec.decode_sum(incoming, out[part], dtype=x.dtype)
 
     parts = cut(numel, piece, codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)

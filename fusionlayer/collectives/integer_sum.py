@@ -10,7 +10,10 @@ from ..timeline import here
 from ..transport import Transport
 from ._base import check_pair, collective, split_evenly
 
-__all__ = ["integer_sum"]
+__all__ = ["LARGEST", "integer_sum"]
+
+LARGEST = 30
+"""The largest integer that a code of THC's table stands for."""
 
 
 def _takes(codec: Codec, size: int) -> bool:
@@ -18,7 +21,13 @@ def _takes(codec: Codec, size: int) -> bool:
     return isinstance(codec, HomomorphicCodec) and codec.sum_bytes(codec.block, size) > 0
 
 
-@collective("integer_sum", takes=_takes, because="adds codes as integers")
+@collective(
+    "integer_sum",
+    takes=_takes,
+    because="adds codes as integers",
+    # Two ranks quantise each value once by any collective, and sums take more bytes than codes.
+    suits=lambda size: 2 < size <= 0xFFFF // LARGEST,
+)
 def integer_sum(
     x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None
 ) -> None:

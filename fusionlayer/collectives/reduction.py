@@ -13,7 +13,7 @@ from ..codecs import Codec
 from ..transport import Transport
 from ..wire import DTYPE_CODES
 from . import halves
-from ._base import AllReduce, check_pair, get, get_gather, is_gather
+from ._base import AllReduce, check_pair, get, get_gather, instead_of, is_gather
 
 __all__ = ["UNSCALED", "Scaling", "choose", "reduce_flat", "reduce_scatter_flat", "scale_", "usual"]
 
@@ -40,7 +40,8 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
     Args:
         codec: the codec of the tensors.
         size: number of ranks.
-        algorithm: the caller's choice; None takes the codec's own collective, or the usual one.
+        algorithm: the caller's choice; None takes the collective that the codec was made for if it suits so many ranks,
+            else the usual one.
         ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors. None
             takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec prefers.
 
@@ -54,7 +55,7 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
         name = algorithm or "gather"
         get_gather(name)
         return name
-    name = algorithm or codec.collective or usual(codec, size)
+    name = algorithm or instead_of(codec.collective, size) or usual(codec, size)
     get(name)
     if isinstance(codec, Codec):
         check_pair(name, codec, size)

@@ -14,7 +14,12 @@ from ._hops import Hop, HopSchedule, multi_hop
 __all__ = ["ring", "schedule"]
 
 
-@collective("ring", takes=sums_anew, because="encodes partial sums anew, where nothing may be left out,")
+@collective(
+    "ring",
+    takes=sums_anew,
+    because="encodes partial sums anew, where nothing may be left out,",
+    suits=lambda size: size > 2,
+)
 def ring(
     x: Tensor,
     codec: Codec,

@@ -156,7 +156,7 @@ def reduce_scatter(
 
     Args:
         x: contiguous, of one shape on all ranks; f32, bf16 or f16.
-        out: of the type of ``x``.
+        out: of the type of ``x``, or f32.
         codec: the codec between nodes; ``codec.within`` is that inside them. A codec that agrees has done so already.
         transport: the ranks.
         here: ``grid(transport)``.
@@ -171,7 +171,7 @@ def reduce_scatter(
         starts = [to * padded + part.start for to in range(transport.size)]
         rows = [row[part] for row in x]
         received = yield from _reduce(rows, None, starts, coding, transport, here, seed, slot_of(index))
-        codec.decode_sum(received, out[part])
+        codec.decode_sum(received, out[part], dtype=x.dtype)
 
     parts = cut(numel, piece, codec.block)
     overlap([run(index, part) for index, part in enumerate(parts)], transport, x.device)

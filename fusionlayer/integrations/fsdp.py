@@ -158,7 +158,7 @@ def compress(
         weights: name or codec of what all-gathers carry. "auto" changes no bit: weights travel as they are, or by
             ``zip`` where measurements say that this takes less time (see ``fusionlayer.switcher`` of the group). None
             keeps torch's all-gather. "qwd": differences. "qw", "qwz": weights in int4 or int8. "sdp4bit" is "qwd" with
-            gradients "tlq_hs", "zero++" is "qwz" with "ulq".
+            gradients "tlq_hs", "zero++" is "qwz" with "qgz".
         gradients: name or codec of what reduce-scatters carry, as for ``weights``. Lossless codecs send values in bf16
             that were widened to f32 only for the sum, as gradients of a bf16 model are.
         nodes: ranks of each node, in the order of ranks, for two-level codecs and two-level collectives. None: as

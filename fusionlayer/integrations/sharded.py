@@ -243,20 +243,21 @@ class _Part:
         self.main = nn.Parameter(self._own.float().clone())
 
     def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
-        """Give ``main`` the average of its gradients over ranks."""
+        """Give ``main`` the average of its gradients over ranks: summed and divided in f32, whatever their type."""
         pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self._params, strict=True) if p.grad is not None]
         if len(pairs) < len(self._params):
             self._gradients.zero_()
         if pairs:
             torch._foreach_copy_([to for to, _ in pairs], [grad for _, grad in pairs])
-        self._gradients.mul_(1 / transport.size)
-        own = self._gradients.view_as(self._rows)[transport.rank]
+        rows = self._gradients.view_as(self._rows)
+        own = torch.empty_like(self.main)
         if transport.size > 1:
-            own = torch.empty_like(own)
-            rows = self._gradients.view_as(self._rows)
             halves.reduce_scatter(rows, own, codec, transport, seed=seed)
+            own.mul_(1 / transport.size)
+        else:
+            own.copy_(rows[0])
         own[self._filled :] = 0  # a codec's rotation spreads values into the padding, which belongs to no parameter
-        self.main.grad = own.float()
+        self.main.grad = own
 
     def gather(self, weights: Weights, transport: Transport, seed: int) -> None:
         """Bring every rank's copy of the weights to the owners' weights, as far as the codec keeps them."""

@@ -14,7 +14,7 @@ __all__ = ["NAMES", "PRESETS", "Weights", "both_ways"]
 NAMES = ("qwd", "qw", "qwz")
 """Names for ``weights`` that are not names of codecs."""
 
-PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "ulq")}
+PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "qgz")}
 """Presets, each with its weights and gradients: SDP4Bit, and ZeRO++ (its qwZ and qgZ)."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..collectives._hops import segments
+from ..collectives.integer_sum import LARGEST
 from ..errors import ConfigError
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, LinkCost
@@ -37,7 +38,6 @@ BETWEEN, _INSIDE = "between", "inside"
 _TO_HOST, _FROM_HOST = "copies to the host", "copies from the host"
 _HISTOGRAM_BYTES = 1024
 _OMNIREDUCE_BLOCK = 256
-_LARGEST_INTEGER = 30  # the largest that a code of thc stands for
 
 
 def _work(cost: Cost, elements: float) -> Phase:
@@ -196,11 +196,11 @@ def _zipped(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
 def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Exchange of a statistic, all-to-all of codes, sums of their integers, all-gather of these, one decoding."""
     for bits in (8, 12, 16):
-        if cluster.workers * _LARGEST_INTEGER < 1 << bits:
+        if cluster.workers * LARGEST < 1 << bits:
             break
     else:
         raise ConfigError(
-            f"algorithm 'integer_sum' adds over at most {0xFFFF // _LARGEST_INTEGER} ranks, these are "
+            f"algorithm 'integer_sum' adds over at most {0xFFFF // LARGEST} ranks, these are "
             f"{cluster.workers}; choose another algorithm"
         )
     codes = _exchange(cluster, codec.nbytes(n) / cluster.workers)

@@ -21,7 +21,7 @@ __all__ = ["BufferMaker", "Layout"]
 
 _logger = logging.getLogger("fusionlayer")
 
-_READING = ("gather_v", "oktopk")  # collectives that read the sizes of their messages on the host
+_READING = ("gather_v", "oktopk", "omnireduce")  # collectives that read the sizes of their messages on the host
 
 
 class BufferMaker:

@@ -13,11 +13,11 @@ __all__ = ["sum_in_rank_order"]
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """Set ``out`` to parts[0] + parts[1] + ..., added in that order; ``out`` may be one of the parts.
 
-    float16 and bfloat16 are added in float32 and rounded once. Shapes and dtypes are equal.
+    float16 and bfloat16 are added in float32 and rounded once. Shapes and dtypes are equal; ``out`` may be float32.
     """
     if len(parts) == 1:
         out.copy_(parts[0])
-    elif len(parts) == 2:
+    elif len(parts) == 2 and parts[0].dtype == out.dtype:
         torch.add(parts[0], parts[1], out=out)
     else:
         wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype

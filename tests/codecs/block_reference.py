@@ -28,17 +28,28 @@ class Layout:
     block: int
     scale: str
     rotated: bool = False
+    tau: np.float32 = np.float32(448)
+    epsilon: np.float32 = np.float32(1e-6)
+    limits: tuple[float, float] = (1e-3, 1e3)
 
 
 def layout(codec: Codec) -> Layout:
     if isinstance(codec, Taco):
-        return Layout(codec.format, codec.block_size, codec.scales, codec.hadamard)
+        tau, epsilon = as_sent(codec.tau, 448), as_sent(codec.epsilon, 1e-6)
+        limits = (1e-3, 1e3) if codec.limited else (0.0, np.inf)
+        return Layout(codec.format, codec.block_size, codec.scales, codec.hadamard, tau, epsilon, limits)
     if isinstance(codec, FP8Block):
         return Layout(codec.format, codec.block_size, "folded")
     if isinstance(codec, FP8):
         return Layout(codec.format, 32, "message")
     assert isinstance(codec, MXFP8 | MXFP6 | MXFP4)
     return Layout("e2m1" if isinstance(codec, MXFP4) else codec.format, 32, codec.scale)
+
+
+def as_sent(value: float, default: float) -> np.float32:
+    """Return ``value`` rounded to bf16, ties up; the default is exact."""
+    bits = np.float32(value).view(np.uint32)
+    return np.float32(value) if value == default else np.uint32((int(bits) + 0x8000) & 0xFFFF0000).view(np.float32)
 
 
 @lru_cache
@@ -147,6 +158,9 @@ def encode(codec: Codec, x: F32) -> tuple[Bytes, Bytes]:
         amax = np.abs(groups).max(axis=1, initial=0)
         broken = ~np.isfinite(groups).all(axis=1)
         scales, inverse = make_scales(form, groups, amax, broken)
+        if form.scale == "dual":
+            broken |= np.isnan(scales[:, 1])
+            groups = groups * (scales[:, 1] * root(form))[:, None]
         dead = broken | (amax < TINY)
         codes = nearest_codes(form.format, np.where(dead[:, None], np.float32(0), groups) * inverse[:, None])
     codes[dead] = 0
@@ -174,9 +188,12 @@ def make_scales(form: Layout, v: F32, amax: F32, broken: NDArray[np.bool_]) -> t
     size = np.float32(form.block)
     mean, unrotated = np.float32(1) / size, (np.float32(1) / size if form.rotated else np.float32(1))
     energy = sum_of_pairs(v * v) * mean * unrotated
-    alpha = np.clip(np.float32(448) / np.sqrt(energy + np.float32(1e-6)), np.float32(1e-3), np.float32(1e3))
+    alpha = np.clip(form.tau / np.sqrt(energy + form.epsilon), *np.float32(form.limits))
+    most = amax * (alpha * root(form))
+    broken = broken | ~(alpha > 0) | ~np.isfinite(most)
     alpha = np.where(broken, nan, alpha).astype(np.float32)
-    return np.stack([np.where(broken, nan, scale * (alpha * root(form))), alpha], axis=1).astype(np.float32), inverse
+    s = np.where(broken, nan, np.where(tiny, np.float32(0), most / top))
+    return np.stack([s, alpha], axis=1).astype(np.float32), (top / most).astype(np.float32)
 
 
 def root(form: Layout) -> np.float32:

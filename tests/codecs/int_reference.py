@@ -32,7 +32,7 @@ def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDA
         scaled = np.where(dead[:, None], np.float32(0), v) * inverse
         if codec.rounding == "stochastic":
             scaled = scaled + uniform(seed, offset, v.size).reshape(v.shape)
-    codes = np.clip(np.rint(scaled - below), -top - below, top - below).astype(np.int8)
+    codes = np.clip(np.rint(scaled - below), -top - below - codec._full, top - below).astype(np.int8)
     codes[dead] = 0
     if codec.bits < 4:
         return scales.astype(np.float32), pack_runs(codes.view(np.uint8).reshape(-1, 32), codec.bits)
@@ -63,7 +63,7 @@ def sizes(codec: Int) -> tuple[float, float, float]:
     """Return the largest magnitude in scales and in steps, and the outermost level in steps."""
     if codec.bits >= 4:
         most = 127 if codec.bits == 8 else 7
-        return most, most, most
+        return most + codec._full, most + codec._full, most
     top = 3.5 if codec.bits == 3 else 1.5
     span = top if codec.unbiased else (2.375 + 0.21875 * math.log2(codec.group_size / 32)) * (1.75 if top > 2 else 1)
     return 2 * span, span, top

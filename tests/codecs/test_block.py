@@ -30,6 +30,10 @@ TACO = [
         ("e4m3", "e5m2", "int8"), (32, 64, 128, 256, 512), (False, True), ("folded", "dual")
     )
 ]
+TACO += [
+    Taco("e4m3", 64, scales="dual", tau=20.0, epsilon=2.0**-10, limited=False, header=False),
+    Taco("int8", 256, scales="dual", tau=100.3, epsilon=3e-5, header=False),
+]
 FP8S = [FP8Block(number, block, header=False) for number in ("e4m3", "e5m2") for block in (32, 128, 512)]
 TENSOR = [FP8(number, header=False) for number in ("e4m3", "e5m2")]
 MX: list[Codec] = [
@@ -150,7 +154,8 @@ def test_known_answers() -> None:
 
 @pytest.mark.parametrize("number", ["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("block", [32, 64, 128, 256, 512])
-def test_two_scales_say_what_one_does(number: str, block: int) -> None:
+def test_two_scales_lose_what_one_does(number: str, block: int) -> None:
+    """The paper's alpha cancels but for f32's rounding, which moves few codes, by one."""
     folded, dual = (
         codecs.get("taco", format=number, block_size=block, scales=scales, header=False)
         for scales in ("folded", "dual")
@@ -159,15 +164,29 @@ def test_two_scales_say_what_one_does(number: str, block: int) -> None:
         x = gradient(64 * block, 3) * factor
         x[::97] *= 50
         one, two = folded.compress(x), dual.compress(x)
-        assert torch.equal(planes(folded, one, len(x), x.dtype)[1], planes(dual, two, len(x), x.dtype)[1])
-        difference = folded.decompress(one, len(x)) - dual.decompress(two, len(x))
-        assert difference.abs().max() <= 2e-6 * x.abs().max()
+        codes = [planes(codec, made, len(x), x.dtype)[1] for codec, made in ((folded, one), (dual, two))]
+        assert (codes[0] != codes[1]).float().mean() < 1e-3
+        lost = [vnmse(x, codec.decompress(made, len(x))) for codec, made in ((folded, one), (dual, two))]
+        assert lost[1] == pytest.approx(lost[0], rel=1e-3)
         alpha = dual.wire(len(x)).views(two)[0].view(-1, 2)[:, 1]
         assert alpha.min() >= 1e-3 and alpha.max() <= 1e3
     steady = torch.full((block,), 2.0)
     s, alpha = dual.wire(block).views(dual.compress(steady))[0].tolist()
     assert alpha == pytest.approx(224.0, rel=1e-6)
     assert s == pytest.approx(448.0 * block**0.5 / reference.largest(number), rel=1e-6)
+
+
+def test_alpha_is_what_its_options_say() -> None:
+    steady = torch.full((256,), 2.0)
+
+    def alpha(x: Tensor, **options: object) -> float:
+        codec = codecs.get("taco", scales="dual", header=False, **options)
+        return float(codec.wire(256).views(codec.compress(x))[0][1])
+
+    assert alpha(steady, tau=100) == pytest.approx(50, rel=1e-5)
+    assert alpha(steady, epsilon=1.0) == pytest.approx(448 / 5**0.5, rel=1e-5)
+    assert alpha(steady * 2.0**-20) == 1e3
+    assert alpha(steady * 2.0**-20, limited=False) == pytest.approx(448e3, rel=1e-4)
 
 
 def test_rotation_and_one_scale_are_equivariant() -> None:
@@ -307,6 +326,9 @@ def test_bits_per_element_are_as_documented() -> None:
         ("taco", "block_size", 256.0),
         ("taco", "hadamard", 1),
         ("taco", "scales", "both"),
+        ("taco", "tau", 0.5),
+        ("taco", "epsilon", 0.0),
+        ("taco", "limited", 1),
         ("fp8", "format", "int8"),
         ("fp8_block", "format", "e2m3"),
         ("fp8_block", "block_size", 16),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusionlayer import codecs
-from fusionlayer.codecs.integer import Int
+from fusionlayer.codecs.integer import FullRangeInt, Int
 from fusionlayer.errors import ConfigError
 from fusionlayer.seeds import derive_seed
 from tests.synthetic import awkward, gradient
@@ -24,6 +24,7 @@ VARIANTS = [
         (8, 4, 3, 2), (32, 128, 4096), (False, True), ("nearest", "stochastic")
     )
 ]
+VARIANTS += [FullRangeInt(bits, group, header=False) for bits, group in product((8, 4), (32, 128, 4096))]
 LONG_AGO = (1 << 32) - 8192  # elements from here on have numbers above and below 2^32
 
 
@@ -70,6 +71,21 @@ def test_known_answers() -> None:
     assert (narrow - x).abs().max().item() == pytest.approx(4 / 7)
     whole = torch.arange(-127.0, 128.0)
     assert torch.equal(decoded(Int(8, 256), encoded(Int(8, 256), whole), 255, torch.float32), whole)
+
+
+def test_known_answers_of_the_full_range() -> None:
+    """As ZeRO++ has it: scale 16 / (2 max), limited to -8 .. 7. A largest magnitude that is positive saturates."""
+    x = torch.arange(-8.0, 9.0)
+    expected = x.clamp(max=7)
+    assert torch.equal(decoded(FullRangeInt(4, 32), encoded(FullRangeInt(4, 32), x), 17, torch.float32), expected)
+    whole = torch.arange(-128.0, 129.0)
+    got = decoded(FullRangeInt(8, 512), encoded(FullRangeInt(8, 512), whole), 257, torch.float32)
+    assert torch.equal(got, whole.clamp(max=127))
+    for options in ({"hadamard": True}, {"rounding": "stochastic"}, {"bits": 2}):
+        with pytest.raises(ConfigError, match="full range is for 4 or 8 bits"):
+            codecs.get("int_full", **options)
+        with pytest.raises(ConfigError, match="full range"):
+            codecs.get("qgz", **options)
 
 
 def test_known_answers_of_levels_beside_zero() -> None:

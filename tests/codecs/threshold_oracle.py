@@ -20,7 +20,10 @@ INFINITE = 0x7F800000
 SMALLEST: float = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
 
 LOWERED = (1.0, 0.8, 0.8 * 0.8, 0.8 * 0.8 * 0.8, 0.8 * 0.8 * 0.8 * 0.8, 0.8 * 0.8 * 0.8 * 0.8 * 0.8)
-FACTORS = (1.0, 1.5, 2.25, 0.5, 0.75, 0.25)  # all that two refinements, by 0.5 or 1.5, can reach
+FACTORS = {  # all that refinements by 0.5 or 1.5 can reach: three as published, two with the ladder
+    1: (1.0, 1.5, 2.25, 3.375, 0.5, 0.75, 1.125, 0.25, 0.375, 0.125),
+    0: (1.0, 1.5, 2.25, 0.5, 0.75, 0.25),
+}
 SHARES = (0.5, *(i / 8 for i in (1, 2, 3, 5, 6, 7)))  # all that three bisections of [0, 1] can reach
 TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
 STEPS = (1, 2, 3, 5, 8, 13, 21)
@@ -52,13 +55,14 @@ def gaussian_threshold(rms: float, ratio: float) -> float:
 
 
 def refine(counts: Sequence[int], k: int) -> int:
-    factor = 1.0
-    for _ in range(2):
-        count = counts[FACTORS.index(factor)]
+    published = len(counts) == len(FACTORS[1])
+    factors, factor = FACTORS[published], 1.0
+    for _ in range(2 + published):
+        count = counts[factors.index(factor)]
         if 2 * k / 3 <= count <= 4 * k / 3:
             break
         factor *= 0.5 if count < k else 1.5
-    return FACTORS.index(factor)
+    return factors.index(factor)
 
 
 def between(mean: float, largest: float, share: float) -> float:
@@ -119,7 +123,7 @@ def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
     mean, largest = stats.total / stats.count, value_of(stats.largest)
     if how.estimator == native.NORMAL:
         estimate = gaussian_threshold((stats.squares / stats.count) ** 0.5, how.k / stats.count)
-        return [estimate * factor for factor in FACTORS]
+        return [estimate * factor for factor in FACTORS[how.published]]
     if how.estimator in (native.BISECTED, native.TRIMMED):
         return [between(mean, largest, share) for share in (SHARES if how.estimator == native.BISECTED else TRIMS)]
     threshold = 0.0
@@ -179,6 +183,8 @@ def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | No
     if how.estimator in (native.EXPONENTIAL, native.PARETO):
         adapt(how, counts[0], memory)
     usable = [i for i, count in enumerate(counts) if 0.8 * how.k <= count <= how.capacity]
+    if how.published:
+        usable = [chosen] if 1 <= counts[chosen] <= how.capacity and how.estimator != native.TRIMMED else []
     if usable:
         threshold, ties = ladder[chosen if chosen in usable else max(usable, key=counts.__getitem__)], -1
     else:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import hops
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives import MessageSpan
@@ -129,6 +130,30 @@ def test_a_pair_is_refused_before_training_if_and_only_if_its_first_sum_would_fa
 def test_refused_pairs_are_never_chosen(size: int) -> None:
     for codec in defaults():
         assert takes(collectives.choose(codec, size), codec)
+
+
+def test_codecs_take_the_collective_of_their_paper() -> None:
+    """Where the number of ranks suits it, and the user names no other."""
+    expected = {
+        "dynamiq": {2: "one_shot", 3: "ring", 4: "butterfly", 6: "ring", 8: "butterfly"},
+        "thc": {2: "one_shot", 3: "integer_sum", 8: "integer_sum", 2184: "integer_sum", 2185: "two_shot"},
+        "omnireduce": {2: "omnireduce", 3: "omnireduce", 8: "omnireduce"},
+        "int8": {2: "one_shot", 8: "two_shot"},
+    }
+    for name, sizes in expected.items():
+        codec = codecs.get(name)
+        assert {size: collectives.choose(codec, size) for size in sizes} == sizes, name
+        assert collectives.choose(codec, 8, "two_shot") == "two_shot"
+
+
+def test_the_collective_of_the_paper_loses_less() -> None:
+    inputs = hops.skewed(8, 1 << 14)
+    for name, times in (("dynamiq", 3), ("thc", 1.05), ("omnireduce", 3)):
+        found = [
+            hops.method_error(hops.Method(name), how, inputs)
+            for how in ("two_shot", collectives.choose(codecs.get(name), 8))
+        ]
+        assert found[0] > times * found[1], (name, found)
 
 
 def test_a_refusal_comes_before_anything_is_sent() -> None:

@@ -10,6 +10,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives import halves
 from fusionlayer.collectives.two_level import grid
+from fusionlayer.integrations.weights import PRESETS
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
 from tests.harness import run_ranks
@@ -141,6 +142,16 @@ def test_eight_bits_inside_and_the_rotation_pay() -> None:
     assert 2 * tlq_hs < tlq and 1.2 * tlq < ulq
     tlq, tlq_hs, ulq = errors(normal)
     assert 0.95 < tlq_hs / tlq < 1.05 and 1.2 * tlq < ulq
+
+
+def test_zero_plus_plus_rounds_to_the_nearest() -> None:
+    """Its preset loses about half as much as stochastic rounding on the same two levels."""
+    x = [torch.randn(1 << 15, generator=torch.Generator().manual_seed(rank)) for rank in range(8)]
+    exact = torch.stack(x).double().sum(0)
+    published = codecs.get(PRESETS["zero++"][1]).bare
+    nearest, stochastic = (error(sums(8, 4, codec, x)[0], exact) for codec in (published, codecs.get("ulq").bare))
+    assert 0.35 < nearest / stochastic < 0.6
+    assert published.wire(1 << 20).capacity == codecs.get("ulq").bare.wire(1 << 20).capacity
 
 
 def test_the_domain_in_which_sums_are_made_does_not_matter() -> None:

@@ -130,6 +130,25 @@ def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype
         assert torch.equal(weights.view(torch.uint8), results[0][0].view(torch.uint8)) and small
 
 
+@pytest.mark.parametrize("gradients", ["raw", "zip", "int8", "tlq"])
+def test_gradients_of_bf16_are_averaged_in_f32(gradients: str) -> None:
+    """A sum of few of them needs more bits than bf16 has."""
+
+    def body(transport: Transport) -> Tensor:
+        w = nn.Parameter(torch.ones(1536, dtype=torch.bfloat16))
+        optimizer = fl.ShardedOptimizer([w], torch.optim.SGD, gradients=gradients, group=transport, lr=0.1)
+        w.grad = torch.full((1536,), 1.0 + 2.0**-7 * transport.rank, dtype=torch.bfloat16)
+        optimizer.step()
+        (part,) = optimizer._fl_parts
+        grad = part.main.grad
+        assert grad is not None and grad.dtype is torch.float32
+        return grad[: part._filled].clone()
+
+    exact = torch.tensor(1.0 + 2.0**-7)
+    for got in over_threads(3, body):
+        assert (got - exact).abs().max() < 2.0**-20
+
+
 def test_differences_lose_orders_less_than_weights() -> None:
     """The error of what ranks compute with, relative to the weights (SDP4Bit, figure 4)."""
 
@@ -297,7 +316,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         make([w], weights="qwdd")
     with pytest.raises(fl.ConfigError, match="weights=sdp4bit names gradients too, as tlq_hs, beside.*weights=qwd"):
         make([w], weights="sdp4bit", gradients="int8")
-    with pytest.raises(fl.ConfigError, match="gradients=zero.. names weights too.*gradients=ulq"):
+    with pytest.raises(fl.ConfigError, match="gradients=zero.. names weights too.*gradients=qgz"):
         make([w], gradients="zero++")
     optimizer = make([w])
     with pytest.raises(fl.UsageError, match="when it is made"):

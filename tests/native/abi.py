@@ -16,7 +16,7 @@ from fusionlayer import native
 Bytes = npt.NDArray[np.uint8]
 
 F32, BF16, F16 = 0, 1, 2
-HADAMARD, STOCHASTIC = native.INT_HADAMARD, native.INT_STOCHASTIC
+HADAMARD, STOCHASTIC, FULL = native.INT_HADAMARD, native.INT_STOCHASTIC, native.INT_FULL
 OK, BAD_ARGUMENT, UNSUPPORTED = 0, 1, 2
 GUARD, GUARD_BYTES = 0xA5, 256
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025)
@@ -51,6 +51,7 @@ class Case:
             return (self.numel * itemsize(self.param[0]),)
         if self.codec == native.BLOCK:
             number, block, scale, _ = self.param
+            scale &= 0xFFFF
             blocks, bits = -(-self.numel // block), list(native.FORMAT_BITS.values())[number]
             scales = min(self.numel, 1) * 4 if scale == native.SCALE_MESSAGE else blocks * (4, 8, 1, 2)[scale]
             return scales, blocks * block * bits // 8
@@ -71,7 +72,7 @@ class Case:
         if self.codec == native.DYNAMIQ:
             flags, lines, *_ = self.param
             groups = -(-self.numel // 256)
-            scales = (0, 32 * groups) if flags & native.DYNAMIQ_FLAT else (2 * groups, 16 * groups)
+            scales = (0 if flags & native.DYNAMIQ_FLAT else 2 * groups), 16 * groups
             return -(-groups // 64) * 24, *scales, 64 * lines
         if self.codec == native.CHUNKED:
             return self._chunked_bytes
@@ -120,6 +121,8 @@ def block_cases() -> Iterator[Case]:
             yield block_case(number, block, scale)
         if native.FORMAT_BITS[number] == 8 and scale <= native.SCALE_DUAL:
             yield block_case(number, block, scale, native.BLOCK_HADAMARD)
+        if scale == native.SCALE_DUAL and block in (64, 512):  # tau 20, epsilon 2^-10
+            yield block_case(number, block, scale | 0x41A0 << 16, native.BLOCK_UNLIMITED | 0x3A80 << 16)
         if number != "int8" and scale == native.SCALE_BF16:
             yield block_case(number, block, scale, native.BLOCK_GIVEN)
 

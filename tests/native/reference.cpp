@@ -54,7 +54,7 @@ struct IntCodec {
         const uint32_t magnitude = fl::float_bits(v[i]) & 0x7fffffffu;
         amax = magnitude > amax ? magnitude : amax;
       }
-      const fl::IntLevels levels = fl::int_levels(bits, int(group), stochastic);
+      const fl::IntLevels levels = fl::int_levels(bits, int(group), stochastic, spec.param[2] & FL_INT_FULL);
       const fl::GroupScale scale = fl::make_scale(amax, levels.units, levels.span);
       reinterpret_cast<float *>(plane(out, 0, m))[g] = scale.scale;
       std::vector<int32_t> code(group);
@@ -110,11 +110,11 @@ struct IntCodec {
 
 struct BlockCodec {
   const fl_spec &spec;
-  uint32_t format = spec.param[0], kind = spec.param[2];
+  uint32_t format = spec.param[0], kind = fl::scale_kind(spec.param);
   int64_t block = spec.param[1], blocks = (spec.numel + block - 1) / block;
   bool hadamard = spec.param[3] & FL_BLOCK_HADAMARD;
   int run_bytes = 4 * fl::format_bits(format);
-  fl::BlockScaling scaling = fl::block_scaling(format, uint32_t(block), kind, hadamard);
+  fl::BlockScaling scaling = fl::block_scaling(spec.param);
 
   static uint32_t largest(const std::vector<float> &v, int64_t first, int64_t n) {
     uint32_t amax = 0;
@@ -149,7 +149,7 @@ struct BlockCodec {
       if (kind == FL_SCALE_DUAL) std::memcpy(wire + 4, &scale.first, 4);
       for (int64_t i = 0; i < block; i += fl::kCodeRun) {
         uint32_t codes[fl::kCodeRun];
-        for (int j = 0; j < fl::kCodeRun; ++j) codes[j] = fl::block_code(format, v[i + j], scale.inverse);
+        for (int j = 0; j < fl::kCodeRun; ++j) codes[j] = fl::block_code(format, v[i + j] * scale.before, scale.inverse);
         fl::pack_run(fl::format_bits(format), codes, plane(out, 1, m) + (g * block + i) / fl::kCodeRun * run_bytes);
       }
     }
@@ -213,10 +213,11 @@ struct DynamiqCodec {
       for (int k = 0; k < fl::kScaleGroups; ++k) {
         const uint64_t at = number * fl::kScaleGroups + uint64_t(k);
         const uint32_t random = fl::random_bits(fl::key_at(keys.scale, at), uint32_t(at));
-        uint16_t *flats = reinterpret_cast<uint16_t *>(message.group_scales) + g * fl::kScaleGroups;
+        uint16_t *flats = reinterpret_cast<uint16_t *>(message.group_scales) + g * fl::kFlatScales;
         if (flat) {
-          flats[k] = usual ? fl::scale_above(amax[k]) : fl::kBf16Nan;
-          amax[k] = uint32_t(flats[k]) << 16;
+          if (k % 2 == 0 && amax[k + 1] > amax[k]) amax[k] = amax[k + 1];
+          if (k % 2 == 0) flats[k / 2] = usual ? fl::scale_above(amax[k]) : fl::kBf16Nan;
+          amax[k] = uint32_t(flats[k / 2]) << 16;
         } else {
           message.group_scales[g * fl::kScaleGroups + k] =
               usual ? uint8_t(fl::group_code(fl::bits_float(amax[k]), 255.0f / fl::bf16_to_f32(wire), random)) : 0;
@@ -249,7 +250,7 @@ struct DynamiqCodec {
         const int code = message.codes[place.offset + byte] >> bit & ((1 << place.bits) - 1);
         const int half = 1 << (place.bits - 1);
         const int64_t k = g * fl::kScaleGroups + i / 16;
-        const float scale = flat ? fl::scale_value(reinterpret_cast<const uint16_t *>(message.group_scales)[k])
+        const float scale = flat ? fl::scale_value(reinterpret_cast<const uint16_t *>(message.group_scales)[k / 2])
                                  : float(message.group_scales[k]) * (fl::scale_value(message.scales[g]) / 255.0f);
         const float level = fl::levels_of(levels, place.bits).value[code % half];
         values[g * fl::kSuperGroup + i] = fl::signed_value(level * scale, uint32_t(code / half));

@@ -17,6 +17,7 @@ from tests.native.abi import (
     BF16,
     F16,
     F32,
+    FULL,
     GUARD,
     HADAMARD,
     LENGTHS,
@@ -67,8 +68,13 @@ GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a warp has part of a group
 @pytest.mark.parametrize(
     "group, bits, flags",
     tiered(
-        itertools.product(GROUPS, (2, 3, 4, 8), (0, HADAMARD, STOCHASTIC, HADAMARD | STOCHASTIC)),
-        lambda group, bits, flags: bits == 4 or group in ((32, 128, 4096) if bits == 8 else (64, 2048)),
+        [
+            *itertools.product(GROUPS, (2, 3, 4, 8), (0, HADAMARD, STOCHASTIC, HADAMARD | STOCHASTIC)),
+            *itertools.product((32, 512, 4096), (4, 8), (FULL,)),
+        ],
+        lambda group, bits, flags: (
+            (bits == 4 and flags != FULL) or group in ((32, 128, 4096) if bits == 8 else (64, 2048))
+        ),
     ),
 )
 def test_int_writes_the_bytes_of_the_cpu_core(check: Check, group: int, bits: int, flags: int) -> None:

@@ -484,8 +484,11 @@ CHOOSERS = {  # estimator: what else it needs
     "kth": (native.GIVEN, {}),
     "sampled": (native.SAMPLED, {}),
     "normal": (native.NORMAL, {}),
+    "normal, as published": (native.NORMAL, {"published": 1}),
     "bisected": (native.BISECTED, {}),
+    "bisected, as published": (native.BISECTED, {"published": 1}),
     "trimmed": (native.TRIMMED, {}),
+    "trimmed, as published": (native.TRIMMED, {"published": 1}),
     "exponential": (native.EXPONENTIAL, {"stages": 2, "most_stages": 7}),
     "pareto": (native.PARETO, {"stages": 3, "most_stages": 4}),
     "pareto, first given": (native.PARETO, {"stages": 2, "most_stages": 2, "count": 1, "given": (1.2,)}),
@@ -500,7 +503,9 @@ def chooser(name: str, numel: int, k: int, reuse: int = 1) -> native.Chooser:
     return native.Chooser(**{**given, "most_stages": 1, **sample, **more})
 
 
-@pytest.mark.parametrize("name", tiered(CHOOSERS, lambda name: name in ("sampled", "bisected", "pareto")))
+@pytest.mark.parametrize(
+    "name", tiered(CHOOSERS, lambda name: name in ("sampled", "normal, as published", "bisected", "pareto"))
+)
 def test_a_threshold_is_chosen(library: ctypes.CDLL, name: str) -> None:
     """Call after call: choices, ages and stages are those of the formulas, whatever the values are."""
     for numel, k, reuse in ((1, 1, 1), (600, 7, 1), (600, 7, 3), (9000, 2900, 3)):
@@ -544,6 +549,7 @@ def test_choosers_that_make_no_sense_are_refused(library: ctypes.CDLL) -> None:
         "stages": (0, 65),
         "most_stages": (0, 65),
         "count": (15,),
+        "published": (2,),
     }.items():
         assert {status(**{field: value}) for value in values_} == {BAD_ARGUMENT}, field
 

@@ -146,7 +146,7 @@ def no_worse(one: float, other: float) -> bool:
 
 
 def test_which_planners_need_costs() -> None:
-    assert BY_COSTS == ["cupcake", "cupcake_optimal", "mg_wfbp", "omgs", "safusion", "safusion_inter"]
+    assert BY_COSTS == ["cupcake", "cupcake_optimal", "mg_wfbp", "omgs", "safusion", "safusion_inter", "safusion_paper"]
 
 
 @pytest.mark.parametrize("name", BY_COSTS)
@@ -287,6 +287,15 @@ class TestSAFusion:
     def test_the_first_buffer_is_sooner_than_tensor_by_tensor(self, backward: float, first: int) -> None:
         tensors, costs = tensors_of([0] * 8), costs_of([backward] * 8, lambda n: 3.0)  # type: ignore[arg-type]
         assert next(_adaptive(Pipeline(tensors, costs)))[0] == first
+
+    def test_the_paper_s_plan_is_not_replaced_where_equal_counts_wait_less(self) -> None:
+        # Its three equations do not know that each bucket disturbs: 6.5 s, where two pairs take 6.
+        tensors, costs = tensors_of([1] * 4), costs_of([1.0] * 4, AlphaBeta(1.0, 0.25), disturbance=0.5)
+        assert counts("safusion_paper", tensors, costs) == [1, 1, 2]
+        waiting = {
+            name: last_result(name, (tensors, costs)) for name in ("safusion_paper", "safusion_inter", "safusion")
+        }
+        assert waiting["safusion"] <= waiting["safusion_inter"] < waiting["safusion_paper"]
 
     def test_encoding_counts_as_what_is_to_be_hidden(self) -> None:
         tensors = tensors_of([100] * 8)

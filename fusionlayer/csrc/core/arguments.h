@@ -41,7 +41,7 @@ inline int64_t dynamiq_plane_bytes(const fl_spec &spec, int p) {
   const bool flat = spec.param[0] & FL_DYNAMIQ_FLAT;
   if (p == 0) return width_runs(groups) * int64_t(sizeof(WidthRun));
   if (p == 1) return flat ? 0 : groups * 2;
-  return p == 2 ? groups * kScaleGroups * (flat ? 2 : 1) : int64_t(spec.param[1]) * kLeastCodes;
+  return p == 2 ? groups * kScaleGroups : int64_t(spec.param[1]) * kLeastCodes;
 }
 
 // Bytes of plane p of one message.
@@ -63,14 +63,18 @@ inline int64_t plane_bytes(const fl_spec &spec, int p) {
   const int64_t groups = group_count(spec), elements = groups * spec.param[1];
   if (spec.codec == FL_INT) return p == 0 ? groups * 4 : elements * spec.param[0] / 8;
   if (p == 1) return elements * format_bits(spec.param[0]) / 8;
-  return spec.param[2] == FL_SCALE_MESSAGE ? (spec.numel ? 4 : 0) : groups * scale_bytes(spec.param[2]);
+  const uint32_t kind = scale_kind(spec.param);
+  return kind == FL_SCALE_MESSAGE ? (spec.numel ? 4 : 0) : groups * scale_bytes(kind);
 }
 
 inline int check_block(const uint32_t *param) {
-  const uint32_t format = param[0], block = param[1], scale = param[2], flags = param[3];
+  const uint32_t format = param[0], block = param[1], scale = scale_kind(param), flags = param[3] & 0xffffu;
+  const uint32_t tau = param[2] >> 16, epsilon = param[3] >> 16, largest = kF32Inf >> 16;
+  if (scale != FL_SCALE_DUAL && (tau || epsilon || flags & FL_BLOCK_UNLIMITED)) return FL_UNSUPPORTED;
+  if (tau >= largest || epsilon >= largest) return FL_BAD_ARGUMENT;
   if (format > FL_E2M1 || scale > FL_SCALE_MESSAGE) return FL_BAD_ARGUMENT;
   if (block < 32 || block > kMaxBlock || (block & (block - 1))) return FL_BAD_ARGUMENT;
-  if (flags & ~uint32_t(FL_BLOCK_HADAMARD | FL_BLOCK_GIVEN)) return FL_UNSUPPORTED;
+  if (flags & ~uint32_t(FL_BLOCK_HADAMARD | FL_BLOCK_GIVEN | FL_BLOCK_UNLIMITED)) return FL_UNSUPPORTED;
   if (flags & FL_BLOCK_GIVEN && scale != FL_SCALE_BF16) return FL_UNSUPPORTED;
   if (format == FL_INT8 && (scale == FL_SCALE_E8M0 || scale == FL_SCALE_BF16)) return FL_UNSUPPORTED;
   const bool hadamard = flags & FL_BLOCK_HADAMARD;
@@ -153,6 +157,7 @@ inline int check_spec(const fl_spec *spec) {
   if (bits != 8 && (bits < 2 || bits > 4)) return FL_BAD_ARGUMENT;
   if (group < 32 || group > 4096 || (group & (group - 1)) || param[3]) return FL_BAD_ARGUMENT;
   if (spec->offset < 0 || spec->offset % group) return FL_BAD_ARGUMENT;
+  if (param[2] == FL_INT_FULL) return between_integers(int(bits)) ? FL_UNSUPPORTED : FL_OK;
   return param[2] & ~uint32_t(FL_INT_HADAMARD | FL_INT_STOCHASTIC) ? FL_UNSUPPORTED : FL_OK;
 }
 
@@ -296,6 +301,7 @@ inline int check_choose_threshold(const fl_chooser *how, const float *acc, int64
     return FL_BAD_ARGUMENT;
   if (numel < 1 || how->k < 1 || how->k > how->capacity || how->capacity > numel) return FL_BAD_ARGUMENT;
   if (how->stages < 1 || how->stages > FL_MAX_STAGES) return FL_BAD_ARGUMENT;
+  if (how->published > 1) return FL_BAD_ARGUMENT;
   if (how->most_stages < 1 || how->most_stages > FL_MAX_STAGES) return FL_BAD_ARGUMENT;
   const bool takes_sample = how->estimator == FL_ESTIMATE_SAMPLED;
   if (takes_sample && (how->sampled < 1 || how->sampled > numel || how->sample_k < 1 || how->sample_k > how->sampled))

@@ -5,7 +5,8 @@
 //   1. v = x, zero-padded to whole blocks; with Hadamard every block becomes H v (hadamard).
 //   2. amax = max |v| over the block, taken on the bits; for FL_SCALE_MESSAGE over the message.
 //   3. amax not finite: the scale is NaN, codes 0. amax < 2^-100: the scale is 0, codes 0.
-//      Else code = nearest(v * inverse), saturating; scale and inverse by make_block_scale, or given_block_scale.
+//      Else code = nearest(v * inverse), saturating; scale and inverse by make_block_scale, or given_block_scale. For
+//      FL_SCALE_DUAL v is multiplied by `before` first.
 //   4. decode: value of the code * the decoded scale; with Hadamard H(values) times it: H H = block I.
 #pragma once
 
@@ -24,16 +25,31 @@ struct BlockScaling {
   float mean;         // 1 / block
   float unrotated;    // 1 / block with Hadamard, else 1: H v is larger than v by sqrt(block)
   float orthonormal;  // 1 / sqrt(block) with Hadamard, else 1
+  float tau, epsilon;  // of the first scale
+  bool limited;        // the first scale is
 };
 
-FL_HD BlockScaling block_scaling(uint32_t format, uint32_t block, uint32_t kind, bool hadamard) {
+// enum fl_scale of a spec's parameters.
+FL_HD uint32_t scale_kind(const uint32_t *param) { return param[2] & 0xffffu; }
+
+FL_HD BlockScaling block_scaling(const uint32_t *param) {
+  const uint32_t format = param[0], block = param[1];
+  const bool hadamard = param[3] & FL_BLOCK_HADAMARD;
   // 1 / sqrt(32), 64, 128, 256 and 512, rounded to f32
   constexpr float kRoots[] = {0x1.6a09e6p-3f, 0x1p-3f, 0x1.6a09e6p-4f, 0x1p-4f, 0x1.6a09e6p-5f};
   int order = 0;
   while (32u << order < block) ++order;
   const float mean = 1.0f / float(block);
-  return {kind, format_largest(format), format == FL_INT8 ? 0 : format_emax(format),
-          mean, hadamard ? mean : 1.0f, hadamard ? kRoots[order] : 1.0f};
+  const uint32_t tau = param[2] & 0xffff0000u, epsilon = param[3] & 0xffff0000u;
+  return {scale_kind(param),
+          format_largest(format),
+          format == FL_INT8 ? 0 : format_emax(format),
+          mean,
+          hadamard ? mean : 1.0f,
+          hadamard ? kRoots[order] : 1.0f,
+          tau ? bits_float(tau) : 448.0f,
+          epsilon ? bits_float(epsilon) : 1e-6f,
+          !(param[3] & FL_BLOCK_UNLIMITED)};
 }
 
 // Bytes of a block's scale on the wire; a message's is 4 bytes in all.
@@ -45,18 +61,20 @@ struct BlockScale {
   uint32_t wire;   // bits of the scale: f32, bf16 or E8M0; FL_SCALE_DUAL: those of the second scale, s
   uint32_t first;  // FL_SCALE_DUAL: f32 bits of the first scale, alpha
   float inverse;   // what values are multiplied by; 0 makes every code 0
+  float before;    // what they are multiplied by before that
 };
 
-// The first scale of TACO (equations 6 and 7). It brings a block to a target energy and is limited to 1e-3 .. 1e3.
-// `squares` is the sum of v^2 (sum_of_block). The scale cancels in decoding.
+// The first scale of TACO (equations 6 and 7). It brings a block to the target energy tau and is limited to 1e-3 .. 1e3.
+// `squares` is the sum of v^2 (sum_of_block).
 FL_HD float energy_scale(const BlockScaling &s, float squares) {
   const float energy = squares * s.mean * s.unrotated;
 #if defined(__CUDA_ARCH__)
-  const float sigma = __fsqrt_rn(energy + 1e-6f);
+  const float sigma = __fsqrt_rn(energy + s.epsilon);
 #else
-  const float sigma = __builtin_sqrtf(energy + 1e-6f);
+  const float sigma = __builtin_sqrtf(energy + s.epsilon);
 #endif
-  const float alpha = 448.0f / sigma;
+  const float alpha = s.tau / sigma;
+  if (!s.limited) return alpha;
   return alpha < 1e-3f ? 1e-3f : (alpha > 1e3f ? 1e3f : alpha);
 }
 
@@ -65,19 +83,19 @@ FL_HD BlockScale make_block_scale(const BlockScaling &s, uint32_t amax_bits, flo
   const bool finite = amax_bits < kF32Inf, usual = finite && amax_bits >= kTinyBits;
   if (s.kind == FL_SCALE_E8M0) {
     const uint32_t code = (amax_bits >> 23) - uint32_t(s.emax);  // 2^-100 and above leave it positive
-    return {usual ? code : (finite ? 0u : 255u), 0, usual ? bits_float((254u - code) << 23) : 0.0f};
+    return {usual ? code : (finite ? 0u : 255u), 0, usual ? bits_float((254u - code) << 23) : 0.0f, 1.0f};
   }
   const float amax = bits_float(amax_bits), scale = amax / s.largest;
   if (s.kind == FL_SCALE_BF16) {  // rounded up, so that no value exceeds the format's largest
     const uint32_t up = (float_bits(scale) + 0xffffu) & 0xffff0000u;
-    return {usual ? up >> 16 : (finite ? 0u : uint32_t(kBf16Nan)), 0, usual ? 1.0f / bits_float(up) : 0.0f};
+    return {usual ? up >> 16 : (finite ? 0u : uint32_t(kBf16Nan)), 0, usual ? 1.0f / bits_float(up) : 0.0f, 1.0f};
   }
   const float inverse = usual ? s.largest / amax : 0.0f;
-  if (s.kind == FL_SCALE_MESSAGE) return {finite ? amax_bits : kF32Nan, 0, inverse};
-  if (s.kind == FL_SCALE_F32) return {usual ? float_bits(scale) : (finite ? 0u : kF32Nan), 0, inverse};
-  const float alpha = energy_scale(s, squares);
-  if (!finite) return {kF32Nan, kF32Nan, 0.0f};
-  return {usual ? float_bits(scale * (alpha * s.orthonormal)) : 0u, float_bits(alpha), inverse};
+  if (s.kind == FL_SCALE_MESSAGE) return {finite ? amax_bits : kF32Nan, 0, inverse, 1.0f};
+  if (s.kind == FL_SCALE_F32) return {usual ? float_bits(scale) : (finite ? 0u : kF32Nan), 0, inverse, 1.0f};
+  const float alpha = energy_scale(s, squares), before = alpha * s.orthonormal, most = amax * before;
+  if (!finite || !(alpha > 0.0f) || !is_finite(most)) return {kF32Nan, kF32Nan, 0.0f, 1.0f};
+  return {usual ? float_bits(most / s.largest) : 0u, float_bits(alpha), usual ? s.largest / most : 0.0f, before};
 }
 
 // FL_BLOCK_GIVEN: a bf16 scale that stands there already. Values beyond the format's largest times it saturate; a block that
@@ -88,7 +106,7 @@ FL_HD BlockScale given_block_scale(uint32_t wire, uint32_t amax_bits) {
   const float inverse = positive ? 1.0f / bits_float(bits) : 0.0f;
   const bool finite = amax_bits < kF32Inf && (bits & 0x7fffffffu) < kF32Inf;
   const bool fits = finite && bits_float(amax_bits) * inverse < 0x1p40f;
-  return {fits ? (positive ? wire : 0u) : uint32_t(kBf16Nan), 0, fits ? inverse : 0.0f};
+  return {fits ? (positive ? wire : 0u) : uint32_t(kBf16Nan), 0, fits ? inverse : 0.0f, 1.0f};
 }
 
 // What decoding multiplies by; NaN, whatever its bits on the wire, is the canonical one.

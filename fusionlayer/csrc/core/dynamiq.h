@@ -10,8 +10,8 @@
 //   4. y = |x| * (span / amax of the group) lies between two levels y_r and y_{r + 1} = y_r + step. The code is r + 1 if
 //      y > y_r + u * step, else r; u in (0, 1) is random (rounding_place). The sign is the code's highest bit.
 //   5. decode: value of the level * (r * (scale / 255)).
-// FL_DYNAMIQ_FLAT: no scale for the super-group; that of a group is its amax as bf16, rounded up, and takes the place of amax
-// in 4.
+// FL_DYNAMIQ_FLAT: no scale for the super-group; two groups together have a scale, which takes as many bits: their amax as
+// bf16, rounded up. It takes the place of amax in 4.
 //
 // Levels are y = ratio^r - 1, ratio = 1 + 2 epsilon^2, r = 0 .. 2^(bits - 1) - 1, or without epsilon evenly spaced from 0 to
 // 1. All that depends on epsilon is made once per call, in f64, without functions of the C library.
@@ -28,6 +28,7 @@ constexpr int kDynamiqPlanes = 4;
 constexpr int kSuperGroup = 256;
 constexpr int kScaleGroup = 16;  // elements that share a scale
 constexpr int kScaleGroups = kSuperGroup / kScaleGroup;
+constexpr int kFlatScales = kScaleGroups / 2;
 constexpr int kPairs = kSuperGroup / 2;           // elements i and i + 128 share a random number
 constexpr int kLeastCodes = kSuperGroup * 2 / 8;  // bytes of a super-group of 2 bits
 constexpr uint32_t kMostRanks = 1 << 14;
@@ -244,7 +245,7 @@ FL_HD float sum_super_group(float *v) {
 struct DynamiqMessage {
   WidthRun *runs;
   uint16_t *scales;
-  uint8_t *group_scales;  // FL_DYNAMIQ_FLAT: bf16
+  uint8_t *group_scales;  // FL_DYNAMIQ_FLAT: kFlatScales bf16 in as many bytes
   uint8_t *codes;
 };
 

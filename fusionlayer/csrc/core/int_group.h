@@ -8,7 +8,8 @@
 //      Else scale = amax / units, code = round(v * (span / amax) - below), limited to least .. most (int_levels).
 //   4. decode: level(code) * decode_scale; with Hadamard H32(levels), exact in f32, times decode_scale: H32 H32 = 32 I.
 //
-// 4 and 8 bits: a code is its level, in steps, and units = span = most: the largest magnitude has the outermost level. 2 and 3
+// 4 and 8 bits: a code is its level, in steps, and units = span = most: the largest magnitude has the outermost level. With the
+// full range units = span = most + 1: steps are shorter, and a largest magnitude that is positive saturates. 2 and 3
 // bits cannot spare a code: levels lie half a step beside the integers, none is 0, and a code c has the level 2 c + 1, in half
 // steps. Their step is the one that loses least of values that are normal, as rotated ones nearly are; it is shorter than the
 // largest magnitude asks for, which saturates. Stochastic rounding saturates nothing, since it would not be unbiased.
@@ -36,8 +37,9 @@ struct IntLevels {
   constexpr float top() const { return float(most) + below; }  // the outermost level, in steps
 };
 
-constexpr IntLevels int_levels(int bits, int group, bool stochastic) {
+constexpr IntLevels int_levels(int bits, int group, bool stochastic, bool full) {
   const int most = (1 << (bits - 1)) - 1;
+  if (full) return {-most - 1, most, 0.0f, float(most + 1), float(most + 1)};
   if (!between_integers(bits)) return {-most, most, 0.0f, float(most), float(most)};
   float span = float(most) + 0.5f;
   if (!stochastic) {
@@ -63,8 +65,8 @@ FL_HD GroupScale make_scale(uint32_t amax_bits, float units, float span) {
 // Round to nearest even for |v| < 2^22: the sum has no bits below 1, and its low bits are the integer.
 FL_HD int32_t round_even(float v) { return int32_t(float_bits(v + 12582912.0f)) - 0x4b400000; }
 
-// The code of one value; `noise` is 0 (nearest) or rounding_noise (stochastic). Of 4 and 8 bits only noise can reach past the
-// outermost level. With inverse 0 the value is not looked at: it may be Inf or NaN.
+// The code of one value; `noise` is 0 (nearest) or rounding_noise (stochastic). Of 4 and 8 bits only noise and the full range
+// can reach past the outermost level. With inverse 0 the value is not looked at: it may be Inf or NaN.
 FL_HD int32_t int_code(float v, float inverse, float noise, const IntLevels &levels) {
   if (inverse == 0.0f) return 0;
   const int32_t q = round_even(v * inverse + noise - levels.below);

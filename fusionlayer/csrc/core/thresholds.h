@@ -108,16 +108,21 @@ FL_HD void add_stage(const fl_chooser &how, const fl_threshold_memory &memory, c
   if (stage + 1 < e.stages) e.above = magnitude_bits(e.low);
 }
 
+// FL_ESTIMATE_NORMAL is halved or raised by half three times at most, as published; twice leaves room for the ladder.
+FL_HD int most_refined(const fl_chooser &how) { return how.published ? 3 : 2; }
+
+// The place of its estimates by how often they were halved and raised, both together at most most_refined times.
+FL_HD int refined(const fl_chooser &how, int halved, int raised) {
+  return halved * (most_refined(how) + 1) - halved * (halved - 1) / 2 + raised;
+}
+
 FL_HD int estimates(const fl_chooser &how, const Estimation &e) {
   if (how.estimator == FL_ESTIMATE_GIVEN) return int(how.count);
   if (how.estimator == FL_ESTIMATE_SAMPLED) return 6;
   if (e.few) return 1;
-  if (how.estimator == FL_ESTIMATE_NORMAL) return 6;
+  if (how.estimator == FL_ESTIMATE_NORMAL) return refined(how, most_refined(how), 0) + 1;
   return how.estimator == FL_ESTIMATE_BISECTED ? 7 : how.estimator == FL_ESTIMATE_TRIMMED ? 5 : 1;
 }
-
-// Estimates of FL_ESTIMATE_NORMAL by how often they were halved, up to twice, and raised by half, up to twice in all.
-FL_HD int refined(int halved, int raised) { return halved == 0 ? raised : halved == 1 ? 3 + raised : 5; }
 
 // Estimates of FL_ESTIMATE_BISECTED: 4/8 of the way first, then 1/8 to 7/8.
 FL_HD int eighths(int i) { return i == 0 ? 4 : i < 4 ? i : i + 1; }
@@ -135,8 +140,12 @@ FL_HD double estimate(const fl_chooser &how, const Estimation &e, double sampled
   if (how.estimator == FL_ESTIMATE_BISECTED) return e.low + double(eighths(i)) / 8 * (e.high - e.low);
   if (how.estimator == FL_ESTIMATE_TRIMMED) return e.low + double(4 - i) / 5 * (e.high - e.low);
   if (how.estimator != FL_ESTIMATE_NORMAL) return e.low;
-  const int halved = i < 3 ? 0 : i < 5 ? 1 : 2, raised = i < 3 ? i : i < 5 ? i - 3 : 0;
-  return e.low * (halved == 2 ? 0.25 : halved == 1 ? 0.5 : 1.0) * (raised == 2 ? 2.25 : raised == 1 ? 1.5 : 1.0);
+  int halved = 0;
+  while (i >= refined(how, halved + 1, 0)) ++halved;
+  double raise = 1.0, value = e.low;
+  for (int n = i - refined(how, halved, 0); n > 0; --n) raise *= 1.5;
+  for (; halved > 0; --halved) value *= 0.5;
+  return value * raise;
 }
 
 // Around the last threshold the ladder's steps are 1, 2, 3, 5, 8, 13 and 21 of 128 in an octave, up and down.
@@ -180,12 +189,12 @@ FL_HD int settled(const fl_chooser &how, int own, const Counts &counts) {
   if (own == 1 || how.estimator == FL_ESTIMATE_GIVEN) return 0;
   if (how.estimator == FL_ESTIMATE_NORMAL) {
     int halved = 0, raised = 0;
-    while (halved + raised < 2) {
-      const int64_t count = int64_t(counts[refined(halved, raised)]);
+    while (halved + raised < most_refined(how)) {
+      const int64_t count = int64_t(counts[refined(how, halved, raised)]);
       if (3 * count >= 2 * how.k && 3 * count <= 4 * how.k) break;
       count < how.k ? ++halved : ++raised;
     }
-    return refined(halved, raised);
+    return refined(how, halved, raised);
   }
   if (how.estimator == FL_ESTIMATE_BISECTED) {
     int low = 0, high = 8, middle = 4;
@@ -232,7 +241,10 @@ FL_HD bool decide(const fl_chooser &how, const Ladder &ladder, const Counts &cou
   if (!ladder.own) return false;
   int pick = settled(how, ladder.own, counts);
   if (is_tail(how)) adapt(how, int64_t(counts[0]), memory);
-  if (!usable(how, counts, pick)) {
+  if (how.published) {
+    const bool fits = int64_t(counts[pick]) >= 1 && int64_t(counts[pick]) <= how.capacity;
+    if (!fits || how.estimator == FL_ESTIMATE_TRIMMED) return false;
+  } else if (!usable(how, counts, pick)) {
     pick = -1;
     for (int i = 0; i < ladder.count - 1; ++i)
       if (usable(how, counts, i) && (pick < 0 || counts[i] > counts[pick])) pick = i;

@@ -24,7 +24,7 @@ class BlockCodec {
 
   explicit BlockCodec(const Job &job)
       : block_(int(job.spec->param[1])),
-        scaling_(block_scaling(job.spec->param[0], job.spec->param[1], job.spec->param[2], kHadamard)),
+        scaling_(block_scaling(job.spec->param)),
         numbers_(job.spec->param[0]),
         look_(job.look),
         given_(job.spec->param[3] & FL_BLOCK_GIVEN) {}
@@ -44,7 +44,10 @@ class BlockCodec {
     const int blocks = (n + block_ - 1) / block_;
     const float *values = transform(x, blocks, tile, top);
     if (look_) return raise_amax(top, blocks, out);
-    make_scales(values, top, blocks, out, inverse);
+    if (scaling_.kind == FL_SCALE_DUAL)
+      values = bring(values, top, blocks, out, inverse, tile);
+    else
+      make_scales(top, blocks, out, inverse);
     const Numbers numbers = numbers_;
     const T *next = x + n;  // most often the next tile: it is on its way while this one is computed
     for (int g = 0; g < blocks; ++g) {
@@ -158,7 +161,25 @@ class BlockCodec {
     }
   }
 
-  void make_scales(const float *values, vi *top, int blocks, Message out, float *inverse) const {
+  // FL_SCALE_DUAL: makes the scales, and leaves in the tile the values at their target energy.
+  __attribute__((noinline)) const float *bring(const float *values, vi *top, int blocks, Message out, float *inverse,
+                                               float *tile) const {
+    alignas(64) int32_t amax[kMaxBlocks];
+    reduce(top, blocks, amax);
+    for (int g = 0; g < blocks; ++g) {
+      const float *v = values + g * block_;
+      float squares[kMaxBlock];
+      for (int i = 0; i < block_; ++i) squares[i] = v[i] * v[i];
+      const BlockScale scale = make_block_scale(scaling_, uint32_t(amax[g]), sum_of_block(squares, block_));
+      reinterpret_cast<uint32_t *>(out.scales)[2 * g] = scale.wire;
+      reinterpret_cast<uint32_t *>(out.scales)[2 * g + 1] = scale.first;
+      inverse[g] = scale.inverse;
+      for (int i = 0; i < block_; ++i) tile[g * block_ + i] = v[i] * scale.before;
+    }
+    return tile;
+  }
+
+  void make_scales(vi *top, int blocks, Message out, float *inverse) const {
     alignas(64) int32_t amax[kMaxBlocks];
     BlockScaling scaling = scaling_;
     if (scaling.kind == FL_SCALE_MESSAGE) {
@@ -187,15 +208,7 @@ class BlockCodec {
     };
     if (scaling.kind == FL_SCALE_F32) return write(reinterpret_cast<uint32_t *>(out.scales), FL_SCALE_F32);
     if (scaling.kind == FL_SCALE_E8M0) return write(out.scales, FL_SCALE_E8M0);
-    if (scaling.kind == FL_SCALE_BF16) return write(reinterpret_cast<uint16_t *>(out.scales), FL_SCALE_BF16);
-    for (int g = 0; g < blocks; ++g) {
-      float squares[kMaxBlock];
-      for (int i = 0; i < block_; ++i) squares[i] = values[g * block_ + i] * values[g * block_ + i];
-      const BlockScale scale = make_block_scale(scaling, uint32_t(amax[g]), sum_of_block(squares, block_));
-      reinterpret_cast<uint32_t *>(out.scales)[2 * g] = scale.wire;
-      reinterpret_cast<uint32_t *>(out.scales)[2 * g + 1] = scale.first;
-      inverse[g] = scale.inverse;
-    }
+    write(reinterpret_cast<uint16_t *>(out.scales), FL_SCALE_BF16);
   }
 
   void load_scales(Message in, int blocks, float *scales) const {

@@ -164,15 +164,15 @@ class DynamiqCodec {
   }
 
   FL_INLINE bool make_flat_scales(const int32_t *amax, float span, const Message &out, float *factor) const {
-    uint16_t *scales = reinterpret_cast<uint16_t *>(out.planes.group_scales) + out.group * kScaleGroups;
+    uint16_t *scales = reinterpret_cast<uint16_t *>(out.planes.group_scales) + out.group * kFlatScales;
     bool finite = true;
-    for (int g = 0; g < kScaleGroups; ++g) {
-      scales[g] = scale_above(uint32_t(amax[g]));
+    for (int g = 0; g < kFlatScales; ++g) {
+      scales[g] = scale_above(uint32_t(amax[2 * g] > amax[2 * g + 1] ? amax[2 * g] : amax[2 * g + 1]));
       finite = finite && scales[g] != kBf16Nan;
-      factor[g] = bf16_to_f32(scales[g]);
+      factor[2 * g] = factor[2 * g + 1] = bf16_to_f32(scales[g]);
     }
     if (!finite) {
-      for (int g = 0; g < kScaleGroups; ++g) scales[g] = kBf16Nan;
+      for (int g = 0; g < kFlatScales; ++g) scales[g] = kBf16Nan;
       return false;
     }
     for (int g = 0; g < kScaleGroups; g += kLanes) store(factor + g, factor_of(load(factor + g), span));
@@ -277,8 +277,8 @@ class DynamiqCodec {
 
   FL_INLINE void load_scales(const Message &in, float *scales) const {
     if (flat_) {
-      const auto *wire = reinterpret_cast<const uint16_t *>(in.planes.group_scales) + in.group * kScaleGroups;
-      for (int g = 0; g < kScaleGroups; ++g) scales[g] = scale_value(wire[g]);
+      const auto *wire = reinterpret_cast<const uint16_t *>(in.planes.group_scales) + in.group * kFlatScales;
+      for (int g = 0; g < kScaleGroups; ++g) scales[g] = scale_value(wire[g / 2]);
       return;
     }
     const float unit = scale_value(in.planes.scales[in.group]) / 255.0f;

@@ -27,7 +27,8 @@ class IntCodec {
       : key_(job.key),
         offset_(uint64_t(job.spec->offset)),
         group_(job.spec->param[1]),
-        levels_(int_levels(kBits, group_, kStochastic)) {}
+        full_(job.spec->param[2] & FL_INT_FULL),
+        levels_(int_levels(kBits, group_, kStochastic, full_)) {}
 
   int unit() const { return group_; }
 
@@ -57,8 +58,10 @@ class IntCodec {
       const uint64_t first = offset_ + uint64_t(unit + g) * group_;
       if (__builtin_expect(inverse[g] == 0.0f, 0))
         __builtin_memset(out.codes, 0, size_t(group_bytes()));
+      else if (kMayBeFull && full_)
+        quantize<kMayBeFull>(values, inverse[g], key_at(key_, first), uint32_t(first), out.codes);
       else
-        quantize(values, inverse[g], key_at(key_, first), uint32_t(first), out.codes);
+        quantize<false>(values, inverse[g], key_at(key_, first), uint32_t(first), out.codes);
     }
   }
 
@@ -116,8 +119,10 @@ class IntCodec {
   template <class T>
   static constexpr bool kInPlace = std::is_same_v<T, float> && !kHadamard;
 
-  static constexpr float kTop = int_levels(kBits, 0, true).top(), kBelow = int_levels(kBits, 0, true).below;
+  static constexpr IntLevels kLevels = int_levels(kBits, 0, true, false);
+  static constexpr float kTop = kLevels.top(), kBelow = kLevels.below;
   static constexpr bool kRuns = between_integers(kBits);  // of 32 codes, one behind the other
+  static constexpr bool kMayBeFull = !kRuns && !kHadamard && !kStochastic;
 
   int group_bytes() const { return group_ * kBits / 8; }
 
@@ -353,36 +358,38 @@ class IntCodec {
 
   // The codes of some vectors of values in the low bits of the lanes; the bits above are not zero. `spread` is that of the
   // element numbers of the first lanes.
-  template <int N>
+  template <bool kFull, int N>
   static FL_INLINE void round_to_codes(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[N]) {
     for (int j = 0; j < N; ++j) {
       vf v = load(values + j * kLanes) * inverse;
       if constexpr (kStochastic) v += rounding_noise(key, spread + j * kLanes * kSpread);
       if constexpr (kStochastic || kRuns) v = clamp_number(v, kTop);  // else no code exceeds the outermost
+      if constexpr (kFull) v = v < broadcast(kTop) ? v : broadcast(kTop);
       if constexpr (kRuns) v -= kBelow;
       codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h
     }
   }
 
+  template <bool kFull>
   FL_INLINE void quantize(const float *values, float inverse, RngKey key, uint32_t first, uint8_t *codes) const {
     vu spread = (iota() + first) * kSpread + key.a;
     vi low[kQuad], high[kQuad];
     if constexpr (kRuns) {
       for (int i = 0; i < group_; i += kBlock, spread += kBlock * kSpread) {
         vi run[kVectors];
-        round_to_codes(values + i, inverse, key, spread, run);
+        round_to_codes<kFull>(values + i, inverse, key, spread, run);
         store_run<kBits>(codes + code_bytes(i), run);
       }
     } else if constexpr (kBits == 8) {
       for (int i = 0; i < group_; i += 16, spread += 16 * kSpread) {
-        round_to_codes(values + i, inverse, key, spread, low);
+        round_to_codes<kFull>(values + i, inverse, key, spread, low);
         store_low_bytes(codes + i, low);
       }
     } else {
       const int half = group_ / 2;
       for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
-        round_to_codes(values + i, inverse, key, spread, low);
-        round_to_codes(values + half + i, inverse, key, spread + half * kSpread, high);
+        round_to_codes<kFull>(values + i, inverse, key, spread, low);
+        round_to_codes<kFull>(values + half + i, inverse, key, spread + half * kSpread, high);
         for (int j = 0; j < kQuad; ++j) low[j] = join_nibbles(low[j], high[j]);
         store_low_bytes(codes + i, low);
       }
@@ -392,6 +399,7 @@ class IntCodec {
   RngKey key_;
   uint64_t offset_;
   int group_;
+  bool full_;
   IntLevels levels_;
 };
 

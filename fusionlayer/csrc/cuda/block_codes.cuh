@@ -41,7 +41,7 @@ inline BlockLayout block_layout(const fl_spec &spec) {
           log2_lanes,
           format,
           format_bits(format),
-          block_scaling(format, spec.param[1], spec.param[2], spec.param[3] & FL_BLOCK_HADAMARD),
+          block_scaling(spec.param),
           (spec.param[3] & FL_BLOCK_GIVEN) != 0};
 }
 

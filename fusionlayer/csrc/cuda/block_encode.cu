@@ -54,6 +54,11 @@ FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
     const BlockScale scale =
         layout.given ? given_block_scale(given, amax) : make_block_scale(layout.scaling, amax, squares);
 
+    if (layout.scaling.kind == FL_SCALE_DUAL) {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) v[i] *= scale.before;
+    }
+
     with_format(layout.format, [&](auto format) {
       constexpr uint32_t kFormat = decltype(format)::code;
       uint32_t bytes[kWords] = {};

@@ -57,8 +57,9 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
   const uint16_t wire = scale_above(most);
   bool usual = wire != kBf16Nan;
   if (a.layout.flat) {
+    amax = larger(amax, shuffle_xor(amax, 4));  // of the other group that shares the scale
     const uint16_t mine = usual ? scale_above(amax) : kBf16Nan;
-    if (writes) reinterpret_cast<uint16_t *>(m.group_scales)[place] = mine;
+    if (writes && !(within & 1)) reinterpret_cast<uint16_t *>(m.group_scales)[place / 2] = mine;
     amax = float_bits(bf16_to_f32(mine));
   } else {
     usual = usual && wire != 0;

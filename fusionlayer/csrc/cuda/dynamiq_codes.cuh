@@ -320,8 +320,8 @@ FL_DEVICE void load_group_scales(const DynamiqLayout &layout, const DynamiqMessa
   const int64_t first = group * kScaleGroups + lane / 4;
   if (layout.flat) {
     const uint16_t *scales = reinterpret_cast<const uint16_t *>(m.group_scales);
-    low = scale_value(scales[first]);
-    high = scale_value(scales[first + kScaleGroups / 2]);
+    low = scale_value(scales[first / 2]);
+    high = scale_value(scales[(first + kScaleGroups / 2) / 2]);
   } else {
     const float unit = scale_value(m.scales[group]) / 255.0f;
     low = float(m.group_scales[first]) * unit;

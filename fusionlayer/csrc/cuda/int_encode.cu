@@ -26,7 +26,7 @@ struct EncodeArguments {
 };
 
 // bytes = codes of a lane's block, whose first element has the number `number`: int_code of core/int_group.h, but for the
-// order of its steps. In the low byte of v + kMagic stands v rounded. Without noise 4 and 8 bits need no limits.
+// order of its steps. In the low byte of v + kMagic stands v rounded. Without noise 4 and 8 bits need limits with the full range alone.
 FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], float inverse, uint64_t number,
                         uint32_t (&bytes)[kWords]) {
   constexpr float kMagic = 12582912.0f;
@@ -46,7 +46,7 @@ FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], floa
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
-  } else if (between_integers(a.layout.bits)) {
+  } else if (between_integers(a.layout.bits) || a.levels.span > float(a.levels.most)) {
     const auto code = [&](int i) { return limited(v[i] * inverse); };
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
@@ -150,7 +150,8 @@ EncodeArguments arguments(const fl_spec &spec, const void *x, float *residual, c
       spec.numel * element_size(spec.dtype),
       nullptr,
       residual,
-      int_levels(int(spec.param[0]), int(spec.param[1]), (spec.param[2] & FL_INT_STOCHASTIC) != 0),
+      int_levels(int(spec.param[0]), int(spec.param[1]), (spec.param[2] & FL_INT_STOCHASTIC) != 0,
+                 (spec.param[2] & FL_INT_FULL) != 0),
       (spec.param[2] & FL_INT_STOCHASTIC) != 0,
       make_key(spec.seed),
       spec.offset,

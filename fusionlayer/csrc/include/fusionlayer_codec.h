@@ -47,7 +47,8 @@ enum fl_codec {
    * other verbs give FL_UNSUPPORTED. docs/wire_format.md has the rest */
   FL_SPARSE = 2,
   /* plane 0: scales; plane 1: codes, runs of 32 in 4 bytes for each bit. param[0] = enum fl_format; param[1] = block,
-   * a power of two in 32..512; param[2] = enum fl_scale; param[3] = flags, FL_BLOCK_* */
+   * a power of two in 32..512; param[2] = enum fl_scale; param[3] = flags, FL_BLOCK_*. For FL_SCALE_DUAL the upper half
+   * of param[2] has the bits of tau as bf16, that of param[3] those of epsilon; 0: 448, and 1e-6 */
   FL_BLOCK = 3,
   /* lossless. plane 0: 16 bytes, u32 form and u32 number of escapes first; plane 1: as many bytes as the elements
    * have, or the static part where that is more. param[0] = fl_dtype of what was encoded, which is the spec's own to
@@ -83,22 +84,27 @@ enum fl_codec {
   FL_CHUNKED = 9
 };
 
-enum { FL_INT_HADAMARD = 1, FL_INT_STOCHASTIC = 2 };
+enum {
+  FL_INT_HADAMARD = 1,
+  FL_INT_STOCHASTIC = 2,
+  FL_INT_FULL = 4 /* 4 and 8 bits, alone: also the lowest code of two's complement, and steps that are shorter for it */
+};
 
 enum fl_format { FL_E4M3 = 0, FL_E5M2 = 1, FL_INT8 = 2, FL_E2M3 = 3, FL_E3M2 = 4, FL_E2M1 = 5 };
 
-/* What plane 0 of FL_BLOCK has for each block: an f32; two (TACO's s and alpha; alpha cancels in decoding); a power of
+/* What plane 0 of FL_BLOCK has for each block: an f32; two (TACO's s and alpha, by which values are multiplied); a power of
  * two (OCP MX v1.0; float formats alone); a bf16 (likewise). FL_SCALE_MESSAGE: the largest magnitude of the message, an f32
  * in all. */
 enum fl_scale { FL_SCALE_F32 = 0, FL_SCALE_DUAL = 1, FL_SCALE_E8M0 = 2, FL_SCALE_BF16 = 3, FL_SCALE_MESSAGE = 4 };
 
 enum {
   FL_BLOCK_HADAMARD = 1, /* 8-bit formats with FL_SCALE_F32 or FL_SCALE_DUAL alone */
-  FL_BLOCK_GIVEN = 2     /* FL_SCALE_BF16 alone: plane 0 has the scales beforehand; larger values saturate */
+  FL_BLOCK_GIVEN = 2,    /* FL_SCALE_BF16 alone: plane 0 has the scales beforehand; larger values saturate */
+  FL_BLOCK_UNLIMITED = 4 /* FL_SCALE_DUAL alone: alpha is not limited to 1e-3 .. 1e3 */
 };
 
 enum { FL_THC_UNIFORM = 1, FL_THC_STOCHASTIC = 2, FL_THC_RANKS_SHIFT = 16 };
-enum { FL_DYNAMIQ_FLAT = 1 /* plane 1 is empty, plane 2 has a bf16 scale per 16 elements */ };
+enum { FL_DYNAMIQ_FLAT = 1 /* plane 1 is empty, plane 2 has a bf16 scale per 32 elements */ };
 
 /* Which exponents get a code: seven in a row, seven of any kind, or whichever has more. */
 enum fl_zip_choice { FL_ZIP_AUTO = 0, FL_ZIP_WINDOW = 1, FL_ZIP_TABLE = 2 };
@@ -246,6 +252,7 @@ typedef struct fl_chooser {
   int64_t sampled, sample_k;      /* elements of the sample; of which the sample_k-th magnitude is taken */
   uint32_t stages, most_stages;   /* of quantiles that are fitted: to begin with, and at most; 1 to FL_MAX_STAGES */
   uint32_t count;                 /* of given, at most FL_MAX_ESTIMATES */
+  uint32_t published;             /* 1: what the estimator's rule ends with goes, whatever its share of k; else 0 */
   double given[FL_MAX_ESTIMATES]; /* FL_ESTIMATE_PARETO: given[0], if count is not 0, is what the first stage finds */
 } fl_chooser;
 
@@ -256,8 +263,9 @@ typedef struct fl_threshold_memory {
 } fl_threshold_memory;
 
 /* Chooses about k elements of acc by a threshold: one that is kept if it still serves, else an estimate that sends at least
- * 0.8 k and fits into the capacity, or one near the last threshold that does, else the k largest. Where an element is not
- * finite, all that are not finite are chosen, and no others. */
+ * 0.8 k and fits into the capacity, or one near the last threshold that does, else the k largest. As published the estimate
+ * goes if it sends anything and fits, else the k largest; FL_ESTIMATE_TRIMMED takes the k largest of what it finds, which
+ * are the k largest of all. Where an element is not finite, all that are not finite are chosen, and no others. */
 FL_API int fl_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel,
                                const float *sample /* FL_ESTIMATE_SAMPLED, else null */,
                                fl_threshold_memory *memory /* device */, void *workspace /* FL_WORKSPACE_THRESHOLD */,

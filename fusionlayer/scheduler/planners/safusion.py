@@ -12,7 +12,7 @@ from ._costs import Pipeline, StepCosts
 
 __all__ = ["SAFusion"]
 
-_SCHEMES = ("naive", "inter", "inter_intra")
+_SCHEMES = ("naive", "inter", "paper", "inter_intra")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class SAFusion(Planner, name="safusion"):
 
     - "naive": ``buffers`` buffers of equally many tensors; needs no costs.
     - "inter": buffers of equally many tensors; their number is the one with the least predicted waiting.
-    - "inter_intra": adaptive sizes (section 3.3).
+    - "paper": adaptive sizes (section 3.3), as the paper has them.
+    - "inter_intra": the best of the adaptive sizes and their variants below.
 
     The adaptive sizes follow three equations. Equation 2: the first buffer is the shortest prefix that is communicated
     sooner as one buffer than tensor by tensor. Equation 1: buffer i is the longest run that is ready while buffer i - 1
@@ -62,6 +63,8 @@ class SAFusion(Planner, name="safusion"):
         if self.scheme == "naive":
             return split_at(tensors, _equal_counts(len(tensors), -(-len(tensors) // self.buffers)))
         pipeline = self.pipeline(tensors, costs)
+        if self.scheme == "paper":
+            return split_at(tensors, next(_adaptive(pipeline)))
         candidates = list(_all_equal_counts(len(tensors)))
         if self.scheme == "inter_intra":
             candidates = [*_adaptive(pipeline), *candidates]
@@ -123,3 +126,4 @@ def _long_tail(pipeline: Pipeline, ends: Sequence[int]) -> int:
 
 registry.add_preset("safusion_naive", "safusion", scheme="naive")
 registry.add_preset("safusion_inter", "safusion", scheme="inter")
+registry.add_preset("safusion_paper", "safusion", scheme="paper")

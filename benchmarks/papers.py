@@ -1,0 +1,213 @@
+"""What systems that bear a paper's name do by themselves, beside what they did before and what the paper says.
+
+    python -m benchmarks.papers --out benchmarks/results
+
+Errors are squared errors over squared norms of one sum (vNMSE), of workers that are threads of this process, without
+error feedback. Every figure is a function of the arguments alone. Needs no quiet machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusionlayer as fl
+from benchmarks import driver, dynamiq, errors, hops
+from benchmarks.arguments import comma_separated, one_of
+from fusionlayer.codecs import Codec
+from fusionlayer.codecs._sparse import Sparsifier
+from fusionlayer.integrations.weights import PRESETS
+from fusionlayer.planning.cluster import Scenario
+from fusionlayer.planning.plans import make_plan
+from fusionlayer.planning.prediction import predict_plan
+from fusionlayer.planning.profile import Profile
+from fusionlayer.transport import local
+
+__all__ = ["TOPICS", "main", "plain_taco"]
+
+WORKERS = 8
+DENSITY = 0.01
+PROFILE = Path(__file__).parents[1] / "profiles/gpt_amd-epyc-zen-5_2026-11-21.yaml"
+
+Row = dict[str, Any]
+
+
+def collectives(numel: int) -> list[Row]:
+    """Return the errors of sums by the usual collective, and by the one that a codec takes by itself."""
+    inputs = hops.skewed(WORKERS, numel)
+    rows = []
+    for name, published in (("dynamiq", "0.00067 in a butterfly (table 5)"), ("thc", ""), ("omnireduce", "")):
+        own = fl.collectives.choose(fl.codecs.get(name), WORKERS)
+        found = {how: hops.method_error(hops.Method(name), how, inputs) for how in ("two_shot", own)}
+        rows.append(_row(f"{name}, {WORKERS} workers", "two_shot", found["two_shot"], own, found[own], published))
+    return rows
+
+
+def rounding(numel: int) -> list[Row]:
+    """Return the errors of gradients on two nodes of four workers, with ``ulq`` and as the preset of ZeRO++ has it."""
+    inputs = [errors.gaussian(numel * WORKERS).view(WORKERS, -1)[rank].clone() for rank in range(WORKERS)]
+    exact = torch.stack(inputs).double().sum(0)
+
+    def lost(codec: Codec) -> float:
+        def worker(rank: int) -> Tensor:
+            transport, x = local.current(), inputs[rank].clone()
+            assert transport is not None
+            fl.collectives.get("two_level")(x, codec.bare, transport, seed=1)
+            return x
+
+        result = local.run(worker, WORKERS, ranks_per_node=WORKERS // 2)[0]
+        return float((result - exact).square().sum() / exact.square().sum())
+
+    name = PRESETS["zero++"][1]
+    return [_row("zero++, gradients", "ulq", lost(fl.codecs.get("ulq")), name, lost(fl.codecs.get(name)), "")]
+
+
+def counts(numel: int) -> list[Row]:
+    """Return how many elements sparsifiers send, in shares of k, with guard rails and without."""
+    rng = torch.Generator().manual_seed(17)
+    normal = torch.randn(numel, generator=rng)
+    values = {
+        "normal": normal,
+        "Laplace": normal.sign() * -torch.rand(numel, generator=rng).clamp_min(1e-12).log(),
+        "Student-t(3)": normal / torch.randn(3, numel, generator=rng).square().mean(0).sqrt(),
+    }
+    published = {"gaussiank normal": "0.99", "gaussiank Laplace": "1.67", "redsync normal": "1 to 2"}
+
+    def share(x: Tensor, name: str, **options: object) -> float:
+        codec = fl.codecs.get(name, density=DENSITY, **options).bare
+        assert isinstance(codec, Sparsifier)
+        return codec.pairs(codec.compress(x), numel) / codec.target(numel)
+
+    rows = []
+    for name in ("gaussiank", "redsync", "redsync_trim"):
+        for shape, x in values.items():
+            before, now = share(x, name, guarded=True, slack=1.1), share(x, name)
+            by_rule = "1.00" if name == "redsync_trim" else published.get(f"{name} {shape}", "")
+            rows.append(_row(f"{name}, {shape}: of k", "guarded", before, "by rule", now, by_rule))
+    return rows
+
+
+def plain_taco(x: Tensor, *, rotated: bool, tau: float = 0.0, scaled: bool = False, block: int = 256) -> Tensor:
+    """Return ``x`` (n,) as FP8 (E4M3) has it after the steps of TACO that are asked for, in torch's operations.
+
+    Args:
+        x: a multiple of ``block`` elements.
+        rotated: by a Hadamard matrix.
+        tau: each block is brought to this root mean square before; 0: to none.
+        scaled: each block is brought to the range of the format afterwards.
+        block: elements of a block.
+    """
+    matrix = torch.ones(1, 1)
+    while rotated and len(matrix) < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    blocks = x.view(-1, block)
+    alpha = tau / (blocks.square().mean(1, keepdim=True) + 1e-6).sqrt() if tau else torch.ones(1)
+    values = blocks * alpha
+    values = values @ matrix / block**0.5 if rotated else values
+    scale = values.abs().amax(1, keepdim=True).clamp_min(1e-12) / 448 if scaled else torch.ones(1)
+    values = (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    values = values @ matrix / block**0.5 if rotated else values
+    return (values / alpha).view(-1)
+
+
+def taco(numel: int) -> list[Row]:
+    """Return TACO's ablation: the errors of FP8 in blocks of 256 with and without each of its steps."""
+    variants: dict[str, Callable[[Tensor], Tensor]] = {
+        "FP8, unscaled": partial(plain_taco, rotated=False),
+        "Hadamard, unscaled": partial(plain_taco, rotated=True),
+        "Hadamard and alpha, tau 448, no s": partial(plain_taco, rotated=True, tau=448.0),
+        "Hadamard and alpha, tau 100, no s": partial(plain_taco, rotated=True, tau=100.0),
+        "s alone": partial(plain_taco, rotated=False, scaled=True),
+        "Hadamard and s": partial(plain_taco, rotated=True, scaled=True),
+    }
+    for scales in ("folded", "dual"):
+        codec = fl.codecs.get("taco", scales=scales)
+        variants[f"taco, {scales}"] = partial(_through, codec)
+    rows = []
+    for name, through in variants.items():
+        row: Row = {"what": name}
+        for data in ("gaussian", "tensor-parallel", "skewed"):
+            x = errors.DATA[data](numel)
+            row[data] = float(f"{float((through(x) - x).double().square().sum() / x.double().square().sum()):.3g}")
+        rows.append(row)
+    return rows
+
+
+def _through(codec: Codec, x: Tensor) -> Tensor:
+    return codec.decompress(codec.compress(x), x.shape)
+
+
+def ladder(numel: int) -> list[Row]:
+    """Return DynamiQ's table 6: the error of a ring at 4 bits as its ingredients are added, one after the other."""
+    inputs = hops.skewed(WORKERS, numel)
+    published = ["0.1207", "0.0664", "0.0130", "0.0092", "0.0059"]
+    rows = []
+    for rung, paper in enumerate(published):
+        options = {"bits": 4, **dict.fromkeys(dynamiq.LADDER[rung:], False)}
+        method = hops.Method("dynamiq", options)
+        row: Row = {"what": f"+ {dynamiq.LADDER[rung - 1]}" if rung else "even levels, 4 bits each"}
+        row["bits"] = dynamiq.bits_of(method, numel)
+        row["vNMSE"] = float(f"{hops.error('ring', method.make(), inputs):.3g}")
+        rows.append(row | {"published": paper})
+    return rows
+
+
+def plans(numel: int) -> list[Row]:
+    """Return what SAFusion's schemes are predicted to wait, by the committed profile of a GPT; 8 workers, topk."""
+    profile, codec = Profile.from_yaml(PROFILE), fl.codecs.get("topk").bare
+    rows = []
+    for rate in profile.links:
+        row: Row = {"what": f"waiting at {rate}, ms"}
+        for name in ("safusion_naive", "safusion_inter", "safusion_paper", "safusion"):
+            if name in fl.planners.names():
+                made = make_plan(profile, fl.planners.get(name), codec, Scenario(rate), WORKERS)
+                row[name] = round(1e3 * predict_plan(profile, made, Scenario(rate)).waiting, 1)
+        rows.append(row)
+    return rows
+
+
+def _row(what: str, before: str, was: float, now: str, found: float, published: str) -> Row:
+    """Return a row; ``before`` and ``now`` name the two ways whose figures are ``was`` and ``found``."""
+    was, found = float(f"{was:.3g}"), float(f"{found:.3g}")
+    return {"what": what, "before": before, "figure before": was, "now": now, "figure": found, "published": published}
+
+
+TOPICS: dict[str, tuple[str, Callable[[int], list[Row]]]] = {
+    "collectives": ("Codecs with a collective of their own: vNMSE of a sum of skewed values", collectives),
+    "rounding": ("ZeRO++'s gradients on two nodes of four workers: vNMSE of a sum of normal values", rounding),
+    "counts": (f"Elements that a threshold sends at density {DENSITY:g}", counts),
+    "taco": ("TACO's steps, with E4M3 and blocks of 256: vNMSE", taco),
+    "ladder": ("DynamiQ's table 6: vNMSE of a ring of 8 workers at 4 bits on skewed values, by ingredient", ladder),
+    "plans": ("SAFusion's schemes by the profile of a GPT: predicted waiting of 8 workers with topk", plans),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables and write their result files."""
+    parser = driver.make_parser("papers", __doc__)
+    parser.add_argument(
+        "--topics",
+        type=comma_separated(one_of(list(TOPICS))),
+        default=tuple(TOPICS),
+        help=f"of {', '.join(TOPICS)} (all)",
+    )
+    parser.add_argument("--numel", type=int, default=1 << 18, help="elements of each tensor; a multiple of 4096")
+    driver.add_options(parser)
+    args = parser.parse_args(arguments)
+    if args.numel < 4096 or args.numel % 4096:
+        parser.error(f"--numel {args.numel}: expected a multiple of 4096")
+    torch.set_num_threads(1)  # results do not depend on the number of cores
+    environment = driver.begin(args)
+    for topic in args.topics:
+        title, measure = TOPICS[topic]
+        driver.finish(args, f"papers-{topic}", title, environment, measure(args.numel))
+    return 0
+
+
+if __name__ == "__main__":
+    driver.leave(main)
