@@ -57,8 +57,8 @@ class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
 class QuantizedGradients(TwoLevelInt, name="qgz"):
     """``int_full`` of 4 bits on both levels, which ZeRO++ sends for gradients (Wang et al., 2023, section 3.3).
 
-    Rounded to the nearest, values lose half as much as with ``ulq``, which rounds stochastically, but rounding is
-    biased. Options are those of ``tlq``.
+    Rounded to the nearest, values lose less than half of what they lose with ``ulq``, which rounds stochastically, but
+    rounding is biased. Options are those of ``tlq``.
     """
 
     _full: ClassVar[bool] = True
