@@ -101,7 +101,7 @@ MUTANTS: list[Mutant] = [
         ("_checks.py", "if asked or rank not in node", "if asked", "no checksums between nodes by default"),
         ("_gloo.py", "compare(tail, data, start, peer, self._rank)", "data[start:] = tail[4:]", "damage is not seen"),
         ("star.py", "if checksum != zlib.crc32(message):", "if False:", "damage to requests is not seen"),
-        ("_sum.py", "elif len(parts) == 2:", "elif len(parts) == 3:", "the third rank's part is left out"),
+        ("_sum.py", "elif len(parts) == 2 and", "elif len(parts) == 3 and", "the third rank's part is left out"),
         ("_linked.py", "if not here or not", "if True or not", "a call for each rank where one would do"),
         ("_base.py", "x.copy_(every.amax(0))", "x.copy_(every[0])", "the largest of all ranks is rank 0's"),
         (
