@@ -12,7 +12,7 @@ template <int kBits, bool kHadamard>
 Ahead sum_of_source(const Job &job, int64_t element, int n, float *v) {
   Job reading = job;
   reading.spec = job.source;
-  const IntCodec<kBits, kHadamard, false> codec(reading);
+  const IntCodec<kBits, kHadamard> codec(reading);
   return codec.sum(*job.in, element / codec.unit(), n, false, 2, v);
 }
 

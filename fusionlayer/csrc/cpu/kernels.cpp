@@ -10,8 +10,8 @@
 namespace fl::FL_ISA {
 namespace {
 
-FL_VERB(decode, false, true)
-FL_VERB(decode_sum, false, true)
+FL_VERB(decode, true)
+FL_VERB(decode_sum, true)
 
 void run_accumulate(const Accumulation &job, int64_t begin, int64_t end) {
   with_dtype(job.dtype, [&](auto type) { accumulate<typename decltype(type)::type>(job, begin, end); });
