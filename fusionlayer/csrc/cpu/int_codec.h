@@ -57,11 +57,9 @@ class IntCodec {
     });
   }
 
-  // v = the sum of n elements of all messages in their order; with `add`, v itself comes first. Its blocks stay in registers
-  // while messages are added. Meanwhile one line in `share` of the bytes that most often come next is prefetched; the
-  // caller fetches the others.
-  FL_NOINLINE Ahead sum(const fl_messages &in, int64_t unit, int n, bool add, int share, float *v) const {
-    if (!add && !in.count) __builtin_memset(v, 0, size_t(n) * sizeof(float));
+  // v += the sum of n elements of all messages in their order. Its blocks stay in registers while messages are added.
+  // Meanwhile one line in `share` of the bytes that most often come next is prefetched; the caller fetches the others.
+  FL_NOINLINE Ahead sum(const fl_messages &in, int64_t unit, int n, int share, float *v) const {
     Ahead ahead;
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
@@ -71,15 +69,12 @@ class IntCodec {
       ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
 #if defined(FL_CODE_ROTATION)
       if constexpr (kHadamard) {
-        with_rotated([&](auto parts) FL_LAMBDA {
-          sum_rotated<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
-        });
+        with_rotated([&](auto parts)
+                         FL_LAMBDA { sum_rotated<decltype(parts)::value>(messages, count, n, ahead, share, v); });
         continue;
       }
 #endif
-      with_parts([&](auto parts) FL_LAMBDA {
-        sum_parts<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
-      });
+      with_parts([&](auto parts) FL_LAMBDA { sum_parts<decltype(parts)::value>(messages, count, n, ahead, share, v); });
     }
     return ahead;
   }
@@ -103,8 +98,7 @@ class IntCodec {
   }
 
   template <int N>
-  FL_INLINE void sum_parts(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
-                           float *v) const {
+  FL_INLINE void sum_parts(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
     constexpr int kWide = kSideBySide > N ? kSideBySide / N : 1;
     const int reach = group_ / N;
     const int lines = lines_of_group(count, share);
@@ -116,11 +110,11 @@ class IntCodec {
       int i = 0;
       for (; i + kWide * kBlock <= reach; i += kWide * kBlock) {
         ahead.fetch((lines + steps - 1) / steps);
-        sum_blocks<kWide, N>(messages, count, codes + code_bytes(i), scales, reach, add, v + begin + i);
+        sum_blocks<kWide, N>(messages, count, codes + code_bytes(i), scales, reach, v + begin + i);
       }
       if (i < reach) ahead.fetch(lines);
       for (; i < reach; i += kBlock)
-        sum_blocks<1, N>(messages, count, codes + code_bytes(i), scales, reach, add, v + begin + i);
+        sum_blocks<1, N>(messages, count, codes + code_bytes(i), scales, reach, v + begin + i);
     }
   }
 
@@ -171,8 +165,7 @@ class IntCodec {
   }
 
   template <int N>
-  FL_INLINE void sum_rotated(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
-                             float *v) const {
+  FL_INLINE void sum_rotated(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
     const int steps = reach<N>() / kStep<N>, lines = (lines_of_group(count, share) + steps - 1) / steps;
     float scales[kTogether];
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
@@ -180,11 +173,9 @@ class IntCodec {
       for (int i = 0; i < reach<N>(); i += kStep<N>) {
         ahead.fetch(lines);
         Block b[N];
-        vf sum[kRotatedVectors<N>] = {};
-        if (add) {
-          for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
-          out_of_order(b, sum);
-        }
+        vf sum[kRotatedVectors<N>];
+        for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
+        out_of_order(b, sum);
         // The sums of one register of codes leave room for its transform.
         FL_UNROLL
         for (int r = 0; r < kRotatedVectors<N>; r += 4)
@@ -203,11 +194,10 @@ class IntCodec {
   // kWide blocks of each of N parts of a group, which lie so many elements apart.
   template <int kWide, int N>
   static FL_INLINE void sum_blocks(const Message *messages, int count, int codes, const float *scales, int apart,
-                                   bool add, float *v) {
-    Block sum[kWide][N] = {};
-    if (add)
-      for (int w = 0; w < kWide; ++w)
-        for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
+                                   float *v) {
+    Block sum[kWide][N];
+    for (int w = 0; w < kWide; ++w)
+      for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
     for (int m = 0; m < count; ++m) {
       const vf scale = broadcast(scales[m]);
       for (int w = 0; w < kWide; ++w) {
@@ -277,7 +267,7 @@ class Values;
 template <int kBits, bool kHadamard>
 FL_INLINE void add_messages(const IntCodec<kBits, kHadamard> &codec, Values<IntCodec<kBits, kHadamard>> &values,
                             const Job &job, int64_t unit) {
-  codec.sum(*job.in, unit, values.size(), true, 1, values.data());
+  codec.sum(*job.in, unit, values.size(), 1, values.data());
 }
 
 }  // namespace fl::FL_ISA

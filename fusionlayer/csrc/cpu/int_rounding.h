@@ -98,8 +98,8 @@ class IntRounding {
   static constexpr bool kRuns = between_integers(kBits);  // of 32 codes, one behind the other
 
   template <bool kStochastic>
-  void quantize_groups(const float *values, const float *inverse, int groups, uint8_t *codes, int64_t unit,
-                       Ahead ahead) const {
+  FL_INLINE void quantize_groups(const float *values, const float *inverse, int groups, uint8_t *codes, int64_t unit,
+                                 Ahead ahead) const {
     const int group = group_, bytes = group_bytes(), lines = (ahead.lines() + groups - 1) / groups;
     for (int g = 0; g < groups; ++g, values += group, codes += bytes) {
       ahead.fetch(lines);

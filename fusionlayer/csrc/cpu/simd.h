@@ -125,9 +125,13 @@ class Ahead {
 
   FL_INLINE void fetch(int lines) {
     while (lines > 0 && runs_ > 0) {
-      const int64_t left = end_ - at_, asked = 64 * int64_t(lines);
-      const uint8_t *stop = at_ + (asked < left ? asked : left);
-      for (; at_ < stop; at_ += 64, --lines) __builtin_prefetch(at_);
+      const int left = int((end_ - at_ + 63) >> 6), now = lines < left ? lines : left;
+      for (int i = 0; i < now; i += 2) {  // one too many does no harm
+        __builtin_prefetch(at_ + 64 * i);
+        __builtin_prefetch(at_ + 64 * i + 64);
+      }
+      at_ += 64 * now;
+      lines -= now;
       if (at_ < end_) return;
       --runs_;
       end_ += stride_;
