@@ -60,21 +60,25 @@ class IntCodec {
   // v += the sum of n elements of all messages in their order. Its blocks stay in registers while messages are added.
   // Meanwhile one line in `share` of the bytes that most often come next is prefetched; the caller fetches the others.
   FL_NOINLINE Ahead sum(const fl_messages &in, int64_t unit, int n, int share, float *v) const {
+    const IntCodec codec = *this;  // in registers: stores to v do not change it
     Ahead ahead;
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
       Message messages[kTogether];
-      for (int m = 0; m < count; ++m) messages[m] = at(in, first + m, unit);
+      for (int m = 0; m < count; ++m) messages[m] = codec.at(in, first + m, unit);
       const int bytes = n * kBits / 8;
       ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
 #if defined(FL_CODE_ROTATION)
       if constexpr (kHadamard) {
-        with_rotated([&](auto parts)
-                         FL_LAMBDA { sum_rotated<decltype(parts)::value>(messages, count, n, ahead, share, v); });
+        codec.with_rotated([&](auto parts) FL_LAMBDA {
+          codec.template sum_rotated<decltype(parts)::value>(messages, count, n, ahead, share, v);
+        });
         continue;
       }
 #endif
-      with_parts([&](auto parts) FL_LAMBDA { sum_parts<decltype(parts)::value>(messages, count, n, ahead, share, v); });
+      codec.with_parts([&](auto parts) FL_LAMBDA {
+        codec.template sum_parts<decltype(parts)::value>(messages, count, n, ahead, share, v);
+      });
     }
     return ahead;
   }
