@@ -243,7 +243,8 @@ MUTANTS: list[Mutant] = [
         "backend/",
         ("choices.py", "nbytes * self._size)", "nbytes)", "rules by size of an all-to-all"),
         ("group.py", "min(timeout, timedelta(seconds=self._settings.timeout))", "timeout", "the settings' timeout"),
-        ("call_queue.py", "elif self._at_once and", "elif not what and", "a thread launches beside the program's"),
+        ("call_queue.py", "or self._at_once and", "or not what and", "a thread launches beside the program's"),
+        ("call_queue.py", "self._worker.run(work", "Worker(what).run(work", "a call runs after one that failed"),
         ("call_queue.py", "self._transport.purpose = what", "pass", "a sum here and an average there"),
         (
             "hints.py",
