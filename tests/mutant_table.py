@@ -261,6 +261,7 @@ MUTANTS: list[Mutant] = [
             "if False:",
             "momenta are taken for gradients",
         ),
+        ("reduction.py", "(sent := sent_by(self)) != self._fl_sent", "(sent := None)", "the codec never changes"),
         ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (
             "enrolment.py",
@@ -405,7 +406,7 @@ LIKELY = {
     "integrations/optimizer.py": "integrations/test_optimizer_contract.py",
     "integrations/replicas.py": "integrations/test_replicas.py",
     "integrations/enrolment.py": "integrations/test_enrolment.py",
-    "integrations/reduction.py": "integrations/test_enrolment.py",
+    "integrations/reduction.py": "integrations/test_enrolment.py integrations/test_sends.py",
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
     "cli/breakdown.py": "cli/test_trace.py",

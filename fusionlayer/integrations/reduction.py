@@ -19,11 +19,11 @@ from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
 from .enrolment import Roster, what_changed
-from .onebit_adam import OneBitAdam
 from .overlap import ForwardOverlap
 from .parameters import local_part
 from .phases import StepPhases
 from .replicas import ReplicaCheck, Replicas
+from .sends import SendsItsOwn, sent_by
 from .sparse import ByName, SparseGradients
 
 __all__ = ["WITH_RESULTS", "GradientReduction", "StepState", "refuse_twice"]
@@ -46,8 +46,9 @@ class StepState(Enum):
     STEPPED = auto()
     """With ``overlap_forward``: ``step`` has returned, and the next forward updates parameters as results come."""
     UPDATING = auto()
-    """With ``overlap_forward``: one bucket is being updated, and ``param_groups`` holds only its parameters. Any state
-    may come before, and the same state comes back afterwards."""
+    """The wrapped optimizer's own code runs within a step, and reads ``param_groups`` as they are: it makes what it
+    sends, or, with ``overlap_forward``, updates one bucket, whose parameters alone ``param_groups`` then holds. Any
+    state may come before, and the same state comes back afterwards."""
 
 
 WITH_RESULTS = (StepState.REDUCED, StepState.SYNCHRONIZED)
@@ -89,8 +90,7 @@ class GradientReduction(Optimizer):
         self._fl_sparse: SparseGradients | None = None
         self._fl_step_synchronizes = True
         self._fl_release: Callable[[], object] = _nothing
-        self._fl_sends_momentum = isinstance(self, OneBitAdam)
-        self._fl_sent_momentum = isinstance(self, OneBitAdam) and self.frozen
+        self._fl_sent = sent_by(self)
         self._fl_overlap: ForwardOverlap | None = None
         self._fl_forward_of = overlap_forward
         self._fl_timeline = timeline
@@ -177,9 +177,10 @@ class GradientReduction(Optimizer):
         groups = self.__dict__["param_groups"]
         if self._fl_roster.changed(groups):
             self._fl_enrol(engine, groups)
-        if isinstance(self, OneBitAdam) and self.frozen != self._fl_sent_momentum:
-            self._fl_sent_momentum = self.frozen
-            self._fl_plan_anew(engine, self._fl_names, "OneBitAdam now sends momentum in place of gradients")
+        if self._fl_sent is not None and (sent := sent_by(self)) != self._fl_sent:
+            assert sent is not None
+            self._fl_plan_anew(engine, self._fl_names, f"{type(self).__name__} now sends {sent[0]}")
+            self._fl_sent = sent
         self._fl_state = StepState.REDUCING
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
@@ -215,14 +216,22 @@ class GradientReduction(Optimizer):
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
         """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
-        if self._fl_sends_momentum:
-            cast(OneBitAdam, self).exchanged(parameter)
+        if self._fl_sent is not None:
+            self._fl_make_own(parameter)
         name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
         assert sparse is not None
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
             engine.submit(name, gradient)  # the fast path, which nearly all gradients take
         elif not sparse.take(name, parameter):
             engine.submit(name, local_part(sparse.dense(name, parameter)))
+
+    def _fl_make_own(self, parameter: Tensor) -> None:
+        """Let the wrapped optimizer put what it sends in the place of a gradient."""
+        state, self._fl_state = self._fl_state, StepState.UPDATING
+        try:
+            cast(SendsItsOwn, self).exchanged(parameter)
+        finally:
+            self._fl_state = state
 
     # ---- the end of a step: on the training thread, or on the thread of ``join`` that stands in for it --------------
 
