@@ -119,7 +119,7 @@ class GradientReduction(Optimizer):
         """Register the hooks by which the optimizer gets the gradients of parameters."""
         # The parameters live longer than the optimizer: their hooks must neither keep it alive nor outlive it.
         me = weakref.ref(self)
-        self._fl_hooks += [p.register_post_accumulate_grad_hook(partial(_take, me)) for p in parameters]
+        self._fl_hooks += [p.register_post_accumulate_grad_hook(partial(self._fl_take, me)) for p in parameters]
 
     def _fl_count_anew(self) -> None:
         """Begin to count backward passes: of all parameters with hooks, also of those that are frozen now."""
@@ -140,8 +140,15 @@ class GradientReduction(Optimizer):
 
     # ---- gradients: called by the hooks of parameters, on the thread that runs backward -----------------------------
 
-    def _fl_take(self, parameter: Tensor) -> None:
-        """Count a gradient that backward has just accumulated; in the last pass of a step, hand it over."""
+    @staticmethod
+    def _fl_take(optimizer: weakref.ref[GradientReduction], parameter: Tensor) -> None:
+        """Count a gradient that backward has just accumulated; in the last pass of a step, hand it over.
+
+        The hook of every parameter.
+        """
+        self = optimizer()
+        if self is None:
+            return  # it has ended
         engine = self._fl_engine
         assert engine is not None
         if engine.failure is not None:
@@ -259,8 +266,7 @@ class GradientReduction(Optimizer):
         engine.end_step()
         if self._fl_check is not None:
             self._fl_check.begin(present=False)
-        for index in sorted(engine.untaken):
-            engine.take(index)
+        engine.take_all()
         for wait in gathers.values():
             wait()
         if self._fl_check is not None:
@@ -278,8 +284,7 @@ class GradientReduction(Optimizer):
         self._fl_end_step(engine)
         if self._fl_overlap is not None:
             self._fl_overlap.deliver()
-        for index in sorted(engine.untaken):
-            engine.take(index)
+        engine.take_all()
         for parameter, wait in gathers.items():
             parameter.grad = wait()
         self._fl_state = StepState.REDUCED
@@ -294,7 +299,7 @@ class GradientReduction(Optimizer):
             self._fl_overlap.flush()
         if self._fl_state is not StepState.REDUCING:
             self._fl_begin(engine)
-        self._fl_refuse_unreduced()
+        self._fl_roster.refuse_unreduced(self.__dict__["param_groups"])
         submitted = engine.pending
         new, self._fl_new = self._fl_new, []
         for parameter in new if sparse.gathered is None else ():
@@ -362,13 +367,6 @@ _live_lock = threading.Lock()
 
 def _nothing() -> None:
     """Release nothing: an optimizer in a job of one rank has no engine and no hooks."""
-
-
-def _take(optimizer: weakref.ref[GradientReduction], parameter: Tensor) -> None:
-    """Hand a gradient to the optimizer, if it still exists; the hook of every parameter."""
-    alive = optimizer()
-    if alive is not None:
-        alive._fl_take(parameter)
 
 
 def _release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:
