@@ -32,6 +32,7 @@ from .integrations.distributed import Distributed
 from .integrations.local import Local
 from .integrations.onebit_adam import OneBitAdam
 from .integrations.optimizer import DistributedOptimizer
+from .integrations.sends import SendsItsOwn
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
 from .planning.autotune import Autotune
@@ -58,6 +59,7 @@ __all__ = [
     "PlanMismatch",
     "ReduceOp",
     "ReplicaMismatch",
+    "SendsItsOwn",
     "ShardedOptimizer",
     "Sum",
     "TransportError",
