@@ -288,6 +288,12 @@ MUTANTS: list[Mutant] = [
         ("local_steps.py", "torch._foreach_add_(parts, learned)", "pass", "what was learned under way is lost"),
         (
             "local_steps.py",
+            "self._outer.state[anchor][_MOMENTUM] = self._carried.pop(parameter)",
+            "self._carried.pop(parameter)",
+            "a state that is loaded has no outer momentum",
+        ),
+        (
+            "local_steps.py",
             "self.count in self.sync.departures",
             "self.count + 1 in self.sync.departures",
             "when a fragment leaves",
