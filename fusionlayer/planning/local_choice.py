@@ -144,7 +144,9 @@ def choose_local(
     alone, others_of_all = ways(profile, policy, planner, scenario, workers, measured)
     found = {_codecs_of(selection): selection for selection in (alone, *others_of_all.values())}
     every_way = [way for codec, selection in found.items() for way in tried(codec, selection)]
-    allowed = [way for way in every_way if _allows(way.loss, budget)]
+    # Skipping steps is not believed to make up for what a codec costs in each of them.
+    bad = {codec for codec in found if (each := losses.of(codec)) is not None and not _allows(each, budget)}
+    allowed = [way for way in every_way if _allows(way.loss, budget) and (way.loss is not None or way.codec not in bad)]
     if not allowed:
         raise ConfigError(
             f"no codec of the profile was measured to cost at most {BUDGET if budget is None else budget:g} % of the "
