@@ -202,6 +202,7 @@ MUTANTS: list[Mutant] = [
         "planning/",
         ("local_steps.py", "if fidelity != LOCAL:", 'if fidelity == "lossless":', "near_lossless skips steps"),
         ("local_steps.py", "and not rest and", "and", "a period goes up and down"),
+        ("local_choice.py", "return budget is None", "return True", "a loss budget takes what was not measured"),
         ("simulation.py", "if step >= delay:", "if step > delay:", "results are waited for a step late"),
         ("online.py", "Pace(*average(middle, transport))", "Pace(*middle)", "each rank decides about drift itself"),
         (
@@ -289,6 +290,12 @@ MUTANTS: list[Mutant] = [
             "whose share alpha is",
         ),
         ("local_steps.py", "torch._foreach_add_(parts, learned)", "pass", "what was learned under way is lost"),
+        (
+            "local_steps.py",
+            "self._outer.state[anchor][_MOMENTUM] = self._carried.pop(parameter)",
+            "self._carried.pop(parameter)",
+            "a state that is loaded has no outer momentum",
+        ),
         (
             "local_steps.py",
             "self.count in self.sync.departures",
