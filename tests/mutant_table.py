@@ -219,6 +219,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "coordination/",
         ("matching.py", "        signature.postscale,\n", "", "operations of other scales travel together"),
+        ("matching.py", "not in waits and rank not in self._joined", "not in waits", "ranks that joined may go on"),
         ("matching.py", "2 * len(missing) <", "len(missing) <", "who is behind where ranks call in another order"),
         ("matching.py", "2 * count <= len(values)", "2 * count < len(values)", "half of the ranks is taken for most"),
         (
@@ -247,6 +248,7 @@ MUTANTS: list[Mutant] = [
         ("group.py", "min(timeout, timedelta(seconds=self._settings.timeout))", "timeout", "the settings' timeout"),
         ("call_queue.py", "or self._at_once and", "or not what and", "a thread launches beside the program's"),
         ("call_queue.py", "self._worker.run(work", "Worker(what).run(work", "a call runs after one that failed"),
+        ("group.py", "frozenset(self._native.serves)", "frozenset()", "groups that torch does not know of"),
         ("call_queue.py", "self._transport.purpose = what", "pass", "a sum here and an average there"),
         (
             "hints.py",

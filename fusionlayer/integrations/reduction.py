@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from .. import context
@@ -287,6 +287,8 @@ class GradientReduction(Optimizer):
         engine.take_all()
         for parameter, wait in gathers.items():
             parameter.grad = wait()
+        if isinstance(self, SparseAdam):
+            sparse.make_sparse(self._fl_names)
         self._fl_state = StepState.REDUCED
         if self._fl_check is not None:
             self._fl_check.settle()
