@@ -154,7 +154,7 @@ def test_every_bit_is_kept(dtype: torch.dtype) -> None:
             for codec in (CODEC, Delta()):
                 payload = change(one, other, codec)
                 assert same_bits(applied(payload, other, codec), one)
-                assert used(payload, one) <= one.nbytes + 16 + (128 if codec.header else 0)
+                assert codec.used_bytes(payload, one.numel(), dtype) <= one.nbytes + 16 + 128 * codec.header
     in_place, payload = base.clone(), change(shifted, base)
     CODEC.apply_change(payload, in_place, in_place)
     assert same_bits(in_place, shifted)
@@ -200,7 +200,7 @@ def test_another_base_is_an_error_and_nothing_is_written() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("tries", tiered([30_000, 1_000_000], lambda tries: tries < 100_000))
+@pytest.mark.parametrize("tries", tiered([10_000, 1_000_000], lambda tries: tries < 100_000))
 def test_a_damaged_message_is_an_error_and_writes_nothing_elsewhere(tries: int) -> None:
     draw = np.random.default_rng(1)
     n, guard = 1500, 64
