@@ -299,7 +299,12 @@ MUTANTS: list[Mutant] = [
             "self._filled = chunk",
             "padding is optimised with the last shard",
         ),
-        ("weights.py", "differences=isinstance(codec, ChangeCodec)", "differences=False", "`delta` sends whole weights"),
+        (
+            "weights.py",
+            "differences=isinstance(codec, ChangeCodec)",
+            "differences=False",
+            "`delta` sends whole weights",
+        ),
         (
             "replica.py",
             "if self.version != version else None",

@@ -146,8 +146,8 @@ def _encoded(value: Any, before: Any) -> Any:
         known = before if isinstance(before, Mapping) else {}
         return {key: _encoded(each, known.get(key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        known = before if isinstance(before, (list, tuple)) else ()
-        pairs = [(each, known[i] if i < len(known) else None) for i, each in enumerate(value)]
+        row = before if isinstance(before, (list, tuple)) else ()
+        pairs = [(each, row[i] if i < len(row) else None) for i, each in enumerate(value)]
         return type(value)(_encoded(*pair) for pair in pairs) if type(value) in (list, tuple) else value
     return value
 
@@ -172,8 +172,8 @@ def _decoded(value: Any, before: Any) -> Any:
         known = before if isinstance(before, dict) else {}
         return {key: _decoded(each, known.get(key)) for key, each in value.items()}
     if type(value) in (list, tuple):
-        known = before if isinstance(before, (list, tuple)) else ()
-        return type(value)(_decoded(each, known[i] if i < len(known) else None) for i, each in enumerate(value))
+        row = before if isinstance(before, (list, tuple)) else ()
+        return type(value)(_decoded(each, row[i] if i < len(row) else None) for i, each in enumerate(value))
     return value
 
 
