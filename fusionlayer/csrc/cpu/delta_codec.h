@@ -85,28 +85,25 @@ struct DeltaPlan {
 
 FL_INLINE int bits_of(uint32_t v) { return v ? 32 - __builtin_clz(v) : 0; }
 
-inline DeltaPlan plan_values(const uint32_t *value, int count) {
+// Numbers with the same three leading bits have one bin, so where a number of three bits times a power of two begins is
+// known exactly.
+constexpr int kDeltaBins = 124;
+FL_INLINE int bin_of(uint32_t v) {
+  const int bits = bits_of(v);
+  return bits < 3 ? int(v) : 4 * (bits - 2) + int(v >> (bits - 3) & 3);
+}
+
+// The best layers for a number of low bits; `from[bin]` values are in this bin or above.
+inline DeltaPlan plan_layers(const int *from, uint32_t most, int count, int low_bits) {
   DeltaPlan plan{};
-  uint64_t total = 0;
-  uint32_t most = 0;
-  for (int i = 0; i < count; ++i) {
-    total += value[i];
-    most = value[i] > most ? value[i] : most;
-  }
-  plan.low_bits = delta_low_bits(int64_t(total), count);
-  plan.low_bits = plan.low_bits ? plan.low_bits : 1;  // the sign would be a layer of its own
-  most >>= plan.low_bits;
-  int tally[kDeltaLayers + 1] = {};
-  for (int i = 0; i < count; ++i) {
-    const uint32_t q = value[i] >> plan.low_bits;
-    ++tally[q < kDeltaLayers ? q : kDeltaLayers];
-  }
-  plan.reach[kDeltaLayers] = tally[kDeltaLayers];
-  for (int j = kDeltaLayers - 1; j >= 0; --j) plan.reach[j] = plan.reach[j + 1] + tally[j];
+  plan.low_bits = low_bits;
+  plan.reach[0] = count;
+  most >>= low_bits;
   int64_t of_layers = 0;
   plan.rest_bits = bits_of(most);
   plan.bits = int64_t(count) * plan.rest_bits;
-  for (int j = 1; j <= kDeltaLayers && plan.reach[j]; ++j) {
+  for (int j = 1; j <= kDeltaLayers && uint32_t(j) <= most; ++j) {
+    plan.reach[j] = from[bin_of(uint32_t(j) << low_bits)];
     of_layers += 16 + delta_list_bits(plan.reach[j - 1], plan.reach[j]);
     const int rest = bits_of(most - uint32_t(j));
     const int64_t bits = of_layers + int64_t(plan.reach[j]) * rest;
@@ -115,8 +112,24 @@ inline DeltaPlan plan_values(const uint32_t *value, int count) {
     plan.layers = j;
     plan.rest_bits = rest;
   }
-  plan.bits += 16 + int64_t(count) * plan.low_bits;
+  plan.bits += 16 + int64_t(count) * low_bits;
   return plan;
+}
+
+inline DeltaPlan plan_values(const uint32_t *value, int count) {
+  int from[kDeltaBins + 1] = {};
+  uint32_t most = 0;
+  for (int i = 0; i < count; ++i) {
+    ++from[bin_of(value[i])];
+    most = value[i] > most ? value[i] : most;
+  }
+  for (int bin = kDeltaBins - 1; bin >= 0; --bin) from[bin] += from[bin + 1];
+  DeltaPlan best = plan_layers(from, most, count, 1);
+  for (int low_bits = 2; low_bits < bits_of(most) && int64_t(count) * low_bits < best.bits; ++low_bits) {
+    const DeltaPlan plan = plan_layers(from, most, count, low_bits);
+    if (plan.bits < best.bits) best = plan;
+  }
+  return best;
 }
 
 inline uint8_t *write_values(const DeltaPlan &plan, uint32_t *value, int count, uint8_t *to) {
