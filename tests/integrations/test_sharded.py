@@ -123,7 +123,7 @@ def test_changes_of_weights_lose_no_bit(dtype: torch.dtype) -> None:
     raw, delta = (over_threads(3, lambda transport, w=w: body(transport, w)) for w in ("raw", "delta"))
     for (expected, more), (got, less) in zip(raw, delta, strict=True):
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(expected, got, strict=True))
-        assert less < more
+        assert less < (0.8 if dtype is torch.bfloat16 else 1) * more, (less, more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
