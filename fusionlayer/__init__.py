@@ -40,7 +40,7 @@ from .planning.codec_rules import CodecRule, CodecRules
 from .scheduler import planners
 
 if TYPE_CHECKING:
-    from .integrations import deepspeed, fsdp, moe, pipeline, tensor_parallel
+    from .integrations import checkpoint, deepspeed, fsdp, moe, pipeline, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -74,6 +74,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "build_info",
+    "checkpoint",
     "codecs",
     "collectives",
     "ddp",
@@ -105,6 +106,6 @@ def build_info() -> libraries.BuildInfo:
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the parts of torch that they need take more than a second, and most jobs do without them.
-    if name in ("deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
+    if name in ("checkpoint", "deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -138,6 +138,7 @@ MUTANTS: list[Mutant] = [
             "second noise is the first",
         ),
         ("two_shot.py", "offset=mine.start,", "offset=0,", "chunks of one rank share noise"),
+        ("zipped.py", "rows[rank][part].copy_(x[part])", "pass", "a rank's own copy stays behind what it has sent"),
         ("two_level.py", "seed=derive_seed(seed, 2)", "seed=derive_seed(seed, 1)", "noise of two levels is one"),
         ("two_level.py", "offset=starts[row[b]]", "offset=0", "chunks share noise"),
         ("_hops.py", "derive_seed(seed, transport.rank)", "derive_seed(seed)", "ranks share noise"),
@@ -311,6 +312,12 @@ MUTANTS: list[Mutant] = [
             "padding is optimised with the last shard",
         ),
         (
+            "weights.py",
+            "differences=isinstance(codec, ChangeCodec)",
+            "differences=False",
+            "`delta` sends whole weights",
+        ),
+        (
             "replica.py",
             "if self.version != version else None",
             "if self.version == version else None",
@@ -417,6 +424,7 @@ LIKELY = {
     "integrations/local_optimizer.py": "integrations/test_local.py",
     "integrations/optimizer.py": "integrations/test_optimizer_contract.py",
     "integrations/replicas.py": "integrations/test_replicas.py",
+    "integrations/weights.py": "integrations/test_sharded.py",
     "integrations/enrolment.py": "integrations/test_enrolment.py",
     "integrations/reduction.py": "integrations/test_enrolment.py integrations/test_sends.py",
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",

@@ -1,6 +1,7 @@
 // The table of kernels of one instruction set. Compiled once for each, with FL_ISA set to its name (see setup.py).
 #include "kernels.h"
 
+#include "delta_kernels.h"
 #include "magnitudes.h"
 #include "sparse_decode.h"
 #include "sparse_encode.h"
@@ -110,6 +111,8 @@ const Kernels kernels = {
     run_dynamiq_stats,
     run_recode_from,
     run_encode_difference,
+    run_delta_encode,
+    run_delta_decode,
 };
 
 }  // namespace fl::FL_ISA
