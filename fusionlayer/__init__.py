@@ -32,6 +32,7 @@ from .integrations.distributed import Distributed
 from .integrations.local import Local
 from .integrations.onebit_adam import OneBitAdam
 from .integrations.optimizer import DistributedOptimizer
+from .integrations.sends import SendsItsOwn
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
 from .planning.autotune import Autotune
@@ -39,7 +40,7 @@ from .planning.codec_rules import CodecRule, CodecRules
 from .scheduler import planners
 
 if TYPE_CHECKING:
-    from .integrations import deepspeed, fsdp, moe, pipeline, tensor_parallel
+    from .integrations import checkpoint, deepspeed, fsdp, moe, pipeline, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "PlanMismatch",
     "ReduceOp",
     "ReplicaMismatch",
+    "SendsItsOwn",
     "ShardedOptimizer",
     "Sum",
     "TransportError",
@@ -72,6 +74,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "build_info",
+    "checkpoint",
     "codecs",
     "collectives",
     "ddp",
@@ -103,6 +106,6 @@ def build_info() -> libraries.BuildInfo:
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the parts of torch that they need take more than a second, and most jobs do without them.
-    if name in ("deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
+    if name in ("checkpoint", "deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

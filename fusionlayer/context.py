@@ -6,8 +6,8 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -70,19 +70,15 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
             settings = config.Config(**{**vars(settings), "timeout": timeout})
         if settings.threads is not None:
             libraries.set_threads(settings.threads)
-        place = launch.find_place()
+        begun = settings.transport == "c10d" and dist.is_available() and dist.is_initialized()
+        place = _place_in_group() if begun else launch.find_place()
         owns = False
         shared: dict[tuple[dist.ProcessGroup | None, int | None], Transport] = {}
         if settings.transport != "c10d":
             opened = _open_by_library(settings)
             shared[None, settings.ranks_per_node] = opened
             place = _place_in(opened, place, settings.transport)
-        elif dist.is_available() and dist.is_initialized():
-            here = place if place.size == dist.get_world_size() else launch.Place()
-            place = launch.Place(
-                dist.get_rank(), dist.get_world_size(), here.local_rank, here.local_size, here.launcher
-            )
-        elif place.size > 1:
+        elif place.size > 1 and not begun:
             store = launch.make_store(place, settings.timeout)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
             make_default_group(backend, store, place.rank, place.size, settings.timeout, settings.stall_warning)
@@ -90,6 +86,24 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
         _job = _Job(place, settings, owns, shared)
         _name_unknown_variables(place)
         forks.at_exit(shutdown)
+
+
+def _place_in_group(environ: Mapping[str, str] = os.environ) -> launch.Place:
+    """Return this process's place where torch has a default group, which knows its rank and the number of ranks.
+
+    Variables only say where on its host a process is. Whoever makes a group need not set all that launchers set:
+    Lightning, started as ``python train.py``, sets WORLD_SIZE and LOCAL_RANK without RANK.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        place = launch.find_place(environ)
+    except ConfigError:
+        place = launch.Place()
+    if place.size == size:
+        return replace(place, rank=rank, size=size)
+    local, among = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    here = int(local) if local.isdecimal() else 0
+    return launch.Place(rank, size, here, max(here + 1, int(among) if among.isdecimal() else 1))
 
 
 def _name_unknown_variables(place: launch.Place) -> None:

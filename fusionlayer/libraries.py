@@ -167,6 +167,9 @@ def cpu() -> ctypes.CDLL:
     library.fl_isa.restype = ctypes.c_char_p
     library.fl_set_threads.argtypes = [ctypes.c_int]
     library.fl_dynamiq_widths.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    spec, messages = ctypes.POINTER(Spec), ctypes.POINTER(Messages)
+    library.fl_delta_encode.argtypes = [spec, _POINTER, _POINTER, messages]
+    library.fl_delta_decode.argtypes = [spec, messages, _POINTER, _POINTER]
     library.fl_set_threads(max(1, min(torch.get_num_threads(), 8)))
     wanted = os.environ.get("FUSIONLAYER_ISA")
     if wanted:

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ __all__ = [
     "decode",
     "decode_codes_sum",
     "decode_sum",
+    "delta_decode",
+    "delta_encode",
     "dynamiq_stats",
     "dynamiq_widths",
     "encode",
@@ -69,7 +72,7 @@ __all__ = [
     "token_keys",
 ]
 
-CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS, CHUNKED = range(10)
+CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS, CHUNKED, DELTA = range(11)
 INT_HADAMARD, INT_STOCHASTIC, INT_FULL = 1, 2, 4
 FORMATS = {"e4m3": 0, "e5m2": 1, "int8": 2, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 FORMAT_BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
@@ -84,12 +87,13 @@ MAX_THRESHOLDS, THRESHOLD_NUMBERS = 16, 5
 GIVEN, SAMPLED, NORMAL, BISECTED, TRIMMED, EXPONENTIAL, PARETO = range(7)  # enum fl_estimator
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-DEVICE_ERROR, BAD_MESSAGE = 3, 4
+DEVICE_ERROR, BAD_MESSAGE, OTHER_BASE = 3, 4, 5
 _STATUS = {
     1: "the codec core refused an argument",
     2: "this build of the codec core does not have that codec or option",
     DEVICE_ERROR: "CUDA reported an error",
     BAD_MESSAGE: "a message contradicts itself; it was damaged on its way, or the ranks differ in codec or options",
+    OTHER_BASE: "a message was made with another base than this rank has; send the whole values once",
 }
 # One packer for each number of planes. Packing bytes takes a third of the time that setting a structure's fields does.
 _MESSAGES = [struct.Struct(f"@{planes}Q{(MAX_PLANES - planes) * 8}xqq") for planes in range(MAX_PLANES + 1)]
@@ -135,9 +139,12 @@ def _call(verb: str, x: Tensor, *arguments: object) -> None:
         library = cpu()
         status = getattr(library, verb)(*arguments, None)
     if status:
-        detail = f": {library.fl_last_error().decode()}" if status == DEVICE_ERROR else ""
-        kind = WireError if status == BAD_MESSAGE else FusionLayerError
-        raise kind(f"{verb}: {_STATUS.get(status, f'status {status}')}{detail}")
+        _raise(verb, status, f": {library.fl_last_error().decode()}" if status == DEVICE_ERROR else "")
+
+
+def _raise(verb: str, status: int, detail: str = "") -> NoReturn:
+    kind = WireError if status in (BAD_MESSAGE, OTHER_BASE) else FusionLayerError
+    raise kind(f"{verb}: {_STATUS.get(status, f'status {status}')}{detail}")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -185,6 +192,24 @@ def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tenso
     """``fl_encode_difference``: encode ``x`` (n,) f32 minus ``base`` (n,), of any type, into ``body`` (nbytes,)."""
     given = x.data_ptr(), base.data_ptr()
     _call("fl_encode_difference", x, spec, *given, _messages(body, offsets))
+
+
+def delta_encode(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor | None, bodies: Tensor) -> None:
+    """``fl_delta_encode``: encode pieces of ``x`` since ``base``, None: zeros, into ``bodies``; all on the CPU."""
+    status = cpu().fl_delta_encode(spec, x.data_ptr(), _pointer(base), _messages(bodies, offsets))
+    if status:
+        _raise("fl_delta_encode", status)
+
+
+def delta_decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, base: Tensor | None, out: Tensor) -> None:
+    """``fl_delta_decode``: fill ``out``, which may be ``base``, from ``bodies``; all on the CPU.
+
+    Raises:
+        WireError: ``base`` is not that of the message, or the message is damaged.
+    """
+    status = cpu().fl_delta_decode(spec, _messages(bodies, offsets), _pointer(base), _pointer(out))
+    if status:
+        _raise("fl_delta_decode", status)
 
 
 def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor) -> None:

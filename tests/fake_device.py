@@ -12,7 +12,7 @@ import torch
 
 from fusionlayer.clock import Clock
 from fusionlayer.scheduler.buffers import Buffer
-from fusionlayer.scheduler.engine import Engine
+from fusionlayer.scheduler.course import Course
 
 __all__ = ["FakeDevice", "Moment", "streams_joined"]
 
@@ -92,7 +92,7 @@ def streams_joined() -> Iterator[None]:
 
         return mock.patch.object(Buffer, name, call)
 
-    lay_out = Engine._laid_out
+    lay_out = Course._laid_out
 
     def laid_out(self: Any, *args: Any) -> Any:
         layout: Any = lay_out(self, *args)
@@ -108,7 +108,7 @@ def streams_joined() -> Iterator[None]:
         buffer.arrived = []
 
     with (
-        mock.patch.object(Engine, "_laid_out", laid_out),
+        mock.patch.object(Course, "_laid_out", laid_out),
         after("put", note_arrival),
         after("follow", lambda buffer, device: [device.follow(moment) for moment in buffer.arrived]),
         after("run", note_end),

@@ -94,7 +94,7 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
 
 @pytest.mark.short
 def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
-    hook, overlap, reduction, codec, signs, sharded = blocks(USING, "python")
+    hook, overlap, reduction, codec, signs, own, sharded = blocks(USING, "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -123,7 +123,7 @@ def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
             names["optimizer"].close()
         return torch.cat([p.detach().flatten() for p in names["model"].parameters()]).tolist()
 
-    for code in (signs, sharded):
+    for code in (signs, own, sharded):
         first, second = fl.transport.local.run(partial(optimize, code), 2)
         assert first == second
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.pages import figures, tables
+from benchmarks.pages import figures, losses, tables
+from fusionlayer.planning.losses import LossCost
 from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.short
@@ -24,6 +25,29 @@ def test_tables_and_figures_are_those_of_the_result_files() -> None:
     assert not [*figures.strays(known)]
     shown = {name for text in pages.values() for name in re.findall(r"<!-- table: (\w+) -->", text)}
     assert shown == set(tables.TABLES), "a table that no page shows"
+
+
+def test_losses_by_which_plans_are_chosen_are_those_of_the_result_files() -> None:
+    """Also of files with local steps, which may come later."""
+    assert losses.PAGE.read_text() == losses.page(), "write them anew with 'python -m benchmarks.pages'"
+    runs = {"ddp": (2.0, 2.2), "int4+local=averaging:every=4": (2.02, 2.222), "local=sparseloco:every=8": (2.1, 2.31)}
+    seeds = {method: {seed: (final, "a file") for seed, final in enumerate(finals)} for method, finals in runs.items()}
+    found = {method: losses.cost(method, finals, seeds["ddp"]) for method, finals in seeds.items()}
+    assert found["ddp"] is None
+    assert found["int4+local=averaging:every=4"] == LossCost("int4", 1.0, "a file", 2, "averaging(every=4)", 4)
+    sparse = LossCost("chunked_topk", 5.0, "a file", 2, "sparseloco(every=8)", 8)
+    assert found["local=sparseloco:every=8"] == sparse
+    streaming = losses.cost("int4+local=streaming", seeds["ddp"], seeds["ddp"])
+    assert streaming == LossCost("int4", 0.0, "a file", 2, "streaming()", 30, 3, 5)
+    for other in (
+        "int4+wfbp",
+        "dgc+warmup_steps=60",
+        "int4+overlap+local=averaging",
+        "local=muloco",
+        "ddp-fp16",
+        "auto",
+    ):
+        assert losses.cost(other, seeds["ddp"], seeds["ddp"]) is None, f"{other} is not the codec as it is by default"
 
 
 STEPS = 'the("training-gpt-2x1", rate="100mbit", method="int4").speedup.median'

@@ -2,8 +2,9 @@
 
     python -m benchmarks.pages
 
-Tables and pictures are written. Figures in sentences are only compared: those that differ from their result, and those
-that neither have one nor a reason in ``benchmarks/pages/figures.yaml``, are printed. The exit status is 1 if there are.
+Tables, pictures, and the losses by which ``fusionlayer plan`` chooses are written. Figures in sentences are only
+compared: those that differ from their result, and those that neither have one nor a reason in
+``benchmarks/pages/figures.yaml``, are printed. The exit status is 1 if there are.
 """
 
 from __future__ import annotations
@@ -33,10 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(page)
         wrong += figures.problems(page, filled, known)
     wrong += figures.strays(known)
+    _write_losses()
     if not options.no_pictures:
         _draw(options.only)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _write_losses() -> None:
+    from benchmarks.pages import losses  # with torch, which tables do not need
+
+    table = losses.page()
+    if losses.PAGE.read_text() != table:
+        losses.PAGE.write_text(table)
+        print(losses.PAGE.relative_to(ROOT))
 
 
 def _draw(only: Sequence[str] | None) -> None:

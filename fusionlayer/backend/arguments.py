@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["nccl_options", "reduction", "rows", "tensors"]
+__all__ = ["native_options", "reduction", "rows", "tensors"]
 
 
 def tensors(given: Tensor | Sequence[Any]) -> list[Tensor]:
@@ -37,6 +38,6 @@ def rows(x: Tensor, splits: Iterable[int], size: int) -> list[Tensor] | None:
     return list(x.split(parts))
 
 
-def nccl_options(given: Any) -> Any:
-    """Return ``given`` if it is an NCCL options object, else None."""
-    return given if dist.is_nccl_available() and isinstance(given, dist.ProcessGroupNCCL.Options) else None
+def native_options(given: Any) -> Any:
+    """Return ``given`` if it is an options object of gloo or NCCL, else None."""
+    return given if isinstance(given, torch._C._distributed_c10d.Backend.Options) else None

@@ -26,7 +26,7 @@ class CallQueue:
     On CUDA, a call runs on a stream of the queue, after the work that the calling stream held when the call was made.
 
     Over NCCL a call only queues work on the device. It does so within ``submit``: several communicators of a device
-    then get their work in the order of the program on all ranks, as over torch's own group.
+    then get their work in the order of the program on all ranks, as over torch's own group. No thread is started then.
 
     Args:
         name: name of the group, for errors.
@@ -43,11 +43,11 @@ class CallQueue:
         self._connect = connect
         self._compare = compare
         self._at_once = at_once
-        self._failed: BaseException | None = None  # the first error of a call that ran within submit
-        # Guards _worker, _closed and _last: another thread may close the queue while callers submit calls. It also
-        # orders submit and _abandon: the worker may drop a job before submit has set work.job, which _abandon needs.
+        self._worker = Worker(f"fusionlayer group {name}")  # keeps the first error, wherever the call ran
+        # Guards _closed and _last, and what is put: another thread may close the queue while callers submit calls. It
+        # also orders submit and _abandon: the worker may drop a job before submit has set work.job, which _abandon
+        # needs.
         self._lock = threading.Lock()
-        self._worker: Worker | None = None
         self._last: Job | None = None
         self._closed = False
         # Only the thread that runs a call makes these two. Others read the transport for its counter, and close it.
@@ -72,15 +72,15 @@ class CallQueue:
         """
         device = results[0].device
         work = BackgroundWork(results, Ticket(device))
-        if self._worker is not None and self._worker.is_here:
-            self._run_here(what, call, work)
-        elif self._at_once and device.type == "cuda":
+        if self._worker.is_here or self._at_once and device.type == "cuda":
             self._check_open()
             self.drain()  # a call of CPU tensors may be under way, on the same transport
-            self._run_here(what, call, work)
+            work.job = Job(lambda: self._run(what, call, work), work.fail)
+            self._worker.run(work.job)
         else:
             with self._lock:
-                work.job = self._open_worker().put(lambda: self._run(what, call, work), lambda: self._abandon(work))
+                self._check_open()
+                work.job = self._worker.put(lambda: self._run(what, call, work), lambda: self._abandon(work))
                 self._last = work.job
         return work
 
@@ -88,7 +88,7 @@ class CallQueue:
         """Wait until all calls made so far have ended. Errors are not raised here: each call's own work raises them."""
         # On the queue's own thread, the last call may be the running one, and the wait would never end.
         last = self._last
-        if last is not None and self._worker is not None and not self._worker.is_here:
+        if last is not None and not self._worker.is_here:
             with suppress(Exception):
                 last.wait()
             self._last = None
@@ -97,13 +97,11 @@ class CallQueue:
         """End the thread and the transport: after the calls made so far, or at once if ``wait`` is False."""
         with self._lock:
             self._closed = True
-            worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+            self._worker.close()
         if not wait and self._transport is not None:
             self._transport.close()  # the call that runs now fails, and with it all that are queued
-        if worker is not None and wait and not worker.is_here:
-            worker.join()
+        if wait and not self._worker.is_here:
+            self._worker.join()
         if self._transport is not None:
             self._transport.finish()
         self._last = None
@@ -111,18 +109,6 @@ class CallQueue:
     def _check_open(self) -> None:
         if self._closed:
             raise FusionLayerError(f"process group {self._name!r} was destroyed: it can send nothing any more")
-
-    def _run_here(self, what: str, call: Callable[[Transport], None], work: BackgroundWork) -> None:
-        work.job = Job(lambda: self._run(what, call, work), work.fail)
-        work.job.run(self._failed)
-        self._failed = self._failed or work.job.error
-        work.job.finish()
-
-    def _open_worker(self) -> Worker:
-        self._check_open()
-        if self._worker is None:
-            self._worker = Worker(f"fusionlayer group {self._name}")
-        return self._worker
 
     def _run(self, what: str, call: Callable[[Transport], None], work: BackgroundWork) -> None:
         with _located(f"{what}, process group {self._name!r}"), work.ticket.on(self._side):

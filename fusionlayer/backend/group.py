@@ -18,11 +18,10 @@ from torch import Tensor
 from .. import config
 from ..errors import ConfigError
 from ..seeds import derive_seed
-from ..transport import Transport
-from ..transport.c10d import C10dTransport
 from . import arguments, calls, hints
 from .call_queue import CallQueue
 from .choices import CallChoices
+from .connections import connect
 from .messages import PointToPoint
 from .native import Native
 from .policy import CallPolicy
@@ -31,10 +30,6 @@ from .work import JoinedWork
 __all__ = ["NAME", "CompressingGroup", "Traffic"]
 
 NAME = "fusionlayer"
-
-_made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
-# Guards _made, which counts the connections made for each group name. Each group connects on its queue's own thread.
-_made_lock = threading.Lock()
 
 # torch's stubs give some methods narrower types than torch calls them with.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -66,8 +61,10 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         ranks: the members' ranks in the default group, in the order of this group.
         timeout: the longest time that a call may wait, unless the settings' ``timeout`` is shorter.
         policy: the same on all ranks.
-        nccl_options: options of NCCL; None: torch's own.
+        options: options of gloo or NCCL; None: torch's own.
         devices: types of devices for which the program has named this backend; None: asks torch at the first call.
+        alone: whether torch does not know of the group. It is so if there is no default group. Then its members meet
+            by its own store, and it compresses tensors of all devices.
 
     Raises:
         ConfigError: the settings cannot be used.
@@ -81,8 +78,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         ranks: Sequence[int],
         timeout: timedelta,
         policy: CallPolicy,
-        nccl_options: Any = None,
+        options: Any = None,
         devices: frozenset[str] | None = None,
+        alone: bool = False,
     ) -> None:
         size = len(ranks)
         super().__init__(rank, size)
@@ -93,7 +91,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._settings = config.load()
         self._timeout = min(timeout, timedelta(seconds=self._settings.timeout))
         self._devices = devices
-        self._native = Native(store, rank, size, ranks, self._timeout, nccl_options)
+        self._was_made_alone = alone
+        self._native = Native(store, rank, size, ranks, self._timeout, options)
         self._native.register_with(self)
         self._native.agree(policy.facts)
         self._chosen: CallChoices | None = None
@@ -113,6 +112,11 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def get_group_store(self) -> dist.Store:
         """Return the store of this group alone."""
         return self._store
+
+    @property
+    def options(self) -> Any:
+        """The options of NCCL, or of gloo where there is no NCCL."""
+        return self._native.options
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
@@ -155,8 +159,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             [self._ranks[rank] for rank in ranks],
             timeout or self._timeout,
             self.policy,
-            arguments.nccl_options(opts),
+            arguments.native_options(opts),
             self._compressing(),
+            self._is_alone,
         )
         part._set_group_name(name)
         part._set_group_desc(group_desc or name)
@@ -384,12 +389,13 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             if self._queue is None:
                 name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
                 device = torch.cuda.current_device() if nccl else None
-                connect = partial(_connect, self._ranks, name, self._timeout, self._settings, device)
+                alone = (self._store, self._rank) if self._is_alone else None
+                opens = partial(connect, self._ranks, name, self._timeout, self._settings, device, alone)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
                 at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors travel by gloo
                 name = self.group_desc if described else name
-                self._queue = CallQueue(name, connect, compare=compare, at_once=at_once)
+                self._queue = CallQueue(name, opens, compare=compare, at_once=at_once)
                 # A program may drop a group without shutdown: its thread and connections must end all the same.
                 weakref.finalize(self, self._queue.close, wait=False).atexit = False
             return self._queue
@@ -402,9 +408,16 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             self._chosen = CallChoices(self.policy, names, self._size, devices=self._compressing())
         return self._chosen
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether torch does not know of the group. The default group is made before there is a default group."""
+        return self._was_made_alone or not dist.is_initialized()
+
     def _compressing(self) -> frozenset[str]:
         """Return the types of devices for which the program has named this backend; torch knows them once it has made
         the group."""
+        if self._devices is None and self._is_alone:
+            self._devices = frozenset(self._native.serves)
         if self._devices is None:
             serves, given = self._native.serves, dist.get_backend_config(self)
             named = dict(entry.split(":") for entry in given.split(","))
@@ -416,29 +429,3 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
                     )
             self._devices = frozenset(device for device, backend in named.items() if backend == NAME)
         return self._devices
-
-
-def _connect(
-    ranks: Sequence[int], name: str, timeout: timedelta, settings: config.Config, device: int | None
-) -> Transport:
-    """Return the transport of a group's compressed calls, with NCCL if a CUDA ``device`` is given.
-
-    The thread that runs a call calls it, perhaps the queue's own, so the current device has to be set on it.
-    """
-    if device is not None:
-        torch.cuda.set_device(device)
-    store = dist.distributed_c10d._get_default_store()
-    with _made_lock:
-        made = _made.setdefault(store, Counter())
-        made[name] += 1
-        number = made[name]
-    each = settings.ranks_per_node
-    return C10dTransport.among(
-        ranks,
-        f"group/{name}/{number}",
-        timeout.total_seconds(),
-        stall_warning=settings.stall_warning,
-        node=None if each is None else f"node {dist.get_rank() // each}",
-        checksum=settings.checksum,
-        nccl=device is not None,
-    )

@@ -33,7 +33,7 @@ class Native:
         size: number of processes.
         ranks: their ranks in the default group.
         timeout: the longest time that a call may wait.
-        nccl_options: options of NCCL; None: torch's own.
+        options: options of gloo or NCCL, of which the other takes no notice; None: torch's own.
 
     Attributes:
         group: the group that takes calls that pass.
@@ -47,16 +47,15 @@ class Native:
         size: int,
         ranks: Sequence[int],
         timeout: timedelta,
-        nccl_options: Any = None,
+        options: Any = None,
     ) -> None:
         self._rank = rank
         self._size = size
         self._store = store
         kinds = dist.ProcessGroup.BackendType
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
-        self._gloo._set_sequence_number_for_group()
+        self._gloo: Any = _gloo(dist.PrefixStore("gloo/", store), rank, size, timeout, options)
         backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, self._gloo)}
-        self._make_nccl = partial(_nccl, rank=rank, size=size, ranks=ranks, timeout=timeout, options=nccl_options)
+        self._make_nccl = partial(_nccl, rank=rank, size=size, ranks=ranks, timeout=timeout, options=options)
         if torch.cuda.is_available():
             backends["cuda"] = (kinds.GLOO, self._gloo)
             if dist.is_nccl_available():
@@ -73,6 +72,11 @@ class Native:
         self.group = self._make(backends)
         self._downward: dist.ProcessGroup | None = None
         self._met: set[int] = set()
+
+    @property
+    def options(self) -> Any:
+        """The options of NCCL, or of gloo where there is no NCCL."""
+        return list(self._backends.values())[-1][1].options
 
     def _make(self, backends: dict[str, tuple[Any, Any]]) -> dist.ProcessGroup:
         group = dist.ProcessGroup(self._store, self._rank, self._size)
@@ -149,10 +153,22 @@ class Native:
                 group.shutdown()
 
 
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any) -> dist.ProcessGroupGloo:
+    kind: Any = dist.ProcessGroupGloo
+    if isinstance(options, kind._Options):
+        options._timeout = timeout
+        options._devices = options._devices or [kind.create_default_device()]
+        gloo = kind(store, rank, size, options)
+    else:
+        gloo = kind(store, rank, size, timeout)
+    gloo._set_sequence_number_for_group()
+    return gloo  # type: ignore[no-any-return]
+
+
 def _nccl(
     store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta, options: Any
 ) -> dist.ProcessGroupNCCL:
-    if options is None:
+    if not isinstance(options, dist.ProcessGroupNCCL.Options):
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
     options._timeout = timeout

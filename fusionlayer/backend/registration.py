@@ -1,19 +1,23 @@
-"""Registers the backend "fusionlayer" with torch, and chooses the policy of each new group."""
+"""Makes the groups of the backend "fusionlayer", and chooses the policy of each new one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+import _fusionlayer_autoload
 
 from .. import config
 from ..errors import UsageError, kind_of
 from . import arguments
 from .policy import CallPolicy
 
-__all__ = ["register", "traffic", "use"]
+__all__ = ["create", "create_alone", "register", "traffic", "use"]
 
 _NAME = "fusionlayer"
 
@@ -21,9 +25,8 @@ _default: CallPolicy | None = None
 
 
 def register() -> None:
-    """Register the backend with torch, once; ``import fusionlayer`` calls it."""
-    if dist.is_available() and not hasattr(dist.Backend, _NAME.upper()):
-        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    """Register the backend with torch, once. ``import fusionlayer`` calls it; ``import torch`` does the same."""
+    _fusionlayer_autoload.register()
 
 
 def use(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> CallPolicy | None:
@@ -63,14 +66,32 @@ def traffic(group: dist.ProcessGroup | None = None) -> Any:
     return group.traffic
 
 
-def _create(options: Any, given: Any) -> dist.ProcessGroup:
+def create(options: Any, given: Any) -> dist.ProcessGroup:
     """Make a group; torch calls it with its own options, such as the store, and with the program's ``pg_options``."""
     from .group import CompressingGroup
 
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    native = arguments.nccl_options(given)
+    native = arguments.native_options(given)
     policy = _policy_of(None if native is not None else given)
     return CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
+
+
+def create_alone(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device, **policy: Any
+) -> dist.ProcessGroup:
+    """Make a group of which torch keeps no record; ``torch.distributed._dist2`` calls it.
+
+    Args:
+        store: of this group alone.
+        rank: this process.
+        size: number of processes.
+        timeout: the longest time that a call may wait.
+        device: of the tensors; those of other devices travel too.
+        policy: attributes of a ``CallPolicy``; without any, the policy that any new group has.
+    """
+    from .group import CompressingGroup
+
+    return CompressingGroup(store, rank, range(size), timeout, _policy_of(policy or None), alone=True)
 
 
 def _policy_of(given: Any) -> CallPolicy:

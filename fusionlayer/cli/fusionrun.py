@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import codecs
+from .. import __version__, codecs
 from ..errors import ConfigError, FusionLayerError
 from ..plan import FusionPlan
 from ..planning.codec_rules import AUTO
 from ..transport._interfaces import ipv4_addresses, reachable_names
-from . import doctor
+from . import doctor, horovodrun
 from .arguments import Parser, check_file, check_folder, count, positive
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
@@ -37,31 +37,8 @@ _EPILOG = """\
     fusionrun -np 8 -H node1:4,node2:4 --network-interface eth0 python train.py --epochs 3
 
 Other hosts are reached by ssh without a password, and need the same folder, Python and packages. The environment goes
-along. Flags of horovodrun that are not listed are refused, with the reason.
+along. Flags of horovodrun that are not listed change nothing, or are refused with the reason.
 """
-
-# Flags of horovodrun without a counterpart here, and what to do instead. True: the flag takes a value.
-_REFUSED: dict[str, tuple[bool, str]] = {
-    "--cycle-time-ms": (True, "messages leave when they are complete, so there is no cycle to wait for; leave it out"),
-    "--disable-cache": (False, "ranks agree on plans once, and names are remembered at no cost; leave it out"),
-    "--timeline-mark-cycles": (False, "there are no cycles to mark; leave it out"),
-    "--hierarchical-allreduce": (False, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
-    "--hierarchical-allgather": (False, "gathers go between nodes once by themselves; leave it out"),
-    "--torus-allreduce": (False, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
-    "--mpi": (False, "start with 'mpirun -n N python train.py'; FUSIONLAYER_TRANSPORT=mpi lets MPI move the bytes too"),
-    "--mpi-args": (True, "start with mpirun itself"),
-    "--tcp": (False, "start with mpirun itself"),
-    "--binding-args": (True, "start with mpirun itself, or bind processes by numactl or taskset"),
-    "--jsrun": (False, "start with jsrun itself; MASTER_ADDR and MASTER_PORT tell the processes where to meet"),
-    "--config-file": (True, "give flags here; settings go into the file that FUSIONLAYER_CONFIG names"),
-    "--host-discovery-script": (
-        True,
-        "torchrun is told of hosts by whoever starts an agent on them: give all hosts that may take part with -H and "
-        "--min-np, or start 'torchrun --rdzv-endpoint ...', which --verbose shows, on a new host",
-    ),
-    "--slots-per-host": (True, "say the slots of each host: -H node1:4,node2:4"),
-    "--blacklist-cooldown-range": (True, "hosts are not discovered, so none is excluded; leave it out"),
-}
 
 
 @dataclass(frozen=True)
@@ -191,7 +168,9 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("-np", "--num-proc", type=positive, metavar="N", help="processes of the job")
-    add("--check-build", action="store_true", help="tell what is installed and works, as `fusionlayer doctor`; ends")
+    add("-v", "--version", action="version", version=f"fusionlayer {__version__}", help="tell the version; ends")
+    check = "tell what is installed and works, as `fusionlayer doctor`; ends"
+    add("-cb", "--check-build", action="store_true", help=check)
     add("--verbose", action="store_true", help="show what is started")
     add("--output-filename", metavar="FOLDER", help="also write what each rank prints to files in this folder")
     add("--start-timeout", type=positive, default=30, metavar="SECONDS", help="for all hosts to come (default 30)")
@@ -203,11 +182,14 @@ def make_parser() -> Parser:
     hosts(
         *("--network-interface", "--network-interfaces"),
         metavar="NAME",
+        action="append",
         help="interface that traffic takes: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )
     elastic = parser.add_argument_group("elastic jobs").add_argument
-    elastic("--min-np", type=positive, metavar="N", help="go on with so many processes (torchrun's --nnodes min:max)")
-    elastic("--max-np", type=positive, metavar="N", help="at most so many processes")
+    least, most = ("--min-np", "--min-num-proc"), ("--max-np", "--max-num-proc")
+    elastic(*least, type=positive, metavar="N", help="go on with so many processes (torchrun's --nnodes min:max)")
+    elastic(*most, type=positive, metavar="N", help="at most so many processes")
+    elastic("--elastic-timeout", type=positive, metavar="S", help="HOROVOD_ELASTIC_TIMEOUT")
     elastic(
         "--reset-limit", type=count, metavar="N", help=f"restarts before the job fails (default {_DEFAULT_RESTARTS})"
     )
@@ -216,10 +198,17 @@ def make_parser() -> Parser:
     tuning("--cache-capacity", type=positive, metavar="N", help="HOROVOD_CACHE_CAPACITY")
     tuning("--codec", metavar="NAME", help="FUSIONLAYER_CODEC, of gradients for which the program names none")
     tuning("--plan", metavar="FILE", help="FUSIONLAYER_PLAN")
-    tuning("--autotune", action="store_true", help="HOROVOD_AUTOTUNE, FUSIONLAYER_AUTOTUNE")
+    tuning("--autotune", action="store_true", default=None, help="HOROVOD_AUTOTUNE, FUSIONLAYER_AUTOTUNE")
+    tuning("--no-autotune", dest="autotune", action="store_false", help="the same, 0")
     tuning("--autotune-log-file", metavar="FILE", help="HOROVOD_AUTOTUNE_LOG")
     tuning("--timeline-filename", metavar="FILE", help="FUSIONLAYER_TIMELINE")
-    tuning("--no-stall-check", action="store_true", help="HOROVOD_STALL_CHECK_DISABLE, FUSIONLAYER_STALL_WARNING=inf")
+    tuning(
+        "--no-stall-check",
+        action="store_true",
+        default=None,
+        help="HOROVOD_STALL_CHECK_DISABLE, FUSIONLAYER_STALL_WARNING=inf",
+    )
+    tuning("--stall-check", dest="no_stall_check", action="store_false", help="HOROVOD_STALL_CHECK_DISABLE=0")
     tuning(
         "--stall-check-warning-time-seconds",
         type=positive,
@@ -235,18 +224,16 @@ def make_parser() -> Parser:
     tuning("--gloo-timeout-seconds", type=positive, metavar="S", help="FUSIONLAYER_TIMEOUT")
     levels = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
     tuning("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help="HOROVOD_LOG_LEVEL")
-    add("--gloo", action="store_true", help=argparse.SUPPRESS)  # accepted: gloo is used anyway
-    for flag, (takes_value, _) in _REFUSED.items():
-        add(flag, dest=flag, action="store" if takes_value else "store_true", help=argparse.SUPPRESS)
+    horovodrun.add_flags(parser)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = make_parser().parse_args(arguments)
-    for flag, (_, instead) in _REFUSED.items():
-        if getattr(options, flag):
-            raise ConfigError(f"{flag} means nothing here: {instead}")
+    horovodrun.refuse(options)
+    if options.network_interface is not None:
+        options.network_interface = ",".join(options.network_interface)
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.check_build:
@@ -273,22 +260,28 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         "HOROVOD_CACHE_CAPACITY": options.cache_capacity,
         "FUSIONLAYER_CODEC": options.codec,
         "FUSIONLAYER_PLAN": options.plan,
-        "HOROVOD_AUTOTUNE": "1" if options.autotune else None,
-        "FUSIONLAYER_AUTOTUNE": "1" if options.autotune else None,
+        "HOROVOD_AUTOTUNE": _switch(options.autotune),
+        "FUSIONLAYER_AUTOTUNE": _switch(options.autotune),
         "HOROVOD_AUTOTUNE_LOG": options.autotune_log_file,
         "FUSIONLAYER_TIMELINE": options.timeline_filename,
-        "HOROVOD_STALL_CHECK_DISABLE": "1" if options.no_stall_check else None,
+        "HOROVOD_STALL_CHECK_DISABLE": _switch(options.no_stall_check),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": options.stall_check_warning_time_seconds,
         "FUSIONLAYER_STALL_WARNING": warning,
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": options.stall_check_shutdown_time_seconds,
         "FUSIONLAYER_TIMEOUT": deadline,
         "HOROVOD_LOG_LEVEL": options.log_level,
+        "HOROVOD_ELASTIC_TIMEOUT": options.elastic_timeout,
         "GLOO_SOCKET_IFNAME": options.network_interface,
         "NCCL_SOCKET_IFNAME": options.network_interface,
     }
     if options.autotune_log_file:
         settings["FUSIONLAYER_AUTOTUNE_OPTIONS"] = json.dumps({"log": options.autotune_log_file})
     return {name: str(value) for name, value in settings.items() if value is not None}
+
+
+def _switch(given: bool | None) -> str | None:
+    """Return a flag as a variable; None if neither it nor its opposite was given."""
+    return None if given is None else str(int(given))
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:

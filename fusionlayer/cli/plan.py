@@ -14,7 +14,9 @@ from ..planning.bucket_costs import short_name
 from ..planning.cluster import Scenario
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.cost_model import parse_rate
-from ..planning.local_steps import every_for
+from ..planning.local_choice import BUDGET, LocalChoice, choose_local
+from ..planning.losses import LossCosts
+from ..planning.measured_losses import MEASURED
 from ..planning.plans import make_plan
 from ..planning.prediction import predict_plan
 from ..planning.profile import Profile
@@ -82,6 +84,16 @@ def add_parser(commands: Any) -> None:
         help="with --codec auto: what the cost model may choose from (default near_lossless); local: all, and "
         "how often to exchange",
     )
+    parser.add_argument(
+        "--loss-budget",
+        type=float,
+        metavar="PERCENT",
+        help="with fidelity local: by how much the final loss may be above that of f32, as measured; what was not "
+        f"measured is left out (default: what was measured to be above {BUDGET:g} is)",
+    )
+    parser.add_argument(
+        "--losses", type=Path, metavar="LOSSES.yaml", help="your own measured losses, in place of those that come along"
+    )
     parser.add_argument("--algorithm", metavar="NAME", help="collective (default: as the engine chooses)")
     parser.add_argument(
         "--ahead",
@@ -103,8 +115,13 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("nothing to do; give -o PLAN.yaml for the plan, or --compare for a table of planners")
     if options.out is not None:
         check_file(options.out, "--out")
+    if options.loss_budget is not None and not 0 <= options.loss_budget < float("inf"):
+        raise ConfigError(f"--loss-budget {options.loss_budget:g}; expected percent of the loss, at least 0")
     profile = Profile.from_yaml(options.profile)
     codec = _codec(options)
+    skips = isinstance(codec, CodecRules) and codec.fidelity == LOCAL
+    if (options.loss_budget is not None or options.losses) and not skips:
+        raise ConfigError("--loss-budget and --losses are for --codec auto --fidelity local, which may skip steps")
     planner = planners.get(options.planner, **as_options(options.planner_option))
     if options.compare:
         rates = sorted(options.rates or [scenario_of(options, profile).rate], key=parse_rate)
@@ -112,13 +129,15 @@ def run(options: argparse.Namespace) -> None:
         compare(profile, codec, scenarios, options)
     if options.out is not None:
         scenario = scenario_of(options, profile)
-        if isinstance(codec, CodecRules):
+        if isinstance(codec, CodecRules) and codec.fidelity == LOCAL:
+            choice = _choose_local(profile, planner, codec, scenario, options)
+            plan, found = choice.selection.plan, choice.selection.prediction
+            _show_codecs(profile, choice.selection, options.columns)
+            _show_ways(choice, options)
+        elif isinstance(codec, CodecRules):
             chosen = _select(profile, planner, codec, scenario, options)
-            _show_codecs(profile, chosen, options.columns)
             plan, found = chosen.plan, chosen.prediction
-            if codec.fidelity == LOCAL:
-                choice = every_for(profile, plan, scenario, LOCAL, _measured(options))
-                print_text(f"Local steps: sync=fusionlayer.Local(every={choice.every}). {choice.reason}.")
+            _show_codecs(profile, chosen, options.columns)
         else:
             plan, found = predicted(profile, planner, codec, scenario, options)
         keep(options.out, plan.to_yaml, "--out")
@@ -148,6 +167,42 @@ def _select(
     profile: Profile, planner: Planner, policy: CodecRules, scenario: Scenario, options: argparse.Namespace
 ) -> Selection:
     return select(profile, policy, planner, scenario, options.workers, measured=_measured(options))
+
+
+def _choose_local(
+    profile: Profile, planner: Planner, policy: CodecRules, scenario: Scenario, options: argparse.Namespace
+) -> LocalChoice:
+    return choose_local(
+        profile,
+        policy,
+        planner,
+        scenario,
+        options.workers,
+        budget=options.loss_budget,
+        losses=LossCosts.from_yaml(options.losses) if options.losses else MEASURED,
+        measured=_measured(options),
+    )
+
+
+def _show_ways(choice: LocalChoice, options: argparse.Namespace) -> None:
+    """Print the best way of each codec, which one to train with, and why."""
+    found = [way for way, _ in choice.others]
+    table = Table(
+        "How often to send, as predicted",
+        [
+            Column("codec", [way.codec for way in found], text=True),
+            Column("sends", [way.when for way in found], text=True),
+            Column("mean step", [_ms(way.seconds) for way in found], "ms"),
+            Column("loss", ["?" if way.loss is None else f"{way.loss.percent:+.1f}" for way in found], "%"),
+            Column("verdict", [verdict for _, verdict in choice.others], text=True, wraps=True),
+        ],
+    )
+    show([table], options.columns)
+    sync = "" if choice.way.sync is None else f", sync=fusionlayer.Local.{choice.way.sync}"
+    print_text(f'{"Local steps" if sync else "No local steps"}: plan="{options.out}"{sync}')
+    for sentence in choice.reason.splitlines():
+        print_text(sentence)
+    print()
 
 
 def _show_codecs(profile: Profile, chosen: Selection, columns: Sequence[str] | None) -> None:

@@ -3,6 +3,7 @@
 from ._base import Codec, registry
 from ._capabilities import (
     AgreeingCodec,
+    ChangeCodec,
     PartsCodec,
     StatefulCodec,
     TransformCodec,
@@ -20,6 +21,7 @@ from ._torch import TorchCodec
 
 __all__ = [
     "AgreeingCodec",
+    "ChangeCodec",
     "Codec",
     "CodecOptions",
     "HomomorphicCodec",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgreeingCodec",
+    "ChangeCodec",
     "PartsCodec",
     "StatefulCodec",
     "TransformCodec",
@@ -74,6 +75,22 @@ class ZippedCodec(VariableSizeCodec):
 
         Raises:
             WireError: a message contradicts itself.
+        """
+
+
+class ChangeCodec(ZippedCodec):
+    """A lossless codec whose messages tell what changed since a base, which sender and receivers have to the bit."""
+
+    @abstractmethod
+    def encode_change(self, x: Tensor, base: Tensor, payload: Tensor) -> None:
+        """Write into ``payload`` (capacity,) what makes ``x`` (n,) of ``base`` (n,), of one type; no tensor changes."""
+
+    @abstractmethod
+    def apply_change(self, payload: Tensor, base: Tensor, out: Tensor) -> None:
+        """Fill ``out`` (n,) with the ``x`` of ``encode_change``, to the bit; ``out`` may be ``base`` (n,).
+
+        Raises:
+            WireError: ``base`` is not the sender's, and nothing was written, or the message was damaged.
         """
 
 

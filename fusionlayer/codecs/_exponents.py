@@ -1,10 +1,11 @@
-"""The base class of lossless codecs that shorten exponents, ``zip`` and ``rans``."""
+"""The base class of lossless codecs that shorten exponents, ``zip`` and ``rans``, and of ``delta``, laid out alike."""
 
 from __future__ import annotations
 
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ._capabilities import ZippedCodec
 from ._encoding import Encoding
 from ._native import NativeCodec
 
-__all__ = ["ExponentCodec"]
+__all__ = ["ExponentCodec", "bring_back", "rounded"]
 
 _HEAD = struct.Struct("<IIII")
 _RAW, _CODED = 0, 1
@@ -29,6 +30,9 @@ class ExponentCodec(ZippedCodec, NativeCodec):
     The length of the static part does not depend on the data. The head tells the form of the data and the number of
     bytes of the rest. A subclass gives ``_static_bytes`` and ``_params``.
     """
+
+    _digests: ClassVar[bool] = False
+    """Whether the head ends with digests, not with zeros."""
 
     @abstractmethod
     def _static_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -87,9 +91,10 @@ class ExponentCodec(ZippedCodec, NativeCodec):
         starts = [self.wire(numels[i], dtype).sections[0].offset for i in filled]
         heads = torch.stack([payloads[i][start : start + _HEAD.size] for i, start in zip(filled, starts, strict=True)])
         for i, head in zip(filled, _HEAD.iter_unpack(heads.cpu().numpy().tobytes()), strict=True):
-            kind, rest, *zeros = head
+            kind, rest, *others = head
             static, raw = self._static_bytes(numels[i], dtype), numels[i] * dtype.itemsize
-            if any(zeros) or kind not in (_RAW, _CODED) or (kind == _CODED and static + rest >= raw):
+            wrong = any(others) and not self._digests
+            if wrong or kind not in (_RAW, _CODED) or (kind == _CODED and static + rest >= raw):
                 raise WireError(f"{self}: a message of form {kind} with {rest} bytes of its data's own: it was damaged")
             used[i] = raw if kind == _RAW else static + rest
         return used
@@ -107,9 +112,7 @@ class ExponentCodec(ZippedCodec, NativeCodec):
     # ---- verbs that do not only copy --------------------------------------------------------------------------------
 
     def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
-        if how.residual is not None or x.dtype is not form.dtype:
-            x = _rounded(x, form.dtype, how.residual)
-        super()._encode_rows(x, bodies, form, how._replace(residual=None))
+        super()._encode_rows(rounded(x, form.dtype, how.residual), bodies, form, how._replace(residual=None))
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
         # The core does not round a sum to the encoded type, so the sum is made and encoded here.
@@ -123,9 +126,21 @@ class ExponentCodec(ZippedCodec, NativeCodec):
         super()._seal(payload, form)
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
     """Return ``x + residual`` in ``dtype``, rounded as on the wire; the residual becomes what rounding lost."""
+    if residual is None and x.dtype is dtype:
+        return x
     out = torch.empty(x.numel(), dtype=dtype, device=x.device)
     cast = native.CodecParams(native.CAST, (native.DTYPES[dtype],))
     native.encode(cast.spec(x.numel(), x.dtype), [0], x, residual, out.view(torch.uint8).unsqueeze(0))
     return out
+
+
+def bring_back(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
+    """Copy the first tensor of each pair, which ``cpu()`` made, to the second, unless it is the same or there is none.
+
+    Codecs whose kernels run on the CPU alone use it for tensors on CUDA.
+    """
+    for near, x in pairs:
+        if near is not None and x is not None and near is not x:
+            x.copy_(near)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import native
 from ..wire import WireFormat
 from ._encoding import Encoding
-from ._exponents import ExponentCodec
+from ._exponents import ExponentCodec, bring_back
 
 __all__ = ["Rans"]
 
@@ -39,23 +39,17 @@ class Rans(ExponentCodec, name="rans"):
     def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
         near, kept = bodies.cpu(), None if how.residual is None else how.residual.cpu()
         super()._encode_rows(x.cpu(), near, form, how._replace(residual=kept))
-        _bring_back((near, bodies), (kept, how.residual))
+        bring_back((near, bodies), (kept, how.residual))
 
     def _decode_rows(self, bodies: Tensor, out: Tensor, form: WireFormat) -> None:
         near = out.cpu()
         super()._decode_rows(bodies.cpu(), near, form)
-        _bring_back((near, out))
+        bring_back((near, out))
 
     def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
         near = out.cpu()
         super()._sum_rows(bodies.cpu(), near, form, add)
-        _bring_back((near, out))
-
-
-def _bring_back(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
-    for near, x in pairs:
-        if near is not None and x is not None and near is not x:
-            x.copy_(near)
+        bring_back((near, out))
 
 
 def _filled(nbytes: int) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..codecs import AgreeingCodec, Codec
+from ..codecs import AgreeingCodec, ChangeCodec, Codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
@@ -60,13 +60,15 @@ def all_gather(
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
         piece: elements of a row that travel at a time, while others are encoded or decoded; None: all.
-        differences: with a lossy codec, send ``x``, in f32, minus this rank's row of ``out``, and add the received
+        differences: with a ``ChangeCodec``, send what makes ``x`` of this rank's row of ``out``; all ranks have the
+            same rows. With a lossy codec, send ``x``, in f32, minus this rank's row of ``out``, and add the received
             differences to the rows, rounded once. The next difference contains what this one lost (SDP4Bit,
             Algorithm 2).
     """
     piece = _piece(piece, x, transport.size)
     if codec.zips and x.dtype in DTYPE_CODES:
-        zipped.all_gather(x, out.view(-1), codec, transport, piece=piece)
+        changes = differences and isinstance(codec, ChangeCodec)
+        zipped.all_gather(x, out.view(-1), codec, transport, piece=piece, changes=changes)
         return
     if codec.lossless:
         transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))

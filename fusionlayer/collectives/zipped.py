@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, ZippedCodec
+from ..codecs import ChangeCodec, Codec, ZippedCodec
 from ..errors import ConfigError, WireError
 from ..transport import Transport
 from ..wire import DTYPE_CODES
@@ -33,6 +33,7 @@ def all_gather(
     *,
     lengths: Sequence[int] | None = None,
     piece: int | None = None,
+    changes: bool = False,
 ) -> None:
     """Fill ``out`` with all ranks' ``x``, one behind the other in rank order.
 
@@ -43,10 +44,12 @@ def all_gather(
         transport: the ranks; only the calling thread uses it.
         lengths: elements of each rank, the same list on all ranks; None: all ranks have equally many.
         piece: elements of a rank that travel at a time, while others are encoded or decoded; None: 4 MiB of them.
+        changes: ``out`` has the same bits on every rank, and the codec, a ``ChangeCodec``, tells what changed since.
+            Then ``x`` is no part of ``out``.
 
     Raises:
         ConfigError: the codec is not lossless and of variable size, or the lengths do not fit.
-        WireError: a message was damaged.
+        WireError: a message was damaged, or ``out`` was not the same.
     """
     rank, size = transport.rank, transport.size
     lengths = [x.numel()] * size if lengths is None else list(lengths)
@@ -57,18 +60,33 @@ def all_gather(
             f"{size} lengths, that of this rank among them, which add up"
         )
     rows = out.split(lengths)
-    if rows[rank].data_ptr() != x.data_ptr():
+    if rows[rank].data_ptr() != x.data_ptr() and not changes:
         rows[rank].copy_(x)
+
+    def encode(part: slice, payload: Tensor) -> None:
+        if changes:
+            assert isinstance(codec, ChangeCodec)
+            codec.encode_change(x[part], rows[rank][part], payload)
+            rows[rank][part].copy_(x[part])
+        else:
+            codec.encode(x[part], payload)
+
+    def decode(payload: Tensor, row: Tensor) -> None:
+        if changes:
+            assert isinstance(codec, ChangeCodec)
+            codec.apply_change(payload, row, row)
+        else:
+            codec.decode(payload, row)
 
     def run(index: int, part: slice) -> Piece:
         numels = [_overlap(part, length) for length in lengths]
         room = _room(transport, f"incoming {index % IN_FLIGHT}", numels, codec, x)
         theirs = [_Letter(codec, space, n, x.dtype) for space, n in zip(room, numels, strict=True)]
-        codec.encode(x[part], theirs[rank].payload)
+        encode(part, theirs[rank].payload)
         yield from _travel([theirs[rank]] * size, theirs, codec, transport)
         for peer, letter in enumerate(theirs):
             if peer != rank:
-                codec.decode(letter.payload, rows[peer][part])
+                decode(letter.payload, rows[peer][part])
 
     if size > 1:
         parts = cut(max(lengths), piece or _default_piece(x), codec.block)

@@ -85,6 +85,7 @@ class Matcher:
         self._begun: Begun = {}
         self._told: deque[dict[int, Response]] = deque()
         self._left: dict[int, Reason] = {}
+        self._blocked: dict[int, int] = {}
 
     @property
     def first_loss(self) -> Reason | None:
@@ -100,6 +101,9 @@ class Matcher:
                     self._tell_begun()
             elif request.signature.kind == "join":
                 self._join(rank, request)
+            elif request.signature.kind == "blocked":
+                self._blocked[rank] = request.numbers[0]
+                self._end_deadlock()
             else:
                 self._take(rank, request, now)
 
@@ -256,6 +260,21 @@ class Matcher:
         if first.kind == "add_process_set" and first.ranks in self._sets.values():
             return Reason(f"{name}: there is a process set of the ranks {list(first.ranks or ())} already")
         return None
+
+    def _end_deadlock(self) -> None:
+        """Let the operations fail in which ranks wait for each other, once no rank can request anything any more."""
+        waits: dict[int, _Waiting] = {}
+        for waiting in self._waiting.values():
+            for rank, request in waiting.requests.items():
+                if self._blocked.get(rank) == request.handle:
+                    waits[rank] = waiting
+        if not waits or any(rank not in waits and rank not in self._joined for rank in range(self._size)):
+            return
+        places = [f"rank {rank} in {describe(waits[rank].key)}" for rank in sorted(waits)]
+        places += [f"rank {rank} in join" for rank in sorted(self._joined)]
+        why = Reason(f"the ranks wait for each other: {', '.join(places)}; make the same calls on every rank")
+        for waiting in {id(waiting): waiting for waiting in waits.values()}.values():
+            self._fail(waiting, why)
 
     def _fail(self, waiting: _Waiting, why: Reason, code: str = "fail") -> None:
         del self._waiting[waiting.key]

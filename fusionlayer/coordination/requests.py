@@ -55,7 +55,8 @@ class Signature(NamedTuple):
     """The arguments of an operation that must be equal on all ranks. None: the operation has no such argument.
 
     Attributes:
-        kind: "allreduce", "allgather", ... The requests of "begin" and "join" carry the steps that the rank has begun.
+        kind: "allreduce", "allgather", ... The requests of "begin" and "join" carry the steps that the rank has begun,
+            those of "blocked" the handle of the operation for which the rank's only thread waits.
         process_set: number of the set of ranks that take part.
         dtypes: element type of each tensor.
         shapes: shape of each tensor, without the first dimension if that may differ over ranks.
@@ -86,6 +87,10 @@ class Signature(NamedTuple):
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """Return the scaling of a reduction of ``dtype`` over ``size`` ranks."""
         average = self.op is not None and self.op.startswith("Average")
+        if self.op == "Average" and dtype in (torch.float32, torch.float64) and size & (size - 1):
+            # The order of Horovod, to the bit. Sums of these types stay in range, so nothing asks for the other one.
+            # With a power of two both orders have the same bits, and the other one needs no pass of its own.
+            return Scaling(self.prescale, self.postscale / size)
         return Scaling.of(dtype, size, average=average, prescale=self.prescale, postscale=self.postscale)
 
     def nbytes(self, numbers: Sequence[int] = ()) -> int:

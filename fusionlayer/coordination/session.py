@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, again
+from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, again
 from ..timeline import Timeline
 from ..transport import Transport
 from ..transport.star import Center, Connection, connect, damaged
@@ -43,6 +43,9 @@ __all__ = ["Session"]
 # Seconds that the coordinator has, beyond the limit of patience, to say itself that this has passed.
 _GRACE = 1.0
 _BEGIN = Signature("begin")
+_BLOCKED = Signature("blocked")
+# Seconds of waiting after which a rank tells the coordinator that it does nothing but wait.
+_BLOCKED_AFTER = 10.0
 
 
 class SessionState(Enum):
@@ -88,8 +91,9 @@ class Session:
         self._transport = transport.duplicate()
         self._runner = Runner(self._transport, timeline or Timeline(None, self.rank))
         self.process_sets = self._runner.process_sets
-        # Guards _state, _why, _unnamed, _begun and adding to the table. A request is noted with it held, so that
-        # requests leave in the order of their handles. It is released before ``bring`` sends them: sending may wait.
+        # Guards _state, _why, _unnamed, _begun, _threads and adding to the table. A request is noted with it held, so
+        # that requests leave in the order of their handles. It is released before ``bring`` sends them: sending may
+        # wait.
         self._lock = threading.Lock()
         self._table = OperationTable()
         self._state = SessionState.RUNNING
@@ -98,6 +102,7 @@ class Session:
         self._why: FusionLayerError | None = None
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._begun: Begun = {}
+        self._threads: set[int] = set()
         # Guarded by the table's condition, on which await_steps waits.
         self._told: Begun = {}
         self._coordinator: Coordinator | None = None
@@ -151,8 +156,8 @@ class Session:
             at_once: the caller calls ``wait`` next, which sends the request. Otherwise it is sent after a pause.
 
         Raises:
-            ConfigError: this rank is not in the process set, or there is no such set.
-            UsageError: an operation of that name is under way.
+            ConfigError: this rank is not in the process set, or there is no such set; or an operation of that name is
+                under way.
             TransportError: the session has ended.
         """
         shapes = [x.shape for x in tensors]
@@ -170,6 +175,7 @@ class Session:
             if self._why is not None:
                 raise again(self._why)
             self._runner.check_member(process_set)
+            self._threads.add(threading.get_ident())
             if kind == "join":
                 numbers = flatten(self._begun)
             label: str | int
@@ -183,7 +189,7 @@ class Session:
                 # The other ranks may wait for this second operation, so they must be told that it will not come.
                 self._requester.note(Request(-1, label, signature, numbers))
                 self._requester.bring_soon()
-                raise UsageError(
+                raise ConfigError(
                     f"{describe(key)} was asked for again before it was done; give operations that are under way at "
                     "once different names, or synchronize() the first"
                 )
@@ -211,7 +217,8 @@ class Session:
         """Wait for an operation and return its result. A second call, or an unknown handle, returns None.
 
         Raises:
-            PlanMismatch: ranks requested the operation with different arguments.
+            PlanMismatch: ranks requested the operation with different arguments, or wait for each other in different
+                operations.
             TransportError: a peer was lost, stopped or too late.
         """
         operation = self._table.get(handle)
@@ -219,8 +226,21 @@ class Session:
             return None
         if not operation.done:
             self._requester.bring()
+            if self.size > 1 and not self._table.ends_within(operation, _BLOCKED_AFTER):
+                self._tell_blocked(operation)
         self._table.wait(operation)
         return operation.fetch()
+
+    def _tell_blocked(self, operation: Operation) -> None:
+        """Tell the coordinator that this rank can request nothing before an operation ends.
+
+        If all ranks are in that state nothing will ever end. A rank of several threads is never known to be.
+        """
+        with self._lock:
+            if self._why is not None or len(self._threads) > 1:
+                return
+            self._requester.note(Request(0, 0, _BLOCKED, (operation.handle,)))
+        self._requester.bring()
 
     def enlist(self, process_set: int) -> tuple[int, int]:
         """Return a new key for the steps of one optimizer. All ranks of the set enlist theirs in the same order."""

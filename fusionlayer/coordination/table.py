@@ -54,6 +54,11 @@ class OperationTable:
         """Return an operation whose result has not been fetched; None if there is none with this handle."""
         return self._unfetched.get(handle)
 
+    def ends_within(self, operation: Operation, seconds: float) -> bool:
+        """Wait so long for an operation; return whether it has ended."""
+        with self.changed:
+            return self.changed.wait_for(lambda: operation.done, seconds)
+
     def wait(self, operation: Operation) -> None:
         """Wait until an operation has ended. It counts as fetched from then on."""
         if not operation.done:

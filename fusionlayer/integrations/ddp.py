@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CommHook", "register"]
 
+# The hook of each model, and the arguments with which it was registered.
+_registered: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[object, ...], CommHook]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 def register(
     model: DistributedDataParallel,
@@ -46,6 +51,9 @@ def register(
     **codec_options: Unpack[CodecOptions],
 ) -> CommHook:
     """Send the gradients of ``model`` compressed over the ranks of its process group; call it before training.
+
+    DDP takes one hook for its life. A second call with the same arguments returns the hook that the model has, so a
+    callback may register at the beginning of every training.
 
     DDP chooses the buckets, except with ``autotune``. Background threads average each bucket while backward goes on. If
     that fails, ``backward()`` raises the error.
@@ -78,9 +86,20 @@ def register(
     Raises:
         ConfigError: ``model`` is not wrapped by DDP, or names and options are unknown or do not fit each other.
         PlanMismatch: ranks disagree on options.
+        UsageError: the model has a hook with other arguments, or one that was closed.
     """
+    asked = (codec, algorithm, error_feedback, feedback_bits, ahead, autotune, check_replicas, dict(codec_options))
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"ddp.register got {kind_of(model)}; wrap the model in DistributedDataParallel first")
+    if model in _registered:
+        before, hook = _registered[model]
+        if asked != before or hook.closed:
+            state = "was closed" if hook.closed else "has other arguments"
+            raise UsageError(
+                f"ddp.register on a model that has a hook, which {state}; DDP takes one hook for its life: wrap the "
+                "model in DistributedDataParallel again"
+            )
+        return hook
     given: Mapping[str, object] = codec_options
     refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan"} & given.keys())
     if refused:
@@ -142,6 +161,7 @@ def register(
     hook = CommHook(engine, names, template, replicas.check(engine.put) if transport.size > 1 else None, frozen)
     # DDP checks a hook's annotations and rejects postponed ones, so the hook is a function without annotations.
     model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+    _registered[model] = asked, hook
     return hook
 
 
@@ -206,6 +226,11 @@ class CommHook:
             if self._template is not None:
                 done()
         return future
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return not self._release.alive
 
     @property
     def fusion_plan(self) -> FusionPlan | None:

@@ -113,7 +113,8 @@ class Distributed(GradientReduction):
         else:
             if self._fl_state is StepState.SYNCHRONIZED:
                 warnings.warn(
-                    "step() after synchronize() does not reduce again; call it within skip_synchronize() to say so",
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
+                    "it does not reduce again; call it within skip_synchronize() to say so",
                     stacklevel=2,
                 )
             self._fl_synchronize()
@@ -158,6 +159,11 @@ class Distributed(GradientReduction):
         self._fl_count_anew()
         self._fl_forget_results()
         super().zero_grad(set_to_none)
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Names of the parameters whose gradients are reduced; scripts written for Horovod read it."""
+        return self._fl_names
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

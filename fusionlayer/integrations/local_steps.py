@@ -17,7 +17,7 @@ from .local import Local
 from .pace import Pace
 from .parameters import local_part
 
-__all__ = ["Flight", "LocalSteps"]
+__all__ = ["Flight", "LocalSteps", "beginning"]
 
 
 @dataclass
@@ -86,6 +86,7 @@ class LocalSteps:
         self.moved = False
         self.anchors: dict[Tensor, Tensor] = {}
         self.flights: list[Flight] = []
+        self._carried: dict[Tensor, Tensor] = {}  # outer momentum of parameters that have no anchor yet
         if self.pace is not None:
             self.pace.begin_anew()
         sync = self.sync
@@ -139,7 +140,8 @@ class LocalSteps:
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return copies of all that the next steps depend on; tensors by name. Waits for what is under way."""
-        momenta = {names[p]: self._outer.state.get(anchor, {}).get(_MOMENTUM) for p, anchor in self.anchors.items()}
+        momenta = {names[p]: kept for p, kept in self._carried.items()}
+        momenta |= {names[p]: self._outer.state.get(anchor, {}).get(_MOMENTUM) for p, anchor in self.anchors.items()}
         flights = []
         for flight in self.flights:
             taken = flight.take()
@@ -164,12 +166,10 @@ class LocalSteps:
         self.count, self.moved = saved["count"], saved["moved"]
         if self.pace is not None and saved.get("pace") is not None:
             self.pace.load_state_dict(saved["pace"])
+        self._carried = {named[name]: _like(named[name], x) for name, x in saved["momentum"].items() if name in named}
         for name, values in saved["anchors"].items():
             if name in named:
-                anchor = _like(named[name], values)
-                self._add(named[name], anchor)
-                if name in saved["momentum"]:
-                    self._outer.state[anchor][_MOMENTUM] = _like(named[name], saved["momentum"][name])
+                self._add(named[name], _like(named[name], values))
         for each in saved["under_way"]:
             parameters = {name: named[name] for name in each["averages"] if name in named}
             averages = {name: _like(p, each["averages"][name]) for name, p in parameters.items()}
@@ -180,10 +180,17 @@ class LocalSteps:
 
     def _add(self, parameter: Tensor, anchor: Tensor) -> None:
         self.anchors[parameter] = anchor
+        if parameter in self._carried:
+            self._outer.state[anchor][_MOMENTUM] = self._carried.pop(parameter)
         self._outer.param_groups[0]["params"].append(anchor)
 
     def _pairs(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return [self.anchors[p] for p in parameters], [local_part(p.detach()) for p in parameters]
+
+
+def beginning(momentum: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state of a round that is to begin, with the outer momentum of another one, by name."""
+    return {**LocalSteps(Local(every=1)).state_dict({}), "momentum": dict(momentum)}
 
 
 def compare(count: int | None, told: Sequence[float], transport: Transport) -> list[list[float]]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..codecs import Codec
 from ..errors import ConfigError, UsageError
+from .sends import Sent
 
 __all__ = ["OneBitAdam"]
 
@@ -28,6 +29,8 @@ class OneBitAdam(Optimizer):
     divides it by the square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
 
     Adam itself cannot have its gradients compressed so coarsely: the variance would be that of the codec's errors.
+
+    It sends its own by the hook ``SendsItsOwn``, which any other optimizer may have too.
 
     Both moments keep the bias correction of AdamW, that of the variance as it was when it was frozen. An element whose
     gradient was zero in all steps until then has no variance, and does not move any more.
@@ -80,6 +83,10 @@ class OneBitAdam(Optimizer):
         """Whether the variance is frozen, so that the next step sends momentum."""
         first = self.__dict__["param_groups"][0]
         return bool(first["steps"] >= first["freeze_step"])
+
+    def sends(self) -> Sent:
+        """Return that gradients travel by ``warmup_codec`` at first, and then momentum by the codec that was given."""
+        return ("momentum in place of gradients", None) if self.frozen else ("gradients", self.warmup_codec)
 
     @torch.no_grad()
     def exchanged(self, parameter: Tensor) -> Tensor:

@@ -34,10 +34,10 @@ from .enrolment import Roster
 from .local import Local, check_sync, state_tensors
 from .local_optimizer import LocallyStepping
 from .local_steps import LocalSteps
-from .onebit_adam import OneBitAdam
 from .parameters import describe, replicated_by
 from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
+from .sends import sent_by
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 
-# What the options of an optimizer's warm-up lack: these belong to the codec that comes after it.
-_OF_A_WARM_UP: Mapping[str, Any] = {
+# What options lack while an optimizer names a codec by itself: these belong to the codec that was given.
+_OF_ANOTHER_CODEC: Mapping[str, Any] = {
     "codec_options": {},
     "algorithm": None,
     "ahead": None,
@@ -219,9 +219,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
     def options_now() -> GradientOptions:
         mine = me()
-        if isinstance(mine, OneBitAdam) and not mine.frozen:
-            return replace(options, **_OF_A_WARM_UP, codec=mine.warmup_codec)
-        return options
+        sent = None if mine is None else sent_by(mine)
+        if sent is None or sent[1] is None:
+            return options
+        return replace(options, **_OF_ANOTHER_CODEC, codec=sent[1])
 
     def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
@@ -266,13 +267,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             plan_controller=planning.plan_controller,
         )
 
-    if isinstance(optimizer, OneBitAdam):
+    if sent_by(optimizer) is not None:
         if op is not Average or sync is not None or plan is not None or context.settings().plan is not None:
             raise ConfigError(
-                f"OneBitAdam with op={op.name.title()}, sync={sync} and plan={plan or context.settings().plan}; it "
-                "averages in each step, and its warm-up has another codec, which no plan says: leave all three out"
+                f"{type(optimizer).__name__} with op={op.name.title()}, sync={sync} and "
+                f"plan={plan or context.settings().plan}; it sends what it averages in each step, by codecs that it "
+                "names itself and no plan says: leave all three out"
             )
-        # What is used from freeze_step on is refused now if it is wrong.
+        # What is used when it names no codec is refused now if it is wrong.
         place = context.transport(group)
         make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
     engine, timeline = connect(names)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from .. import context
@@ -19,11 +19,11 @@ from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
 from .enrolment import Roster, what_changed
-from .onebit_adam import OneBitAdam
 from .overlap import ForwardOverlap
 from .parameters import local_part
 from .phases import StepPhases
 from .replicas import ReplicaCheck, Replicas
+from .sends import SendsItsOwn, sent_by
 from .sparse import ByName, SparseGradients
 
 __all__ = ["WITH_RESULTS", "GradientReduction", "StepState", "refuse_twice"]
@@ -46,8 +46,9 @@ class StepState(Enum):
     STEPPED = auto()
     """With ``overlap_forward``: ``step`` has returned, and the next forward updates parameters as results come."""
     UPDATING = auto()
-    """With ``overlap_forward``: one bucket is being updated, and ``param_groups`` holds only its parameters. Any state
-    may come before, and the same state comes back afterwards."""
+    """The wrapped optimizer's own code runs within a step, and reads ``param_groups`` as they are: it makes what it
+    sends, or, with ``overlap_forward``, updates one bucket, whose parameters alone ``param_groups`` then holds. Any
+    state may come before, and the same state comes back afterwards."""
 
 
 WITH_RESULTS = (StepState.REDUCED, StepState.SYNCHRONIZED)
@@ -89,8 +90,7 @@ class GradientReduction(Optimizer):
         self._fl_sparse: SparseGradients | None = None
         self._fl_step_synchronizes = True
         self._fl_release: Callable[[], object] = _nothing
-        self._fl_sends_momentum = isinstance(self, OneBitAdam)
-        self._fl_sent_momentum = isinstance(self, OneBitAdam) and self.frozen
+        self._fl_sent = sent_by(self)
         self._fl_overlap: ForwardOverlap | None = None
         self._fl_forward_of = overlap_forward
         self._fl_timeline = timeline
@@ -119,7 +119,7 @@ class GradientReduction(Optimizer):
         """Register the hooks by which the optimizer gets the gradients of parameters."""
         # The parameters live longer than the optimizer: their hooks must neither keep it alive nor outlive it.
         me = weakref.ref(self)
-        self._fl_hooks += [p.register_post_accumulate_grad_hook(partial(_take, me)) for p in parameters]
+        self._fl_hooks += [p.register_post_accumulate_grad_hook(partial(self._fl_take, me)) for p in parameters]
 
     def _fl_count_anew(self) -> None:
         """Begin to count backward passes: of all parameters with hooks, also of those that are frozen now."""
@@ -140,8 +140,15 @@ class GradientReduction(Optimizer):
 
     # ---- gradients: called by the hooks of parameters, on the thread that runs backward -----------------------------
 
-    def _fl_take(self, parameter: Tensor) -> None:
-        """Count a gradient that backward has just accumulated; in the last pass of a step, hand it over."""
+    @staticmethod
+    def _fl_take(optimizer: weakref.ref[GradientReduction], parameter: Tensor) -> None:
+        """Count a gradient that backward has just accumulated; in the last pass of a step, hand it over.
+
+        The hook of every parameter.
+        """
+        self = optimizer()
+        if self is None:
+            return  # it has ended
         engine = self._fl_engine
         assert engine is not None
         if engine.failure is not None:
@@ -177,9 +184,10 @@ class GradientReduction(Optimizer):
         groups = self.__dict__["param_groups"]
         if self._fl_roster.changed(groups):
             self._fl_enrol(engine, groups)
-        if isinstance(self, OneBitAdam) and self.frozen != self._fl_sent_momentum:
-            self._fl_sent_momentum = self.frozen
-            self._fl_plan_anew(engine, self._fl_names, "OneBitAdam now sends momentum in place of gradients")
+        if self._fl_sent is not None and (sent := sent_by(self)) != self._fl_sent:
+            assert sent is not None
+            self._fl_plan_anew(engine, self._fl_names, f"{type(self).__name__} now sends {sent[0]}")
+            self._fl_sent = sent
         self._fl_state = StepState.REDUCING
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
@@ -215,14 +223,22 @@ class GradientReduction(Optimizer):
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
         """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
-        if self._fl_sends_momentum:
-            cast(OneBitAdam, self).exchanged(parameter)
+        if self._fl_sent is not None:
+            self._fl_make_own(parameter)
         name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
         assert sparse is not None
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
             engine.submit(name, gradient)  # the fast path, which nearly all gradients take
         elif not sparse.take(name, parameter):
             engine.submit(name, local_part(sparse.dense(name, parameter)))
+
+    def _fl_make_own(self, parameter: Tensor) -> None:
+        """Let the wrapped optimizer put what it sends in the place of a gradient."""
+        state, self._fl_state = self._fl_state, StepState.UPDATING
+        try:
+            cast(SendsItsOwn, self).exchanged(parameter)
+        finally:
+            self._fl_state = state
 
     # ---- the end of a step: on the training thread, or on the thread of ``join`` that stands in for it --------------
 
@@ -250,8 +266,7 @@ class GradientReduction(Optimizer):
         engine.end_step()
         if self._fl_check is not None:
             self._fl_check.begin(present=False)
-        for index in sorted(engine.untaken):
-            engine.take(index)
+        engine.take_all()
         for wait in gathers.values():
             wait()
         if self._fl_check is not None:
@@ -269,10 +284,11 @@ class GradientReduction(Optimizer):
         self._fl_end_step(engine)
         if self._fl_overlap is not None:
             self._fl_overlap.deliver()
-        for index in sorted(engine.untaken):
-            engine.take(index)
+        engine.take_all()
         for parameter, wait in gathers.items():
             parameter.grad = wait()
+        if isinstance(self, SparseAdam):
+            sparse.make_sparse(self._fl_names)
         self._fl_state = StepState.REDUCED
         if self._fl_check is not None:
             self._fl_check.settle()
@@ -285,7 +301,7 @@ class GradientReduction(Optimizer):
             self._fl_overlap.flush()
         if self._fl_state is not StepState.REDUCING:
             self._fl_begin(engine)
-        self._fl_refuse_unreduced()
+        self._fl_roster.refuse_unreduced(self.__dict__["param_groups"])
         submitted = engine.pending
         new, self._fl_new = self._fl_new, []
         for parameter in new if sparse.gathered is None else ():
@@ -353,13 +369,6 @@ _live_lock = threading.Lock()
 
 def _nothing() -> None:
     """Release nothing: an optimizer in a job of one rank has no engine and no hooks."""
-
-
-def _take(optimizer: weakref.ref[GradientReduction], parameter: Tensor) -> None:
-    """Hand a gradient to the optimizer, if it still exists; the hook of every parameter."""
-    alive = optimizer()
-    if alive is not None:
-        alive._fl_take(parameter)
 
 
 def _release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:

@@ -1,4 +1,4 @@
-"""A copy of all weights on every rank, which quantised differences keep close to the owners' weights."""
+"""A copy of all weights on every rank, which differences keep close to the owners' weights, or equal to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Replica:
     """A copy of all weights, the same bits on every rank (SDP4Bit, section 3.1 and Algorithm 2).
 
     Whole weights travel once. After that, each rank sends its own weights minus the replica's, quantised. Every rank,
-    the sender too, adds what it decodes to its replica. What a message lost is in the next difference.
+    the sender too, adds what it decodes to its replica. What a message lost is in the next difference. With a
+    ``ChangeCodec`` nothing is lost, and the replica has the bits of all weights.
 
     Args:
         codec: of the differences.
@@ -87,7 +88,8 @@ class Replica:
                 self._own = torch.empty_like(mine)
             self._own.copy_(shard)
             self.version = version
-        main = shard.to(torch.float32, copy=True) if self.version != version else None
+        kind = shard.dtype if self._codec.lossless else torch.float32
+        main = shard.to(kind, copy=True) if self.version != version else None
         mine.copy_(self._own)
         if not self._whole:
             transport.all_gather(self._own.view(torch.uint8), rows.view(torch.uint8))

@@ -44,8 +44,8 @@ class ShardedOptimizer(Optimizer):
             becomes a view of one tensor for each group.
         optimizer_class: an optimizer that updates each element independently of others, as Adam and SGD do. It gets
             flat parts in f32.
-        weights: "raw"; "qwd" for int4 differences; "qw" or "qwz" for weights in int4 or int8; a codec; or "sdp4bit" or
-            "zero++", which set ``gradients`` too.
+        weights: "raw"; "delta" for differences that lose no bit; "qwd" for int4 differences; "qw" or "qwz" for weights
+            in int4 or int8; a codec; or "sdp4bit" or "zero++", which set ``gradients`` too.
         gradients: name or codec of the gradients; "tlq_hs" is a two-level codec.
         group: process group or transport; None means all ranks.
         check_replicas: compare the model's weights over ranks in the first step, and then a part of them in each, so
@@ -265,6 +265,8 @@ class _Part:
             self._own.copy_(self.main)
         elif weights.differences:
             main = self.main.detach()
+            if weights.codec.lossless:
+                main = main.to(self._replica.dtype)
             halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, differences=True)
         else:
             mine = self.main.to(self._replica.dtype)

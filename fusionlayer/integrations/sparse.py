@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,13 @@ class SparseGradients:
                 )
             parameter.grad = gradient = gradient.to_dense()
         return gradient
+
+    def make_sparse(self, parameters: Iterable[Tensor]) -> None:
+        """Turn gradients that were made dense into rows again, for an optimizer that takes no dense ones."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse and gradient.dim():
+                parameter.grad = gradient.to_sparse(1)
 
     @property
     def _can_leave_out(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import codecs
-from ..codecs import Codec
+from ..codecs import ChangeCodec, Codec
 from ..errors import ConfigError
 from ..functional import make_codec
 
@@ -26,7 +26,7 @@ class Weights:
         codec: of the messages.
         differences: whether messages hold the owner's weights minus the copy that every rank keeps. Ranks add them to
             their copies. What a message lost is in the next step's difference (SDP4Bit, section 3.1 and
-            Algorithm 2).
+            Algorithm 2). ``delta``, a ``ChangeCodec``, loses nothing.
     """
 
     codec: Codec
@@ -52,7 +52,7 @@ class Weights:
                 f"weights={codec}: sparse weights would be zeros, and other codecs that need error feedback lose too "
                 "much of each weight; expected 'qwd' or a dense codec"
             )
-        return cls(codec, differences=False)
+        return cls(codec, differences=isinstance(codec, ChangeCodec))
 
 
 def both_ways(

@@ -7,15 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from ..plan import FusionPlan
-from .cluster import Scenario
 from .codec_rules import FIDELITIES, LOCAL
 from .collective_phases import BETWEEN, Phase
-from .prediction import PlannedBucket, plan_costs, predict, predict_local_steps
-from .profile import Profile
 from .simulation import Compute, Load, run_local_steps
 
-__all__ = ["EveryChoice", "EveryRules", "EveryState", "choose_every", "divergence", "every_for", "smallest_every"]
+__all__ = ["EveryChoice", "EveryRules", "EveryState", "choose_every", "divergence", "smallest_every"]
 
 MOST = 256
 """Longest period that is chosen."""
@@ -70,36 +66,6 @@ def smallest_every(compute: float, seconds: Callable[[int], float], fidelity: st
             return EveryChoice(every, found, f"every={every}: {_step(found, compute)}{before}{limit}")
         before = f"; every={every}: {found * 1e3:.2f} ms"
         every *= 2
-
-
-def every_for(
-    profile: Profile, plan: FusionPlan, scenario: Scenario, fidelity: str, measured: bool = False
-) -> EveryChoice:
-    """Return the shortest period with which the network is no bottleneck for a plan.
-
-    With a period of one step gradients travel during backward. With a longer one differences of parameters travel after
-    its last step, and training waits for them.
-
-    Args:
-        profile: the costs, and the model.
-        plan: the buckets.
-        scenario: the cluster.
-        fidelity: as for ``smallest_every``.
-        measured: as for ``costs_of``.
-
-    Raises:
-        ConfigError: the plan is not for the profile's model, or the profile lacks costs.
-    """
-    costs = plan_costs(profile, plan, scenario, measured)
-    buckets = [PlannedBucket(bucket.names, cost) for bucket, cost in zip(plan.buckets, costs, strict=True)]
-
-    def seconds(every: int) -> float:
-        if every == 1:
-            return predict(profile.model, buckets).seconds
-        return predict_local_steps(profile, plan, scenario, every, measured=measured).seconds
-
-    model = profile.model
-    return smallest_every(model.forward + model.backward + model.optimizer, seconds, fidelity)
 
 
 def choose_every(

@@ -17,7 +17,7 @@ from .prediction import predict_plan
 from .profile import Profile
 from .simulation import Step
 
-__all__ = ["Selection", "choose_codecs", "select"]
+__all__ = ["Selection", "choose_codecs", "select", "ways"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,14 @@ class Selection:
     plan: FusionPlan
     prediction: Step
     verdict: str
+
+    def because(self, why: str) -> Selection:
+        """Return the same with another reason for each codec that "auto" chose."""
+        choices = {
+            tensor: replace(choice, reason=f"{choice.reason.partition(':')[0]}: {why}") if choice.auto else choice
+            for tensor, choice in self.choices.items()
+        }
+        return replace(self, choices=choices)
 
 
 def choose_codecs(
@@ -55,6 +63,36 @@ def choose_codecs(
 
     tensors = [tensor.info for tensor in profile.model.tensors]
     return {tensor.name: policy.choose(tensor, candidates, seconds) for tensor in tensors}
+
+
+def ways(
+    profile: Profile,
+    policy: CodecRules,
+    planner: Planner,
+    scenario: Scenario,
+    workers: int,
+    measured: bool = False,
+    tensors: Iterable[TensorInfo] = (),
+) -> tuple[Selection, dict[str, Selection]]:
+    """Return what may be chosen: the fastest codec for each tensor alone, and by name each one for all "auto" tensors.
+
+    Without an "auto" tensor there is no other way than the first. Arguments and errors are those of ``select``.
+    """
+    known = list(tensors)
+
+    def planned(choices: Mapping[str, CodecChoice]) -> Selection:
+        by_name = {name: choice.codec for name, choice in choices.items()}
+        plan = make_plan(profile, planner, by_name, scenario, workers, measured=measured, tensors=known)
+        return Selection(choices, plan, predict_plan(profile, plan, scenario, measured), verdict="")
+
+    alone = choose_codecs(profile, policy, scenario, workers, measured)
+    if not any(choice.auto for choice in alone.values()):
+        return planned(alone), {}
+    candidates = {name: codecs.get(name) for name in profile.codecs if codecs.knows(name)}
+    return planned(alone), {
+        name: planned({tensor: replace(c, codec=codec) if c.auto else c for tensor, c in alone.items()})
+        for name, codec in policy.allowed(candidates).items()
+    }
 
 
 def select(
@@ -85,37 +123,17 @@ def select(
     Raises:
         ConfigError: the profile lacks costs, or no rule fits a tensor.
     """
-
-    def planned(choices: Mapping[str, CodecChoice]) -> tuple[FusionPlan, Step]:
-        by_name = {name: choice.codec for name, choice in choices.items()}
-        plan = make_plan(profile, planner, by_name, scenario, workers, measured=measured, tensors=known)
-        return plan, predict_plan(profile, plan, scenario, measured)
-
-    known = list(tensors)
-    alone = choose_codecs(profile, policy, scenario, workers, measured)
-    if not any(choice.auto for choice in alone.values()):
-        return Selection(alone, *planned(alone), verdict="")
-    candidates = {name: codecs.get(name) for name in profile.codecs if codecs.knows(name)}
-    ways = {
-        name: {tensor: replace(choice, codec=codec) if choice.auto else choice for tensor, choice in alone.items()}
-        for name, codec in policy.allowed(candidates).items()
-    }
-    found = {name: planned(choices) for name, choices in ways.items()}
-    best = min(found, key=lambda name: (found[name][1].score, name))
-    mixed = planned(alone)
+    alone, found = ways(profile, policy, planner, scenario, workers, measured, tensors)
+    if not found:
+        return alone
+    best = min(found, key=lambda name: (found[name].prediction.score, name))
     verdict = "predicted step: " + ", ".join(
         [
-            f"the fastest codec for each tensor alone {mixed[1].seconds * 1e3:.2f} ms",
-            *(f"{name} for all {prediction.seconds * 1e3:.2f} ms" for name, (_, prediction) in found.items()),
+            f"the fastest codec for each tensor alone {alone.prediction.seconds * 1e3:.2f} ms",
+            *(f"{name} for all {way.prediction.seconds * 1e3:.2f} ms" for name, way in found.items()),
         ]
     )
-    if mixed[1].score <= found[best][1].score:
-        return Selection(alone, *mixed, verdict)
-    reason = f"auto, {policy.fidelity}: {best} for all is predicted to be fastest"
-    one = {
-        tensor: replace(choice, reason=f"rules[{policy.rule_for(info)[0]}]: {reason}") if choice.auto else choice
-        for (tensor, choice), info in zip(
-            ways[best].items(), (tensor.info for tensor in profile.model.tensors), strict=True
-        )
-    }
-    return Selection(one, *found[best], verdict)
+    if alone.prediction.score <= found[best].prediction.score:
+        return replace(alone, verdict=verdict)
+    one = found[best].because(f"auto, {policy.fidelity}: {best} for all is predicted to be fastest")
+    return replace(one, verdict=verdict)

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from ..clock import Clock
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..plan import FusionPlan
 from ..timeline import Timeline
 from .buffers import Buffer
+from .layout import Layout
 from .plan_controller import StepTimer
 from .worker import Job
 
-__all__ = ["Results", "Sent"]
+__all__ = ["Results"]
 
 
 class Sent(NamedTuple):
@@ -48,6 +49,27 @@ class Results:
         self.plan: FusionPlan | None = None
         self.bucket_of: Mapping[str, int] = {}
         self.watch: StepTimer | None = None
+
+    def keep(self, jobs: Mapping[int, Job], layout: Layout, plan: FusionPlan | None, step: int) -> None:
+        """Let the results of a step that ends wait to be taken.
+
+        Args:
+            jobs: of the buckets that were sent in it, by their numbers.
+            layout: their buffers.
+            plan: that of the step.
+            step: its number.
+        """
+        for index, job in jobs.items():
+            self.untaken[index] = Sent(job, layout.buffers[index], step)
+        self.plan, self.bucket_of = plan, layout.bucket_of
+
+    def refuse_another(self, plan: FusionPlan | None) -> None:
+        """Raise ``UsageError`` if the results that nobody has taken were sent under another plan than this one."""
+        if self.plan != plan:
+            raise UsageError(
+                f"the plan has changed, but bucket {min(self.untaken)} of the one before has not been taken; take what "
+                "is untaken, then end the step"
+            )
 
     def wait_for(self, index: int) -> Buffer | _Loaded:
         """Return what holds the results of a bucket, when they are there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
@@ -11,13 +11,15 @@ from torch import Tensor
 
 from ..clock import Clock
 from ..errors import again
+from ..plan import FusionPlan
 from ..timeline import Timeline
 from ..transport import Transport
 from ..transport._capture import refuse_capture
 from ..transport._clocks import measure_clock
-from .lane import Lane
+from .lane import Lane, put_first
 from .results import Results
 from .sending import Sender
+from .worker import Job
 
 __all__ = ["Traffic"]
 
@@ -30,47 +32,78 @@ class Traffic:
         device: of all gradients.
         timeline: record of the threads' work.
         clock: times the steps.
+        lanes: how many there are, equally many on all ranks; over NCCL one, whatever is asked for.
+        name: of the threads.
+        learns_order: time the buckets of some steps, for an order in which the next forward needs them.
+        release: called when a failure has ended all; it lets go of the gradients.
 
     Attributes:
         rank, size: this rank, and the number of ranks.
+        sender: sends buckets over the lanes.
+        results: of buckets that were sent, until they are taken.
         failure: the error that a step has failed with, or None. The lanes are then closed, and every call raises it.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, timeline: Timeline, clock: Clock) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        timeline: Timeline,
+        clock: Clock,
+        *,
+        lanes: int,
+        name: str,
+        learns_order: bool,
+        release: Callable[[], object],
+    ) -> None:
         self.rank = transport.rank
         self.size = transport.size
         self.failure: BaseException | None = None
         self._device = device
         self._timeline = timeline
-        self._clock = clock
-        self._timeline.time_by(clock)
-        self._arrived: dict[str, Tensor] = {}  # gradients of the present step
-        self._results = Results(clock, timeline)
-
-    def _open(self, transport: Transport, lanes: int, name: str, learns_order: bool) -> None:
-        """Make the lanes, as many on all ranks."""
-        if transport.only_queues(self._device):
+        self._release = release
+        timeline.time_by(clock)
+        if transport.only_queues(device):
             lanes = 1
         transport.agree("the number of lanes", lanes)
-        offset = measure_clock(transport, wanted=self._timeline.enabled)
+        offset = measure_clock(transport, wanted=timeline.enabled)
         if offset is not None:
-            self._timeline.note_clock(*offset, transport.size)
-        self._lanes = [Lane(transport, self._device, name)]
-        self._lanes += [Lane(transport.duplicate(), self._device, f"{name} {i}") for i in range(1, lanes)]
-        self._sender = Sender(self._lanes, self._clock, self._timeline, learns_order)
+            timeline.note_clock(*offset, transport.size)
+        self._lanes = [Lane(transport, device, name)]
+        self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
+        self.sender = Sender(self._lanes, clock, timeline, learns_order)
+        self.results = Results(clock, timeline)
 
-    @property
-    def untaken(self) -> frozenset[int]:
-        """Buckets of steps that have ended whose results nobody has taken yet."""
-        return frozenset(self._results.untaken)
+    def queue(self, work: Callable[[Transport], None]) -> Job:
+        """Queue ``work`` on the first lane; all ranks call it in the same place."""
+        return self._lanes[0].put(work)
 
-    def bucket_of(self, name: str) -> int:
-        """Return the number of the bucket in which a tensor travelled last."""
-        return self._results.bucket_of[name]
+    def queue_first(self, work: Callable[[Transport], None]) -> Job:
+        """Queue ``work`` on the first lane; no lane sends what is put later before it has ended well."""
+        return put_first(self._lanes, work)
+
+    def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
+        """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
+
+        All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
+        """
+        self.check()
+        try:
+            job = self.queue(work)
+        except BaseException as error:
+            self.fail(error)
+
+        def wait() -> None:
+            try:
+                job.wait()
+            except BaseException as error:
+                self.fail(error)
+
+        return wait
 
     def awaits(self, name: str) -> bool:
         """Return whether a tensor's last result has not been taken yet."""
-        return self._results.bucket_of.get(name) in self._results.untaken
+        return self.results.bucket_of.get(name) in self.results.untaken
 
     def take(self, index: int) -> dict[str, Tensor]:
         """Wait for a bucket of a step that has ended; return its results by name, each in its gradient's shape.
@@ -81,31 +114,35 @@ class Traffic:
             TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
         try:
-            holder = self._results.wait_for(index)
+            holder = self.results.wait_for(index)
         except BaseException as error:
-            self._fail(error)
-        del self._results.untaken[index]
+            self.fail(error)
+        del self.results.untaken[index]
         return holder.take()
 
-    def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
-        """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
+    def take_all(self) -> None:
+        """Wait for all results that nobody has taken, where they replace the gradients; raise as ``take`` does."""
+        for index in sorted(self.results.untaken):
+            self.take(index)
 
-        All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
-        """
-        if self.failure is not None:
-            raise again(self.failure)
+    def save(self) -> dict[str, Tensor]:
+        """Wait for the results that nobody has taken, and return copies by name; they stay to be taken."""
         try:
-            job = self._lanes[0].put(work)
+            return self.results.save()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
 
-        def wait() -> None:
-            try:
-                job.wait()
-            except BaseException as error:
-                self._fail(error)
+    def load(self, saved: Mapping[str, Tensor], plan: FusionPlan | None, step: int) -> None:
+        """Let ``saved`` results of ``step`` wait to be taken, as buckets of ``plan``, in place of those there are.
 
-        return wait
+        Raises:
+            ConfigError: they are not all results of whole buckets of the plan.
+        """
+        try:
+            self.results.settle()
+        except BaseException as error:
+            self.fail(error)
+        self.results.load(saved, plan, step, self._device)
 
     def drain(self) -> None:
         """Wait until the device has done all messages of the steps that have ended.
@@ -116,12 +153,12 @@ class Traffic:
         Raises:
             FusionLayerError: a step has failed; what it was to change is worthless.
         """
-        self._check_sound("what steps have queued is waited for")
+        self.check("what steps have queued is waited for")
         try:
             for lane in self._lanes:
                 lane.drain()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
 
     def close(self) -> None:
         """Let the buckets that were sent end, on the device too, then the threads, and close the transports.
@@ -133,7 +170,7 @@ class Traffic:
             UsageError: a CUDA graph is captured. The engine is closed in both cases.
         """
         # Other ranks wait for this rank's share of these buckets, so they travel even if nobody here takes them.
-        for sent in self._results.untaken.values():
+        for sent in self.results.untaken.values():
             with suppress(Exception):
                 sent.job.wait()
         try:
@@ -148,23 +185,23 @@ class Traffic:
             lane.close()
         self._timeline.close()
 
-    def _check_sound(self, what: str) -> None:
+    def check(self, what: str | None = None) -> None:
         """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""
         if self.failure is not None:
             raise again(self.failure)
-        if self._device.type == "cuda":
+        if what is not None and self._device.type == "cuda":
             refuse_capture(what)
 
-    def _fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: BaseException) -> NoReturn:
         """Release the gradients, close the transports and raise the first cause."""
         # Peers are out of step with this rank now, so nothing may be sent any more. Results are waited for in the order
         # of the plan, but lanes fail in any order: an early bucket may have failed because a later one did.
-        first = self._sender.cause
+        first = self.sender.cause
         cause = error if first is None or not isinstance(error, Exception) else again(first)
         self.failure = again(cause).with_traceback(None)
         self.give_up()
-        self._arrived.clear()
-        self._results.untaken.clear()
+        self._release()
+        self.results.untaken.clear()
         if cause is error:
             raise error
         raise cause from error

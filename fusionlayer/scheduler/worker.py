@@ -75,6 +75,9 @@ class Jobs:
 
     Args:
         name: for messages.
+
+    Attributes:
+        error: of the first job that has failed; None: none has.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,7 +86,7 @@ class Jobs:
         self._generation = forks.generation()
         self.error: BaseException | None = None
         # An attribute and not a method: a queue's own ``put`` can take its place, without a call in between.
-        self._accept: Callable[[Job], object] = self._take
+        self._accept: Callable[[Job], object] = self.run
 
     def put(self, work: Callable[[], None], abandoned: Callable[[], None] | None = None) -> Job:
         """Run ``work`` in its turn and return its job; ``abandoned`` is called if the work fails or never begins.
@@ -104,7 +107,8 @@ class Jobs:
         """Take no more jobs. A second call does nothing."""
         self._closed = True
 
-    def _take(self, job: Job) -> None:
+    def run(self, job: Job) -> None:
+        """Run a job on the calling thread, out of turn; it fails if an earlier job has failed. No other job may run."""
         job.run(self.error)
         self.error = self.error or job.error
         # After the error is kept: a thread that has waited for this job must not be able to put another one.
@@ -114,6 +118,8 @@ class Jobs:
 class Worker(Jobs):
     """Jobs on a daemon thread, which runs them in the order in which they were put, by any thread.
 
+    The first job starts the thread. Nobody else puts a job meanwhile.
+
     Args:
         name: of the thread.
     """
@@ -122,9 +128,8 @@ class Worker(Jobs):
         super().__init__(name)
         # The only state that callers and the thread both change: it needs no lock of ours. None ends the thread.
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._accept = self._queue.put
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        self._accept = self._begin
 
     @property
     def is_here(self) -> bool:
@@ -132,8 +137,9 @@ class Worker(Jobs):
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
-        """Wait until the thread has ended; call ``close`` before."""
-        self._thread.join()
+        """Wait until the thread has ended, if it ever began; call ``close`` before."""
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def close(self) -> None:
         """Let queued jobs end, then the thread; do not wait for that. A second call does nothing."""
@@ -141,6 +147,11 @@ class Worker(Jobs):
             self._closed = True
             self._queue.put(None)
 
+    def _begin(self, job: Job) -> None:
+        self._accept = self._queue.put
+        self._thread.start()
+        self._queue.put(job)
+
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._take(job)
+            self.run(job)

@@ -388,6 +388,8 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin ``alltoall``; ``synchronize`` returns the tensor and how many rows came from each rank."""
+    if isinstance(splits, Tensor) and (splits.is_floating_point() or splits.is_complex()):
+        raise ConfigError(f"alltoall with splits of {splits.dtype}; expected whole numbers of rows")
     size = process_set.size() or 1
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [rows // size] * size if splits is None else [int(n) for n in splits]

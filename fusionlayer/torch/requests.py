@@ -44,6 +44,10 @@ Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 
+class _Unsupported(ConfigError, NotImplementedError):
+    """What Adasum cannot do. Horovod raises a ``RuntimeError``, of which ``NotImplementedError`` is one kind."""
+
+
 class ReduceOp(enum.IntEnum):
     """How a reduction combines the values of all ranks."""
 
@@ -140,7 +144,7 @@ class Reduction:
     def begin_reducescatter(self) -> int:
         """Ask for the reducescatter; return the handle."""
         if self.op is ReduceOp.Adasum:
-            raise ConfigError("reducescatter with op=Adasum; Adasum needs whole tensors: use allreduce")
+            raise _Unsupported("reducescatter with op=Adasum; Adasum needs whole tensors: use allreduce")
         if not all(tensor.dim() for tensor in self.tensors):
             raise ConfigError("reducescatter of a scalar; give a tensor with a first dimension to be cut")
         return self._submit("reducescatter", self.op.name, deliver=self.deliver)
@@ -155,7 +159,7 @@ class Reduction:
         size = session().size
         everyone = number_of(self.process_set) == number_of(global_process_set)
         if not everyone or size & (size - 1) or self.codec is not None:
-            raise ConfigError(
+            raise _Unsupported(
                 f"op=Adasum over {size} ranks of {self.process_set}; it needs all ranks, a number of ranks that is "
                 "a power of two, and no codec: use Average"
             )

@@ -82,6 +82,7 @@ class C10dTransport(LinkedTransport):
         node: str | None = None,
         checksum: bool | None = None,
         nccl: bool = False,
+        place: tuple[dist.Store, int] | None = None,
     ) -> C10dTransport:
         """Return a transport over ranks of the default group. Any thread may make it at any time.
 
@@ -96,14 +97,17 @@ class C10dTransport(LinkedTransport):
             node: as for the constructor.
             checksum: as for the constructor.
             nccl: whether CUDA tensors travel by NCCL.
+            place: the store by which the ranks find each other, and this process's rank; None: those of the default
+                group.
 
         Raises:
             TransportError: not all ranks came in time.
         """
+        store, rank = place or (dist.distributed_c10d._get_default_store(), dist.get_rank())
         rendezvous = _GroupRendezvous(
-            store=dist.distributed_c10d._get_default_store(),
+            store=store,
             name=f"fusionlayer/{name}",
-            rank=ranks.index(dist.get_rank()),
+            rank=ranks.index(rank),
             size=len(ranks),
             store_rank=_store_rank(ranks),
             nccl=nccl,

@@ -76,15 +76,18 @@ def test_a_missing_wait_between_streams_is_found(gpu: Gpu, monkeypatch: pytest.M
     assert calls(gpu, True)[1]
 
 
-def test_after_a_failure_no_call_runs(gpu: Gpu) -> None:
+@pytest.mark.parametrize("second", ["cpu", "cuda"])
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+def test_after_a_failure_no_call_runs(gpu: Gpu, first: str, second: str) -> None:
+    """Calls of CPU tensors run on the queue's thread, those of CUDA tensors on this one; the failure is of both."""
     queue = CallQueue("g", lambda: Echo(gpu, True), at_once=True)
-    x = torch.empty(3, device=DEVICE)
+    tensors = {"cpu": torch.empty(3), "cuda": torch.empty(3, device=DEVICE)}
 
     def broken(transport: Transport) -> None:
         raise ValueError("broken")
 
-    for call in (broken, lambda transport: pytest.fail("a call ran after a failure")):
-        failed = queue.submit("a sum", call, [x])
-        with pytest.raises(ValueError, match="broken"):
-            failed.wait()
+    with pytest.raises(ValueError, match="broken"):
+        queue.submit("a sum", broken, [tensors[first]]).wait()
+    with pytest.raises(ValueError, match="broken"):
+        queue.submit("a sum", lambda transport: pytest.fail("a call ran after a failure"), [tensors[second]]).wait()
     queue.close(wait=False)

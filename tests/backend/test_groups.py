@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _dist2
 
 from fusionlayer import backend
 from fusionlayer.backend import calls
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.medium
 
 INT8 = {"min_bytes": 0, "rules": [{"codec": "int8"}]}
 FEW = timedelta(seconds=20)
+CPU = torch.device("cpu")
 
 
 def numbers(rank: int, numel: int = 2000) -> Tensor:
@@ -109,7 +111,22 @@ def configured(rank: int, world: int, folder: str) -> None:
     os.environ["FUSIONLAYER_CONFIG"] = str(path)
     path.write_text("checksum: true\nbackend: {min_bytes: 0, rules: [{codec: int8}]}\n")
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("cpu:fusionlayer", store=store, rank=rank, world_size=world, timeout=FEW)
+    lone = CompressingGroup(
+        dist.PrefixStore("lone", store), rank, range(world), FEW, backend.Policy.of({**INT8, "min_bytes": 4})
+    )
+    unknown = _dist2._BACKENDS["fusionlayer"](dist.PrefixStore("second", store), rank, world, FEW, CPU, **INT8)
+    part = lone.split_group(range(world))
+    options = dist.ProcessGroupGloo._Options()
+    options._threads = 3
+    dist.init_process_group(
+        "cpu:fusionlayer", store=store, rank=rank, world_size=world, timeout=FEW, pg_options=options
+    )
+    assert dist.group.WORLD.options._threads == 3 and dist.group.WORLD.options._timeout == FEW
+    for alone in (lone, part, unknown):  # torch does not know of these groups
+        x = numbers(rank)
+        alone.allreduce([x]).wait()
+        assert near(x, total(world))
+        alone.shutdown()
     x = numbers(rank)
     dist.all_reduce(x)
     assert near(x, total(world))

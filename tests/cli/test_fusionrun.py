@@ -209,6 +209,51 @@ def test_flags_are_variables_that_the_job_reads() -> None:
     assert (settings.codec, settings.autotune, settings.autotune_options) == ("int4", True, {"log": "a.csv"})
 
 
+# Each flag of horovodrun, with values where it takes some.
+HOROVODRUN = """
+-v --version -np=2 --num-proc=2 -cb --check-build --disable-cache --start-timeout=9 --network-interface=lo
+--network-interfaces=lo --output-filename=out --verbose --config-file=x.yaml -p=22 --ssh-port=22 -i=key
+--ssh-identity-file=key --fusion-threshold-mb=1 --cycle-time-ms=1 --cache-capacity=9 --hierarchical-allreduce
+--no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce
+--no-torus-allreduce --autotune --no-autotune --autotune-log-file=a.csv --autotune-warmup-samples=1
+--autotune-steps-per-sample=1 --autotune-bayes-opt-max-samples=1 --autotune-gaussian-process-noise=0.1
+--min-np=1 --min-num-proc=1 --max-np=3 --max-num-proc=3 --slots-per-host=1 --elastic-timeout=9 --reset-limit=1
+--blacklist-cooldown-range=1=2 --timeline-filename=t.json --timeline-mark-cycles --no-timeline-mark-cycles
+--no-stall-check --stall-check --stall-check-warning-time-seconds=9 --stall-check-shutdown-time-seconds=9
+--mpi-threads-disable --no-mpi-threads-disable --mpi-args=x --tcp --binding-args=x --num-nccl-streams=1
+--thread-affinity=1 --gloo-timeout-seconds=9 --log-level=INFO --log-with-timestamp --log-without-timestamp
+-prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H=localhost:2
+--hosts=localhost:2 -hostfile=hosts --hostfile=hosts --host-discovery-script=x.sh --gloo --mpi --jsrun
+"""
+
+
+@pytest.mark.short
+def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = set()
+    flags = HOROVODRUN.split()
+    for text in flags:
+        flag, *values = text.split("=")
+        try:
+            options = fusionrun._parse(["-np", "2", flag, *values, "train", "--mpi"])
+        except SystemExit as ended:
+            assert flag in ("-v", "--version") and ended.code == 0, capsys.readouterr().err
+        except ConfigError as error:
+            assert str(error).startswith(f"{flag} means nothing here: ")
+            refused.add(flag)
+        else:
+            assert options.command == ["train", "--mpi"]
+    assert len(flags) == 71 and len(refused) == 25
+    (agent,) = fusionrun.plan(
+        fusionrun._parse(["-np", "2", "--no-autotune", "--stall-check", "--elastic-timeout", "9", "true"]), {}
+    )
+    assert agent.environment == {
+        "HOROVOD_AUTOTUNE": "0",
+        "FUSIONLAYER_AUTOTUNE": "0",
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+        "HOROVOD_ELASTIC_TIMEOUT": "9",
+    }
+
+
 @pytest.mark.short
 @pytest.mark.parametrize(
     ("flags", "words"),
@@ -219,7 +264,7 @@ def test_flags_are_variables_that_the_job_reads() -> None:
         ("-np 2 --mpi true", "start with 'mpirun -n N"),
         ("-np 2 --host-discovery-script x.sh true", "torchrun is told of hosts by whoever starts an agent"),
         ("-np 2 --config-file x.yaml true", "the file that FUSIONLAYER_CONFIG names"),
-        ("-np 2 --disable-cache true", "--disable-cache means nothing here"),
+        ("-np 2 --blacklist-cooldown-range 1 2 true", "none is excluded; leave it out"),
         ("-np 2 -H a:2 --hostfile b true", "both name hosts"),
         ("-np 2 --min-np 3 true", "--min-np 3, -np 2, --max-np 2; expected them in this order"),
         ("-np 2 --min-np 1 -H a:1,b:2 true", "equally many slots on all hosts of an elastic job; given a:1, b:2"),

@@ -21,6 +21,8 @@ from tests.planning.profiles import write_example
 from tests.planning.test_zipped_costs import ZIP
 from tests.tiers import exhaustive
 
+PLANNING = (ROOT / "docs" / "planning.md").read_text()
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -279,12 +281,40 @@ class TestPolicy:
         assert main([*arguments, "--fidelity", "local"]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert FusionPlan.from_yaml(out) == always
-        (every,) = map(int, re.findall(r"Local steps: sync=fusionlayer.Local\(every=(\d+)\). every=\1: a mean", told))
-        assert every > 1 and f"; every={every // 2}: " in told
+        (every,) = map(int, re.findall(r"Local steps: plan=\S+ sync=fusionlayer\.Local\.\w+\(every=(\d+)", told))
+        assert every > 1 and "More often would take longer: " in told and "was not measured" in told
         always.staggered(30).to_yaml(out)
         assert main(["explain", str(out), *network]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert "29, 59, .." in told and "times are those of a step in which all of them leave" in told
+
+    def test_a_loss_budget_takes_what_was_measured(
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And the output fits 80 columns."""
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.chdir(tmp_path)
+        (example,) = re.findall(r"^```yaml\n(- \{codec: int4.*?)^```$", PLANNING, re.MULTILINE | re.DOTALL)
+        Path("losses.yaml").write_text(example)
+        arguments = ["plan", "--profile", str(path), "--rate", "100mbit", "--workers", "4"]
+        arguments += ["-o", "plan.yaml", "--planner", "wfbp"]
+        local = [*arguments, "--codec", "auto", "--fidelity", "local"]
+        for options, told in [
+            (["--loss-budget", "2"], "No local steps: "),
+            (["--loss-budget", "2", "--losses", "losses.yaml"], "sync=fusionlayer.Local.averaging(every=4)"),
+            (["--loss-budget", "4", "--losses", "losses.yaml"], "sync=fusionlayer.Local.streaming()"),
+        ]:
+            assert main([*local, *options]) == 0
+            output = capsys.readouterr().out
+            assert told in output
+            assert max(map(len, output.splitlines())) <= 80, output
+        for wrong, error in [
+            ([*arguments, "--codec", "int4", "--loss-budget", "2"], "are for --codec auto --fidelity local"),
+            ([*local, "--loss-budget", "-1"], "--loss-budget -1; expected percent of the loss, at least 0"),
+            ([*local, "--losses", "none.yaml"], "losses none.yaml cannot be read"),
+        ]:
+            assert main(wrong) == 1
+            assert error in capsys.readouterr().err
 
     @pytest.mark.parametrize("arguments", [["--algorithm", "gather"], ["--no-ahead"]])
     def test_auto_chooses_the_way_too(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests.synthetic import awkward
 from tests.tiers import tiered
 
 from .conformance import DTYPES, as_bits, blank, encoded, rows
+from .test_delta import applied, change, moved
 from .variants import every, is_variant_of_few_bits, repeats
 
 
@@ -85,6 +87,21 @@ def test_every_number_of_threads_makes_the_same_bytes(codec: Codec, restored: No
             native.set_threads(threads)
             made.append(everything(codec.bare, 100_001, torch.float32))
     assert all(map(torch.equal, *made))
+
+
+@pytest.mark.short
+def test_changes_since_a_base_have_the_same_bytes(restored: None) -> None:
+    for dtype in DTYPES:
+        base = awkward(5 * 16384 + 77, 32, dtype)
+        for share, reach in ((0.02, 1), (0.5, 3), (1, 100)):
+            x = moved(base, share, reach)
+            payload = change(x, base)
+            for isa, threads in itertools.product(available(), (1, 3)):
+                native.select_isa(isa)
+                native.set_threads(threads)
+                with all_cores():
+                    assert torch.equal(change(x, base), payload), isa
+                    assert torch.equal(as_bits(applied(payload, base)), as_bits(x)), (isa, threads)
 
 
 @pytest.mark.short

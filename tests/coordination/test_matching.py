@@ -82,6 +82,29 @@ def test_ranks_that_have_left_or_joined() -> None:
     assert matcher.first_loss == Reason("rank 2 is lost", (2,))
 
 
+def test_ranks_that_wait_for_each_other_are_told_so_once_none_can_go_on() -> None:
+    def blocked(handle: int) -> list[Request]:
+        return [Request(0, 0, Signature("blocked"), (handle,))]
+
+    matcher = Matcher(3, fusion_bytes=0)
+    for rank in range(3):
+        matcher.take(rank, [Request(1, "a", SUM)])
+    matcher.take(0, blocked(1))  # it is done by now
+    matcher.take(1, [Request(2, "x", SUM), *blocked(2)])
+    matcher.take(2, [Request(2, 0, Signature("join"))])
+    assert [each[1].code for each in responses(matcher) if 1 in each] == ["joined", "execute"]
+    matcher.take(0, [Request(3, "y", SUM)])
+    assert responses(matcher) == [], "rank 0 may ask for x yet"
+    matcher.take(0, blocked(3))
+    failed = {rank: each for found in responses(matcher) for rank, each in found.items()}
+    assert {rank: (each.code, each.items[0].handle) for rank, each in failed.items()} == {
+        0: ("fail", 3),
+        1: ("fail", 2),
+    }
+    told = "wait for each other: rank 0 in allreduce 'y', rank 1 in allreduce 'x', rank 2 in join; make the same calls"
+    assert all(told in each.why.text for each in failed.values())
+
+
 def test_stalls_say_who_is_missing() -> None:
     matcher = Matcher(3, fusion_bytes=0)
     matcher.take(1, [Request(1, "x", SUM)])

@@ -309,10 +309,15 @@ def check_refusals(rank: int, world: int) -> None:
         loss_of(model, rank, 0).backward()
 
     model, hook = make_ddp("raw")
+    assert fl.ddp.register(model, "raw") is hook, "a callback registers in each training"
+    with pytest.raises(fl.UsageError, match="has a hook, which has other arguments"):
+        fl.ddp.register(model, "int8")
     loss_of(model, rank, 0).backward()
     hook.close()
     with pytest.raises(fl.FusionLayerError, match="closed"):
         loss_of(model, rank, 1).backward()
+    with pytest.raises(fl.UsageError, match="has a hook, which was closed; DDP takes one hook for its life"):
+        fl.ddp.register(model, "raw")
 
     plain = make_model()
     plain[0].bias.requires_grad_(False)

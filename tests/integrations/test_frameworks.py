@@ -76,6 +76,9 @@ def frameworks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     names = {"model": Regression(), "data": data, "arguments": arguments, "fl": fl}
     exec(TRAINER, names)
     (callback,) = [each for each in names["trainer"].callback_handler.callbacks if type(each).__name__ == "Compress"]
+    hook = callback.hook
+    names["trainer"].train()
+    assert callback.hook is hook, "a second training reuses the hook"
     results["trainer"] = (parameters(names["model"]), len(callback.hook.state_dict()["residuals"]))
     callback.hook.close()
     del names

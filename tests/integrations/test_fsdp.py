@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import signal
 from collections.abc import Callable, Iterable
@@ -173,6 +174,42 @@ def hold_lossless(rank: int, world: int, policy: str, steps: int) -> None:
 )
 def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
     run_ranks(hold_lossless, world, policy, steps, timeout=130)
+
+
+def digest(model: nn.Module) -> Tensor:
+    """Return what tells apart this rank's shards: it is compared over steps, not printed."""
+    data = b"".join(p.to_local().detach().numpy().tobytes() for p in model.parameters())  # type: ignore[attr-defined]
+    return torch.tensor(list(hashlib.sha256(data).digest()), dtype=torch.uint8)
+
+
+def hold_changes(rank: int, world: int, policy: str, steps: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    found: list[list[Tensor]] = []
+    sent: list[int] = []
+    for by in (None, "delta"):
+        model = sharded(mesh, policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        compression = fl.fsdp.compress(model, by, None) if by else None
+        trace = []
+        for step in range(steps):
+            before = compression.bytes_sent if compression else 0
+            trace += [*train(model, optimizer, [step]), digest(model)]
+            sent += [compression.bytes_sent - before] if compression else []
+        found.append(trace)
+    assert same(*found), "the losses and the weights of torch's own, to the bit, in every step"
+    whole = elements(model) * (4 if policy == "f32" else 2) / world * (world - 1)
+    assert sent[0] >= whole, "whole weights travel once"
+    if policy == "bf16":
+        assert max(sent[1:]) < whole / 4, "then what has changed, once in each step"
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "world, policy, steps",
+    tiered([(2, "bf16", 6), *product([2, 4], ["f32", "bf16"], [200])], lambda world, policy, steps: steps == 6),
+)
+def test_changes_of_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
+    run_ranks(hold_changes, world, policy, steps, timeout=130)
 
 
 def hold_lossless_gradients(rank: int, world: int, policy: str) -> None:

@@ -201,7 +201,7 @@ CONFIGURED = """
 engine = optimizer._fl_engine
 assert len(engine.plan.buckets) == 2, engine.plan
 assert {(b.codec, b.options["bits"], b.algorithm) for b in engine.plan.buckets} == {("int", 4, "one_shot")}
-transport = engine._lanes[0].transport
+transport = engine._traffic._lanes[0].transport
 assert transport._checked == {1 - fl.rank()} and transport.timeout == 33
 other = torch.nn.Linear(3, 3)
 second = fl.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), codec="raw", planner="horovod")
@@ -384,7 +384,8 @@ def test_one_process_needs_no_launcher() -> None:
 @pytest.mark.medium
 def test_group_that_exists_already_is_used_and_left() -> None:
     script = TRAIN + AGAIN + "torch.distributed.barrier()\n"
-    printed = run_ranks(run_script, 2, script, [environment("torchrun", rank, 2) for rank in range(2)], timeout=50)
+    environments = [environment("torchrun", 0, 2), environment("torchrun", None, 2, 1)]  # the second as Lightning's
+    printed = run_ranks(run_script, 2, script, environments, timeout=50)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
 
 

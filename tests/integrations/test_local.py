@@ -18,7 +18,7 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.codecs import variants
-from tests.integrations.training import CLASSES, fill, loss_of, make_model, train, weights
+from tests.integrations.training import CLASSES, FEATURES, fill, loss_of, make_model, train, weights
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
@@ -254,6 +254,76 @@ def test_resumed_training_equals_uninterrupted_training_bit_by_bit(codec: str) -
         assert torch.equal(weights(model), uninterrupted)
 
     local.run(rank_main, 2)
+
+
+def matrices() -> nn.Sequential:
+    """A model without biases: ``torch.optim.Muon`` takes matrices alone."""
+    model = nn.Sequential(nn.Linear(FEATURES, 40, bias=False), nn.Tanh(), nn.Linear(40, CLASSES, bias=False))
+    fill(model)
+    return model
+
+
+TRAINED: dict[str, tuple[fl.Local, Any, dict[str, Any]]] = {
+    "streaming": (fl.Local.streaming(every=4, fragments=2, delay=2), adamw, {"codec": "int4", "error_feedback": True}),
+    "muloco": (fl.Local.muloco(every=4), lambda p: torch.optim.Muon(p, lr=0.05), {}),
+    "sparseloco": (fl.Local.sparseloco(every=4, codec_options={"density": 0.25}), adamw, {}),
+    "desloc": (fl.Local.desloc(every=4, states={"exp_avg": 1, "exp_avg_sq": 2}), adamw, {"codec": "int8"}),
+}
+
+
+@pytest.mark.parametrize("preset", TRAINED)
+def test_presets_learn_and_go_on_from_the_middle_of_a_round(preset: str) -> None:
+    """Loss falls; replicas are equal after each sync; error feedback is kept and resumed; a NaN of one reaches all."""
+    sync, make, options = TRAINED[preset]
+
+    def rank_main(rank: int) -> tuple[list[Tensor], float, float]:
+        def pair() -> tuple[nn.Module, Any]:
+            model = matrices()
+            return model, fl.DistributedOptimizer(make(model.parameters()), model, sync=sync, **options)
+
+        def loss() -> float:
+            with optimizer.anchored(), torch.no_grad():
+                return sum(loss_of(model, of, step).item() for of in range(3) for step in range(2))
+
+        def go_on(steps: Iterable[int]) -> None:
+            for step in steps:
+                train(model, optimizer, rank, [step % 2])
+                with optimizer.anchored():
+                    anchors.append(weights(model))
+
+        anchors: list[Tensor] = []
+        model, optimizer = pair()
+        before = loss()
+        go_on(range(22))
+        checkpoint = saved(model, optimizer)
+        held = optimizer.state_dict()["fusionlayer"]
+        assert any(map(Tensor.any, held["residuals"].values())), "what codecs have lost is kept"
+        assert held["local"]["count"] == 2, "in the middle of a round"
+        go_on(range(22, 40))
+        optimizer.synchronize()
+        anchors.append(weights(model))
+        after = loss()
+
+        optimizer.close()
+        model, optimizer = pair()
+        load(checkpoint, model, optimizer)
+        go_on(range(22, 40))
+        optimizer.synchronize()
+        assert torch.equal(weights(model), anchors[40]), "resumed training is uninterrupted training"
+
+        if rank == 1:
+            with torch.no_grad():
+                model[0].weight[0, 0] = float("nan")
+        train(model, optimizer, rank, [0])
+        optimizer.synchronize()
+        assert weights(model).isnan().any(), "a NaN of one rank reaches all"
+        return anchors, before, after
+
+    found = local.run(rank_main, 3, timeout=60)
+    for results in zip(*(anchors for anchors, _, _ in found), strict=True):
+        same(list(results))
+    for _, before, after in found:
+        assert after < 0.8 * before
 
 
 def test_error_feedback_decays_before_each_sync() -> None:
@@ -646,7 +716,7 @@ def test_the_code_of_the_page_trains() -> None:
             return y.square().mean()
 
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
-    averaging, diloco, streaming, overlapped, auto, loop = re.findall(
+    averaging, diloco, streaming, overlapped, auto, loop, _ = re.findall(
         r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
     )
 

@@ -242,7 +242,7 @@ def test_step_after_synchronize_warns_and_does_not_reduce_twice() -> None:
         optimizer.step()
         assert optimizer._fl_engine.step == 2
 
-    with pytest.warns(UserWarning, match=r"step\(\) after synchronize\(\) does not reduce again") as caught:
+    with pytest.warns(UserWarning, match=r"step\(\) called without optimizer\.skip_synchronize\(\)") as caught:
         local.run(rank_main, 2)
     assert {warning.filename for warning in caught} == {__file__}
 
@@ -351,7 +351,7 @@ def test_dropped_optimizer_takes_its_hooks_and_thread_along() -> None:
         model = make_model()
         optimizer = wrap(model)
         train(model, optimizer, rank, range(1))
-        threads.append(optimizer._fl_engine._lanes[0]._worker._thread)
+        threads.append(optimizer._fl_engine._traffic._lanes[0]._worker._thread)
         fl.transport.local.current().barrier()
         del optimizer
         gc.collect()

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import fusionlayer as fl
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_results import CODECS, plan_of, sgd
 from tests.integrations.training import loss_of, make_model, reference, train, weights
-from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
@@ -116,45 +114,6 @@ def test_sharded_parameters_are_refused() -> None:
     for message in run_ranks(check_fsdp, 2, timeout=50):
         assert "'0.weight' is sharded by FSDP" in message
         assert "fusionlayer.fsdp.compress(model)" in message
-
-
-def check_nodes(rank: int, world: int) -> None:
-    """Nodes of two ranks average gradients in each step, by FSDP2 or DDP, and sync every two steps with the others."""
-    mesh = dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("nodes", "ranks"))
-    nodes = [make_model() for _ in range(world // 2)]
-    optimizers = [sgd(model.parameters()) for model in nodes]
-    for step in range(4):
-        for number, (model, plain) in enumerate(zip(nodes, optimizers, strict=True)):
-            plain.zero_grad()
-            for member in (2 * number, 2 * number + 1):
-                (loss_of(model, member, step) / 2).backward()
-            plain.step()
-        if step % 2:
-            average = torch.stack([weights(model) for model in nodes]).mean(0)
-            for model in nodes:
-                nn.utils.vector_to_parameters(average.clone(), model.parameters())
-    for sharded in (True, False):
-        network = model = make_model()
-        if sharded:
-            fully_shard(model, mesh=mesh["ranks"])
-        else:
-            model = DistributedDataParallel(network, process_group=mesh["ranks"].get_group())
-        optimizer: Any = fl.DistributedOptimizer(
-            sgd(network.parameters()), network, group=mesh["nodes"].get_group(), sync=fl.Local(every=2)
-        )
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        found = torch.cat([(p.full_tensor() if sharded else p).detach().reshape(-1) for p in network.parameters()])
-        torch.testing.assert_close(found, average, rtol=1e-4, atol=1e-6)
-        assert_same_on_all_ranks(found)
-        optimizer.close()
-
-
-@exhaustive(guarded_by="tests/integrations/test_local.py::test_training_is_that_of_a_plain_loop")
-def test_nodes_that_share_out_a_model_take_local_steps() -> None:
-    run_ranks(check_nodes, 4, timeout=60)
 
 
 def check_state(rank: int, world: int) -> None:

@@ -106,6 +106,27 @@ def test_uncompressed_it_does_what_the_optimizer_does(make: Callable[[Any], Any]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changes_of_weights_lose_no_bit(dtype: torch.dtype) -> None:
+    """Step by step the weights of a run that sends them whole, by fewer bytes in bf16."""
+
+    def body(transport: Transport, weights: str) -> tuple[list[Tensor], int]:
+        optimizer, model = train(transport, 0, {"weights": weights}, dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4
+        trace, before = [], transport.bytes_sent
+        for step in range(10):
+            give_gradients(model, transport.rank, step)
+            optimizer.step()
+            trace.append(flat(model).clone())
+        return trace, transport.bytes_sent - before
+
+    raw, delta = (over_threads(3, lambda transport, w=w: body(transport, w)) for w in ("raw", "delta"))
+    for (expected, more), (got, less) in zip(raw, delta, strict=True):
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(expected, got, strict=True))
+        assert less < (0.8 if dtype is torch.bfloat16 else 1) * more, (less, more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world, per_node", SHAPES)
 def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype: torch.dtype) -> None:
     """100 steps of SDP4Bit: the same bits on every rank, and off by no more than a step of what quantises a change."""

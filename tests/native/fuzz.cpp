@@ -1,5 +1,5 @@
-// Feeds the decoders of FL_ZIP and FL_RANS what no encoder makes; sanitizers watch. With -fsanitize=fuzzer the library
-// brings main and the inputs; otherwise main makes inputs: fuzz [isa] [runs] [seed].
+// Feeds the decoders of FL_ZIP, FL_RANS and FL_DELTA what no encoder makes; sanitizers watch. With -fsanitize=fuzzer the
+// library brings main and the inputs; otherwise main makes inputs: fuzz [isa] [runs] [seed].
 //
 // An input is six bytes (codec and types, mode, elements, messages), then bytes of the messages themselves, or, in the
 // other mode, changes to messages that an encoder has made.
@@ -53,13 +53,13 @@ void fill(uint8_t *x, int64_t numel, uint32_t dtype, uint64_t seed) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (size < 6) return 0;
-  const bool rans = data[0] & 1, mutated = data[1] & 1;
+  const bool rans = data[0] & 1, delta = data[0] >> 5 & 1, mutated = data[1] & 1;
   fl_spec spec{};
-  spec.codec = rans ? FL_RANS : FL_ZIP;
+  spec.codec = delta ? FL_DELTA : rans ? FL_RANS : FL_ZIP;
   const uint32_t wire = (data[0] >> 1) % 3, type = (data[0] >> 3) % 3;
   spec.dtype = wire;
-  spec.param[0] = wire;
-  if (!rans) spec.param[1] = (data[1] >> 1) % 3;
+  if (!delta) spec.param[0] = wire;
+  if (!rans && !delta) spec.param[1] = (data[1] >> 1) % 3;
   spec.numel = data[2] | data[3] << 8 | (data[4] & 1) << 16;
   const int64_t count = 1 + (data[4] >> 1) % 3;
   const uint64_t seed = data[5];
@@ -73,13 +73,30 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const Room planes[2] = {room(bytes[0]), room(bytes[1])};
     fl_messages message{{planes[0].get(), planes[1].get(), nullptr, nullptr}, 0, 1};
     for (int p = 0; p < 2; ++p) std::memset(planes[p].get(), 0, size_t(bytes[p]));
-    if (mutated) {
+    const Room base = room(elements);
+    uint8_t of_base[4] = {};
+    if (delta) {
+      const Room x = room(elements);
+      fill(base.get(), spec.numel, wire, seed + uint64_t(m));
+      if (elements) std::memcpy(x.get(), base.get(), size_t(elements));
+      uint64_t state = seed;
+      const uint64_t one_in = 1 + (seed & 63);
+      for (int64_t i = 0; mutated && i < elements; ++i)
+        if (next(state) % one_in == 0) x.get()[i] ^= uint8_t(next(state) & (seed >> 4 | 1));
+      const Room back = room(elements);
+      if (fl_delta_encode(&spec, x.get(), base.get(), &message) != FL_OK) std::abort();
+      if (fl_delta_decode(&spec, &message, base.get(), back.get()) != FL_OK) std::abort();
+      if (elements && std::memcmp(x.get(), back.get(), size_t(elements)) != 0) std::abort();
+      if (bytes[0]) std::memcpy(of_base, planes[0].get() + 8, sizeof of_base);
+    } else if (mutated) {
       const Room x = room(elements);
       fill(x.get(), spec.numel, wire, seed + uint64_t(m));
       if (fl_encode(&spec, x.get(), nullptr, &message, nullptr) != FL_OK) std::abort();
       const Room back = room(elements);
       if (fl_decode(&spec, &message, back.get(), nullptr) != FL_OK) std::abort();
       if (elements && std::memcmp(x.get(), back.get(), size_t(elements)) != 0) std::abort();
+    }
+    if (mutated) {
       for (; size >= 5; data += 5, size -= 5) {
         const int64_t place = data[0] | data[1] << 8 | data[2] << 16;
         const int p = data[3] & 1;
@@ -93,6 +110,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         taken += n;
       }
       if (bytes[0] && seed & 1) std::memset(planes[0].get(), 0, 4), planes[0].get()[0] = 1;  // a form that exists
+    }
+    if (delta) {  // with the digest of the base, so that the message is looked at
+      if (bytes[0]) std::memcpy(planes[0].get() + 8, of_base, sizeof of_base);
+      const int status = fl_delta_decode(&spec, &message, base.get(), base.get());
+      if (status != FL_OK && status != FL_BAD_MESSAGE) std::abort();
+      continue;
     }
     fl_spec target = spec;
     target.dtype = type;

@@ -1,6 +1,7 @@
-// A table of kernels with FL_ZIP's alone: what fuzz.cpp needs, and no more, since sanitizers make the whole table slow to
-// compile. Compiled once for each instruction set, with FL_ISA set to its name.
+// A table of kernels with those of FL_ZIP and FL_DELTA alone: what fuzz.cpp needs, and no more, since sanitizers make the
+// whole table slow to compile. Compiled once for each instruction set, with FL_ISA set to its name.
 #include "kernels.h"
+#include "kernels_delta.cpp"
 #include "zip_decode.h"
 
 namespace fl::FL_ISA {
@@ -51,6 +52,8 @@ Kernels zip_kernels() {
       return zip_decode_sum<typename decltype(wire)::type, typename decltype(type)::type>(job, begin, end);
     });
   };
+  table.delta_encode = run_delta_encode;
+  table.delta_decode = run_delta_decode;
   return table;
 }
 

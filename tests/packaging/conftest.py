@@ -45,7 +45,7 @@ def run() -> Run:
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with what is compiled already, so that only changes are compiled again."""
     tree = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+    for name in ("setup.py", "_fusionlayer_autoload.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tree)
     shutil.copytree(ROOT / "fusionlayer", tree / "fusionlayer", ignore=shutil.ignore_patterns("__pycache__", "lib"))
     if (ROOT / "build/native").exists():

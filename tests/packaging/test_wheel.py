@@ -51,7 +51,8 @@ def test_wheel_holds_the_package_and_its_libraries_and_nothing_else(wheel: Path)
     with zipfile.ZipFile(wheel) as archive:
         content = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fusionlayer").rglob("*.py")}
-    assert content == modules | {"fusionlayer/py.typed", "fusionlayer/lib/libfusionlayer_cpu.so"}
+    others = {"_fusionlayer_autoload.py", "fusionlayer/py.typed", "fusionlayer/lib/libfusionlayer_cpu.so"}
+    assert content == modules | others
 
 
 def test_wheel_requires_torch_numpy_scipy_and_yaml_alone(wheel: Path) -> None:

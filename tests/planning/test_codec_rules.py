@@ -64,7 +64,7 @@ def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second
 
 def test_what_is_near_lossless() -> None:
     candidates = {name: codecs.get(name) for name in codecs.names()}
-    lossless = {"raw", "zip", "rans"}
+    lossless = {"raw", "zip", "rans", "delta"}
     near = lossless | {"bf16", "fp16", "int", "int8", "qsdp"}
     assert set(CodecRules((), "near_lossless").allowed(candidates)) == near
     assert set(CodecRules((), "lossless").allowed(candidates)) == lossless

@@ -26,7 +26,8 @@ from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.torch.elastic.torch_state import StateHandler, merge_feedback
 from fusionlayer.transport import local
 from tests.disk import room_for
-from tests.integrations.training import loss_of, make_model, weights
+from tests.integrations.test_local import Oracle
+from tests.integrations.training import loss_of, make_model, train, weights
 from tests.tiers import exhaustive
 from tests.torch.elastic_worker import digest
 
@@ -263,6 +264,39 @@ def test_failure_between_commits_changes_no_bit() -> None:
     rough = local.run(lambda rank: training(rank, True), 2)
     assert all(told == ["failed in 4", "reset at 3", "failed in 7", "reset at 6"] for _, told in rough)
     assert all(torch.equal(result, smooth[0][0]) for result, _ in [*smooth, *rough])
+
+
+@pytest.mark.short
+def test_outer_momentum_of_local_steps_reaches_a_newcomer() -> None:
+    """Rank 1 is another process from step 4 on, at a round's end: training goes on as if it were the same."""
+    sync = fl.Local.diloco(every=2)
+
+    def plain(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def rank_main(rank: int) -> Tensor:
+        hvd.init()
+
+        def begin() -> Any:
+            model = make_model()
+            wrapped = fl.DistributedOptimizer(plain(model.parameters()), model.named_parameters(), sync=sync)
+            return elastic.TorchState(model, wrapped)
+
+        before, fresh = begin(), begin()
+        train(before.model, before.optimizer, rank, range(4))
+        before.commit()
+        mine, other = (before, fresh) if rank == 0 else (fresh, before)
+        other.optimizer.close()
+        mine.on_reset()
+        elastic.run(lambda state: train(state.model, state.optimizer, rank, range(4, 8)))(mine)
+        mine.optimizer.synchronize()
+        hvd.shutdown()
+        return weights(mine.model)
+
+    oracle = Oracle(2, sync, plain)
+    oracle.train(range(8))
+    for found in local.run(rank_main, 2):
+        assert torch.equal(found, weights(oracle.models[0]))
 
 
 @pytest.mark.short

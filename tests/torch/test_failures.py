@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import fusionlayer.torch as hvd
+from fusionlayer import coordination
+from fusionlayer.transport import local
 from tests.harness import checkpoint, outcomes_of, run_ranks
 
 
@@ -51,6 +53,20 @@ def test_stalls_are_named_and_end() -> None:
         assert "allreduce 'only.rank.0' (ranks [1, 2] missing" in text
         assert "allreduce 'not.rank.0' (ranks [0] missing" in text
     assert any("stalled for more than 0.5 s" in line and "only.rank.0" in line for line in found[0][1])
+
+
+@pytest.mark.short
+def test_ranks_in_different_operations_hear_of_it_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination.session, "_BLOCKED_AFTER", 0.2)
+
+    def rank_main(rank: int) -> None:
+        hvd.init()
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0 in barrier .*, rank 1 in allreduce 'x'; make the"):
+            hvd.barrier() if rank == 0 else hvd.allreduce(torch.ones(1), name="x")
+        assert hvd.allreduce(torch.ones(1), name="y", op=hvd.Sum).item() == 2
+        hvd.shutdown()
+
+    local.run(rank_main, 2, timeout=30)
 
 
 def lose(rank: int, world: int) -> None:

@@ -3,6 +3,7 @@
 
 #include "block_scale.h"
 #include "chunked.h"
+#include "delta.h"
 #include "dynamiq.h"
 #include "rans.h"
 #include "sparse.h"
@@ -51,6 +52,7 @@ inline int64_t plane_bytes(const fl_spec &spec, int p) {
   if (spec.codec == FL_SPARSE) return sparse_shape(spec).plane_bytes(p);
   if (spec.codec == FL_CHUNKED) return chunked_shape(spec).plane_bytes(p);
   if (spec.codec == FL_ZIP) return p || !spec.numel ? zip_shape(spec).bytes() : int64_t(sizeof(ZipHead));
+  if (spec.codec == FL_DELTA) return spec.numel ? p ? delta_shape(spec).data_bytes() : int64_t(sizeof(DeltaHead)) : 0;
   if (spec.codec == FL_RANS) return p || !spec.numel ? rans_bytes(spec) : int64_t(sizeof(ZipHead));
   if (spec.codec == FL_THC) {
     const ThcShape shape = thc_shape(spec);
@@ -242,6 +244,19 @@ inline int check_encode_difference(const fl_spec *spec, const float *x, const vo
   if (const int bad = check_messages(*spec, out)) return bad;
   const int64_t numel = spec->numel * out->count;
   return first_error(check_array(x, numel, 4), check_array(base, numel, element_size(spec->dtype)));
+}
+
+// Both verbs of FL_DELTA, which no other verb takes.
+inline int check_delta(const fl_spec *spec, const void *x, const void *base, const fl_messages *messages) {
+  if (!spec) return FL_BAD_ARGUMENT;
+  if (spec->codec != FL_DELTA) return FL_UNSUPPORTED;
+  const uint32_t *param = spec->param;
+  if (!known_dtype(spec->dtype) || param[0] || param[1] || param[2] || param[3] || spec->numel < 0)
+    return FL_BAD_ARGUMENT;
+  if (spec->numel >= kDeltaMaxElements) return FL_UNSUPPORTED;
+  if (const int bad = check_messages(*spec, messages)) return bad;
+  const int64_t numel = spec->numel * messages->count, size = element_size(spec->dtype);
+  return first_error(check_array(x, numel, size), check_optional(base, numel, size));
 }
 
 inline int check_add_codes(const fl_spec *spec, const fl_messages *in, const uint8_t *out) {

@@ -23,7 +23,7 @@ class CastCodec {
   }
 
   template <class T>
-  void encode(const T *x, int n, Message out, int64_t) const {
+  void encode(const T *x, int n, Message out, int64_t, Ahead) const {
     with_store(streamed_, out, [&](auto way) FL_LAMBDA {
       constexpr Store kStore = decltype(way)::value;
       for_each_block(n, [&](int i, auto access)

@@ -220,10 +220,13 @@ class ChunkSums {
 
   const float *data() const { return sums_; }
 
-  template <class T>
-  FL_INLINE void set(const T *x) {
+  // The elements of x from number `first` on, or zeros if x is null.
+  void set(uint32_t dtype, const void *x, int64_t first) {
     if (!x) return void(__builtin_memset(sums_, 0, sizeof sums_));
-    for_each_block(form_.size, [&](int i, auto access) FL_LAMBDA { store_block(sums_ + i, access.load(x + i)); });
+    with_dtype(dtype, [&](auto type) FL_LAMBDA {
+      const auto *from = type.at(x, first);
+      for_each_block(form_.size, [&](int i, auto access) FL_LAMBDA { store_block(sums_ + i, access.load(from + i)); });
+    });
   }
 
   void add(const ChunkBytes &in) {
@@ -244,12 +247,14 @@ class ChunkSums {
     }
   }
 
-  template <class T>
-  FL_INLINE void copy_to(T *out, bool streamed) const {
-    with_store(streamed, out, [&](auto way) FL_LAMBDA {
-      constexpr Store kStore = decltype(way)::value;
-      for_each_block(form_.size, [&](int i, auto access) FL_LAMBDA {
-        access.template store<kStore>(out + i, canonical(load_block(sums_ + i)));
+  void copy_to(uint32_t dtype, void *out, int64_t first, bool streamed) const {
+    with_dtype(dtype, [&](auto type) FL_LAMBDA {
+      auto *to = type.at(out, first);
+      with_store(streamed, to, [&](auto way) FL_LAMBDA {
+        constexpr Store kStore = decltype(way)::value;
+        for_each_block(form_.size, [&](int i, auto access) FL_LAMBDA {
+          access.template store<kStore>(to + i, canonical(load_block(sums_ + i)));
+        });
       });
     });
   }
@@ -277,57 +282,57 @@ class ChunkedCodec {
   const ChunkedShape shape;
 };
 
-template <class T>
-void encode(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
+inline void encode(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
   const ChunkedShape &shape = codec.shape;
   const float scale = chunked_scale(*job.spec);
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t message = unit / shape.chunks, chunk = unit % shape.chunks;
     const int64_t offset = message * shape.numel + chunk * shape.full.size;
-    const T *x = static_cast<const T *>(job.x) + offset;
     float *residual = job.residual ? job.residual + offset : nullptr;
     ChunkValues values(shape.form(chunk));
-    values.set([&](int i, auto access) FL_LAMBDA {
-      Block b = access.load(x + i);
-      for (int j = 0; j < kVectors; ++j) b.v[j] *= scale;
-      return residual ? b + access.load(residual + i) : b;
+    with_dtype(job.spec->dtype, [&](auto type) FL_LAMBDA {
+      const auto *x = type.at(job.x, offset);
+      values.set([&](int i, auto access) FL_LAMBDA {
+        Block b = access.load(x + i);
+        for (int j = 0; j < kVectors; ++j) b.v[j] *= scale;
+        return residual ? b + access.load(residual + i) : b;
+      });
     });
     values.encode(chunk_bytes(shape, *job.out, message, chunk), residual);
   }
 }
 
-template <class T>
-void decode(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
+inline void decode(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
   const ChunkedShape &shape = codec.shape;
+  const uint32_t dtype = job.spec->dtype;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t message = unit / shape.chunks, chunk = unit % shape.chunks;
     ChunkSums sums(shape.form(chunk));
-    sums.set(static_cast<const T *>(nullptr));
+    sums.set(dtype, nullptr, 0);
     sums.add(chunk_bytes(shape, *job.in, message, chunk));
-    sums.copy_to(static_cast<T *>(job.y) + message * shape.numel + chunk * shape.full.size, job.streamed);
+    sums.copy_to(dtype, job.y, message * shape.numel + chunk * shape.full.size, job.streamed);
   }
 }
 
-template <class T>
-void decode_sum(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
+inline void decode_sum(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
   const ChunkedShape &shape = codec.shape;
+  const uint32_t dtype = job.spec->dtype;
   for (int64_t chunk = begin; chunk < end; ++chunk) {
-    T *out = static_cast<T *>(job.y) + chunk * shape.full.size;
+    const int64_t offset = chunk * shape.full.size;
     ChunkSums sums(shape.form(chunk));
-    sums.set(job.add ? out : nullptr);
+    sums.set(dtype, job.add ? job.y : nullptr, offset);
     for (int64_t m = 0; m < job.in->count; ++m) sums.add(chunk_bytes(shape, *job.in, m, chunk));
-    sums.copy_to(out, job.streamed);
+    sums.copy_to(dtype, job.y, offset, job.streamed);
   }
 }
 
-template <class T>
-void recode(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
+inline void recode(const ChunkedCodec &codec, const Job &job, int64_t begin, int64_t end) {
   const ChunkedShape &shape = codec.shape;
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const int64_t offset = chunk * shape.full.size;
     float *residual = job.residual ? job.residual + offset : nullptr;
     ChunkSums sums(shape.form(chunk));
-    sums.set(job.x ? static_cast<const T *>(job.x) + offset : nullptr);
+    sums.set(job.spec->dtype, job.x, offset);
     for (int64_t m = 0; m < job.in->count; ++m) sums.add(chunk_bytes(shape, *job.in, m, chunk));
     ChunkValues values(shape.form(chunk));
     values.set([&](int i, auto access) FL_LAMBDA {

@@ -5,6 +5,7 @@
 
 #include "arguments.h"
 #include "crc32c.h"
+#include "delta_verbs.h"
 #include "dynamiq_verbs.h"
 #include "float_environment.h"
 #include "fusionlayer_codec.h"
@@ -248,6 +249,16 @@ int fl_dynamiq_stats(uint32_t dtype, const void *x, const float *residual, int64
 int fl_dynamiq_widths(const uint8_t *bits, int64_t groups, void *plane) {
   if (groups < 0 || (groups && (!bits || !plane || !fl::aligned(plane, 8)))) return FL_BAD_ARGUMENT;
   return fl::write_widths(bits, groups, static_cast<fl::WidthRun *>(plane));
+}
+
+int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out) {
+  if (const int bad = fl::check_delta(spec, x, base, out)) return bad;
+  return fl::delta_encode(*spec, x, base, *out);
+}
+
+int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out) {
+  if (const int bad = fl::check_delta(spec, out, base, in)) return bad;
+  return fl::delta_decode(*spec, *in, base, out);
 }
 
 const char *fl_build_info(void) {

@@ -77,13 +77,12 @@ class DynamiqCodec {
   }
 
   template <class T>
-  void encode(const T *x, int n, Message out, int64_t unit) const {
-    const T *next = x + n;
+  void encode(const T *x, int n, Message out, int64_t unit, Ahead ahead) const {
     for (int i = 0; i < n; i += kSuperGroup, ++out.group, ++unit) {
       alignas(64) float wide[kSuperGroup];
       vi top[kScaleGroups];
       for (int j = 0; j < kSuperGroup; j += kBlock) {
-        prefetch_block(next + i + j);
+        ahead.fetch(kBlock * int(sizeof(T)) / 64);
         const Block b = load_block(x + i + j);
         if constexpr (!std::is_same_v<T, float>) store_block(wide + j, b);
         for (int half = 0; half < 2; ++half) {
@@ -116,7 +115,7 @@ class DynamiqCodec {
   }
 
  private:
-  void encode_group(const float *values, vi *top, const Message &out, uint64_t number) const {
+  FL_NOINLINE void encode_group(const float *values, vi *top, const Message &out, uint64_t number) const {
     alignas(64) int32_t amax[kScaleGroups];
     alignas(64) float factor[kScaleGroups];
     for (int g = 0; g < kScaleGroups; g += kLanes) store(amax + g, max_of_each(top + g));
@@ -233,8 +232,8 @@ class DynamiqCodec {
     for (int j = 0; j < kQuad; ++j) codes[j] = lanes.code(load(values + g * kScaleGroup + j * kLanes), by, u.v[j]);
   }
 
-  __attribute__((noinline)) void encode8(const LevelLanes<8> lanes, const float *values, const float *factor,
-                                         uint64_t number, uint8_t *codes) const {
+  FL_NOINLINE void encode8(const LevelLanes<8> lanes, const float *values, const float *factor, uint64_t number,
+                           uint8_t *codes) const {
     const Noise noise(keys_, number);
     for (int g = 0; g < 8; ++g) {
       Sixteen low, high;
@@ -247,8 +246,8 @@ class DynamiqCodec {
     }
   }
 
-  __attribute__((noinline)) void encode4(const LevelLanes<4> lanes, const float *values, const float *factor,
-                                         uint64_t number, uint8_t *codes) const {
+  FL_NOINLINE void encode4(const LevelLanes<4> lanes, const float *values, const float *factor, uint64_t number,
+                           uint8_t *codes) const {
     const Noise noise(keys_, number);
     for (int g = 0; g < 8; ++g) {
       Sixteen low, high;
@@ -261,8 +260,8 @@ class DynamiqCodec {
     }
   }
 
-  __attribute__((noinline)) void encode2(const LevelLanes<2> lanes, const float *values, const float *factor,
-                                         uint64_t number, uint8_t *codes) const {
+  FL_NOINLINE void encode2(const LevelLanes<2> lanes, const float *values, const float *factor, uint64_t number,
+                           uint8_t *codes) const {
     const Noise noise(keys_, number);
     for (int g = 0; g < 4; ++g) {
       Sixteen u[4];

@@ -1,6 +1,7 @@
 // Elements of f32, bf16 and f16 as blocks of f32: loads, stores that round, and how a loop over blocks reaches an array.
 #pragma once
 
+#include "fusionlayer_codec.h"
 #include "narrow_lanes.h"
 
 namespace fl::FL_ISA {
@@ -11,6 +12,22 @@ struct Bf16 {
 struct F16 {
   uint16_t bits;
 };
+
+template <class T>
+struct Type {
+  using type = T;
+
+  // Element i of an array.
+  static const T *at(const void *x, int64_t i) { return static_cast<const T *>(x) + i; }
+  static T *at(void *x, int64_t i) { return static_cast<T *>(x) + i; }
+};
+
+template <class Body>
+FL_INLINE void with_dtype(uint32_t dtype, const Body &body) {
+  if (dtype == FL_BF16) return body(Type<Bf16>{});
+  if (dtype == FL_F16) return body(Type<F16>{});
+  body(Type<float>{});
+}
 
 FL_INLINE vi magnitude_bits(vf v) { return (vi)v & 0x7fffffff; }
 

@@ -1,34 +1,25 @@
-// The `int` codec (core/int_group.h) on vectors. A tile of whole groups is transformed into L1, its scales are made side
-// by side, then its codes.
+// The `int` codec (core/int_group.h) on vectors.
 #pragma once
 
-#include <type_traits>
-
 #include "code_rotation.h"
-#include "elements.h"
-#include "int_group.h"
-#include "kernels.h"
-#include "random.h"
+#include "int_rounding.h"
 
 namespace fl::FL_ISA {
 
-template <int kBits, bool kHadamard, bool kStochastic>
+struct IntMessage {
+  float *scales;
+  uint8_t *codes;
+};
+
+template <int kBits, bool kHadamard>
 class IntCodec {
  public:
-  struct Message {
-    float *scales;
-    uint8_t *codes;
-  };
+  using Message = IntMessage;
 
   // Every NaN that comes out of decode is the canonical one.
   static constexpr bool kCanonical = true;
 
-  explicit IntCodec(const Job &job)
-      : key_(job.key),
-        offset_(uint64_t(job.spec->offset)),
-        group_(job.spec->param[1]),
-        full_(job.spec->param[2] & FL_INT_FULL),
-        levels_(int_levels(kBits, group_, kStochastic, full_)) {}
+  explicit IntCodec(const Job &job) : rounding_(job), group_(rounding_.group()) {}
 
   int unit() const { return group_; }
 
@@ -38,31 +29,12 @@ class IntCodec {
   }
 
   template <class T>
-  void encode(const T *x, int n, Message out, int64_t unit) const {
-    encode(x, n, out, unit, [&](int g, int) FL_LAMBDA {
-      const T *next = x + n + g * group_;  // most often the next tile
-      for (int i = 0; i < group_; i += kBlock) prefetch_block(next + i);
-    });
-  }
-
-  // The same. fetch(g, groups) is called before group g of `groups` is quantised: quantising leaves the memory idle.
-  template <class T, class Fetch>
-  FL_INLINE void encode(const T *x, int n, Message out, int64_t unit, const Fetch &fetch) const {
-    alignas(64) float tile[kMaxTile], inverse[kMaxGroups];
+  void encode(const T *x, int n, Message out, int64_t unit, Ahead ahead) const {
+    alignas(64) float tile[kMaxTile];
     vi top[kMaxGroups];
     const int groups = (n + group_ - 1) / group_;
-    const float *values = transform(x, groups, tile, top);
-    make_scales(top, groups, out.scales, inverse);
-    for (int g = 0; g < groups; ++g, values += group_, out.codes += group_bytes()) {
-      fetch(g, groups);
-      const uint64_t first = offset_ + uint64_t(unit + g) * group_;
-      if (__builtin_expect(inverse[g] == 0.0f, 0))
-        __builtin_memset(out.codes, 0, size_t(group_bytes()));
-      else if (kMayBeFull && full_)
-        quantize<kMayBeFull>(values, inverse[g], key_at(key_, first), uint32_t(first), out.codes);
-      else
-        quantize<false>(values, inverse[g], key_at(key_, first), uint32_t(first), out.codes);
-    }
+    const float *values = transform_groups<kHadamard>(x, group_, groups, tile, top);
+    rounding_.quantize(values, top, groups, out.scales, out.codes, unit, ahead);
   }
 
   template <class Sink>
@@ -85,49 +57,37 @@ class IntCodec {
     });
   }
 
-  // v = the sum of n elements of all messages in their order; with `add`, v itself comes first. Its blocks stay in registers
-  // while messages are added. Meanwhile one line in `share` of the bytes that most often come next is prefetched; the
-  // caller fetches the others.
-  __attribute__((noinline)) Ahead sum(const fl_messages &in, int64_t unit, int n, bool add, int share, float *v) const {
-    if (!add && !in.count) __builtin_memset(v, 0, size_t(n) * sizeof(float));
+  // v += the sum of n elements of all messages in their order. Its blocks stay in registers while messages are added.
+  // Meanwhile one line in `share` of the bytes that most often come next is prefetched; the caller fetches the others.
+  FL_NOINLINE Ahead sum(const fl_messages &in, int64_t unit, int n, int share, float *v) const {
+    const IntCodec codec = *this;  // in registers: stores to v do not change it
     Ahead ahead;
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
       Message messages[kTogether];
-      for (int m = 0; m < count; ++m) messages[m] = at(in, first + m, unit);
+      for (int m = 0; m < count; ++m) messages[m] = codec.at(in, first + m, unit);
       const int bytes = n * kBits / 8;
       ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
 #if defined(FL_CODE_ROTATION)
       if constexpr (kHadamard) {
-        with_rotated([&](auto parts) FL_LAMBDA {
-          sum_rotated<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
+        codec.with_rotated([&](auto parts) FL_LAMBDA {
+          codec.template sum_rotated<decltype(parts)::value>(messages, count, n, ahead, share, v);
         });
         continue;
       }
 #endif
-      with_parts([&](auto parts) FL_LAMBDA {
-        sum_parts<decltype(parts)::value>(messages, count, n, add || first, ahead, share, v);
+      codec.with_parts([&](auto parts) FL_LAMBDA {
+        codec.template sum_parts<decltype(parts)::value>(messages, count, n, ahead, share, v);
       });
     }
     return ahead;
   }
 
  private:
-  static constexpr int kMaxGroups = kMaxTile / kBlock;
-  static constexpr int kSideBySide = kLanes / 4;  // blocks in 8 registers
-  static constexpr int kTogether = 8;             // messages that are read side by side
-  template <class T>
-  static constexpr bool kInPlace = std::is_same_v<T, float> && !kHadamard;
+  static constexpr int kTogether = 8;  // messages that are read side by side
 
-  static constexpr IntLevels kLevels = int_levels(kBits, 0, true, false);
-  static constexpr float kTop = kLevels.top(), kBelow = kLevels.below;
-  static constexpr bool kRuns = between_integers(kBits);  // of 32 codes, one behind the other
-  static constexpr bool kMayBeFull = !kRuns && !kHadamard && !kStochastic;
-
-  int group_bytes() const { return group_ * kBits / 8; }
-
-  // Where the codes of a block lie among those of a group, i being its first element; of 4 bits, in the first part.
-  static constexpr int code_bytes(int i) { return kRuns ? i * kBits / 8 : i; }
+  int group_bytes() const { return rounding_.group_bytes(); }
+  static constexpr int code_bytes(int i) { return IntRounding<kBits>::code_bytes(i); }
 
   // 4-bit codes of a group larger than a block come in parts: bytes that hold a block of each half.
   template <int N>
@@ -142,8 +102,7 @@ class IntCodec {
   }
 
   template <int N>
-  FL_INLINE void sum_parts(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
-                           float *v) const {
+  FL_INLINE void sum_parts(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
     constexpr int kWide = kSideBySide > N ? kSideBySide / N : 1;
     const int reach = group_ / N;
     const int lines = lines_of_group(count, share);
@@ -155,11 +114,11 @@ class IntCodec {
       int i = 0;
       for (; i + kWide * kBlock <= reach; i += kWide * kBlock) {
         ahead.fetch((lines + steps - 1) / steps);
-        sum_blocks<kWide, N>(messages, count, codes + code_bytes(i), scales, reach, add, v + begin + i);
+        sum_blocks<kWide, N>(messages, count, codes + code_bytes(i), scales, reach, v + begin + i);
       }
       if (i < reach) ahead.fetch(lines);
       for (; i < reach; i += kBlock)
-        sum_blocks<1, N>(messages, count, codes + code_bytes(i), scales, reach, add, v + begin + i);
+        sum_blocks<1, N>(messages, count, codes + code_bytes(i), scales, reach, v + begin + i);
     }
   }
 
@@ -210,8 +169,7 @@ class IntCodec {
   }
 
   template <int N>
-  FL_INLINE void sum_rotated(const Message *messages, int count, int n, bool add, Ahead &ahead, int share,
-                             float *v) const {
+  FL_INLINE void sum_rotated(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
     const int steps = reach<N>() / kStep<N>, lines = (lines_of_group(count, share) + steps - 1) / steps;
     float scales[kTogether];
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
@@ -219,11 +177,9 @@ class IntCodec {
       for (int i = 0; i < reach<N>(); i += kStep<N>) {
         ahead.fetch(lines);
         Block b[N];
-        vf sum[kRotatedVectors<N>] = {};
-        if (add) {
-          for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
-          out_of_order(b, sum);
-        }
+        vf sum[kRotatedVectors<N>];
+        for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
+        out_of_order(b, sum);
         // The sums of one register of codes leave room for its transform.
         FL_UNROLL
         for (int r = 0; r < kRotatedVectors<N>; r += 4)
@@ -242,11 +198,10 @@ class IntCodec {
   // kWide blocks of each of N parts of a group, which lie so many elements apart.
   template <int kWide, int N>
   static FL_INLINE void sum_blocks(const Message *messages, int count, int codes, const float *scales, int apart,
-                                   bool add, float *v) {
-    Block sum[kWide][N] = {};
-    if (add)
-      for (int w = 0; w < kWide; ++w)
-        for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
+                                   float *v) {
+    Block sum[kWide][N];
+    for (int w = 0; w < kWide; ++w)
+      for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
     for (int m = 0; m < count; ++m) {
       const vf scale = broadcast(scales[m]);
       for (int w = 0; w < kWide; ++w) {
@@ -263,7 +218,7 @@ class IntCodec {
   // The levels of N blocks.
   template <int N>
   static FL_INLINE void unpack(const uint8_t *codes, Block (&b)[N]) {
-    if constexpr (kRuns) {
+    if constexpr (between_integers(kBits)) {
       b[0] = load_run<kBits>(codes);
     } else {
       vi low[N][kQuad], high[N][kQuad];
@@ -306,111 +261,17 @@ class IntCodec {
       for (vf &v : block.v) v *= scale;
   }
 
-  // Leaves in the tile what is to be quantised, and for each group a vector that holds the largest magnitude in some lane.
-  // Values that are f32 already and are not rotated stay where they are.
-  template <class T>
-  FL_INLINE const float *transform(const T *x, int groups, float *tile, vi *top) const {
-    float *to = tile;
-    for (int g = 0; g < groups; ++g, x += group_, to += group_) {
-      if (group_ >= kSideBySide * kBlock) {
-        top[g] = transform_blocks<kSideBySide>(x, to);
-        for (int i = kSideBySide * kBlock; i < group_; i += kSideBySide * kBlock)
-          top[g] = max(top[g], transform_blocks<kSideBySide>(x + i, to + i));
-      } else {
-        top[g] = vi{};
-        for (int i = 0; i < group_; i += kBlock) top[g] = max(top[g], transform_blocks<1>(x + i, to + i));
-      }
-    }
-    if constexpr (kInPlace<T>)
-      return x - groups * group_;
-    else
-      return tile;
-  }
-
-  template <int N, class T>
-  static FL_INLINE vi transform_blocks(const T *x, float *tile) {
-    Block b[N];
-    for (int k = 0; k < N; ++k) b[k] = load_block(x + k * kBlock);
-    if constexpr (kHadamard) hadamard(b);
-    if constexpr (!kInPlace<T>)
-      for (int k = 0; k < N; ++k) store_block(tile + k * kBlock, b[k]);
-    vi top[N];
-    for (int k = 0; k < N; ++k) top[k] = kHadamard ? largest_of_rotated(b[k]) : largest(b[k]);
-    for (int width = N / 2; width > 0; width /= 2)
-      for (int k = 0; k < width; ++k) top[k] = max(top[k], top[k + width]);
-    return top[0];
-  }
-
-  // make_scale of core/int_group.h for every group.
-  FL_INLINE void make_scales(vi *top, int groups, float *scales, float *inverse) const {
-    for (int g = groups; g % kLanes; ++g) top[g] = vi{};
-    for (int g = 0; g < groups; g += kLanes) {
-      const vi bits = max_of_each(top + g);
-      const vi not_finite = bits >= int32_t(kF32Inf), usual = ~not_finite & (bits >= int32_t(kTinyBits));
-      const vi scale = ((vi)((vf)bits / levels_.units) & usual) | (int32_t(kF32Nan) & not_finite);
-      store(inverse + g, (vf)((vi)(levels_.span / (vf)bits) & usual));
-      if (groups - g >= kLanes)
-        store(scales + g, (vf)scale);
-      else
-        __builtin_memcpy(scales + g, &scale, size_t(groups - g) * sizeof(float));
-    }
-  }
-
-  // The codes of some vectors of values in the low bits of the lanes; the bits above are not zero. `spread` is that of the
-  // element numbers of the first lanes.
-  template <bool kFull, int N>
-  static FL_INLINE void round_to_codes(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[N]) {
-    for (int j = 0; j < N; ++j) {
-      vf v = load(values + j * kLanes) * inverse;
-      if constexpr (kStochastic) v += rounding_noise(key, spread + j * kLanes * kSpread);
-      if constexpr (kStochastic || kRuns) v = clamp_number(v, kTop);  // else no code exceeds the outermost
-      if constexpr (kFull) v = v < broadcast(kTop) ? v : broadcast(kTop);
-      if constexpr (kRuns) v -= kBelow;
-      codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h
-    }
-  }
-
-  template <bool kFull>
-  FL_INLINE void quantize(const float *values, float inverse, RngKey key, uint32_t first, uint8_t *codes) const {
-    vu spread = (iota() + first) * kSpread + key.a;
-    vi low[kQuad], high[kQuad];
-    if constexpr (kRuns) {
-      for (int i = 0; i < group_; i += kBlock, spread += kBlock * kSpread) {
-        vi run[kVectors];
-        round_to_codes<kFull>(values + i, inverse, key, spread, run);
-        store_run<kBits>(codes + code_bytes(i), run);
-      }
-    } else if constexpr (kBits == 8) {
-      for (int i = 0; i < group_; i += 16, spread += 16 * kSpread) {
-        round_to_codes<kFull>(values + i, inverse, key, spread, low);
-        store_low_bytes(codes + i, low);
-      }
-    } else {
-      const int half = group_ / 2;
-      for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
-        round_to_codes<kFull>(values + i, inverse, key, spread, low);
-        round_to_codes<kFull>(values + half + i, inverse, key, spread + half * kSpread, high);
-        for (int j = 0; j < kQuad; ++j) low[j] = join_nibbles(low[j], high[j]);
-        store_low_bytes(codes + i, low);
-      }
-    }
-  }
-
-  RngKey key_;
-  uint64_t offset_;
-  int group_;
-  bool full_;
-  IntLevels levels_;
+  const IntRounding<kBits> rounding_;
+  const int group_;
 };
 
-template <class T, class Codec>
+template <class Codec>
 class Values;
 
-template <int kBits, bool kHadamard, bool kStochastic>
-FL_INLINE void add_messages(const IntCodec<kBits, kHadamard, kStochastic> &codec,
-                            Values<float, IntCodec<kBits, kHadamard, kStochastic>> &values, const Job &job,
-                            int64_t unit) {
-  codec.sum(*job.in, unit, values.size(), true, 1, values.data());
+template <int kBits, bool kHadamard>
+FL_INLINE void add_messages(const IntCodec<kBits, kHadamard> &codec, Values<IntCodec<kBits, kHadamard>> &values,
+                            const Job &job, int64_t unit) {
+  codec.sum(*job.in, unit, values.size(), 1, values.data());
 }
 
 }  // namespace fl::FL_ISA

@@ -12,8 +12,9 @@ template <int kBits, bool kHadamard>
 Ahead sum_of_source(const Job &job, int64_t element, int n, float *v) {
   Job reading = job;
   reading.spec = job.source;
-  const IntCodec<kBits, kHadamard, false> codec(reading);
-  return codec.sum(*job.in, element / codec.unit(), n, false, 2, v);
+  const IntCodec<kBits, kHadamard> codec(reading);
+  __builtin_memset(v, 0, size_t(n) * sizeof(float));
+  return codec.sum(*job.in, element / codec.unit(), n, 2, v);
 }
 
 inline SumOfSource *sum_of(const fl_spec &source) {

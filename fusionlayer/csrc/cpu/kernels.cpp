@@ -1,6 +1,7 @@
 // The table of kernels of one instruction set. Compiled once for each, with FL_ISA set to its name (see setup.py).
 #include "kernels.h"
 
+#include "delta_kernels.h"
 #include "magnitudes.h"
 #include "sparse_decode.h"
 #include "sparse_encode.h"
@@ -10,8 +11,8 @@
 namespace fl::FL_ISA {
 namespace {
 
-FL_VERB(decode, false, true)
-FL_VERB(decode_sum, false, true)
+FL_VERB(decode, true)
+FL_VERB(decode_sum, true)
 
 void run_accumulate(const Accumulation &job, int64_t begin, int64_t end) {
   with_dtype(job.dtype, [&](auto type) { accumulate<typename decltype(type)::type>(job, begin, end); });
@@ -110,6 +111,8 @@ const Kernels kernels = {
     run_dynamiq_stats,
     run_recode_from,
     run_encode_difference,
+    run_delta_encode,
+    run_delta_decode,
 };
 
 }  // namespace fl::FL_ISA

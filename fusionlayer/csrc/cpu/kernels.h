@@ -124,6 +124,12 @@ struct Kernels {
   void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
   Verb *recode_from;                                                              // units of the larger groups
   Verb *encode_difference;                                                        // units of encode
+
+  // A block of FL_DELTA, of n elements of 2 or 4 bytes. Its bytes: 0 where nothing changed, kDeltaWhole where the elements
+  // are no longer than it would be.
+  int (*delta_encode)(int element_bytes, const void *x, const void *base, int n, uint8_t *out);
+  // False where the bytes are not coherent; `out` may be `base`.
+  bool (*delta_decode)(int element_bytes, const uint8_t *in, int bytes, const void *base, void *out, int n);
 };
 
 constexpr int kBoundGroup = 4;  // count_above takes bounds in groups

@@ -3,20 +3,17 @@
 
 namespace fl::FL_ISA {
 
-FL_VERB(encode, true, true)
-FL_VERB(recode, true, false)
+FL_VERB(encode, true)
+FL_VERB(recode, false)
 
 void run_recode_from(const Job &job, int64_t begin, int64_t end) {
-  with_int_codec<true>(job, [&](const auto &codec) {
+  with_int_codec(job, [&](const auto &codec) {
     recode_from(codec, int(job.source->param[1]), sum_of(*job.source), job, begin, end);
   });
 }
 
 void run_encode_difference(const Job &job, int64_t begin, int64_t end) {
-  with_int_codec<true>(job, [&](const auto &codec) {
-    with_dtype(job.spec->dtype,
-               [&](auto type) { encode_difference<typename decltype(type)::type>(codec, job, begin, end); });
-  });
+  with_int_codec(job, [&](const auto &codec) { encode_difference(codec, job, begin, end); });
 }
 
 }  // namespace fl::FL_ISA

@@ -70,7 +70,7 @@ FL_INLINE void with_runs(int runs, const Body &body) {
 
 // v = H v * factor, for blocks of up to 1024.
 template <int N>
-__attribute__((noinline)) void rotate_in_place(float *v, float factor) {
+FL_NOINLINE void rotate_in_place(float *v, float factor) {
   hadamard_runs<N>(
       v, [&](int k) FL_LAMBDA { return load_block(v + k * kBlock); }, [&](vf x) FL_LAMBDA { return x * factor; });
 }

@@ -16,6 +16,12 @@
 
 #define FL_INLINE inline __attribute__((always_inline))
 #define FL_LAMBDA __attribute__((always_inline))
+// Of what takes long enough for a call: once in a library, not once for each caller and what it knows.
+#if defined(__clang__)
+#define FL_NOINLINE __attribute__((noinline))
+#else
+#define FL_NOINLINE __attribute__((noinline, noclone))
+#endif
 
 namespace fl::FL_ISA {
 
@@ -108,12 +114,24 @@ class Ahead {
   Ahead(const uint8_t *first, int64_t stride, int runs, int bytes)
       : at_(first), end_(first + bytes), stride_(stride), bytes_(bytes), runs_(runs) {}
 
+  // As many elements as n at x, right behind them.
+  template <class T>
+  static Ahead behind(const T *x, int n) {
+    return {reinterpret_cast<const uint8_t *>(x + n), 0, 1, n * int(sizeof(T))};
+  }
+
   // How many are left.
   int lines() const { return runs_ > 0 ? ((runs_ - 1) * bytes_ + int(end_ - at_)) / 64 : 0; }
 
   FL_INLINE void fetch(int lines) {
     while (lines > 0 && runs_ > 0) {
-      for (; lines > 0 && at_ < end_; at_ += 64, --lines) __builtin_prefetch(at_);
+      const int left = int((end_ - at_ + 63) >> 6), now = lines < left ? lines : left;
+      for (int i = 0; i < now; i += 2) {  // one too many does no harm
+        __builtin_prefetch(at_ + 64 * i);
+        __builtin_prefetch(at_ + 64 * i + 64);
+      }
+      at_ += 64 * now;
+      lines -= now;
       if (at_ < end_) return;
       --runs_;
       end_ += stride_;

@@ -33,7 +33,7 @@ class TahCodec {
   }
 
   template <class T>
-  void encode(const T *x, int n, Message out, int64_t) const {
+  void encode(const T *x, int n, Message out, int64_t, Ahead) const {
     alignas(64) float values[kMaxTile];
     const int tiles = (n + shape_.tile - 1) / shape_.tile;
     for (int i = 0; i < tiles * shape_.tile; i += kBlock) store_block(values + i, load_block(x + i));
@@ -42,12 +42,9 @@ class TahCodec {
 
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
-    Walk walk(*this, in);
-    alignas(64) float tile[kTahMaxTile];
-    for (int begin = 0; begin < n; begin += shape_.tile, walk.next()) {
-      load_tile(in, walk, tile);
-      for (int i = 0; i < shape_.tile; i += kBlock) sink(begin + i, load_block(tile + i));
-    }
+    alignas(64) float values[kMaxTile];
+    reconstruct(in, n, values);
+    for (int i = 0; i < n; i += kBlock) sink(i, load_block(values + i));
   }
 
  private:
@@ -111,7 +108,7 @@ class TahCodec {
   static FL_INLINE vi ordered(vf v) { return (vi)v ^ ((vi)v >> 31 & 0x7fffffff); }
   static FL_INLINE float from_ordered(int32_t v) { return bits_float(uint32_t(v ^ (v >> 31 & 0x7fffffff))); }
 
-  __attribute__((noinline)) void quantize(float *values, int tiles, Message out) const {
+  FL_NOINLINE void quantize(float *values, int tiles, Message out) const {
     alignas(64) int32_t amax[kMaxTiles + kLanes], high[kMaxTiles + kLanes], low[kMaxTiles + kLanes];
     vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
     largest(values, tiles, top);
@@ -277,6 +274,11 @@ class TahCodec {
     const Bytes16 upper = (Bytes16)Words{high, high >> 2};
     first |= (upper & 3) << 4;
     second |= upper & 0x30;
+  }
+
+  FL_NOINLINE void reconstruct(Message in, int n, float *values) const {
+    Walk walk(*this, in);
+    for (int begin = 0; begin < n; begin += shape_.tile, walk.next()) load_tile(in, walk, values + begin);
   }
 
   FL_INLINE void load_tile(const Message &in, const Walk &walk, float *tile) const {

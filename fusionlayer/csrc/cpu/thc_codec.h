@@ -45,7 +45,7 @@ class ThcCodec {
   }
 
   template <class T>
-  void encode(const T *x, int n, Message out, int64_t) const {
+  void encode(const T *x, int n, Message out, int64_t, Ahead) const {
     alignas(64) float tile[kMaxTile];
     const int count = (n + shape_.block - 1) / shape_.block * shape_.block;
     const float rms = *out.rms;
@@ -78,7 +78,7 @@ class ThcCodec {
     return b;
   }
 
-  __attribute__((noinline)) void quantize(float *tile, int count, Message out) const {
+  FL_NOINLINE void quantize(float *tile, int count, Message out) const {
     for (int g = 0; g < count; g += shape_.block) rotate_in_place(tile + g, shape_.runs_of_block(), shape_.steps);
     for (int i = 0; i < count; i += kBlock, out.codes += 16) {
       const uint64_t number = out.number + uint64_t(i);
@@ -107,7 +107,7 @@ class ThcCodec {
     return (interval & 255) - (noise < up);
   }
 
-  __attribute__((noinline)) void reconstruct(Message in, int n, float *tile) const {
+  FL_NOINLINE void reconstruct(Message in, int n, float *tile) const {
     const int count = (n + shape_.block - 1) / shape_.block * shape_.block;
     const float factor = thc_factor(*in.rms, shape_);
     for (int i = 0; i < count; i += kBlock, in.codes += shape_.run_bytes())

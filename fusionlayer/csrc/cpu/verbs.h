@@ -3,8 +3,8 @@
 // A codec says how many elements no tile may part (unit), whether NaN always comes out of it canonical (kCanonical), and
 // offers
 //   at(messages, message, unit)    where a unit of a message lies
-//   encode(x, n, at, unit)         makes n elements of a message; x has zeros up to a whole unit; `unit` counts over all
-//                                  messages
+//   encode(x, n, at, unit, ahead)  makes n elements of a message; x has zeros up to a whole unit; `unit` counts over all
+//                                  messages; `ahead` will be read next, so it is prefetched meanwhile
 //   decode(at, n, sink)            calls sink(i, block) for the blocks of n elements, i being a block's first element;
 //                                  also for those that complete the last unit, if it pleases
 #pragma once
@@ -42,68 +42,86 @@ FL_INLINE void for_each_tile(const Codec &codec, int tile, int64_t numel, int64_
   }
 }
 
-// A tile of n values in L1, with room for a whole last unit.
-template <class T, class Codec>
-class Values {
+// n values in L1, with room for a whole last unit. Loops over elements of a type that is known when they run are here, where
+// they are compiled once for all codecs. Such elements are given by an array and the number of the first of them.
+class TileValues {
  public:
-  Values(const Codec &codec, int n) : codec_(codec), n_(n) {}
+  explicit TileValues(int n) : n_(n) {}
 
-  T *data() { return v_; }
+  float *data() { return v_; }
   int size() const { return n_; }
 
-  void clear() { __builtin_memset(v_, 0, size_t(n_) * sizeof(T)); }
+  void clear() { __builtin_memset(v_, 0, size_t(n_) * sizeof(float)); }
 
-  void copy(const T *x) { __builtin_memcpy(v_, x, size_t(n_) * sizeof(T)); }
-
-  template <class X>
-  void set(const X *x) {
-    for_each_block(n_, [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(x + i)); });
-  }
-
-  template <class X>
-  void add(const X *x) {
-    for_each_block(n_, [&](int i, auto access) FL_LAMBDA { add(i, access.load(x + i)); });
-  }
-
-  template <class X, class Y>
-  void set_sum(const X *x, const Y *y) {
-    for_each_block(n_,
-                   [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(x + i) + access.load(y + i)); });
-  }
-
-  template <class X, class Y>
-  void set_difference(const X *x, const Y *y) {
-    for_each_block(n_,
-                   [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(x + i) - access.load(y + i)); });
-  }
-
-  __attribute__((noinline)) void decode(typename Codec::Message message) {
-    codec_.decode(message, n_, [this](int i, const Block &b) FL_LAMBDA { store_block(v_ + i, b); });
-  }
-
-  __attribute__((noinline)) void decode_add(typename Codec::Message message) {
-    codec_.decode(message, n_, [this](int i, const Block &b) FL_LAMBDA { add(i, b); });
-  }
-
-  // What follows `unit` goes to the codec.
-  template <class... More>
-  void encode(typename Codec::Message out, int64_t unit, const More &...more) {
-    const int rest = n_ % codec_.unit();
-    if (rest) __builtin_memset(v_ + n_, 0, size_t(codec_.unit() - rest) * sizeof(T));
-    codec_.encode(v_, n_, out, unit, more...);
-  }
-
-  template <class X>
-  void copy_to(X *out, bool streamed) const {
-    with_store(streamed, out, [&](auto way) FL_LAMBDA {
-      constexpr Store kStore = decltype(way)::value;
-      for_each_block(n_, [&](int i, auto access)
-                             FL_LAMBDA { access.template store<kStore>(out + i, canonical(load_block(v_ + i))); });
+  FL_NOINLINE void set(uint32_t dtype, const void *x, int64_t first) {
+    with_dtype(dtype, [&](auto type) FL_LAMBDA {
+      const auto *from = type.at(x, first);
+      for_each_block(n_, [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(from + i)); });
     });
   }
 
+  FL_NOINLINE void set_sum(uint32_t dtype, const void *x, int64_t first, const float *y) {
+    with_dtype(dtype, [&](auto type) FL_LAMBDA {
+      const auto *from = type.at(x, first);
+      for_each_block(
+          n_, [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(from + i) + access.load(y + i)); });
+    });
+  }
+
+  FL_NOINLINE void set_difference(const float *x, uint32_t dtype, const void *y, int64_t first) {
+    with_dtype(dtype, [&](auto type) FL_LAMBDA {
+      const auto *less = type.at(y, first);
+      for_each_block(
+          n_, [&](int i, auto access) FL_LAMBDA { store_block(v_ + i, access.load(x + i) - access.load(less + i)); });
+    });
+  }
+
+  FL_NOINLINE void add(const float *x) {
+    for_each_block(n_, [&](int i, auto access) FL_LAMBDA { add_block(i, access.load(x + i)); });
+  }
+
+  FL_NOINLINE void copy_to(uint32_t dtype, void *out, int64_t first, bool streamed) const {
+    with_dtype(dtype, [&](auto type) FL_LAMBDA {
+      auto *to = type.at(out, first);
+      with_store(streamed, to, [&](auto way) FL_LAMBDA {
+        constexpr Store kStore = decltype(way)::value;
+        for_each_block(n_, [&](int i, auto access)
+                               FL_LAMBDA { access.template store<kStore>(to + i, canonical(load_block(v_ + i))); });
+      });
+    });
+  }
+
+ protected:
+  FL_INLINE void add_block(int i, const Block &b) { store_block(v_ + i, load_block(v_ + i) + b); }
+
+  const int n_;
+  alignas(64) float v_[kMaxTile];
+};
+
+// The same of a codec's units.
+template <class Codec>
+class Values : public TileValues {
+ public:
+  using Message = typename Codec::Message;
+
+  Values(const Codec &codec, int n) : TileValues(n), codec_(codec) {}
+
+  FL_NOINLINE void decode(Message message) {
+    codec_.decode(message, n_, [this](int i, const Block &b) FL_LAMBDA { store_block(v_ + i, b); });
+  }
+
+  FL_NOINLINE void decode_add(Message message) {
+    codec_.decode(message, n_, [this](int i, const Block &b) FL_LAMBDA { add_block(i, b); });
+  }
+
+  void encode(Message out, int64_t unit, Ahead ahead = {}) {
+    const int rest = n_ % codec_.unit();
+    if (rest) __builtin_memset(v_ + n_, 0, size_t(codec_.unit() - rest) * sizeof(float));
+    codec_.encode(v_, n_, out, unit, ahead);
+  }
+
   // Leaves in residual what was lost when the values became `message`.
-  __attribute__((noinline)) void lose(typename Codec::Message message, float *residual) const {
+  FL_NOINLINE void lose(Message message, float *residual) const {
     const auto update = [&](int i, const Block &decoded, auto access) FL_LAMBDA {
       access.store(residual + i, residual_after(load_block(v_ + i), decoded, access.load(residual + i)));
     };
@@ -117,46 +135,44 @@ class Values {
   }
 
  private:
-  FL_INLINE void add(int i, const Block &b) { store_block(v_ + i, load_block(v_ + i) + b); }
-
   const Codec &codec_;
-  const int n_;
-  alignas(64) T v_[kMaxTile];
 };
 
-template <class T, class Codec>
+template <class Codec>
 void encode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel, units = (numel + codec.unit() - 1) / codec.unit();
   for_each_tile(codec, job.residual ? kSumTile : kTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t offset = tile.message * numel + tile.element, unit = tile.message * units + tile.unit;
-    const T *x = static_cast<const T *>(job.x) + offset;
     const auto out = codec.at(*job.out, tile.message, tile.unit);
-    if (job.residual) {
-      Values<float, Codec> values(codec, tile.size);
-      values.set_sum(x, job.residual + offset);
+    if (job.residual || tile.size % codec.unit()) {
+      Values<Codec> values(codec, tile.size);
+      if (job.residual)
+        values.set_sum(job.spec->dtype, job.x, offset, job.residual + offset);
+      else
+        values.set(job.spec->dtype, job.x, offset);
       values.encode(out, unit);
-      if (!job.look) values.lose(out, job.residual + offset);
-    } else if (tile.size % codec.unit()) {
-      Values<T, Codec> values(codec, tile.size);
-      values.copy(x);
-      values.encode(out, unit);
+      if (job.residual && !job.look) values.lose(out, job.residual + offset);
     } else {
-      codec.encode(x, tile.size, out, unit);
+      with_dtype(job.spec->dtype, [&](auto type) FL_LAMBDA {
+        const auto *x = type.at(job.x, offset);
+        codec.encode(x, tile.size, out, unit, Ahead::behind(x, tile.size));
+      });
     }
   });
 }
 
 template <class T, class Codec>
-void decode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
+void decode_to(T *to, const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel;
   for_each_tile(codec, kTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
-    T *out = static_cast<T *>(job.y) + tile.message * numel + tile.element;
+    const int64_t offset = tile.message * numel + tile.element;
     const auto in = codec.at(*job.in, tile.message, tile.unit);
     if (tile.size % codec.unit()) {
-      Values<float, Codec> values(codec, tile.size);
+      Values<Codec> values(codec, tile.size);
       values.decode(in);
-      values.copy_to(out, job.streamed);
+      values.copy_to(job.spec->dtype, to, offset, job.streamed);
     } else {
+      T *out = to + offset;
       with_store(job.streamed, out, [&](auto way) FL_LAMBDA {
         constexpr Store kStore = decltype(way)::value;
         codec.decode(in, tile.size, [&](int i, const Block &b) FL_LAMBDA {
@@ -168,26 +184,31 @@ void decode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
 }
 
 template <class Codec>
-FL_INLINE void add_messages(const Codec &codec, Values<float, Codec> &values, const Job &job, int64_t unit) {
+void decode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
+  with_dtype(job.spec->dtype, [&](auto type) FL_LAMBDA { decode_to(type.at(job.y, 0), codec, job, begin, end); });
+}
+
+template <class Codec>
+FL_INLINE void add_messages(const Codec &codec, Values<Codec> &values, const Job &job, int64_t unit) {
   for (int64_t m = 0; m < job.in->count; ++m) values.decode_add(codec.at(*job.in, m, unit));
 }
 
-template <class T, class Codec>
+template <class Codec>
 void decode_sum(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
+  const uint32_t dtype = job.spec->dtype;
   for_each_tile(codec, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
-    T *out = static_cast<T *>(job.y) + tile.element;
-    Values<float, Codec> values(codec, tile.size);
-    job.add ? values.set(out) : values.clear();
+    Values<Codec> values(codec, tile.size);
+    job.add ? values.set(dtype, job.y, tile.element) : values.clear();
     add_messages(codec, values, job, tile.unit);
-    values.copy_to(out, job.streamed);
+    values.copy_to(dtype, job.y, tile.element, job.streamed);
   });
 }
 
-template <class T, class Codec>
+template <class Codec>
 void recode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   for_each_tile(codec, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
-    Values<float, Codec> values(codec, tile.size);
-    job.x ? values.set(static_cast<const T *>(job.x) + tile.element) : values.clear();
+    Values<Codec> values(codec, tile.size);
+    job.x ? values.set(job.spec->dtype, job.x, tile.element) : values.clear();
     add_messages(codec, values, job, tile.unit);
     const auto out = codec.at(*job.out, 0, tile.unit);
     if (job.residual) values.add(job.residual + tile.element);
@@ -196,14 +217,14 @@ void recode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   });
 }
 
-// fl_encode_difference; the base is of type T.
-template <class T, class Codec>
+// fl_encode_difference.
+template <class Codec>
 void encode_difference(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel, units = (numel + codec.unit() - 1) / codec.unit();
   for_each_tile(codec, kSumTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t offset = tile.message * numel + tile.element;
-    Values<float, Codec> values(codec, tile.size);
-    values.set_difference(static_cast<const float *>(job.x) + offset, static_cast<const T *>(job.y) + offset);
+    Values<Codec> values(codec, tile.size);
+    values.set_difference(static_cast<const float *>(job.x) + offset, job.spec->dtype, job.y, offset);
     values.encode(codec.at(*job.out, tile.message, tile.unit), tile.message * units + tile.unit);
   });
 }
@@ -220,12 +241,11 @@ void recode_from(const Codec &codec, int source_unit, const Sum &sum, const Job 
   const CommonUnit common{source_unit > codec.unit() ? source_unit : codec.unit()};
   for_each_tile(common, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t unit = tile.element / codec.unit();
-    Values<float, Codec> values(codec, tile.size);
-    Ahead ahead = sum(job, tile.element, tile.size, values.data());
+    Values<Codec> values(codec, tile.size);
+    const Ahead ahead = sum(job, tile.element, tile.size, values.data());
     const auto out = codec.at(*job.out, 0, unit);
     if (job.residual) values.add(job.residual + tile.element);
-    const int lines = ahead.lines();
-    values.encode(out, unit, [&](int, int groups) FL_LAMBDA { ahead.fetch(lines / groups + 1); });
+    values.encode(out, unit, ahead);
     if (job.residual) values.lose(out, job.residual + tile.element);
   });
 }

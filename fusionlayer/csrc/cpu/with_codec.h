@@ -1,4 +1,4 @@
-// Picks the code of a codec, its options and an element type: what all kernels that take any codec begin with.
+// Picks the code of a codec and its options: what all kernels that take any codec begin with.
 #pragma once
 
 #include "block_codec.h"
@@ -15,41 +15,18 @@ namespace fl::FL_ISA {
 // Those that encode are in a file of their own, so that two compilers may work at once.
 Kernels::Verb run_encode, run_recode, run_recode_from, run_encode_difference;
 
-template <class T>
-struct Type {
-  using type = T;
-};
+template <int kBits, class Body>
+FL_INLINE void with_rotation(const Job &job, const Body &body) {
+  job.spec->param[2] & FL_INT_HADAMARD ? body(IntCodec<kBits, true>(job)) : body(IntCodec<kBits, false>(job));
+}
 
 template <class Body>
-FL_INLINE void with_dtype(uint32_t dtype, const Body &body) {
-  if (dtype == FL_BF16) return body(Type<Bf16>{});
-  if (dtype == FL_F16) return body(Type<F16>{});
-  body(Type<float>{});
-}
-
-// Decoding does not depend on the rounding, so it is compiled once for both.
-template <bool kEncodes, int kBits, bool kHadamard, class Body>
-FL_INLINE void with_rounding(const Job &job, const Body &body) {
-  if constexpr (kEncodes)
-    if (job.spec->param[2] & FL_INT_STOCHASTIC) return body(IntCodec<kBits, kHadamard, true>(job));
-  body(IntCodec<kBits, kHadamard, false>(job));
-}
-
-template <bool kEncodes, int kBits, class Body>
-FL_INLINE void with_rotation(const Job &job, const Body &body) {
-  if (job.spec->param[2] & FL_INT_HADAMARD)
-    with_rounding<kEncodes, kBits, true>(job, body);
-  else
-    with_rounding<kEncodes, kBits, false>(job, body);
-}
-
-template <bool kEncodes, class Body>
 FL_INLINE void with_int_codec(const Job &job, const Body &body) {
   const uint32_t bits = job.spec->param[0];
-  if (bits == 2) return with_rotation<kEncodes, 2>(job, body);
-  if (bits == 3) return with_rotation<kEncodes, 3>(job, body);
-  if (bits == 4) return with_rotation<kEncodes, 4>(job, body);
-  with_rotation<kEncodes, 8>(job, body);
+  if (bits == 2) return with_rotation<2>(job, body);
+  if (bits == 3) return with_rotation<3>(job, body);
+  if (bits == 4) return with_rotation<4>(job, body);
+  with_rotation<8>(job, body);
 }
 
 template <class Body>
@@ -63,7 +40,7 @@ FL_INLINE void with_numbers(const Job &job, const Body &body) {
 }
 
 // thc has all verbs but recode: the root mean square of a sum is not known before the sum is.
-template <bool kEncodes, bool kThc, class Body>
+template <bool kThc, class Body>
 FL_INLINE void with_codec(const Job &job, const Body &body) {
   const uint32_t *param = job.spec->param;
   if (job.spec->codec == FL_CAST)
@@ -74,15 +51,13 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
   if (job.spec->codec == FL_TAHQUANT) return body(TahCodec(job));
   if constexpr (kThc)
     if (job.spec->codec == FL_THC) return body(ThcCodec(job));
-  with_int_codec<kEncodes>(job, body);
+  with_int_codec(job, body);
 }
 
-#define FL_VERB(verb, encodes, thc)                                                                                 \
-  void run_##verb(const Job &job, int64_t begin, int64_t end) {                                                     \
-    with_codec<encodes, thc>(job, [&](const auto &codec) {                                                          \
-      with_dtype(job.spec->dtype, [&](auto type) { verb<typename decltype(type)::type>(codec, job, begin, end); }); \
-    });                                                                                                             \
-    if (job.streamed) finish_streaming();                                                                           \
+#define FL_VERB(verb, thc)                                                          \
+  void run_##verb(const Job &job, int64_t begin, int64_t end) {                     \
+    with_codec<thc>(job, [&](const auto &codec) { verb(codec, job, begin, end); }); \
+    if (job.streamed) finish_streaming();                                           \
   }
 
 }  // namespace fl::FL_ISA

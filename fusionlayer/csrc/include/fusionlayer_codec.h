@@ -30,7 +30,8 @@ enum fl_status {
   FL_UNSUPPORTED = 2,  /* this library does not know the codec or the option */
   FL_DEVICE_ERROR = 3, /* CUDA reported an error: fl_last_error() has its text */
   FL_BAD_MESSAGE =
-      4 /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS; on the CPU alone) */
+      4, /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS, FL_DELTA; on the CPU alone) */
+  FL_OTHER_BASE = 5 /* FL_DELTA: a message was made with another base; nothing was written for it */
 };
 
 enum fl_dtype { FL_F32 = 0, FL_BF16 = 1, FL_F16 = 2 };
@@ -81,7 +82,12 @@ enum fl_codec {
    * codes; each chunk has whole bytes. param[0] = bits of a value, 2, 3, 4, 8 or 32; param[1] = elements of a chunk, a
    * power of two in 64..4096; param[2] = how many of them go, 1 to all; param[3] = f32 bits of a factor on x in
    * fl_encode, 0: none. What a message says of elements outside its chunk is left out. docs/wire_format.md has the rest */
-  FL_CHUNKED = 9
+  FL_CHUNKED = 9,
+  /* lossless, what changed since a base; for fl_delta_encode and fl_delta_decode alone. plane 0: 16 bytes, u32 form, bytes
+   * behind the index, and digests of base and result; plane 1: an index and blocks, or the elements as they are, and as
+   * many bytes as the elements have, or the index where that is more. numel < 2^30. Bytes of plane 1 behind the last block
+   * are not written. docs/wire_format.md has the rest */
+  FL_DELTA = 10
 };
 
 enum {
@@ -301,6 +307,15 @@ FL_API const char *fl_last_error(void);
 
 /* crc32c (Castagnoli) of n bytes, continuing from crc (0 to start). */
 FL_API uint32_t fl_crc32c(uint32_t crc, const void *data, int64_t n);
+
+/* out[m] = what turns the bits of base into those of x, for elements m * numel .., both of spec->dtype. Without a base it
+ * is zeros. */
+FL_API int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out);
+
+/* out[m * numel .. (m + 1) * numel) = base with in[m] applied, to the bit; `out` may be `base`. FL_OTHER_BASE where the
+ * digest of base is not the message's. FL_BAD_MESSAGE where the message contradicts itself or makes of base what has
+ * another digest than the sender's elements; `out` then holds anything. */
+FL_API int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out);
 
 /* Choose the instruction set: "avx512", "avx2", "baseline" or "auto"; FL_UNSUPPORTED where the CPU or the build lacks it. */
 FL_API int fl_select_isa(const char *name);

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...codecs import PackedPart
+from ...integrations.local_steps import beginning
 from ...plan import FusionPlan
 from ..basics import rank, size
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -148,7 +149,7 @@ class SamplerStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Keeps an optimizer. Of a distributed one it keeps error feedback and plan, too."""
+    """Keeps an optimizer. Of a distributed one it keeps error feedback, plan and outer momentum, too."""
 
     plan: bytes | None = None
     waiting: dict[str, Any] | None = None
@@ -162,8 +163,16 @@ class OptimizerStateHandler(StateHandler):
             self.plan = plan.to_bytes()
 
     def sync(self) -> None:
-        """Give every rank rank 0's state; error feedback stays each rank's."""
+        """Give every rank rank 0's state; error feedback stays each rank's.
+
+        With local steps a round begins, with the outer momentum that rank 0 has or, since ``reset``, has saved.
+        """
         broadcast_optimizer_state(self.value, root_rank=0)
+        state = self.value.state_dict()
+        momentum = broadcast_object(_outer_momentum(state) or _outer_momentum(self.saved), name="optimizer.outer")
+        if momentum and "fusionlayer" in state:
+            state["fusionlayer"]["local"] = beginning(momentum)
+            self.value.load_state_dict(state)
 
     def reset(self) -> None:
         """Let the optimizer reduce gradients over the present job. Those of a step that has failed are dropped."""
@@ -177,13 +186,15 @@ class OptimizerStateHandler(StateHandler):
         saved = dict(self.saved)
         own = saved.pop("fusionlayer", self.waiting)
         shared = {"state": saved, "step": None if own is None else own["step"], "plan": self.plan}
-        return shared, own
+        return {**shared, "momentum": _outer_momentum(self.saved)}, own
 
     def adopt(self, shared: Any, own: list[Any]) -> None:
         """Take in state, plan and the error feedback of the ranks that this one replaces."""
         self.saved = dict(shared["state"])
         if shared["step"] is not None:
             feedback = {"rank": rank(), "size": size(), "step": shared["step"], **merge_feedback(own)}
+            if shared.get("momentum"):
+                feedback["local"] = beginning(shared["momentum"])
             if size() > 1:
                 self.saved["fusionlayer"] = feedback
             else:
@@ -193,6 +204,12 @@ class OptimizerStateHandler(StateHandler):
         adopt_plan = getattr(self.value, "adopt_plan", None)
         if adopt_plan is not None and self.plan is not None:
             adopt_plan(FusionPlan.from_bytes(self.plan))
+
+
+def _outer_momentum(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the outer momentum in an optimizer's state, by parameter; it is the same on all ranks."""
+    found: dict[str, Tensor] = state.get("fusionlayer", {}).get("local", {}).get("momentum", {})
+    return found
 
 
 def copy_to_host(value: Any) -> Any:

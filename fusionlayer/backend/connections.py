@@ -1,0 +1,63 @@
+"""Opens the connections of a group's compressed calls."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .. import config
+from ..transport import Transport
+from ..transport.c10d import C10dTransport
+
+__all__ = ["connect"]
+
+_made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
+# Guards _made, which counts the connections made for each group name. Each group connects on its queue's own thread.
+_made_lock = threading.Lock()
+
+
+def connect(
+    ranks: Sequence[int],
+    name: str,
+    timeout: timedelta,
+    settings: config.Config,
+    device: int | None,
+    alone: tuple[dist.Store, int] | None,
+) -> Transport:
+    """Return the transport of a group's compressed calls, with NCCL if a CUDA ``device`` is given.
+
+    The thread that runs a call calls it, perhaps the queue's own, so the current device has to be set on it.
+
+    Args:
+        ranks: the members' ranks in the default group.
+        name: of the group.
+        timeout: the longest time that a call may wait.
+        settings: of the group.
+        device: the CUDA device whose tensors travel by NCCL; None: there is none.
+        alone: store and rank of a group of which torch does not know; None: the members meet by the default group.
+    """
+    if device is not None:
+        torch.cuda.set_device(device)
+    store = dist.distributed_c10d._get_default_store() if alone is None else alone[0]
+    rank = dist.get_rank() if alone is None else alone[1]
+    with _made_lock:
+        made = _made.setdefault(store, Counter())
+        made[name] += 1
+        number = made[name]
+    each = settings.ranks_per_node
+    return C10dTransport.among(
+        ranks if alone is None else range(len(ranks)),
+        f"group/{name}/{number}",
+        timeout.total_seconds(),
+        stall_warning=settings.stall_warning,
+        node=None if each is None else f"node {rank // each}",
+        checksum=settings.checksum,
+        nccl=device is not None,
+        place=alone,
+    )

@@ -1,0 +1,94 @@
+"""Flags of horovodrun without a counterpart here: those that ask for what is so anyway, and those that are refused."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+from ..errors import ConfigError
+
+__all__ = ["add_flags", "refuse"]
+
+
+class _Refused(NamedTuple):
+    """A flag that is refused: how many values it takes, and what to do instead."""
+
+    values: int
+    instead: str
+
+
+# They ask for what fusionrun does without them.
+_TAKEN = (
+    "--gloo",
+    "--disable-cache",
+    "--no-hierarchical-allreduce",
+    "--no-hierarchical-allgather",
+    "--no-torus-allreduce",
+    "--no-timeline-mark-cycles",
+    "--no-mpi-threads-disable",
+    "--log-without-timestamp",
+    "--log-hide-timestamp",
+)
+
+_SEARCH = (
+    "autotune compares plans while training runs and takes no samples in advance: set autotune_options in the file "
+    "that FUSIONLAYER_CONFIG names"
+)
+_TIMES = "the program formats its log: logging.basicConfig(format='%(asctime)s %(message)s')"
+_STAMPS = "pipe the output through 'ts', or give --output-filename"
+
+_REFUSED = {
+    "--cycle-time-ms": _Refused(
+        1, "messages leave when they are complete, so there is no cycle to wait for; leave it out"
+    ),
+    "--timeline-mark-cycles": _Refused(0, "there are no cycles to mark; leave it out"),
+    "--hierarchical-allreduce": _Refused(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
+    "--hierarchical-allgather": _Refused(0, "gathers go between nodes once by themselves; leave it out"),
+    "--torus-allreduce": _Refused(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
+    "--autotune-warmup-samples": _Refused(1, _SEARCH),
+    "--autotune-steps-per-sample": _Refused(1, _SEARCH),
+    "--autotune-bayes-opt-max-samples": _Refused(1, _SEARCH),
+    "--autotune-gaussian-process-noise": _Refused(1, _SEARCH),
+    "--mpi": _Refused(
+        0, "start with 'mpirun -n N python train.py'; FUSIONLAYER_TRANSPORT=mpi lets MPI move the bytes too"
+    ),
+    "--mpi-args": _Refused(1, "start with mpirun itself"),
+    "--mpi-threads-disable": _Refused(0, "MPI is not used, so nothing limits its threads; leave it out"),
+    "--tcp": _Refused(0, "start with mpirun itself"),
+    "--binding-args": _Refused(1, "start with mpirun itself, or bind processes by numactl or taskset"),
+    "--thread-affinity": _Refused(1, "bind processes by numactl or taskset; threads keep to what their process has"),
+    "--num-nccl-streams": _Refused(
+        1, "each lane has a stream of its own: write 'lanes: 2' into the file that FUSIONLAYER_CONFIG names"
+    ),
+    "--jsrun": _Refused(0, "start with jsrun itself; MASTER_ADDR and MASTER_PORT tell the processes where to meet"),
+    "--config-file": _Refused(1, "give flags here; settings go into the file that FUSIONLAYER_CONFIG names"),
+    "--host-discovery-script": _Refused(
+        1,
+        "torchrun is told of hosts by whoever starts an agent on them: give all hosts that may take part with -H and "
+        "--min-np, or start 'torchrun --rdzv-endpoint ...', which --verbose shows, on a new host",
+    ),
+    "--slots-per-host": _Refused(1, "say the slots of each host: -H node1:4,node2:4"),
+    "--blacklist-cooldown-range": _Refused(2, "hosts are not discovered, so none is excluded; leave it out"),
+    "--log-with-timestamp": _Refused(0, _TIMES),
+    "--no-log-hide-timestamp": _Refused(0, _TIMES),
+    "--prefix-output-with-timestamp": _Refused(0, _STAMPS),
+    "-prefix-timestamp": _Refused(0, _STAMPS),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Let ``parser`` know these flags; its help does not show them."""
+    for flag in _TAKEN:
+        parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    for flag, (values, _) in _REFUSED.items():
+        if values:
+            parser.add_argument(flag, dest=flag, nargs=values, help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for the first flag that means nothing here, with what to do instead."""
+    for flag, (_, instead) in _REFUSED.items():
+        if getattr(options, flag):
+            raise ConfigError(f"{flag} means nothing here: {instead}")

@@ -1,0 +1,175 @@
+// FL_DELTA for the CPU: the order of the steps, digests, threads. Messages are encoded side by side, blocks decoded so.
+#include "delta_verbs.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "arguments.h"
+#include "delta.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace fl {
+namespace {
+
+constexpr int kBlockBytes = kDeltaBlock * 4;
+alignas(64) const uint8_t kZeros[kBlockBytes] = {};
+
+// The elements of a message, or of its base: zeros where there is none.
+class Elements {
+ public:
+  Elements(const void *x, const DeltaShape &shape, int64_t message)
+      : at_(x ? static_cast<const uint8_t *>(x) + message * shape.raw_bytes() : nullptr), shape_(shape) {}
+
+  const uint8_t *block(int64_t block) const { return at_ ? at_ + block * kDeltaBlock * shape_.element_bytes : kZeros; }
+  int bytes(int64_t block) const { return shape_.in_block(block) * shape_.element_bytes; }
+  uint32_t digest(int64_t block) const { return delta_mixed(fl_crc32c(0, this->block(block), bytes(block)), block); }
+
+ private:
+  const uint8_t *at_;
+  DeltaShape shape_;
+};
+
+struct Message {
+  uint8_t *head, *data;
+
+  Message(const fl_messages &messages, int64_t m)
+      : head(static_cast<uint8_t *>(messages.plane[0]) + m * messages.stride),
+        data(static_cast<uint8_t *>(messages.plane[1]) + m * messages.stride) {}
+
+  uint32_t entry(int64_t block) const { return uint32_t(data[2 * block] | data[2 * block + 1] << 8); }
+};
+
+void encode_message(const DeltaShape &shape, const Elements &x, const Elements &base, const Message &out) {
+  uint8_t coded[kBlockBytes + kDeltaSlack];
+  DeltaHead head{kDeltaCoded, 0, 0, 0};
+  for (int64_t block = 0; block < shape.blocks(); ++block) {
+    const int n = shape.in_block(block);
+    head.base += base.digest(block);
+    head.result += x.digest(block);
+    if (head.form == kDeltaRaw) continue;
+    const uint8_t *from = coded;
+    const int found = kernels().delta_encode(shape.element_bytes, x.block(block), base.block(block), n, coded);
+    int bytes = found;
+    if (found == int(kDeltaWhole)) {
+      from = x.block(block);
+      bytes = n * shape.element_bytes;
+    }
+    if (head.rest + int64_t(bytes) >= shape.too_many()) {
+      head.form = kDeltaRaw;
+      continue;
+    }
+    std::memcpy(out.data + shape.index_bytes() + head.rest, from, size_t(bytes));
+    out.data[2 * block] = uint8_t(found);
+    out.data[2 * block + 1] = uint8_t(found >> 8);
+    head.rest += uint32_t(bytes);
+  }
+  if (head.form == kDeltaRaw) {
+    head.rest = 0;
+    for (int64_t block = 0; block < shape.blocks(); ++block)
+      std::memcpy(out.data + block * kDeltaBlock * shape.element_bytes, x.block(block), size_t(x.bytes(block)));
+  }
+  std::memcpy(out.head, &head, sizeof head);
+}
+
+// Decodes the blocks of one message, in any order.
+class Decoder {
+ public:
+  Decoder(const DeltaShape &shape, const Message &in, const Elements &base, const void *out, int64_t message)
+      : shape_(shape), in_(in), base_(base), out_(out, shape, message) {
+    std::memcpy(&head_, in.head, sizeof head_);
+  }
+
+  const DeltaHead &head() const { return head_; }
+
+  // Whether the blocks end where the message does, and may be read.
+  bool fits() const {
+    if (head_.form == kDeltaRaw) return head_.rest == 0;
+    return head_.form == kDeltaCoded && head_.rest < shape_.too_many() && begin_of(shape_.blocks()) == head_.rest;
+  }
+
+  // Where a block begins, behind the index.
+  int64_t begin_of(int64_t block) const {
+    int64_t begin = 0;
+    for (int64_t b = 0; b < block; ++b) begin += bytes_of(b);
+    return begin;
+  }
+  int64_t bytes_of(int64_t block) const {
+    return in_.entry(block) == kDeltaWhole ? base_.bytes(block) : int64_t(in_.entry(block));
+  }
+
+  // Writes a block that begins there, and adds to the digest what it became; false where it is not coherent.
+  bool run(int64_t block, int64_t begin, uint32_t &digest) const {
+    uint8_t *out = const_cast<uint8_t *>(out_.block(block));
+    const uint8_t *base = base_.block(block), *from = in_.data + shape_.index_bytes() + begin;
+    const size_t bytes = size_t(base_.bytes(block));
+    if (head_.form == kDeltaRaw) {
+      std::memcpy(out, in_.data + block * kDeltaBlock * shape_.element_bytes, bytes);
+    } else if (in_.entry(block) == kDeltaWhole) {
+      std::memcpy(out, from, bytes);
+    } else if (in_.entry(block) == 0) {
+      if (out != base) std::memcpy(out, base, bytes);
+    } else {
+      uint8_t coded[kDeltaWhole + kDeltaSlack];
+      const int length = int(in_.entry(block));
+      std::memcpy(coded, from, size_t(length));
+      std::memset(coded + length, 0, kDeltaSlack);
+      if (!kernels().delta_decode(shape_.element_bytes, coded, length, base, out, shape_.in_block(block))) return false;
+    }
+    digest += out_.digest(block);
+    return true;
+  }
+
+ private:
+  const DeltaShape &shape_;
+  const Message in_;
+  const Elements &base_;
+  const Elements out_;
+  DeltaHead head_;
+};
+
+int decode_message(const DeltaShape &shape, const Decoder &decoder, const Elements &base) {
+  std::atomic<uint32_t> digest{0};
+  std::atomic<bool> coherent{decoder.fits()};
+  if (!coherent) return FL_BAD_MESSAGE;
+  const auto look = [&](int64_t begin, int64_t end) {
+    uint32_t mine = 0;
+    for (; begin < end; ++begin) mine += base.digest(begin);
+    digest += mine;
+  };
+  parallel_for(shape.blocks(), 2, RangeTask(look));
+  if (digest != decoder.head().base) return FL_OTHER_BASE;
+  digest = 0;
+  const auto task = [&](int64_t block, int64_t end) {
+    uint32_t mine = 0;
+    for (int64_t begin = decoder.begin_of(block); block < end; begin += decoder.bytes_of(block), ++block)
+      if (!decoder.run(block, begin, mine)) coherent = false;
+    digest += mine;
+  };
+  parallel_for(shape.blocks(), 2, RangeTask(task));
+  return coherent && digest == decoder.head().result ? FL_OK : FL_BAD_MESSAGE;
+}
+
+}  // namespace
+
+int delta_encode(const fl_spec &spec, const void *x, const void *base, const fl_messages &out) {
+  if (spec.numel == 0) return FL_OK;
+  const DeltaShape shape = delta_shape(spec);
+  const auto task = [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin) encode_message(shape, {x, shape, begin}, {base, shape, begin}, Message(out, begin));
+  };
+  if (out.count > 0) parallel_for(out.count, 1, RangeTask(task));
+  return FL_OK;
+}
+
+int delta_decode(const fl_spec &spec, const fl_messages &in, const void *base, void *out) {
+  if (spec.numel == 0) return FL_OK;
+  const DeltaShape shape = delta_shape(spec);
+  for (int64_t m = 0; m < in.count; ++m) {
+    const Elements before(base, shape, m);
+    if (const int bad = decode_message(shape, Decoder(shape, Message(in, m), before, out, m), before)) return bad;
+  }
+  return FL_OK;
+}
+
+}  // namespace fl

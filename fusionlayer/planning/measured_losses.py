@@ -1,0 +1,19 @@
+"""Losses that were measured. ``python -m benchmarks.pages`` makes this file from result files."""
+
+from __future__ import annotations
+
+from .losses import LossCost, LossCosts
+
+__all__ = ["MEASURED"]
+
+_1 = "convergence-gpt-2x1-adamw_amd-epyc-zen-5_2026-11-21"
+_2 = "convergence-small-2x1-adamw_amd-epyc-zen-3_2026-11-23"
+
+MEASURED = LossCosts(
+    (
+        LossCost("int4", -0.17, _1, 3),
+        LossCost("int8", -0.19, _1, 3),
+        LossCost("onebit", 5.58, _2, 3),
+        LossCost("topk", 19.47, _1, 1),
+    )
+)

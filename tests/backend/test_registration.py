@@ -1,0 +1,69 @@
+"""How torch learns of the backend."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusionlayer import backend
+from tests.tiers import exhaustive
+
+ROOT = Path(__file__).parents[2]
+
+# What Ray's workers do with TorchConfig(backend="fusionlayer"): nobody imports fusionlayer.
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+assert "fusionlayer" not in sys.modules, "import torch has imported the package"
+rules = {"rules": [{"codec": "int8"}]}
+dist.init_process_group("fusionlayer", store=dist.HashStore(), rank=0, world_size=1, pg_options=rules)
+dist.all_reduce(torch.ones(1))
+import fusionlayer
+assert dist.group.WORLD.policy == fusionlayer.backend.Policy.of(rules)
+"""
+
+
+def entry_point() -> str:
+    section = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."torch.backends"]')[2]
+    found = re.match(r"\nfusionlayer = \"(.*)\"", section)
+    assert found
+    return found[1]
+
+
+@pytest.mark.short
+def test_the_entry_point_is_what_registers() -> None:
+    module, _, function = entry_point().partition(":")
+    loaded: Any = import_module(module)
+    assert callable(getattr(loaded, function))
+    assert dist.Backend._plugins["FUSIONLAYER"].creator_fn is loaded._create
+    assert f'py-modules = ["{module}"]' in (ROOT / "pyproject.toml").read_text()
+    backend.register()  # again, which changes nothing
+    assert dist.Backend.backend_capability["fusionlayer"][:1] == ["cpu"]
+    assert ("cuda" in dist.Backend.backend_capability["fusionlayer"]) == torch.backends.cuda.is_built()
+
+
+@pytest.mark.medium
+@exhaustive(guarded_by="tests/backend/test_registration.py::test_the_entry_point_is_what_registers")
+def test_a_program_that_does_not_import_fusionlayer_finds_the_backend(tmp_path: Path) -> None:
+    about = tmp_path / "fusionlayer-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fusionlayer\nVersion: 0.1.0\n")
+    (about / "entry_points.txt").write_text(f"[torch.backends]\nfusionlayer = {entry_point()}\n")
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert "fusionlayer" in done.stderr and done.returncode != 0
