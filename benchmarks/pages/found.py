@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "TRAINING", "Record"),
-    *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows", "speedup", "the", "zipped"),
+    *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
+    *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows"),
+    *("score", "speedup", "the", "zipped"),
 ]
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 TRAINING, CONVERGENCE, SGD = "training-gpt-2x1", "convergence-gpt-2x1-adamw", "convergence-gpt-2x1-sgd"
+SCOREBOARD = "scoreboard-gpt-2x1-adamw"
 CODECS = (
     *("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco"),
     *("dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto"),
@@ -133,9 +135,22 @@ def minutes(method: str, rate: str, goal: float) -> float:
     return reached * seconds / 60
 
 
+def score(method: str, link: str, share: int = -1) -> float:
+    """Return the scoreboard's minutes until a loss on a link, such as ``100mbit/1ms``: by default until f32's last.
+
+    Raises:
+        LookupError: the method does not get there.
+    """
+    row = the(SCOREBOARD, kind="score", method=method, link=link)
+    minutes: float | None = row.minutes[share]
+    if minutes is None:
+        raise LookupError(f"{method} does not reach that loss at {link}")
+    return minutes
+
+
 NAMES: dict[str, Any] = {
-    **{"ADAMW": CONVERGENCE, "SGD": SGD, "CODECS": CODECS},
-    **{each.__name__: each for each in (end, errors, kernels, mean, minutes, more, rows, speedup, the, zipped)},
+    **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "CODECS": CODECS},
+    **{each.__name__: each for each in (end, errors, kernels, mean, minutes, more, rows, score, speedup, the, zipped)},
     **{each.__name__: each for each in (float, max, min)},
     "fmean": statistics.fmean,
     "median": statistics.median,

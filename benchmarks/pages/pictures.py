@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 
 from benchmarks import ablation, hops, missing, plots, sharded_losses
 from benchmarks.faults import summary as faults
-from benchmarks.pages.found import CONVERGENCE, RESULTS, TRAINING, end, result, rows, speedup, the
+from benchmarks.pages.found import CONVERGENCE, RESULTS, SCOREBOARD, TRAINING, end, result, rows, speedup, the
 from benchmarks.pages.tables import HEADLINE
+from benchmarks.scoreboard.picture import picture as scoreboard
 from benchmarks.sharded import __main__ as sharded
 from benchmarks.tensor_parallel import __main__ as tensor_parallel
 from benchmarks.zipped import __main__ as zipped
@@ -86,6 +87,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         for theme in ("gpt-2x1", "gpt-2x2", "resnet-4x1")
     },
     "time-to-loss_gpt-2x1": _time_to_loss,
+    "scoreboard-gpt-2x1-adamw": lambda: scoreboard(rows(SCOREBOARD, kind="score")),
     "ablation-gpt-2x1": lambda: _titled("ablation-gpt-2x1", ablation.picture(rows("ablation-gpt-2x1"), "gpt, dgc")),
     "faults": lambda: _titled("faults", faults.picture(rows("faults"))),
     "hops": lambda: _titled("hops", hops.picture(rows("hops"))),

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.pages.found import CONVERGENCE, TRAINING, Record, end, minutes, rows, the
+from benchmarks.pages.found import CONVERGENCE, SCOREBOARD, TRAINING, Record, end, minutes, rows, the
+from benchmarks.scoreboard.links import Link
 
 __all__ = ["HEADLINE", "TABLES", "fill"]
 
@@ -102,6 +103,51 @@ def arrivals() -> Lines:
     yield "computing alone, as many steps", *(f"{each:.3g}" for each in alone), ""
 
 
+SCORED = {
+    "ddp": "`DistributedDataParallel(model)`",
+    "ddp-powersgd": "the same, torch's PowerSGD hook",
+    "accelerate-local": "accelerate's `LocalSGD`",
+    "torchft-diloco": "torchft's `DiLoCo`",
+    "int8": '`codec="int8"`',
+    "int4": '`codec="int4"`',
+    "int4+overlap": '`codec="int4", overlap_forward=model`',
+    "onebit+freeze_step=100+warmup_codec=int4": '`fl.OneBitAdam(...)`, `codec="onebit"`',
+    "int4+local=overlapped:every=2": '`codec="int4", sync=fl.Local.overlapped(2)`',
+    "int4+local=overlapped:every=4": '`codec="int4", sync=fl.Local.overlapped(4)`',
+    "int4+local=overlapped:every=8": '`codec="int4", sync=fl.Local.overlapped(8)`',
+    "int4+local=streaming": '`codec="int4", sync=fl.Local.streaming()`',
+}
+"""The methods that a page compares by minutes, and the arguments of ``fl.DistributedOptimizer`` for ours."""
+
+
+def scoreboard() -> Lines:
+    """Minutes until f32's loss at half of its steps by link, until its final one on one link, and what losses mean."""
+    found = rows(SCOREBOARD, kind="score")
+    links = [Link(*link.split("/")) for link in dict.fromkeys(row.link for row in found if row.link)]
+    last = next(link for link in links if link.rate == "100mbit")
+    _, half, final = found[0].levels
+    ends = f"until {final:.3f} at {last.words.split(', ')[0]}"
+    yield f"minutes until loss {half:.3f}", *(link.words.split(", ")[0] for link in links), ends, "final loss", "seeds"
+    for method, name in SCORED.items():
+        mine = {row.link: row for row in found if row.method == method and row.link}
+        if any(row.seeds for row in mine.values()):
+            first = next(iter(mine.values()))
+            cells = [_arrival(mine.get(str(link)), 1) for link in links]
+            yield name, *cells, _arrival(mine.get(str(last)), 2), f"{first.final:.3f}", str(first.seeds)
+    alone = {link: next(row for row in found if row.link == str(link)).compute_seconds / 60 for link in links}
+    steps = rows(SCOREBOARD, kind="losses", method="ddp")[0].losses[-1][0]
+    cells = [f"{alone[link] * steps / 2:.3g}" for link in links]
+    yield "computing alone, half and all of f32's steps", *cells, f"{alone[last] * steps:.3g}", "", ""
+
+
+def _arrival(row: Record | None, level: int) -> str:
+    if row is None:
+        return "not measured"
+    minutes = row.minutes[level]
+    about = "~" if row.within_spread and level == len(row.minutes) - 1 else ""
+    return "never" if minutes is None else f"{about}{minutes:.3g}"
+
+
 def losses() -> Lines:
     """Final losses, beside DDP of the same seeds."""
     yield "method", "seeds", "final validation loss", "beside DDP, by seed"
@@ -137,7 +183,7 @@ def tensor_parallel() -> Lines:
 
 TABLES: dict[str, Callable[[], Lines]] = {
     function.__name__: function
-    for function in (headline, training, time_to_loss, arrivals, losses, horovod, tensor_parallel)
+    for function in (headline, scoreboard, training, time_to_loss, arrivals, losses, horovod, tensor_parallel)
 }
 
 

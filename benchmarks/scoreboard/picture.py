@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +23,13 @@ MOST_PEERS, MOST_OURS = 2, 4
 """Lines: more of them could not be told apart at a glance. The table has all methods."""
 
 
-def shown(rows: Sequence[Row]) -> list[str]:
-    """Return the methods that are drawn: DDP, the peers, and those of ours, that are first on some link.
+_WARM_UP = re.compile(r"\+(freeze_step|warmup_codec|warmup_steps)=[^+]*")
+"""Words of a method's name that are about its first steps; a picture has no room for them."""
 
-    Those with fewer seeds than others are not.
-    """
-    timed = [row for row in rows if row["link"] and row["seeds"] == row["of_seeds"]]
-    reached = [row for row in timed if row["minutes"][-1] is not None]
+
+def shown(rows: Sequence[Row]) -> list[str]:
+    """Return the methods that are drawn: DDP, the peers, and those of ours, that are first on some link."""
+    reached = [row for row in rows if row["link"] and row["minutes"][-1] is not None]
     winners: dict[str, list[str]] = {"peer": [], "ours": []}
     for link in dict.fromkeys(row["link"] for row in reached):
         for side, methods in winners.items():
@@ -61,7 +62,7 @@ def picture(rows: Sequence[Row]) -> Figure:
     timed = [row for row in rows if row["link"]]
     names = shown(timed)
     trips = list(dict.fromkeys(row["rtt"] for row in timed))
-    figure = drawing.figure(3.9 * len(trips), 3.4)
+    figure = drawing.figure(max(6.5, 3.9 * len(trips)), 3.4)
     ours = [name for name in names if any(row["method"] == name and _side(row) == "ours" for row in timed)]
     colours = dict(zip(ours, itertools.cycle(drawing.PALETTE), strict=False))
     panels = figure.subplots(1, len(trips), squeeze=False, sharey=True)[0]
@@ -69,11 +70,14 @@ def picture(rows: Sequence[Row]) -> Figure:
         here = [row for row in timed if row["rtt"] == trip]
         links = sorted({Link(row["rate"], trip) for row in here}, key=lambda link: -link.megabits)
         for name in names:
-            found = {row["rate"]: row["minutes"][-1] for row in here if row["method"] == name}
+            mine = [row for row in here if row["method"] == name]
+            found = {row["rate"]: row["minutes"][-1] for row in mine}
             points = [(x, found[link.rate]) for x, link in enumerate(links) if found.get(link.rate) is not None]
             if points:
                 form = "o-" if name in colours else "o--"
-                axes.plot(*zip(*points, strict=True), form, label=name, color=colours.get(name, drawing.GREY))
+                few = [f", {row['seeds']} of {row['of_seeds']} seeds" for row in mine if row["seeds"] < row["of_seeds"]]
+                label = _WARM_UP.sub("", name) + (few[0] if few else "")
+                axes.plot(*zip(*points, strict=True), form, label=label, color=colours.get(name, drawing.GREY))
         axes.plot(
             range(len(links)), _computing(here, links), ":", color="black", linewidth=1.0, label="computing alone"
         )
@@ -108,4 +112,5 @@ def _statement(rows: Sequence[Row]) -> str:
         return "no method reaches f32's loss"
     best = min(there, key=lambda name: float(there[name]))
     beside = f", DDP after {there[BASELINE]:.3g}" if BASELINE in there and best != BASELINE else ""
-    return f"f32's final loss at {slow.words.split(', ')[0]}: {best} after {there[best]:.3g} minutes{beside}"
+    name, place = _WARM_UP.sub("", best), slow.words.split(", ")[0]
+    return f"f32's final loss at {place}: {name} after {there[best]:.3g} minutes{beside}"

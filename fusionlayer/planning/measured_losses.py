@@ -6,12 +6,15 @@ from .losses import LossCost, LossCosts
 
 __all__ = ["MEASURED"]
 
-_1 = "convergence-gpt-2x1-adamw_amd-epyc-zen-5_2026-11-21"
+_1 = "scoreboard-gpt-2x1-adamw_amd-epyc-zen-3_2026-11-23"
 _2 = "convergence-small-2x1-adamw_amd-epyc-zen-3_2026-11-23"
 
 MEASURED = LossCosts(
     (
         LossCost("int4", -0.17, _1, 3),
+        LossCost("int4", 1.57, _1, 1, "overlapped(every=2)", 2, 2, 1),
+        LossCost("int4", 1.68, _1, 1, "overlapped(every=4)", 4, 4, 1),
+        LossCost("int4", 3.41, _1, 1, "overlapped(every=8)", 8, 8, 1),
         LossCost("int8", -0.19, _1, 3),
         LossCost("onebit", 5.58, _2, 3),
         LossCost("topk", 19.47, _1, 1),
