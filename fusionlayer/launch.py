@@ -292,8 +292,8 @@ def _port(environ: Mapping[str, str], name: str) -> int:
 
 
 def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: bool) -> TCPStore:
-    if not serve:
-        _await_listener(host, port, place, time.monotonic() + timeout)
+    what = "cannot open a store" if serve else "found no store of rank 0"
+    _await_place(host, port, place, what, time.monotonic() + timeout, serve=serve)
     try:
         # torch listens on all addresses of the host. Where the ranks use that of this host alone, so does the store.
         own = socket.create_server((host, port), backlog=1024) if serve and _is_loopback(host) else None
@@ -307,7 +307,6 @@ def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: boo
             master_listen_fd=own.detach() if own else None,
         )
     except (OSError, RuntimeError) as error:
-        what = "cannot open a store" if serve else "found no store of rank 0"
         cause = outages.explain(error, host, port)
         if serve and not cause.here:
             cause = outages.explain(error)  # of course nobody listens there now
@@ -320,19 +319,23 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.")
 
 
-def _await_listener(host: str, port: int, place: Place, deadline: float) -> None:
-    """Return when somebody listens there. torch would try again after pauses that are longer than our time-out."""
+def _await_place(host: str, port: int, place: Place, what: str, deadline: float, *, serve: bool) -> None:
+    """Return when the host's name is known and, unless this process is to serve there, somebody listens.
+
+    torch would try again after pauses that are longer than our time-out.
+    """
     while True:
         try:
-            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
+            if serve:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 cause = outages.explain(error, host, port)
-                raise TransportError(
-                    f"rank {place.rank} found no store of rank 0 at {host}:{port}: {cause.text}",
-                    [place.rank if cause.here else 0],
-                ) from None
+                ranks = [place.rank if cause.here else 0]
+                raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from None
         time.sleep(5 * _POLL)
 
 

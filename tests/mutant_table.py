@@ -210,6 +210,7 @@ MUTANTS: list[Mutant] = [
         ("local_steps.py", "if fidelity != LOCAL:", 'if fidelity == "lossless":', "near_lossless skips steps"),
         ("local_steps.py", "and not rest and", "and", "a period goes up and down"),
         ("local_choice.py", "return budget is None", "return True", "a loss budget takes what was not measured"),
+        ("local_choice.py", "way.every < too_long", "True", "a period longer than one that costs too much"),
         ("simulation.py", "if step >= delay:", "if step > delay:", "results are waited for a step late"),
         ("online.py", "Pace(*average(middle, transport))", "Pace(*middle)", "each rank decides about drift itself"),
         (

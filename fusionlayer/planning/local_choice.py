@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -146,7 +147,11 @@ def choose_local(
     every_way = [way for codec, selection in found.items() for way in tried(codec, selection)]
     # Skipping steps is not believed to make up for what a codec costs in each of them.
     bad = {codec for codec in found if (each := losses.of(codec)) is not None and not _allows(each, budget)}
-    allowed = [way for way in every_way if _allows(way.loss, budget) and (way.loss is not None or way.codec not in bad)]
+    # Nor is a period that costs one codec too much believed to be better with another.
+    known = [cost for codec in found.keys() - bad for cost in losses.local(codec)]
+    too_long = min((cost.every for cost in known if not _allows(cost, budget)), default=math.inf)
+    believed = [way for way in every_way if way.loss is not None or (way.codec not in bad and way.every < too_long)]
+    allowed = [way for way in believed if _allows(way.loss, budget)]
     if not allowed:
         raise ConfigError(
             f"no codec of the profile was measured to cost at most {BUDGET if budget is None else budget:g} % of the "

@@ -278,7 +278,9 @@ class TestPolicy:
         always = FusionPlan.from_yaml(out)
         assert main(["explain", str(out), *network]) == 0
         assert "leaves" not in capsys.readouterr().out and not always.skips
-        assert main([*arguments, "--fidelity", "local"]) == 0
+        losses = tmp_path / "losses.yaml"
+        losses.write_text("- {codec: int4, percent: 0.0, source: a training that sends in each step}\n")
+        assert main([*arguments, "--fidelity", "local", "--losses", str(losses)]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert FusionPlan.from_yaml(out) == always
         (every,) = map(int, re.findall(r"Local steps: plan=\S+ sync=fusionlayer\.Local\.\w+\(every=(\d+)", told))
@@ -296,11 +298,13 @@ class TestPolicy:
         monkeypatch.chdir(tmp_path)
         (example,) = re.findall(r"^```yaml\n(- \{codec: int4.*?)^```$", PLANNING, re.MULTILINE | re.DOTALL)
         Path("losses.yaml").write_text(example)
+        Path("each.yaml").write_text("- {codec: int4, percent: 0.0, source: a training that sends in each step}\n")
         arguments = ["plan", "--profile", str(path), "--rate", "100mbit", "--workers", "4"]
         arguments += ["-o", "plan.yaml", "--planner", "wfbp"]
         local = [*arguments, "--codec", "auto", "--fidelity", "local"]
         for options, told in [
-            (["--loss-budget", "2"], "No local steps: "),
+            (["--loss-budget", "2", "--losses", "each.yaml"], "No local steps: "),
+            (["--loss-budget", "2"], "was +1.6 % of that of f32"),
             (["--loss-budget", "2", "--losses", "losses.yaml"], "sync=fusionlayer.Local.averaging(every=4)"),
             (["--loss-budget", "4", "--losses", "losses.yaml"], "sync=fusionlayer.Local.streaming()"),
         ]:

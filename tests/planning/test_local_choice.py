@@ -52,6 +52,7 @@ STREAMING = LossCost("int4", 1.0, "a test", 1, "streaming()", 30, 3, 5)
         ([averaging(32, 1.5)], {}, "int4", "averaging(every=32)", r"was \+1.5 % of that of f32 \(a test, 3 seeds\)"),
         ([averaging(32, 1.5), STREAMING], {}, "int4", "streaming()", r"\+1.0 % .* \(a test, 1 seed\)"),
         ([averaging(32, 2.5)], {}, "int4", "overlapped(every=2)", "not measured"),
+        ([averaging(2, 2.5)], {}, "int4", None, "is a bottleneck still"),
         ([averaging(32, 2.5)], {"budget": 3.0}, "int4", "averaging(every=32)", r"\+2.5 %"),
         ([averaging(32, 2.5), EACH_STEP], {"budget": 2.0}, "int4", None, "is a bottleneck still"),
         ([averaging(32, 2.5), EACH_STEP], {"budget": 0.0}, "raw", None, "changes no bit"),
