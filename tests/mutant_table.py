@@ -263,10 +263,11 @@ MUTANTS: list[Mutant] = [
         "integrations/",
         (
             "onebit_adam.py",
-            "if parameter in self._exchanged:",
-            "if False:",
+            "arrived = [p in self._exchanged for",
+            "arrived = [False for",
             "momenta are taken for gradients",
         ),
+        ("onebit_adam.py", "[(id(v), v._version) for v in variances]", "len(variances)", "a variance that was loaded"),
         ("reduction.py", "(sent := sent_by(self)) != self._fl_sent", "(sent := None)", "the codec never changes"),
         ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (
