@@ -26,8 +26,8 @@ class OneBit(NativeCodec, TorchCodec, name="onebit"):
 
     1-bit SGD (Seide et al., 2014) and the compression stage of 1-bit Adam (Tang et al., ICML 2021) send the same. No
     other multiple of the signs is closer to the values. The codec needs error feedback, which in ``two_shot`` covers
-    workers and the owner of each sum alike. A group with a value that is not finite decodes to NaN. On the CPU each verb
-    is one pass of a kernel; tensors elsewhere go through torch operations.
+    workers and the owner of each sum alike. A group with a value that is not finite decodes to NaN. On the CPU each
+    verb is one pass of a kernel; tensors elsewhere go through torch operations.
 
     Attributes:
         group_size: values that share a scale; a power of two from 32 to 4096. Fused tensors begin at multiples of 128,

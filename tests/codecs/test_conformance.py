@@ -39,7 +39,10 @@ CASES = [
     for check in CHECKS.values()
     for codec in every()
     for dtype in DTYPES
-    if dtype is torch.float32 or isinstance(codec, NativeCodec) or not isinstance(codec, TorchCodec) or codec in DEFAULTS
+    if dtype is torch.float32
+    or isinstance(codec, NativeCodec)
+    or not isinstance(codec, TorchCodec)
+    or codec in DEFAULTS
 ]
 
 
