@@ -67,6 +67,7 @@ MUTANTS: list[Mutant] = [
         ),
         ("zip.py", "lowest = ceil if", "lowest = floor if", "the window of exponents"),
         ("tahquant.py", "math.floor(self.coarse * tokens)", "math.ceil(self.coarse * tokens)", "coarse tokens"),
+        ("onebit.py", "self.wire(form.numel), how)", "form, how)", "torch operations round what the kernel does not"),
         ("chunked_topk.py", 'struct.pack("<f", scale)', 'struct.pack("<f", 1.0)', "a mean is sent as a sum"),
     ),
     *_of(

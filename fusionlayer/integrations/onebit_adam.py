@@ -37,7 +37,11 @@ class OneBitAdam(Optimizer):
 
     ``param.grad`` holds averaged momentum after ``synchronize``, once the variance is frozen: clip gradients before
     that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in
-    place of its momentum, which shrinks the average: give all ranks equally many batches.
+    place of its momentum, which shrinks the average: give all ranks equally many batches. ``overlap_forward`` is
+    refused: it takes the step of each bucket by itself, and this optimizer counts steps of all parameters together.
+
+    What divides the momentum is made once, when the variance is frozen, and kept: 4 bytes for each f32 parameter, which
+    a step would need for a while anyway.
 
     Args:
         params: as for ``torch.optim.AdamW``.

@@ -1,5 +1,5 @@
-// The `onebit` codec: the sign of each value, and for each group the mean of its magnitudes. The sum is an f64: its lane j,
-// of 32, adds up elements j, 32 + j, ... in this order, then lanes are added in halves: j and 16 + j, j and 8 + j, and so on.
+// The `onebit` codec: the sign of each value, and for each group the mean of its magnitudes. The sum is made in 32 lanes of
+// f64: lane j adds up elements j, 32 + j, ... in this order. Then halves are added: lanes j and 16 + j, j and 8 + j, ...
 #pragma once
 
 #include "floats.h"
