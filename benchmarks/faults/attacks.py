@@ -329,7 +329,7 @@ def links(rounds: int) -> Iterator[Round]:
 def controls() -> Iterator[tuple[str, Round]]:
     """Yield rounds that are bad on purpose, and what the judge must say of them: it must be able to."""
     ending = Phase("ending")
-    hung = Job(PLAIN, 2, timeout=2.0, patience=8.0, deeds=(Deed(1, ending, "hang"),))
+    hung = Job(PLAIN, 2, timeout=2.0, patience=3.0, deeds=(Deed(1, ending, "hang"),))
     yield "not ended", Round("control", "a rank hangs", hung, Expected(None), by_ranks)
     aborted = Job(PLAIN, 2, deeds=(Deed(1, ending, "abort"),))
     yield "aborted", Round("control", "a rank aborts", aborted, Expected(None), by_ranks)

@@ -41,7 +41,8 @@ def nothing(run: Run) -> None:
 
 
 def by_ranks(run: Run) -> None:
-    """Leave the ranks alone: they attack themselves, and tell when."""
+    """Wait until the ranks attack themselves, and tell so. The time that they get to end by themselves begins then."""
+    run.await_attack()
 
 
 class NotReached(Exception):
@@ -109,6 +110,11 @@ class Run:
     def pause(self, seconds: float) -> None:
         """Let time pass."""
         self.place.pump(lambda: False, seconds)
+
+    def await_attack(self) -> None:
+        """Return when a rank has told of an attack, or all have ended without one."""
+        ranks = range(self.job.world)
+        self.place.pump(lambda: self.attacked > 0 or all(map(self._ended, ranks)), PATIENCE)
 
     def await_ends(self, ranks: list[int], deadline: float) -> bool:
         """Return whether these ranks have ended by themselves before the deadline, in monotonic seconds."""

@@ -12,7 +12,7 @@ from typing import Any
 __all__ = [
     *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
     *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows"),
-    *("score", "speedup", "the", "zipped"),
+    *("score", "scored", "speedup", "the", "zipped"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -135,14 +135,18 @@ def minutes(method: str, rate: str, goal: float) -> float:
     return reached * seconds / 60
 
 
+def scored(method: str, link: str) -> Record:
+    """Return a method's row of the scoreboard on a link, such as ``100mbit/1ms``."""
+    return the(SCOREBOARD, kind="score", method=method, link=link)
+
+
 def score(method: str, link: str, share: int = -1) -> float:
     """Return the scoreboard's minutes until a loss on a link, such as ``100mbit/1ms``: by default until f32's last.
 
     Raises:
         LookupError: the method does not get there.
     """
-    row = the(SCOREBOARD, kind="score", method=method, link=link)
-    minutes: float | None = row.minutes[share]
+    minutes: float | None = scored(method, link).minutes[share]
     if minutes is None:
         raise LookupError(f"{method} does not reach that loss at {link}")
     return minutes
@@ -150,7 +154,10 @@ def score(method: str, link: str, share: int = -1) -> float:
 
 NAMES: dict[str, Any] = {
     **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "CODECS": CODECS},
-    **{each.__name__: each for each in (end, errors, kernels, mean, minutes, more, rows, score, speedup, the, zipped)},
+    **{
+        each.__name__: each
+        for each in (end, errors, kernels, mean, minutes, more, rows, score, scored, speedup, the, zipped)
+    },
     **{each.__name__: each for each in (float, max, min)},
     "fmean": statistics.fmean,
     "median": statistics.median,

@@ -14,7 +14,7 @@ LOCAL = (
     *("int4+local=overlapped:every=8", "raw+local=diloco", "int4+local=diloco", "int4+local=streaming"),
     *("local=sparseloco", "local=muloco", "local=desloc"),
 )
-"""Local steps, presets with their defaults. One that this version lacks is left out, with a line that says so."""
+"""Local steps: presets, most with their defaults. One that this version lacks is left out, with a line that says so."""
 
 ONEBIT = "onebit+freeze_step=100+warmup_codec=int4"
 """1-bit Adam: the momentum in one bit, after the warm-up of Adam's variance."""

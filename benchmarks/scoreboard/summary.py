@@ -134,7 +134,8 @@ def _losses(
     curve = mean_curve(runs)
     row["best"] = min(loss for _, loss in curve)
     if base:
-        row["above"] = row["final"] / base[-1][1] - 1
+        same = [run["final"] for run in _runs(found, BASELINE, [run["seed"] for run in runs])]
+        row["above"] = statistics.fmean(finals) / statistics.fmean(same) - 1 if len(same) == len(finals) else None
     if base:
         row["steps"] = [reached(curve, goal) for goal in goals]
         if row["steps"][-1] is None and curve[-1][1] <= goals[-1] + spread:

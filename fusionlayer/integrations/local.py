@@ -38,8 +38,6 @@ class Local:
         delay: local steps that a rank makes while a fragment is under way, below ``every``; 0 waits for it.
         alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
             with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
-        carry: add what a rank learned while a fragment was under way to the new anchor, so that none of it is lost. For
-            a ``delay``, without ``alpha``.
         states: of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too, and every
             how many syncs: ``{"exp_avg": 3}``. They travel uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
@@ -47,6 +45,8 @@ class Local:
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
         feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1,
             error feedback acts as the momentum of the outer optimizer.
+        carry: add what a rank learned while a fragment was under way to the new anchor, so that none of it is lost. For
+            a ``delay``, without ``alpha``.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -58,12 +58,12 @@ class Local:
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.0
-    carry: bool = False
     states: Mapping[str, int] = field(default_factory=dict)
     codec: str | None = None
     codec_options: Mapping[str, Any] = field(default_factory=dict)
     error_feedback: bool | None = None
     feedback_decay: float = 1.0
+    carry: bool = False
 
     def __post_init__(self) -> None:
         if not self.adapts:

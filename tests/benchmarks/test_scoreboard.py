@@ -103,7 +103,8 @@ class TestArithmetic:
         assert row["above"] == pytest.approx(final / 2.1 - 1)
 
     def test_minutes_of_fewer_seeds_say_so(self) -> None:
-        row = scores(found(*DDP, losses("int4", 1, 5, 4, 3, 2.1, 1), steps("int4", FAST, 1.0)), SEEDS)[-1]
+        row = scores(found(*DDP, losses("int4", 2, 5, 4, 3, 2.1, 1), steps("int4", FAST, 1.0)), SEEDS)[-1]
+        assert row["above"] == pytest.approx(1 / 2.2 - 1), "beside f32 of the same seed, not the mean of all"
         assert row["minutes"] == pytest.approx([2.5, 5.0, 7.5])
         assert overview([row])[0]["1 Gbit/s, 1 ms"] == "7.5 (1 of 3 seeds)"
         with drawing.style():

@@ -45,5 +45,6 @@ def test_a_program_ends_as_it_asks_and_leaves_nothing(cases: tuple[str, ...], tm
             assert found["codes"] == [status if "both" in case else 1, status], (case, found["errors"])
             assert (found["running"], found["files"]) == ([], []), case
             if "both" not in case:
-                last = found["errors"][0].strip().splitlines()[-1]
+                # A thread of torch's may log at any time, also behind the error that ends the program.
+                last = [line for line in found["errors"][0].strip().splitlines() if "[c10d]" not in line][-1]
                 assert "TransportError" in last and "rank 1 " in last.partition("rank 0: ")[2], (case, last)
