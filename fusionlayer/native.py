@@ -72,7 +72,7 @@ __all__ = [
     "token_keys",
 ]
 
-CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS, CHUNKED, DELTA = range(11)
+CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS, CHUNKED, DELTA, ONEBIT = range(12)
 INT_HADAMARD, INT_STOCHASTIC, INT_FULL = 1, 2, 4
 FORMATS = {"e4m3": 0, "e5m2": 1, "int8": 2, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 FORMAT_BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}

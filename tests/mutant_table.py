@@ -67,6 +67,7 @@ MUTANTS: list[Mutant] = [
         ),
         ("zip.py", "lowest = ceil if", "lowest = floor if", "the window of exponents"),
         ("tahquant.py", "math.floor(self.coarse * tokens)", "math.ceil(self.coarse * tokens)", "coarse tokens"),
+        ("onebit.py", "self.wire(form.numel), how)", "form, how)", "torch operations round what the kernel does not"),
         ("chunked_topk.py", 'struct.pack("<f", scale)', 'struct.pack("<f", 1.0)', "a mean is sent as a sum"),
     ),
     *_of(
@@ -269,10 +270,11 @@ MUTANTS: list[Mutant] = [
         "integrations/",
         (
             "onebit_adam.py",
-            "if parameter in self._exchanged:",
-            "if False:",
+            "arrived = [p in self._exchanged for",
+            "arrived = [False for",
             "momenta are taken for gradients",
         ),
+        ("onebit_adam.py", "[(id(v), v._version) for v in variances]", "len(variances)", "a variance that was loaded"),
         ("reduction.py", "(sent := sent_by(self)) != self._fl_sent", "(sent := None)", "the codec never changes"),
         ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (

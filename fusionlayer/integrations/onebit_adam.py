@@ -37,7 +37,11 @@ class OneBitAdam(Optimizer):
 
     ``param.grad`` holds averaged momentum after ``synchronize``, once the variance is frozen: clip gradients before
     that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in
-    place of its momentum, which shrinks the average: give all ranks equally many batches.
+    place of its momentum, which shrinks the average: give all ranks equally many batches. ``overlap_forward`` is
+    refused: it takes the step of each bucket by itself, and this optimizer counts steps of all parameters together.
+
+    What divides the momentum is made once, when the variance is frozen, and kept: 4 bytes for each f32 parameter, which
+    a step would need for a while anyway.
 
     Args:
         params: as for ``torch.optim.AdamW``.
@@ -155,17 +159,40 @@ class OneBitAdam(Optimizer):
             torch._foreach_mul_(variances, beta2)
             torch._foreach_addcmul_(variances, gradients, gradients, value=1 - beta2)
         else:
-            for parameter, momentum in zip(parameters, momenta, strict=True):
-                if parameter in self._exchanged:
-                    momentum.copy_(parameter.grad)
-                else:
-                    momentum.lerp_(parameter.grad, 1 - beta1)
+            self._take_momenta(parameters, momenta, 1 - beta1)
         rate = float(group["lr"])
-        widths = torch._foreach_sqrt(variances)
-        torch._foreach_div_(widths, math.sqrt(1 - beta2 ** min(steps, group["freeze_step"])))
-        torch._foreach_add_(widths, group["eps"])
-        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        widths = self._widths(group, variances, steps)
+        if rate * group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         torch._foreach_addcdiv_(parameters, momenta, widths, value=-rate / (1 - beta1**steps))
+
+    def _take_momenta(self, parameters: list[Tensor], momenta: list[Tensor], share: float) -> None:
+        """Make ``momenta`` those that arrived; where a gradient was not sent as momentum, add a ``share`` of it."""
+        arrived = [p in self._exchanged for p in parameters]
+        if all(arrived):
+            torch._foreach_copy_(momenta, [p.grad for p in parameters])
+            return
+        for parameter, momentum, whole in zip(parameters, momenta, arrived, strict=True):
+            if whole:
+                momentum.copy_(parameter.grad)
+            else:
+                momentum.lerp_(parameter.grad, share)
+
+    def _widths(self, group: dict[str, Any], variances: list[Tensor], steps: int) -> list[Tensor]:
+        """Return what momenta are divided by. Of a frozen variance it is made once, and kept beside it."""
+        beta2, eps, frozen_at = group["betas"][1], group["eps"], group["freeze_step"]
+        # A checkpoint may bring other tensors, or other values into these.
+        source = beta2, eps, frozen_at, [(id(v), v._version) for v in variances]
+        kept = self.__dict__.setdefault("_kept_widths", {})
+        known = kept.get(group["params"][0])
+        if known is not None and known[0] == source:
+            return list(known[2])
+        widths = list(torch._foreach_sqrt(variances))
+        torch._foreach_div_(widths, math.sqrt(1 - beta2 ** min(steps, frozen_at)))
+        torch._foreach_add_(widths, eps)
+        if steps > frozen_at:
+            kept[group["params"][0]] = source, variances, widths  # as long as variances are held, their ids are theirs
+        return widths
 
     def _moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         state = self.state.get(parameter)

@@ -151,6 +151,26 @@ def test_resumed_training_has_the_same_bits(codec: str, warmup_codec: str, saved
     local.run(rank_main, WORLD)
 
 
+def test_a_variance_that_is_loaded_takes_the_place_of_the_one_before() -> None:
+    """What divides momenta is kept between steps."""
+
+    def step_with(optimizer: fl.OneBitAdam, parameter: Tensor) -> None:
+        parameter.grad = torch.tensor([1.0, -2.0])
+        optimizer.step()
+
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    used, fresh = (fl.OneBitAdam([p], **OPTIONS, freeze_step=1) for p in parameters)
+    for _ in range(2):
+        step_with(used, parameters[0])
+    saved = copy.deepcopy(used.state_dict())
+    saved["state"][0]["exp_avg_sq"] *= 4
+    for optimizer, parameter in zip((used, fresh), parameters, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        parameter.data.zero_()
+        step_with(optimizer, parameter)
+    assert torch.equal(*parameters) and parameters[0].any()
+
+
 def test_a_rank_without_a_gradient_sends_what_is_left_of_the_momentum() -> None:
     def rank_main(rank: int) -> None:
         parameter = nn.Parameter(torch.zeros(4))

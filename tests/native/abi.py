@@ -76,6 +76,8 @@ class Case:
             return -(-groups // 64) * 24, *scales, 64 * lines
         if self.codec == native.CHUNKED:
             return self._chunked_bytes
+        if self.codec == native.ONEBIT:
+            return 4 * -(-self.numel // self.param[1]), -(-self.numel // 8)
         bits, group, _ = self.param
         groups = -(-self.numel // group)
         return groups * 4, groups * group * bits // 8
@@ -151,6 +153,10 @@ def chunked_case(
 ) -> Case:
     param = (bits, chunk, kept, int(np.float32(factor).view(np.uint32)))
     return Case(native.CHUNKED, param, dtype, numel, **rest)
+
+
+def onebit_case(group: int = 1024, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
+    return Case(native.ONEBIT, (0, group), dtype, numel, **rest)
 
 
 def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest: int) -> Case:

@@ -10,6 +10,7 @@
 #include "floats.h"
 #include "fusionlayer_codec.h"
 #include "int_group.h"
+#include "onebit.h"
 #include "residual.h"
 #include "rng.h"
 
@@ -261,6 +262,36 @@ struct DynamiqCodec {
   }
 };
 
+struct OneBitCodec {
+  const fl_spec &spec;
+  int64_t group = spec.param[1], groups = (spec.numel + group - 1) / group;
+
+  int64_t count(int64_t g) const { return g + 1 < groups ? group : spec.numel - g * group; }
+
+  void encode(const std::vector<float> &values, const fl_messages &out, int64_t m) const {
+    uint8_t *signs = plane(out, 1, m);
+    std::memset(signs, 0, size_t(spec.numel + 7) / 8);
+    for (int64_t g = 0; g < groups; ++g) {
+      double lanes[fl::kOneBitLanes] = {};
+      for (int64_t i = 0; i < count(g); ++i) lanes[i % fl::kOneBitLanes] += std::fabs(values[g * group + i]);
+      const float scale = fl::onebit_scale(fl::onebit_sum(lanes), int(count(g)));
+      reinterpret_cast<float *>(plane(out, 0, m))[g] = scale;
+      for (int64_t i = g * group; fl::is_finite(scale) && i < g * group + count(g); ++i)
+        signs[i / 8] = uint8_t(signs[i / 8] | fl::float_bits(values[i]) >> 31 << i % 8);
+    }
+  }
+
+  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+    std::vector<float> values(spec.numel);
+    for (int64_t i = 0; i < spec.numel; ++i) {
+      const float scale = reinterpret_cast<const float *>(plane(in, 0, m))[i / group];
+      const bool minus = plane(in, 1, m)[i / 8] >> i % 8 & 1;
+      values[i] = !fl::is_finite(scale) ? fl::bits_float(fl::kF32Nan) : minus ? -scale : scale;
+    }
+    return values;
+  }
+};
+
 struct CastCodec {
   const fl_spec &spec;
 
@@ -311,6 +342,8 @@ int with_codec(const fl_spec &spec, const Body &body) {
     body(BlockCodec{spec});
   else if (spec.codec == FL_DYNAMIQ)
     body(DynamiqCodec{spec});
+  else if (spec.codec == FL_ONEBIT)
+    body(OneBitCodec{spec});
   else
     body(CastCodec{spec});
   return FL_OK;

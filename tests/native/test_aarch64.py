@@ -27,6 +27,7 @@ from tests.native.abi import (
     chunked_case,
     dynamiq_case,
     int_case,
+    onebit_case,
     results,
     tah_case,
     thc_case,
@@ -103,6 +104,7 @@ def cases() -> Iterator[Case]:
     yield from (tah_case(bits, 64, 32, dtype=0) for bits in (4, 6))
     yield from (dynamiq_case(flags) for flags in range(2))
     yield from (chunked_case(bits, 512, kept) for bits in (2, 3, 8, 32) for kept in (1, 9, 300))
+    yield from (onebit_case(group) for group in (32, 1024))
 
 
 def varied(given: Iterable[Case]) -> Iterator[Case]:

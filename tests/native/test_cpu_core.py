@@ -46,6 +46,7 @@ from tests.native.abi import (
     dynamiq_case,
     int_case,
     itemsize,
+    onebit_case,
     results,
     values,
 )
@@ -167,6 +168,16 @@ def test_block_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, number:
         for numel in (next(lengths), next(lengths), 2 * case.param[1] + 5):
             varied = replace(case, numel=numel, count=next(counts), dtype=next(dtypes))
             check(cpu, reference, replace(varied, misaligned=i % 2 == 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_onebit_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int) -> None:
+    lengths, counts = itertools.cycle(LENGTHS), itertools.cycle((1, 2, 0, 3, 5))
+    for i, group in enumerate(GROUPS):
+        for numel in (next(lengths), next(lengths), next(lengths), 2 * group + 5):
+            case = onebit_case(group, dtype, numel, count=next(counts))
+            check(cpu, reference, replace(case, misaligned=i % 2 == 1))
+    check(cpu, reference, onebit_case(32, dtype, 999, count=2), garbage=True)
 
 
 DYNAMIQ_LENGTHS = (*LENGTHS, 511, 512, 2000, 64 * 256, 64 * 256 + 1, 70 * 256 + 77)
@@ -358,6 +369,7 @@ MIXED = (
     block_case("e4m3", 256, native.SCALE_F32, native.BLOCK_HADAMARD, F32, LARGE),
     block_case("e3m2", 32, native.SCALE_E8M0, 0, BF16, LARGE // 3, count=3),
     block_case("e5m2", 32, native.SCALE_MESSAGE, 0, F16, LARGE // 2, count=2),
+    onebit_case(1024, F32, LARGE),
 )
 Wanted = dict[Case, list[list[Bytes]]]
 
@@ -477,6 +489,7 @@ def test_nothing_beyond_the_input_is_read(isa: ctypes.CDLL) -> None:
                 block_case("e2m3", 32, native.SCALE_BF16, 0, dtype, numel),
                 block_case("e4m3", 64, native.SCALE_DUAL, native.BLOCK_HADAMARD, dtype, numel),
                 chunked_case(3, 64, 9, 0.5, dtype, numel),
+                onebit_case(64, dtype, numel),
             ):
                 spec, out = case.spec, Planes(case, 1)
                 x = end - numel * itemsize(dtype)

@@ -32,6 +32,7 @@ from tests.native.abi import (
     chunked_case,
     dynamiq_case,
     int_case,
+    onebit_case,
     results,
     tah_case,
     thc_case,
@@ -347,6 +348,7 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("nothing that goes", chunked_case(2, 64, 0, numel=64)),
     ("more than the chunk has", chunked_case(2, 64, 65, numel=64)),
     ("a factor that is not finite", chunked_case(2, 64, 3, float("inf"), numel=64)),
+    ("a group of onebit that is too large", onebit_case(8192, numel=64)),
     ("coarse tokens of 6 bits", tah_case(6, 128, 64, 1, numel=128)),
 )
 

@@ -26,7 +26,7 @@ inline int plane_count(const fl_spec &spec) {
   return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_CAST ? 1 : 2;
 }
 
-// Groups of FL_INT, blocks of FL_BLOCK.
+// Groups of FL_INT and FL_ONEBIT, blocks of FL_BLOCK.
 inline int64_t group_count(const fl_spec &spec) {
   const int64_t group = spec.param[1];
   return (spec.numel + group - 1) / group;
@@ -63,6 +63,7 @@ inline int64_t plane_bytes(const fl_spec &spec, int p) {
     return p == 0 ? shape.mark_bytes() : p == 4 ? shape.code_bytes() : p == 1 ? shape.tiles() : 2 * shape.tiles();
   }
   const int64_t groups = group_count(spec), elements = groups * spec.param[1];
+  if (spec.codec == FL_ONEBIT) return p == 0 ? groups * 4 : (spec.numel + 7) / 8;
   if (spec.codec == FL_INT) return p == 0 ? groups * 4 : elements * spec.param[0] / 8;
   if (p == 1) return elements * format_bits(spec.param[0]) / 8;
   const uint32_t kind = scale_kind(spec.param);
@@ -140,9 +141,14 @@ inline int check_chunked(const uint32_t *param) {
   return (param[3] & kMagnitudeBits) < kF32Inf ? FL_OK : FL_BAD_ARGUMENT;
 }
 
+inline int check_onebit(const uint32_t *param) {
+  if (param[0] || param[2] || param[3]) return FL_BAD_ARGUMENT;
+  return power_of_two_within(param[1], 32, 4096) ? FL_OK : FL_BAD_ARGUMENT;
+}
+
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec > FL_CHUNKED) return FL_UNSUPPORTED;
+  if (spec->codec == FL_DELTA || spec->codec > FL_ONEBIT) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   if (spec->codec == FL_SPARSE) return check_sparse(*spec);
   if (spec->codec == FL_BLOCK) return check_block(spec->param);
@@ -152,6 +158,7 @@ inline int check_spec(const fl_spec *spec) {
   if (spec->codec == FL_TAHQUANT) return check_tahquant(*spec);
   if (spec->codec == FL_DYNAMIQ) return check_dynamiq(*spec);
   if (spec->codec == FL_CHUNKED) return check_chunked(spec->param);
+  if (spec->codec == FL_ONEBIT) return check_onebit(spec->param);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;

@@ -6,6 +6,7 @@
 #include "chunked_codec.h"
 #include "dynamiq_codec.h"
 #include "int_sums.h"
+#include "onebit_codec.h"
 #include "tahquant_codec.h"
 #include "thc_codec.h"
 #include "verbs.h"
@@ -49,6 +50,7 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
   if (job.spec->codec == FL_DYNAMIQ) return body(DynamiqCodec(job));
   if (job.spec->codec == FL_CHUNKED) return body(ChunkedCodec(job));
   if (job.spec->codec == FL_TAHQUANT) return body(TahCodec(job));
+  if (job.spec->codec == FL_ONEBIT) return body(OneBitCodec(job));
   if constexpr (kThc)
     if (job.spec->codec == FL_THC) return body(ThcCodec(job));
   with_int_codec(job, body);

@@ -39,6 +39,8 @@ constexpr Verbs kVerbs[] = {
     {dynamiq_encode, dynamiq_decode, dynamiq_decode_sum, dynamiq_recode},
     {nullptr, nullptr, nullptr, nullptr},
     {chunked_encode, chunked_decode, chunked_decode_sum, chunked_recode},
+    {nullptr, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr},
 };
 
 }  // namespace

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 5
+#define FL_ABI_VERSION 6
 #define FL_MAX_PLANES 5
 
 enum fl_status {
@@ -87,7 +87,10 @@ enum fl_codec {
    * behind the index, and digests of base and result; plane 1: an index and blocks, or the elements as they are, and as
    * many bytes as the elements have, or the index where that is more. numel < 2^30. Bytes of plane 1 behind the last block
    * are not written. docs/wire_format.md has the rest */
-  FL_DELTA = 10
+  FL_DELTA = 10,
+  /* CPU alone. plane 0: one f32 scale per group, the mean of its magnitudes; plane 1: a bit for each element, its sign,
+   * from the lowest bit of a byte on, as many bytes as hold them. param[1] = group size, a power of two in 32..4096 */
+  FL_ONEBIT = 11
 };
 
 enum {
