@@ -242,7 +242,8 @@ def test_the_message_is_nearly_full_and_nothing_is_cut_off(name: str, density: f
     assert 0.8 * k <= codec.pairs(payload, n) <= codec.capacity(n)
     sent = torch.zeros(n, dtype=torch.bool)
     sent[positions(codec, payload, n)] = True
-    assert x[sent].abs().min() >= x[~sent].abs().max()
+    # Of equal values all go where there is room for all.
+    assert sent.all() or x[sent].abs().min() >= x[~sent].abs().max()
 
 
 def test_topk_sends_the_k_largest_and_of_equal_ones_the_first() -> None:
