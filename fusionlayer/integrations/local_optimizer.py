@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import UsageError, again
 from ..plan import FusionPlan
@@ -18,6 +19,7 @@ from .local import state_name
 from .local_steps import Flight, LocalSteps, compare
 from .parameters import local_part
 from .reduction import StepState
+from .sends import FollowsSyncs, sent_by
 
 __all__ = ["LocallyStepping"]
 
@@ -27,10 +29,14 @@ class LocallyStepping(Distributed):
 
     A step of the engine is a sync. Gradients have no hooks, so whoever scales, clips or accumulates them finds the
     rank's own.
+
+    Until as many steps are made as ``sync.after`` says, it averages gradients as any ``Distributed``. Which it does
+    follows from the number of the engine's step alone, so all ranks and all checkpoints agree on it.
     """
 
     _fl_local: LocalSteps
     _fl_compared: dict[str, Tensor]
+    _fl_averages: bool
 
     # torch's GradScaler then calls ``step`` also where gradients are not finite, and leaves it to ``step`` to skip the
     # update. Otherwise a rank that skips would be a local step behind the others from then on.
@@ -48,6 +54,8 @@ class LocallyStepping(Distributed):
         """
         self._opt_called = True
         engine, local = self._fl_engine, self._fl_local
+        if self._fl_averages and engine is not None:
+            return self._fl_averaging_step(engine, closure, **kwargs)
         if engine is not None:
             if engine.failure is not None:
                 raise again(engine.failure)
@@ -80,7 +88,9 @@ class LocallyStepping(Distributed):
             PlanMismatch, ReplicaMismatch, TransportError: as ``step``.
         """
         engine, local = self._fl_engine, self._fl_local
-        if engine is not None and local.moved:
+        if self._fl_averages:
+            super().synchronize()
+        elif engine is not None and local.moved:
             self._fl_land_all()
             for _ in range(local.sync.fragments):
                 self._fl_land(self._fl_send(engine), exactly=True)
@@ -88,12 +98,14 @@ class LocallyStepping(Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise ``UsageError``: gradients are this rank's own, so nothing waits for them."""
-        raise UsageError(
-            "skip_synchronize() with sync=fl.Local(...): gradients are this rank's own; clip them right after "
-            "backward, without synchronize(), and call step()"
-        )
-        yield
+        """Raise ``UsageError``: gradients are this rank's own, so nothing waits for them. Not before local steps."""
+        if not self._fl_averages:
+            raise UsageError(
+                "skip_synchronize() with sync=fl.Local(...): gradients are this rank's own; clip them right after "
+                "backward, without synchronize(), and call step()"
+            )
+        with super().skip_synchronize():
+            yield
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
@@ -133,6 +145,8 @@ class LocallyStepping(Distributed):
         if engine is not None and engine.failure is None:
             for flight in self._fl_local.flights:
                 flight.take()  # the engine takes nothing new of a fragment before that
+            if "step" in state_dict.get("fusionlayer", {}):
+                self._fl_enter(engine, state_dict["fusionlayer"]["step"])
         super().load_state_dict(state_dict)
         if engine is None:
             return
@@ -160,16 +174,58 @@ class LocallyStepping(Distributed):
         super().adopt_plan(plan)
 
     def _attach(self, *arguments: Any) -> None:
+        self._fl_hooks_of_gradients: list[RemovableHandle] = []
         super()._attach(*arguments)
-        self._fl_check, self._fl_compared = None, {}  # there are no anchors yet
+        self._fl_compared = {}
+        if not self._fl_averages:
+            self._fl_check = None  # there are no anchors yet
+
+    # ---- before the first local step --------------------------------------------------------------------------------
+
+    def _fl_averaging_step(self, engine: Engine, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        """Take a step by averaged gradients. After the last one of these, steps are local."""
+        result = None
+        if self._fl_overflown():
+            self._fl_state = StepState.IDLE  # ``GradScaler`` has read the gradients, so they are averaged
+        else:
+            result = super().step(closure, **kwargs)
+        self._fl_enter(engine, engine.step)
+        return result
+
+    def _fl_enter(self, engine: Engine, step: int) -> None:
+        """Average gradients from the engine's ``step`` on, or let steps be local, as ``sync.after`` says.
+
+        Nothing travels here. The ranks agree on the new plan when the next step of the engine begins.
+        """
+        averages = step < (self._fl_local.sync.after or 0)
+        if averages == self._fl_averages:
+            return
+        self._fl_averages = averages
+        self._fl_flush()
+        engine.memory.load_state_dict({})  # what a codec has lost of gradients is no part of a difference
+        self._fl_local.begin_anew()
+        self._fl_plan_anew(engine, self._fl_names, f"step {step} {'averages gradients' if averages else 'is local'}")
+        self._fl_sent = sent_by(self)
+        for hook in self._fl_hooks_of_gradients:
+            hook.remove()
+        self._fl_hooks_of_gradients.clear()
+        self._fl_watch(self._fl_names)
+        self._fl_count_anew()
+        self._fl_compared = {}
+        self._fl_check = self._fl_replicas.check(engine.put) if averages else None
+        self._fl_go_on(engine)
 
     # ---- a sync: on the training thread, or on the thread of ``join`` that stands in for it --------------------------
 
-    def _fl_watch(self, parameters: object) -> None:
-        """Register no hooks: nobody needs a gradient."""
+    def _fl_watch(self, parameters: Iterable[Tensor]) -> None:
+        """Register hooks only while gradients are averaged: then nobody else needs one."""
+        if self._fl_averages:
+            before = len(self._fl_hooks)
+            super()._fl_watch(parameters)
+            self._fl_hooks_of_gradients += self._fl_hooks[before:]
 
     def _fl_under_way(self, parameter: Tensor) -> bool:
-        return parameter in self._fl_local.anchors
+        return super()._fl_under_way(parameter) if self._fl_averages else parameter in self._fl_local.anchors
 
     @staticmethod
     def _fl_go_on(engine: Engine) -> None:
@@ -243,6 +299,8 @@ class LocallyStepping(Distributed):
         for name, state in states.items():
             engine.submit(name, state)
         engine.end_step()
+        if isinstance(self, FollowsSyncs):
+            self.leaves(parameters.values())
         buckets = sorted(engine.untaken - before)
         heard: list[list[float]] = []
         count = None if joined else local.count
@@ -277,7 +335,10 @@ class LocallyStepping(Distributed):
         if self._fl_check is not None:
             self._fl_check.settle()
         with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
-            local.move({parameter: averages[name] for name, parameter in parameters.items()}, alpha, learned)
+            differences = {parameter: averages[name] for name, parameter in parameters.items()}
+            if isinstance(self, FollowsSyncs):
+                self.synced({parameter: (local.anchors[parameter], x) for parameter, x in differences.items()})
+            local.move(differences, alpha, learned)
             for name, state in flight.states.items():
                 state.copy_(averages[name].view(state.shape))
         trained = {*_trained(self.__dict__["param_groups"])}
@@ -312,6 +373,10 @@ class LocallyStepping(Distributed):
         From the second such sync on that is nothing: its differences are zeros. Its parameters follow the anchors.
         """
         assert self._fl_engine is not None
+        if self._fl_averages:
+            super()._fl_stand_in()
+            self._fl_enter(self._fl_engine, self._fl_engine.step)
+            return
         self._fl_land_all()
         self._fl_land(self._fl_send(self._fl_engine, joined=True), exactly=True)
         self._fl_local.count, self._fl_local.moved = 0, False
