@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import UsageError, again
 from ..plan import FusionPlan
@@ -30,8 +29,8 @@ class LocallyStepping(Distributed):
     A step of the engine is a sync. Gradients have no hooks, so whoever scales, clips or accumulates them finds the
     rank's own.
 
-    Until as many steps are made as ``sync.after`` says, it averages gradients as any ``Distributed``. Which it does
-    follows from the number of the engine's step alone, so all ranks and all checkpoints agree on it.
+    Until as many steps are made as ``sync.after`` says, ``step`` averages gradients. What a step does follows from the
+    number of the engine's step alone, so all ranks and all checkpoints agree on it.
     """
 
     _fl_local: LocalSteps
@@ -88,9 +87,7 @@ class LocallyStepping(Distributed):
             PlanMismatch, ReplicaMismatch, TransportError: as ``step``.
         """
         engine, local = self._fl_engine, self._fl_local
-        if self._fl_averages:
-            super().synchronize()
-        elif engine is not None and local.moved:
+        if engine is not None and local.moved:
             self._fl_land_all()
             for _ in range(local.sync.fragments):
                 self._fl_land(self._fl_send(engine), exactly=True)
@@ -98,14 +95,12 @@ class LocallyStepping(Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise ``UsageError``: gradients are this rank's own, so nothing waits for them. Not before local steps."""
-        if not self._fl_averages:
-            raise UsageError(
-                "skip_synchronize() with sync=fl.Local(...): gradients are this rank's own; clip them right after "
-                "backward, without synchronize(), and call step()"
-            )
-        with super().skip_synchronize():
-            yield
+        """Raise ``UsageError``: gradients are this rank's own, so nothing waits for them."""
+        raise UsageError(
+            "skip_synchronize() with sync=fl.Local(...): gradients are this rank's own; clip them right after "
+            "backward, without synchronize(), and call step()"
+        )
+        yield
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
@@ -174,7 +169,6 @@ class LocallyStepping(Distributed):
         super().adopt_plan(plan)
 
     def _attach(self, *arguments: Any) -> None:
-        self._fl_hooks_of_gradients: list[RemovableHandle] = []
         super()._attach(*arguments)
         self._fl_compared = {}
         if not self._fl_averages:
@@ -183,12 +177,20 @@ class LocallyStepping(Distributed):
     # ---- before the first local step --------------------------------------------------------------------------------
 
     def _fl_averaging_step(self, engine: Engine, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        """Take a step by averaged gradients. After the last one of these, steps are local."""
+        """Take a step by averaged gradients. After the last one of these, steps are local.
+
+        ``GradScaler`` has looked at this rank's gradients alone. If those of any rank are not finite, averages are not
+        either, and all ranks skip the update.
+        """
         result = None
-        if self._fl_overflown():
-            self._fl_state = StepState.IDLE  # ``GradScaler`` has read the gradients, so they are averaged
-        else:
+        scaled = getattr(self, "found_inf", None) is not None
+        self._fl_overflown()
+        if scaled:
+            self._fl_synchronize()
+        gradients = [parameter.grad for parameter in self._fl_names if parameter.grad is not None] if scaled else []
+        if all(local_part(gradient).isfinite().all() for gradient in gradients):
             result = super().step(closure, **kwargs)
+        self._fl_state = StepState.IDLE
         self._fl_enter(engine, engine.step)
         return result
 
@@ -206,23 +208,14 @@ class LocallyStepping(Distributed):
         self._fl_local.begin_anew()
         self._fl_plan_anew(engine, self._fl_names, f"step {step} {'averages gradients' if averages else 'is local'}")
         self._fl_sent = sent_by(self)
-        for hook in self._fl_hooks_of_gradients:
-            hook.remove()
-        self._fl_hooks_of_gradients.clear()
-        self._fl_watch(self._fl_names)
-        self._fl_count_anew()
         self._fl_compared = {}
         self._fl_check = self._fl_replicas.check(engine.put) if averages else None
         self._fl_go_on(engine)
 
     # ---- a sync: on the training thread, or on the thread of ``join`` that stands in for it --------------------------
 
-    def _fl_watch(self, parameters: Iterable[Tensor]) -> None:
-        """Register hooks only while gradients are averaged: then nobody else needs one."""
-        if self._fl_averages:
-            before = len(self._fl_hooks)
-            super()._fl_watch(parameters)
-            self._fl_hooks_of_gradients += self._fl_hooks[before:]
+    def _fl_watch(self, parameters: object) -> None:
+        """Register no hooks: gradients stay the rank's own until ``step``, which averages them at first."""
 
     def _fl_under_way(self, parameter: Tensor) -> bool:
         return super()._fl_under_way(parameter) if self._fl_averages else parameter in self._fl_local.anchors
