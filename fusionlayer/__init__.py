@@ -32,7 +32,7 @@ from .integrations.distributed import Distributed
 from .integrations.local import Local
 from .integrations.onebit_adam import OneBitAdam
 from .integrations.optimizer import DistributedOptimizer
-from .integrations.sends import SendsItsOwn
+from .integrations.sends import FollowsSyncs, SendsItsOwn
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
 from .planning.autotune import Autotune
@@ -52,6 +52,7 @@ __all__ = [
     "ConfigError",
     "Distributed",
     "DistributedOptimizer",
+    "FollowsSyncs",
     "FusionLayerError",
     "FusionPlan",
     "Local",

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
+from torch.optim import Optimizer
+
 from ..errors import ConfigError, require
 from ..functional import Average, ReduceOp
 from ..plan import TensorInfo
+from .sends import FollowsSyncs
 
 Every = int | Literal["auto"]
 
@@ -47,6 +50,8 @@ class Local:
             error feedback acts as the momentum of the outer optimizer.
         carry: add what a rank learned while a fragment was under way to the new anchor, so that none of it is lost. For
             a ``delay``, without ``alpha``.
+        after: steps at the beginning in which ranks average gradients, as without local steps (post-local SGD, arXiv
+            1808.07217). None: what the wrapped optimizer needs. That is 0, or ``freeze_step`` of ``OneBitAdam``.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -64,6 +69,7 @@ class Local:
     error_feedback: bool | None = None
     feedback_decay: float = 1.0
     carry: bool = False
+    after: int | None = None
 
     def __post_init__(self) -> None:
         if not self.adapts:
@@ -75,6 +81,8 @@ class Local:
         _check_number("feedback_decay", decay, 0 < _float(decay) <= 1, "above 0, at most 1")
         _check_whole("fragments", self.fragments, 1, "parts of the model")
         _check_whole("delay", self.delay, 0, "local steps")
+        if self.after is not None:
+            _check_whole("after", self.after, 0, "steps in which gradients are averaged")
         if self.adapts and self.overlaps:
             raise ConfigError("sync: every='auto' with fragments or a delay; give a number of steps, such as every=30")
         if self.fragments > self.first_every:
@@ -173,15 +181,29 @@ def state_tensors(sync: Local | None, tensors: Iterable[TensorInfo]) -> dict[str
     return {state: [replace(t, name=state_name(state, t.name), group=None) for t in tensors] for state in states}
 
 
-def check_sync(sync: Local, op: ReduceOp, overlap_forward: object) -> None:
-    """Raise ``ConfigError`` unless ``DistributedOptimizer`` may take these arguments together."""
+def check_sync(sync: Local, optimizer: Optimizer, op: ReduceOp, plan: object, overlap_forward: object) -> Local:
+    """Return ``sync`` with the ``after`` that counts, if ``DistributedOptimizer`` may take these arguments together.
+
+    Raises:
+        ConfigError: it may not.
+    """
     require(sync, Local, "sync", "fusionlayer.Local(...), such as fusionlayer.Local.averaging(every=4)")
+    needed = optimizer.averages_first if isinstance(optimizer, FollowsSyncs) else 0
+    after = needed if sync.after is None else sync.after
+    if after < needed:
+        raise ConfigError(
+            f"sync: after={after}, but {type(optimizer).__name__} needs averaged gradients in its first {needed} "
+            "steps; leave after out"
+        )
+    if after and plan is not None:
+        raise ConfigError(f"sync: after={after} beside a plan, which is of gradients or of differences; leave it out")
     if op is not Average:
         raise ConfigError(f"op={op.name} with sync=fl.Local(...), which averages differences; leave op out")
     if overlap_forward is not None:
         raise ConfigError(
             "overlap_forward with sync=fl.Local(...): no step waits for gradients there; leave overlap_forward out"
         )
+    return replace(sync, after=after)
 
 
 def _float(value: object) -> float:

@@ -18,6 +18,7 @@ from .local import state_name
 from .local_steps import Flight, LocalSteps, compare
 from .parameters import local_part
 from .reduction import StepState
+from .sends import FollowsSyncs, sent_by
 
 __all__ = ["LocallyStepping"]
 
@@ -27,10 +28,14 @@ class LocallyStepping(Distributed):
 
     A step of the engine is a sync. Gradients have no hooks, so whoever scales, clips or accumulates them finds the
     rank's own.
+
+    Until as many steps are made as ``sync.after`` says, ``step`` averages gradients. What a step does follows from the
+    number of the engine's step alone, so all ranks and all checkpoints agree on it.
     """
 
     _fl_local: LocalSteps
     _fl_compared: dict[str, Tensor]
+    _fl_averages: bool
 
     # torch's GradScaler then calls ``step`` also where gradients are not finite, and leaves it to ``step`` to skip the
     # update. Otherwise a rank that skips would be a local step behind the others from then on.
@@ -48,6 +53,8 @@ class LocallyStepping(Distributed):
         """
         self._opt_called = True
         engine, local = self._fl_engine, self._fl_local
+        if self._fl_averages and engine is not None:
+            return self._fl_averaging_step(engine, closure, **kwargs)
         if engine is not None:
             if engine.failure is not None:
                 raise again(engine.failure)
@@ -133,6 +140,8 @@ class LocallyStepping(Distributed):
         if engine is not None and engine.failure is None:
             for flight in self._fl_local.flights:
                 flight.take()  # the engine takes nothing new of a fragment before that
+            if "step" in state_dict.get("fusionlayer", {}):
+                self._fl_enter(engine, state_dict["fusionlayer"]["step"])
         super().load_state_dict(state_dict)
         if engine is None:
             return
@@ -161,15 +170,55 @@ class LocallyStepping(Distributed):
 
     def _attach(self, *arguments: Any) -> None:
         super()._attach(*arguments)
-        self._fl_check, self._fl_compared = None, {}  # there are no anchors yet
+        self._fl_compared = {}
+        if not self._fl_averages:
+            self._fl_check = None  # there are no anchors yet
+
+    # ---- before the first local step --------------------------------------------------------------------------------
+
+    def _fl_averaging_step(self, engine: Engine, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        """Take a step by averaged gradients. After the last one of these, steps are local.
+
+        ``GradScaler`` has looked at this rank's gradients alone. If those of any rank are not finite, averages are not
+        either, and all ranks skip the update.
+        """
+        result = None
+        scaled = getattr(self, "found_inf", None) is not None
+        self._fl_overflown()
+        if scaled:
+            self._fl_synchronize()
+        gradients = [parameter.grad for parameter in self._fl_names if parameter.grad is not None] if scaled else []
+        if all(local_part(gradient).isfinite().all() for gradient in gradients):
+            result = super().step(closure, **kwargs)
+        self._fl_state = StepState.IDLE
+        self._fl_enter(engine, engine.step)
+        return result
+
+    def _fl_enter(self, engine: Engine, step: int) -> None:
+        """Average gradients from the engine's ``step`` on, or let steps be local, as ``sync.after`` says.
+
+        Nothing travels here. The ranks agree on the new plan when the next step of the engine begins.
+        """
+        averages = step < (self._fl_local.sync.after or 0)
+        if averages == self._fl_averages:
+            return
+        self._fl_averages = averages
+        self._fl_flush()
+        engine.memory.load_state_dict({})  # what a codec has lost of gradients is no part of a difference
+        self._fl_local.begin_anew()
+        self._fl_plan_anew(engine, self._fl_names, f"step {step} {'averages gradients' if averages else 'is local'}")
+        self._fl_sent = sent_by(self)
+        self._fl_compared = {}
+        self._fl_check = self._fl_replicas.check(engine.put) if averages else None
+        self._fl_go_on(engine)
 
     # ---- a sync: on the training thread, or on the thread of ``join`` that stands in for it --------------------------
 
     def _fl_watch(self, parameters: object) -> None:
-        """Register no hooks: nobody needs a gradient."""
+        """Register no hooks: gradients stay the rank's own until ``step``, which averages them at first."""
 
     def _fl_under_way(self, parameter: Tensor) -> bool:
-        return parameter in self._fl_local.anchors
+        return super()._fl_under_way(parameter) if self._fl_averages else parameter in self._fl_local.anchors
 
     @staticmethod
     def _fl_go_on(engine: Engine) -> None:
@@ -243,6 +292,8 @@ class LocallyStepping(Distributed):
         for name, state in states.items():
             engine.submit(name, state)
         engine.end_step()
+        if isinstance(self, FollowsSyncs):
+            self.leaves(parameters.values())
         buckets = sorted(engine.untaken - before)
         heard: list[list[float]] = []
         count = None if joined else local.count
@@ -277,7 +328,10 @@ class LocallyStepping(Distributed):
         if self._fl_check is not None:
             self._fl_check.settle()
         with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
-            local.move({parameter: averages[name] for name, parameter in parameters.items()}, alpha, learned)
+            differences = {parameter: averages[name] for name, parameter in parameters.items()}
+            if isinstance(self, FollowsSyncs):
+                self.synced({parameter: (local.anchors[parameter], x) for parameter, x in differences.items()})
+            local.move(differences, alpha, learned)
             for name, state in flight.states.items():
                 state.copy_(averages[name].view(state.shape))
         trained = {*_trained(self.__dict__["param_groups"])}
@@ -312,6 +366,10 @@ class LocallyStepping(Distributed):
         From the second such sync on that is nothing: its differences are zeros. Its parameters follow the anchors.
         """
         assert self._fl_engine is not None
+        if self._fl_averages:
+            super()._fl_stand_in()
+            self._fl_enter(self._fl_engine, self._fl_engine.step)
+            return
         self._fl_land_all()
         self._fl_land(self._fl_send(self._fl_engine, joined=True), exactly=True)
         self._fl_local.count, self._fl_local.moved = 0, False

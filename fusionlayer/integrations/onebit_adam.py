@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -29,6 +29,10 @@ class OneBitAdam(Optimizer):
     divides it by the square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
 
     Adam itself cannot have its gradients compressed so coarsely: the variance would be that of the codec's errors.
+
+    With ``sync=fl.Local.overlapped(every=4)`` ranks step by themselves once the variance is frozen, and a sync makes
+    the momentum that which has led from the last average to this one: 0/1 Adam (Lu et al., ICLR 2023) without its
+    updates of the variance. All ranks have one variance, so local steps cost far less loss than those of Adam.
 
     It sends its own by the hook ``SendsItsOwn``, which any other optimizer may have too.
 
@@ -87,6 +91,11 @@ class OneBitAdam(Optimizer):
         """Whether the variance is frozen, so that the next step sends momentum."""
         first = self.__dict__["param_groups"][0]
         return bool(first["steps"] >= first["freeze_step"])
+
+    @property
+    def averages_first(self) -> int:
+        """Steps before the first local one: those of the warm-up."""
+        return int(self.__dict__["param_groups"][0]["freeze_step"])
 
     def sends(self) -> Sent:
         """Return that gradients travel by ``warmup_codec`` at first, and then momentum by the codec that was given."""
@@ -165,6 +174,8 @@ class OneBitAdam(Optimizer):
         if rate * group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         torch._foreach_addcdiv_(parameters, momenta, widths, value=-rate / (1 - beta1**steps))
+        if not warm:
+            self._note_local_step(parameters, rate / (1 - beta1**steps), 1 - rate * group["weight_decay"], beta1)
 
     def _take_momenta(self, parameters: list[Tensor], momenta: list[Tensor], share: float) -> None:
         """Make ``momenta`` those that arrived; where a gradient was not sent as momentum, add a ``share`` of it."""
@@ -172,11 +183,55 @@ class OneBitAdam(Optimizer):
         if all(arrived):
             torch._foreach_copy_(momenta, [p.grad for p in parameters])
             return
+        if not any(arrived):
+            torch._foreach_lerp_(momenta, [p.grad for p in parameters], share)
+            return
         for parameter, momentum, whole in zip(parameters, momenta, arrived, strict=True):
             if whole:
                 momentum.copy_(parameter.grad)
             else:
                 momentum.lerp_(parameter.grad, share)
+
+    def _note_local_step(self, parameters: list[Tensor], rate: float, decay: float, beta1: float) -> None:
+        """Note by what a local step multiplies momentum and parameters, and what it leaves of a momentum that left."""
+        for parameter in parameters:
+            if parameter not in self._exchanged:
+                state = self.state[parameter]
+                state["rates"] = state.get("rates", 0.0) * decay + rate
+                state["decay"] = state.get("decay", 1.0) * decay
+                if "left" in state:
+                    state["left"]["kept"] *= beta1
+
+    @torch.no_grad()
+    def leaves(self, parameters: Iterable[Tensor]) -> None:
+        """Keep what ``synced`` needs of the momentum as it is now, and count local steps anew."""
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "rates" in state:
+                sent = {key: state.pop(key) for key in ("rates", "decay")}
+                state["left"] = {**sent, "kept": 1.0, "exp_avg": state["exp_avg"].clone()}
+
+    @torch.no_grad()
+    def synced(self, differences: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
+        """Let each momentum be that which led, in all steps until it left, to the average over ranks.
+
+        What a rank has added to its momentum since then stays.
+        """
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if self.state.get(p)]
+            if not parameters:
+                continue
+            widths = self._widths(group, [self.state[p]["exp_avg_sq"] for p in parameters], group["steps"])
+            for parameter, width in zip(parameters, widths, strict=True):
+                left = self.state[parameter].pop("left", None) if parameter in differences else None
+                if left is None:
+                    continue
+                anchor, difference = (x.view_as(width) for x in differences[parameter])
+                momentum = (difference - (1 - left["decay"]) * anchor).mul_(width).div_(left["rates"])
+                momentum.masked_fill_(width == math.inf, 0)  # an element without a variance rests
+                if left["kept"] != 1:
+                    momentum.sub_(left["exp_avg"]).mul_(left["kept"]).add_(self.state[parameter]["exp_avg"])
+                self.state[parameter]["exp_avg"].copy_(momentum)
 
     def _widths(self, group: dict[str, Any], variances: list[Tensor], steps: int) -> list[Tensor]:
         """Return what momenta are divided by. Of a frozen variance it is made once, and kept beside it."""

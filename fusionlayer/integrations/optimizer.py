@@ -37,7 +37,7 @@ from .local_steps import LocalSteps
 from .parameters import describe, replicated_by
 from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
-from .sends import sent_by
+from .sends import FollowsSyncs, sent_by
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -163,7 +163,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")
     check_op(op)
     if sync is not None:
-        check_sync(sync, op, overlap_forward)
+        named_plan = plan if plan is not None else context.settings().plan
+        sync = check_sync(sync, optimizer, op, named_plan, overlap_forward)
         if codec is plan is policy is None:
             codec, codec_options = sync.codec, cast(CodecOptions, {**sync.codec_options, **dict(codec_options)})
         if error_feedback is None:
@@ -220,9 +221,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     def options_now() -> GradientOptions:
         mine = me()
         sent = None if mine is None else sent_by(mine)
+        now = replace(options, sync=None) if averages_now() else options
         if sent is None or sent[1] is None:
-            return options
-        return replace(options, **_OF_ANOTHER_CODEC, codec=sent[1])
+            return now
+        return replace(now, **_OF_ANOTHER_CODEC, codec=sent[1])
+
+    def averages_now() -> bool:
+        mine = me()
+        return mine._fl_averages if isinstance(mine, LocallyStepping) else sync is None or bool(sync.after)
 
     def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         transport = context.transport(group)
@@ -238,7 +244,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             scaling=scaling,
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
-            hold_results=sync is not None,
+            hold_results=not averages_now(),
             idle=idle(names),
         )
         if transport.size == 1:
@@ -253,10 +259,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             overlap.check_parameters(names, overlap_forward)
         tensors = describe(names, groups, roster.names)
         overlaps = overlap_forward is not None
+        now = options_now()
         planning = make_planning(
-            options_now(), tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
+            now, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
         )
-        tensors += chain.from_iterable(state_tensors(sync, tensors).values())
+        tensors += chain.from_iterable(state_tensors(now.sync, tensors).values())
         engine.enrol(
             tensors,
             why,
@@ -265,16 +272,19 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             ahead=planning.ahead,
             plan=planning.plan,
             plan_controller=planning.plan_controller,
+            hold_results=None if sync is None else now.sync is not None,
         )
 
     if sent_by(optimizer) is not None:
-        if op is not Average or sync is not None or plan is not None or context.settings().plan is not None:
+        refused = sync if not isinstance(optimizer, FollowsSyncs) else None
+        if op is not Average or refused is not None or plan is not None or context.settings().plan is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} with op={op.name.title()}, sync={sync} and "
+                f"{type(optimizer).__name__} with op={op.name.title()}, sync={refused} and "
                 f"plan={plan or context.settings().plan}; it sends what it averages in each step, by codecs that it "
                 "names itself and no plan says: leave all three out"
             )
-        # What is used when it names no codec is refused now if it is wrong.
+    if sent_by(optimizer) is not None or sync is not None and sync.after:
+        # What is used later is refused now if it is wrong.
         place = context.transport(group)
         make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
     engine, timeline = connect(names)
@@ -289,5 +299,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if sync is not None:
         assert isinstance(optimizer, LocallyStepping)
         optimizer._fl_local = LocalSteps(sync, clock_of(roster.device))
+        optimizer._fl_averages = bool(sync.after)
     optimizer._attach(engine, timeline, roster, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
     return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 from ..codecs import Codec
 from ..errors import ConfigError
 
-__all__ = ["SendsItsOwn", "Sent", "sent_by"]
+__all__ = ["FollowsSyncs", "SendsItsOwn", "Sent", "sent_by"]
 
 Sent = tuple[str, str | Codec | None]
 """What an optimizer sends: what it is, in words, and its codec; None: the one that ``DistributedOptimizer`` has."""
@@ -35,7 +36,7 @@ class SendsItsOwn(Protocol):
     ``exchanged`` is not called, and ``step`` finds gradients as they are. A rank that waits in ``hvd.join`` does not
     ask either: it sends zeros.
 
-    Such an optimizer takes ``op=Average`` alone, and neither ``sync`` nor ``plan``.
+    Such an optimizer takes ``op=Average`` alone and no ``plan``, and ``sync`` only if it also follows syncs.
     """
 
     def sends(self) -> Sent:
@@ -54,6 +55,29 @@ class SendsItsOwn(Protocol):
         It is called once in each step for each parameter, when backward has accumulated the gradient. If backward has
         made none on this rank, it is called at the end: ``parameter.grad`` is None then, and if it stays so, zeros
         travel.
+        """
+
+
+@runtime_checkable
+class FollowsSyncs(Protocol):
+    """An optimizer that takes more from a sync of local steps than new parameters. ``OneBitAdam`` is one.
+
+    Attributes:
+        averages_first: steps before the first local one, in which it needs averaged gradients.
+    """
+
+    averages_first: int
+
+    def leaves(self, parameters: Collection[Tensor]) -> object:
+        """Note that what these parameters have learned since their last sync leaves now."""
+
+    def synced(self, differences: Mapping[Tensor, tuple[Tensor, Tensor]]) -> object:
+        """Take in what has arrived, before it sets the parameters.
+
+        Args:
+            differences: by parameter: what all ranks had after the last sync, and the average over ranks of how far
+                below it they were when they left. Both have the parameter's number of elements, and belong to the
+                caller.
         """
 
 

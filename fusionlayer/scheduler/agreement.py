@@ -35,6 +35,7 @@ class Agreement:
         options: further options, as texts.
         plan_controller: changes plans while training runs; None: nothing does.
         timeline: shows when ranks compare.
+        hold_results: gradients stay as they are, and results wait to be taken.
         why: why the tensors have changed, for errors; forgotten when the ranks have agreed on that.
     """
 
@@ -46,6 +47,7 @@ class Agreement:
     options: Sequence[str]
     plan_controller: PlanController | None
     timeline: Timeline
+    hold_results: bool = False
     why: str = ""
 
     def compare(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
@@ -56,7 +58,7 @@ class Agreement:
         """
         names = sorted(self.tensors)
         facts: list[object] = [[self.tensors[name] for name in names], *self.options]
-        facts += [f"step {step}", f"plan_controller {self.plan_controller}"]
+        facts += [f"step {step}", f"plan_controller {self.plan_controller}", f"hold {self.hold_results}"]
         if plan is not None:
             facts.append(plan)
         else:

@@ -102,6 +102,7 @@ class Course:
         ahead: bool | None = None,
         plan: FusionPlan | None = None,
         plan_controller: PlanController | None = None,
+        hold_results: bool | None = None,
     ) -> None:
         """Sum these tensors from now on; all ranks call it before the first gradient of the same step.
 
@@ -111,7 +112,8 @@ class Course:
         Args:
             tensors: every tensor of a step from now on; none, and steps are empty.
             why: what has changed on this rank, for the errors of ranks where it has not.
-            codec, algorithm, ahead, plan, plan_controller: as for a new engine.
+            codec, algorithm, ahead, plan, plan_controller, hold_results: as for a new engine; ``hold_results`` stays
+                as it is where it is None, and all results have been taken where it changes.
 
         Raises:
             UsageError: the step has gradients already.
@@ -131,7 +133,10 @@ class Course:
             ahead=ahead,
             plan_controller=plan_controller,
             why=why,
+            hold_results=self.agreement.hold_results if hold_results is None else hold_results,
         )
+        if hold_results is not None:
+            self._cadence.holds, self._maker.in_place = hold_results, not hold_results
         if plan is not None:
             check_plan(plan, agreement, self._cadence, self._traffic.size)
         self.agreement = agreement

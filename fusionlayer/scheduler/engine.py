@@ -119,11 +119,11 @@ class Engine:
             (
                 f"scaling {scaling}",
                 f"feedback {error_feedback} in {self.memory.bits} bits",
-                f"hold {hold_results}",
                 f"overlap {overlap_forward}",
             ),
             plan_controller,
             timeline,
+            hold_results,
         )
         self._cadence = cadence = Cadence(holds, overlap_forward)
         if plan is not None:

@@ -37,6 +37,9 @@ class BufferMaker:
         rank: this rank.
         size: number of ranks.
         at_once: jobs run on the thread of the hooks, so a wait for the device holds up backward.
+
+    Attributes:
+        in_place: of the buffers that are made from now on.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class BufferMaker:
         self._scaling = scaling
         self._timeline = timeline
         self._error_feedback = error_feedback
-        self._in_place = in_place
+        self.in_place = in_place
         self._rank = rank
         self._size = size
         self._at_once = at_once
@@ -83,7 +86,7 @@ class BufferMaker:
         if not bucket.ahead and isinstance(codec, PartsCodec):
             codec = codec.for_parts(memory.parts(bucket, [_shape(tensors[name]) for name in bucket.names]))
         scaling = self._scaling
-        common = (bucket, codec, scaling.before, scaling.after, device, self._timeline, self._in_place)
+        common = (bucket, codec, scaling.before, scaling.after, device, self._timeline, self.in_place)
         if not bucket.ahead:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -91,7 +92,8 @@ class _StandingIn:
             for key, count in begun.items():
                 # A key that is not here belongs to a process set without this rank, or to an optimizer that is gone.
                 if key in self._optimizers and count != known.get(key):
-                    work = partial(self._make_steps, key, count)
+                    # A step may make a new plan, which asks for the job of this thread.
+                    work = partial(copy_context().run, self._make_steps, key, count)
                     # notify: await_steps looks again if the job fails, else it would wait for ever.
                     self._last[key] = self._worker(key).put(work, abandoned=self._here.notify)
             known = begun

@@ -716,7 +716,7 @@ def test_the_code_of_the_page_trains() -> None:
             return y.square().mean()
 
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
-    averaging, diloco, streaming, overlapped, auto, loop, _ = re.findall(
+    averaging, diloco, streaming, overlapped, later, one_bit, auto, loop, _ = re.findall(
         r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
     )
 
@@ -724,7 +724,7 @@ def test_the_code_of_the_page_trains() -> None:
         seen: list[Tensor] = []
         data = torch.Generator().manual_seed(rank)
         loader = [torch.randn(4, 5, generator=data) for _ in range(102)]
-        for wrapping in (averaging, diloco, streaming, overlapped, auto):
+        for wrapping in (averaging, diloco, streaming, overlapped, later, one_bit, auto):
             model = Loss(nn.Linear(5, 2), nn.Linear(2, 1))
             names = {"fl": fl, "torch": torch, "model": model, "optimizer": SGD(model.parameters(), lr=0.01)}
             names |= {"loader": loader, "validate": lambda model: seen.append(weights(model))}
@@ -732,4 +732,4 @@ def test_the_code_of_the_page_trains() -> None:
             seen.append(weights(model))
         return torch.stack(seen)
 
-    assert same(local.run(rank_main, 2)).shape == (10, 15)
+    assert same(local.run(rank_main, 2)).shape == (14, 15)

@@ -195,7 +195,6 @@ def test_what_does_not_fit_is_refused() -> None:
         for options, message in (
             ({"op": fl.Sum}, "OneBitAdam with op=Sum"),
             ({"plan": fl.FusionPlan((), WORLD)}, "no plan says"),
-            ({"sync": fl.Local(every=2)}, "leave all three out"),
             ({"warmup_codec": "rawr"}, "unknown codec 'rawr'; did you mean 'raw'"),
             ({"codec": "onebitt"}, "unknown codec 'onebitt'; did you mean 'onebit'"),
         ):
