@@ -180,17 +180,14 @@ class OneBitAdam(Optimizer):
     def _take_momenta(self, parameters: list[Tensor], momenta: list[Tensor], share: float) -> None:
         """Make ``momenta`` those that arrived; where a gradient was not sent as momentum, add a ``share`` of it."""
         arrived = [p in self._exchanged for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
         if all(arrived):
-            torch._foreach_copy_(momenta, [p.grad for p in parameters])
-            return
-        if not any(arrived):
-            torch._foreach_lerp_(momenta, [p.grad for p in parameters], share)
-            return
-        for parameter, momentum, whole in zip(parameters, momenta, arrived, strict=True):
-            if whole:
-                momentum.copy_(parameter.grad)
-            else:
-                momentum.lerp_(parameter.grad, share)
+            torch._foreach_copy_(momenta, gradients)
+        elif not any(arrived):
+            torch._foreach_lerp_(momenta, gradients, share)
+        else:
+            for gradient, momentum, whole in zip(gradients, momenta, arrived, strict=True):
+                momentum.lerp_(gradient, 1.0 if whole else share)
 
     def _note_local_step(self, parameters: list[Tensor], rate: float, decay: float, beta1: float) -> None:
         """Note by what a local step multiplies momentum and parameters, and what it leaves of a momentum that left."""
