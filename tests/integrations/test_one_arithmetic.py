@@ -56,6 +56,10 @@ def by_hand(transport: Transport, codec: Codec, x: Tensor, seed: int, *, average
     size, codec = transport.size, fresh(codec)
     flat = (x * (1 / size) if average else x.clone()).view(-1)
     name = codec.collective or ("dense" if codec.lossless else "one_shot" if size == 2 else "two_shot")
+    if size == 2 and codec.name in ("dynamiq", "thc"):
+        name = "one_shot"
+    elif name == "butterfly" and size & (size - 1):
+        name = "ring"
     fitted = codec.for_parts([Part("", SHAPE)]) if told and isinstance(codec, PartsCodec) else codec
     collectives.get(name)(flat, fitted, transport, seed=seed)
     return flat.view(SHAPE)

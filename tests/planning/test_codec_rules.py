@@ -65,7 +65,7 @@ def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second
 def test_what_is_near_lossless() -> None:
     candidates = {name: codecs.get(name) for name in codecs.names()}
     lossless = {"raw", "zip", "rans", "delta"}
-    near = lossless | {"bf16", "fp16", "int", "int8", "qsdp"}
+    near = lossless | {"bf16", "fp16", "int", "int8", "int_full", "qsdp"}
     assert set(CodecRules((), "near_lossless").allowed(candidates)) == near
     assert set(CodecRules((), "lossless").allowed(candidates)) == lossless
     assert CodecRules((), "aggressive").allowed(candidates) == candidates
