@@ -132,6 +132,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "collectives/",
         ("reduction.py", "if isinstance(codec, Codec):", "if not isinstance(codec, Codec):", "pairs fail in step 1"),
+        ("_base.py", "registry.get(name)  # loads", "pass  # loads", "the first choice of a process is another one"),
         (
             "two_shot.py",
             "seed=derive_seed(seed, rank, 1)",

@@ -119,9 +119,12 @@ def collective(
 
 def instead_of(name: str | None, size: int) -> str | None:
     """Return the collective that codecs made for the collective ``name`` take over ``size`` ranks; None: the usual."""
-    while name is not None and name in _suits:
-        suits, instead = _suits[name]
-        if suits(size):
+    while name is not None:
+        registry.get(
+            name
+        )  # a collective says over how many ranks it suits when its module is loaded, here at the latest
+        suits, instead = _suits.get(name, (None, None))
+        if suits is None or suits(size):
             break
         name = instead
     return name

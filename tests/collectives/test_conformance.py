@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -144,6 +147,13 @@ def test_codecs_take_the_collective_of_their_paper() -> None:
         codec = codecs.get(name)
         assert {size: collectives.choose(codec, size) for size in sizes} == sizes, name
         assert collectives.choose(codec, 8, "two_shot") == "two_shot"
+
+
+def test_the_first_choice_of_a_process_is_no_other() -> None:
+    """Collectives are loaded when they are first asked for: what was asked before must not change the choice."""
+    tell = "from fusionlayer import codecs, collectives; print(collectives.choose(codecs.get('dynamiq'), 3))"
+    done = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "ring"
 
 
 def test_the_collective_of_the_paper_loses_less() -> None:
