@@ -18,10 +18,24 @@ from ..codecs import Codec
 from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
 from ..seeds import derive_seed
 from ..transport import Transport
+from .hints import Differences
 
-__all__ = ["Call", "all_gather", "all_reduce", "all_to_all", "describe", "is_sum", "reduce_scatter", "scaling_of"]
+__all__ = [
+    "Call",
+    "Seed",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "describe",
+    "gather_differences",
+    "is_sum",
+    "reduce_scatter",
+    "scaling_of",
+]
 
 Call = Callable[[Transport], None]
+Seed = Callable[[Transport], int]
+"""Returns the seed of a call, when it runs."""
 _SUMS = {"SUM": dist.ReduceOp.SUM, "AVG": dist.ReduceOp.AVG, "PREMUL_SUM": dist.ReduceOp.PREMUL_SUM}
 _MOST_SHAPES = 4
 
@@ -68,22 +82,22 @@ def all_reduce(
     op: Any,
     codec: Codec,
     algorithm: str | None,
-    seed: int,
+    seed: Seed,
     residual: Tensor | None = None,
 ) -> Call:
     """Return a call that replaces each of ``tensors`` by its sum over ranks; they have one type and travel as one."""
 
     def call(transport: Transport) -> None:
         whole = _flat(tensors)
-        scaling, own = scaling_of(op, whole.dtype, transport.size), derive_seed(seed, transport.sequence)
-        reduce_flat(whole, codec, transport, scaling, algorithm=algorithm, seed=own, residual=residual)
+        scaling = scaling_of(op, whole.dtype, transport.size)
+        reduce_flat(whole, codec, transport, scaling, algorithm=algorithm, seed=seed(transport), residual=residual)
         _spread(whole, tensors)
 
     return call
 
 
 def reduce_scatter(
-    out: Tensor, inputs: Sequence[Tensor], op: Any, codec: Codec, algorithm: str | None, seed: int
+    out: Tensor, inputs: Sequence[Tensor], op: Any, codec: Codec, algorithm: str | None, seed: Seed
 ) -> Call:
     """Return a call that fills ``out`` with the sum over all ranks of their input for this rank.
 
@@ -93,22 +107,39 @@ def reduce_scatter(
     def call(transport: Transport) -> None:
         rows = _flat(inputs).view(transport.size, -1)
         total = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
-        scaling, own = scaling_of(op, rows.dtype, transport.size), derive_seed(seed, transport.sequence)
-        reduce_scatter_flat(rows, total, codec, transport, scaling, algorithm=algorithm, seed=own)
+        scaling = scaling_of(op, rows.dtype, transport.size)
+        reduce_scatter_flat(rows, total, codec, transport, scaling, algorithm=algorithm, seed=seed(transport))
         _spread(total, [out])
 
     return call
 
 
-def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: int) -> Call:
+def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: Seed) -> Call:
     """Return a call that fills ``outs`` with all ranks' ``x``; ``outs`` is one tensor for all ranks or one for each."""
 
     def call(transport: Transport) -> None:
         whole = len(outs) == 1 and outs[0].is_contiguous()
         every = outs[0].view(-1) if whole else x.new_empty(transport.size * x.numel())
         rows = every.view(transport.size, -1)
-        halves.all_gather(_flat([x]), rows, codec, transport, seed=derive_seed(seed, transport.sequence))
+        halves.all_gather(_flat([x]), rows, codec, transport, seed=seed(transport))
         _spread(every, outs)
+
+    return call
+
+
+def gather_differences(out: Tensor, differences: Differences, seed: Seed) -> Call:
+    """Return a call that brings ``out`` (size * n,), the same copy on all ranks, to what it is to become on each.
+
+    Every rank sends how its part differs. All ranks, the sender too, add what they decode to their copies.
+    """
+
+    def call(transport: Transport) -> None:
+        codec = differences.codec
+        rows = out.view(transport.size, -1)
+        mine = rows[transport.rank]
+        mine.copy_(differences.before)
+        after = differences.after.detach().to(out.device, out.dtype if codec.lossless else torch.float32)
+        halves.all_gather(after, rows, codec, transport, seed=seed(transport), differences=True)
 
     return call
 
@@ -118,7 +149,7 @@ def all_to_all(
     inputs: Sequence[Tensor],
     codecs: Mapping[int, Codec],
     zips: Sequence[Codec],
-    seed: int,
+    seed: Seed,
 ) -> Call:
     """Return a call that sends ``inputs[r]`` to rank r, and fills ``outs[r]`` with what rank r sends to this rank.
 
@@ -141,7 +172,7 @@ def all_to_all(
         sends, recvs = ([codecs.get(x.numel() * x.element_size()) for x in side] for side in (given, taken))
         outgoing = _messages("outgoing", given, sends, zips, transport)
         incoming = _messages("incoming", taken, recvs, zips, transport)
-        own = derive_seed(seed, transport.sequence)
+        own = seed(transport)
         for to, (x, codec, message) in enumerate(zip(given, sends, outgoing, strict=True)):
             if codec is not None and message.numel():
                 codec.encode(x, message, seed=derive_seed(own, rank, to))

@@ -330,7 +330,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         if choice is None:
             return None
         residual = hints.residual_of(xs)
-        call = calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._seed, residual)
+        call = calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._draw(), residual)
         return self._make("all_reduce", call, xs, calls.describe("all_reduce", xs[0].dtype, xs, op))
 
     def _scatter(self, out: Tensor, ins: list[Tensor], op: Any) -> dist.Work | None:
@@ -339,15 +339,19 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         if choice is None:
             return None
         hints.clear_padding(ins)
-        call = calls.reduce_scatter(out, ins, op, choice.codec, choice.algorithm, self._seed)
+        call = calls.reduce_scatter(out, ins, op, choice.codec, choice.algorithm, self._draw())
         return self._make("reduce_scatter", call, [out], calls.describe("reduce_scatter", out.dtype, [out], op))
 
     def _gather(self, outs: list[Tensor], x: Tensor) -> dist.Work | None:
         """Return a compressed all-gather, None if it passes."""
+        differences = hints.differences_of(outs)
+        if differences is not None and x.device.type in self._compressing():
+            call = calls.gather_differences(outs[0].view(-1), differences, self._draw())
+            return self._make("all_gather", call, outs, calls.describe("all_gather of differences", x.dtype, [x]))
         choice = self._choices.of("all_gather", outs) if outs[0].dtype == x.dtype else None
         if choice is None:
             return None
-        call = calls.all_gather(outs, x, choice.codec, self._seed)
+        call = calls.all_gather(outs, x, choice.codec, self._draw())
         return self._make("all_gather", call, outs, calls.describe("all_gather", x.dtype, [x]))
 
     def _exchange(self, outs: list[Tensor], ins: list[Tensor]) -> dist.Work | None:
@@ -355,7 +359,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         chosen = self._choices.of_pairs(ins, outs)
         if chosen is None:
             return None
-        call = calls.all_to_all(outs, ins, *chosen, self._seed)
+        call = calls.all_to_all(outs, ins, *chosen, self._draw())
         return self._make("all_to_all", call, outs, calls.describe("all_to_all", outs[0].dtype))
 
     def _several(
@@ -376,6 +380,12 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             rest = self._native.named(name)([out for out, _ in passing], [x for _, x in passing], *args, **kwargs)
             return JoinedWork([rest, *made], outputs) if made else rest
         return JoinedWork(made, outputs)
+
+    def _draw(self) -> calls.Seed:
+        """Return the seed of the next call: by the number that the caller has given, or else by the count of calls."""
+        seeds = hints.current().seeds
+        number = None if seeds is None else next(seeds)
+        return lambda transport: derive_seed(self._seed, transport.sequence if number is None else number)
 
     def _make(self, op: str, call: calls.Call, results: Sequence[Tensor], what: str) -> dist.Work:
         """Queue a compressed call and return its work; ``what`` describes it, equally on all ranks."""

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..codecs import Codec
 from ..errors import UsageError
 
-__all__ = ["NONE", "Hint", "clear_padding", "current", "hint", "residual_of"]
+__all__ = ["NONE", "Differences", "Hint", "clear_padding", "current", "differences_of", "hint", "residual_of"]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What an all-gather sends in place of the weights that it is called with: how they differ from a copy of them.
+
+    Attributes:
+        codec: of the differences.
+        before: (n,) this rank's part of the copy, which all ranks have, in the type of the output.
+        after: (n,) what it is to become, in f32 or that type; read when the call is made.
+    """
+
+    codec: Codec
+    before: Tensor
+    after: Tensor
 
 
 @dataclass(frozen=True)
@@ -23,11 +39,16 @@ class Hint:
         residual: (n,) f32, this rank's residual for an all-reduce of n elements. It is added to the elements before
             they are encoded (for an average, after the division), and replaced by what the codec lost.
         padding: elements of the input that have no meaning; they are sent as zeros.
+        differences: for all-gathers whose output holds a copy of what was gathered before, by the output's address.
+        seeds: numbers for stochastic rounding, one for each call, the same on all ranks. None: calls are counted, so a
+            program that begins anew rounds otherwise than one that goes on.
     """
 
     plain: bool = False
     residual: Tensor | None = None
     padding: tuple[slice, ...] = ()
+    differences: Mapping[int, Differences] = field(default_factory=dict)
+    seeds: Iterator[int] | None = None
 
 
 NONE = Hint()
@@ -63,11 +84,23 @@ def clear_padding(inputs: Sequence[Tensor]) -> None:
             flat[piece].zero_()
 
 
+def differences_of(outs: Sequence[Tensor]) -> Differences | None:
+    """Return what an all-gather into ``outs`` is to send in place of its input, as the calling thread has said."""
+    found = current().differences
+    return found.get(outs[0].data_ptr()) if found and len(outs) == 1 else None
+
+
 @contextmanager
-def hint(plain: bool = False, residual: Tensor | None = None, padding: tuple[slice, ...] = ()) -> Iterator[None]:
+def hint(
+    plain: bool = False,
+    residual: Tensor | None = None,
+    padding: tuple[slice, ...] = (),
+    differences: Mapping[int, Differences] | None = None,
+    seeds: Iterator[int] | None = None,
+) -> Iterator[None]:
     """Give a ``Hint`` to the collectives that this thread calls within the block; the innermost block counts."""
     before = current()
-    _thread.hint = Hint(plain, residual, padding)
+    _thread.hint = Hint(plain, residual, padding, differences or {}, seeds)
     try:
         yield
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .. import codecs
 from ..codecs import ChangeCodec, Codec
@@ -11,8 +13,9 @@ from ..functional import make_codec
 
 __all__ = ["NAMES", "PRESETS", "Weights", "both_ways"]
 
-NAMES = ("qwd", "qw", "qwz")
-"""Names for ``weights`` that are not names of codecs."""
+_INT4: tuple[str, Mapping[str, Any]] = ("int4", {"hadamard": False, "group_size": 2048})
+NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwd": _INT4, "qw": _INT4, "qwz": ("int8", {"group_size": 2048})}
+"""Names for ``weights`` that are not names of codecs, with the codec and its options that each stands for."""
 
 PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "qgz")}
 """Presets, each with its weights and gradients: SDP4Bit, and ZeRO++ (its qwZ and qgZ)."""
@@ -39,13 +42,9 @@ class Weights:
         "qwd" sends differences in int4 with groups of 2048 (SDP4Bit). "qw" sends weights in the same int4. "qwz" sends
         weights in int8, as ZeRO++ does.
         """
-        four = codecs.get("int4", hadamard=False, group_size=2048).bare
-        if name == "qwd":
-            return cls(four, differences=True)
-        if name == "qw":
-            return cls(four, differences=False)
-        if name == "qwz":
-            return cls(codecs.get("int8", group_size=2048).bare, differences=False)
+        if isinstance(name, str) and name in NAMES:
+            codec_name, options = NAMES[name]
+            return cls(codecs.get(codec_name, **options).bare, differences=name == "qwd")
         codec = make_codec("raw" if name is None else name, {}).bare
         if codec.needs_feedback:
             raise ConfigError(
