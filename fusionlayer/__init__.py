@@ -40,7 +40,7 @@ from .planning.codec_rules import CodecRule, CodecRules
 from .scheduler import planners
 
 if TYPE_CHECKING:
-    from .integrations import checkpoint, deepspeed, fsdp, moe, pipeline, tensor_parallel
+    from .integrations import checkpoint, deepspeed, fsdp, megatron, moe, pipeline, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -85,6 +85,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "megatron",
     "moe",
     "pipeline",
     "planners",
@@ -107,6 +108,6 @@ def build_info() -> libraries.BuildInfo:
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the parts of torch that they need take more than a second, and most jobs do without them.
-    if name in ("checkpoint", "deepspeed", "fsdp", "moe", "pipeline", "tensor_parallel"):
+    if name in ("checkpoint", "deepspeed", "fsdp", "megatron", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

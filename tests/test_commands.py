@@ -32,7 +32,7 @@ OURS = ("fusionlayer", "fusionrun", "torchrun", "mpirun", "deepspeed", "python")
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(OURS)}) +[\w-]")
 USAGE = re.compile(r"\[(?:options|argument|-h)")
 OF_USERS = ("train.py", "train_ddp.py", "train_ray.py")
-IMPORT_MUCH = tuple(f"docs/{page}.md" for page in ("deepspeed", "fsdp", "horovod", "model_parallel")) + (
+IMPORT_MUCH = tuple(f"docs/{page}.md" for page in ("deepspeed", "fsdp", "horovod", "megatron", "model_parallel")) + (
     "benchmarks/README.md",
 )
 

@@ -11,7 +11,7 @@ from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
 
-OPTIONAL = {"scipy", "matplotlib", "mpi4py", "triton", "deepspeed", "horovod", "rich", "transformers"}
+OPTIONAL = {"scipy", "matplotlib", "mpi4py", "triton", "deepspeed", "horovod", "megatron", "rich", "transformers"}
 
 EVERY_MODULE = """
 import importlib, json, pkgutil, sys

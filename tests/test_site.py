@@ -31,6 +31,7 @@ PUBLIC = {
     "fusionlayer.ddp": "fusionlayer.integrations.ddp",
     "fusionlayer.fsdp": "fusionlayer.integrations.fsdp",
     "fusionlayer.deepspeed": "fusionlayer.integrations.deepspeed",
+    "fusionlayer.megatron": "fusionlayer.integrations.megatron",
     "fusionlayer.moe": "fusionlayer.integrations.moe",
     "fusionlayer.pipeline": "fusionlayer.integrations.pipeline",
     "fusionlayer.tensor_parallel": "fusionlayer.integrations.tensor_parallel",
