@@ -7,7 +7,7 @@ Nothing of Megatron is imported; ``compress`` replaces two methods of the object
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
