@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,16 +162,28 @@ def test_sequence_parallel_layers_and_all_mappings(tmp_path: Path) -> None:
         assert calls == {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 2, "all_to_all": 2}
 
 
+class BucketGroup(SimpleNamespace):
+    """What ``compress`` asks of a bucket group of Megatron; it counts how often its weights were gathered."""
+
+    gathered = 0
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        self.gathered += 1
+
+
 class Optimizer(SimpleNamespace):
-    """What ``compress`` asks of Megatron's distributed optimizer."""
+    """What ``compress`` asks of Megatron's distributed optimizer, whose step gathers all weights of its model."""
 
     def step_with_ready_grads(self) -> bool:
+        for group in (*self.model_chunks[0].bucket_groups, *self.model_chunks[0].expert_parallel_bucket_groups):
+            group.start_param_sync()
         return True
 
 
 def an_optimizer(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:
+    """Return one with a group of one bucket, over the default group."""
     bucket = SimpleNamespace(param_data=torch.zeros(8, dtype=dtype))
-    group = SimpleNamespace(buckets=[bucket], intra_distributed_optimizer_instance_group=dist.group.WORLD)
+    group = BucketGroup(buckets=[bucket], intra_distributed_optimizer_instance_group=dist.group.WORLD)
     chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
     known = {"num_distributed_optimizer_instances": 1, **options}
     return Optimizer(
@@ -178,38 +191,59 @@ def an_optimizer(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimiz
     )
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("fusionlayer", init_method=f"file://{tmp_path}/ours", rank=0, world_size=1)
+    yield
+    fl.shutdown()
+    dist.destroy_process_group()
+
+
 @pytest.mark.short
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got a SGD; expected Megatron's distributed optimizer"):
-        fl.megatron.compress(torch.optim.SGD([torch.zeros(1)]), "qwd")
+@pytest.mark.usefixtures("alone")
+def test_each_weight_is_gathered_once_though_several_optimizers_step() -> None:
+    """Megatron has one for experts, and either gathers all weights of the model when it has stepped."""
+    dense, experts = an_optimizer(), an_optimizer()
+    (chunk,) = dense.model_chunks
+    chunk.expert_parallel_bucket_groups = experts.model_chunks[0].bucket_groups
+    experts.model_chunks = [chunk]
+    fl.megatron.compress(SimpleNamespace(chained_optimizers=[dense, experts]), "delta")
+    for _ in range(3):
+        assert dense.step_with_ready_grads() and experts.step_with_ready_grads()
+    assert chunk.bucket_groups[0].gathered == chunk.expert_parallel_bucket_groups[0].gathered == 3
+    chunk.bucket_groups[0].start_param_sync(force_sync=True)
+    assert chunk.bucket_groups[0].gathered == 4, "what a program asks for itself"
+
+
+@pytest.mark.short
+def test_the_backend_is_named_where_it_is_another(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/gloo", rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match="has the backend 'gloo'; start torch.distributed by init_process_group"):
             fl.megatron.compress(an_optimizer(), "sdp4bit")
     finally:
         dist.destroy_process_group()
-    dist.init_process_group("fusionlayer", init_method=f"file://{tmp_path}/ours", rank=0, world_size=1)
-    try:
-        for optimizer, arguments, complaint in (
-            (an_optimizer(), (None, "topk"), "the codec needs error feedback, which Megatron's buckets do not have"),
-            (an_optimizer(), ("sdp4bit", "int8"), "weights=sdp4bit names gradients too"),
-            (an_optimizer(torch.float32), ("qwd",), "the model has no bf16 or f16 weights"),
-            (an_optimizer(num_distributed_optimizer_instances=2), ("qwd",), "use 1, or weights='delta'"),
-            (an_optimizer(use_megatron_fsdp=True), ("qwd",), "shards weights in another way"),
-            (
-                an_optimizer(reduce_scatter_with_fp32_accumulation=True),
-                (None, "int8"),
-                "sends gradients by an all-to-all, not by a reduce-scatter",
-            ),
-        ):
-            with pytest.raises(ConfigError, match=complaint):
-                fl.megatron.compress(optimizer, *arguments)
-        assert isinstance(dist.group.WORLD, fl.backend.group.CompressingGroup)
-        fl.megatron.compress(an_optimizer(), "qwz", "int8")
-        assert [(rule.codec, rule.op) for rule in dist.group.WORLD.policy.rules] == [
-            ("int", "reduce_scatter"),
-            ("int", "all_gather"),
-        ]
-    finally:
-        fl.shutdown()
-        dist.destroy_process_group()
+
+
+@pytest.mark.short
+@pytest.mark.usefixtures("alone")
+def test_what_does_not_fit_is_told() -> None:
+    with pytest.raises(ConfigError, match="got a SGD; expected Megatron's distributed optimizer"):
+        fl.megatron.compress(torch.optim.SGD([torch.zeros(1)]), "qwd")
+    for optimizer, arguments, complaint in (
+        (an_optimizer(), (None, "topk"), "the codec needs error feedback, which Megatron's buckets do not have"),
+        (an_optimizer(), ("sdp4bit", "int8"), "weights=sdp4bit names gradients too"),
+        (an_optimizer(torch.float32), ("qwd",), "the model has no bf16 or f16 weights"),
+        (an_optimizer(num_distributed_optimizer_instances=2), ("qwd",), "use 1, or weights='delta'"),
+        (an_optimizer(use_megatron_fsdp=True), ("qwd",), "shards weights in another way"),
+        (
+            an_optimizer(reduce_scatter_with_fp32_accumulation=True),
+            (None, "int8"),
+            "sends gradients by an all-to-all, not by a reduce-scatter",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            fl.megatron.compress(optimizer, *arguments)
+    group: Any = dist.group.WORLD
+    fl.megatron.compress(an_optimizer(), "qwz", "int8")
+    assert [(rule.codec, rule.op) for rule in group.policy.rules] == [("int", "reduce_scatter"), ("int", "all_gather")]
