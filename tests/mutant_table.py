@@ -269,6 +269,8 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "integrations/",
+        ("megatron.py", "return  # a step of another", "pass  # a step of another", "experts' weights are sent twice"),
+        ("megatron.py", "own.clone()) for bucket", "own) for bucket", "weights that change by nothing"),
         (
             "onebit_adam.py",
             "arrived = [p in self._exchanged for",
