@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -62,9 +63,18 @@ def on_cpu() -> Iterator[None]:
         "stream": lambda _: nullcontext(),
         "synchronize": lambda *_: None,
     }
+    exchange = dist.all_to_all_single
+
+    def exchange_rows(out: Tensor, x: Tensor, outgoing: Any = None, incoming: Any = None, **options: Any) -> Any:
+        """Take tensors for numbers of rows: Megatron brings those of a GPU to the host, and leaves others."""
+        names = ("output_split_sizes", "input_split_sizes")
+        rows = [options.pop(name, given) for name, given in zip(names, (outgoing, incoming), strict=True)]
+        return exchange(out, x, *(None if each is None else [int(n) for n in each] for each in rows), **options)
+
     torch.compiler.set_stance("force_eager")
-    with mock.patch.multiple(torch.cuda, **instead), _CPUForCUDA():
-        yield
+    with mock.patch.multiple(torch.cuda, **instead), mock.patch.object(dist, "all_to_all_single", exchange_rows):
+        with _CPUForCUDA():
+            yield
 
 
 def _is_cuda(device: object) -> bool:

@@ -38,6 +38,7 @@ def main() -> None:
     options = parse_options()
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="megatron")  # of libraries that it would like to have
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that it calls
     with mistakes("train_megatron"), on_cpu():
         start(options)
         result = train(options)
@@ -111,7 +112,10 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe import moe_utils
 
+    # The router of Megatron-Core 0.16 asks for this name also where Transformer Engine, which has it, is missing.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     torch.manual_seed(options.seed)
     on_gpu = torch.cuda.is_available()
     tensor_parallel.model_parallel_cuda_manual_seed(options.seed, inference_rng_tracker=not on_gpu)

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,8 +59,25 @@ def job(rank: int, world: int, store: str, backend: str = "fusionlayer") -> Iter
                 dist.destroy_process_group()
 
 
-def train(rank: int, world: int, store: str, *, over: str = "fusionlayer", **given: Any) -> dict[str, Any]:
-    """Return what the example says of a training, with its losses, Megatron's model and what its groups have sent."""
+def train(
+    rank: int,
+    world: int,
+    store: str,
+    *,
+    over: str = "fusionlayer",
+    command: Sequence[str] = (),
+    **given: Any,
+) -> dict[str, Any]:
+    """Return what the example says of a training, with its norms, its shards' sizes and what its groups have sent.
+
+    Args:
+        rank: of this process.
+        world: number of processes.
+        store: a file by which they meet.
+        over: the backend.
+        command: options of the example, in place of ``given``.
+        given: options that differ from small ones without codecs; ``overlap``, of Megatron.
+    """
     import train_megatron
 
     given = {**SMALL, **RAW, **given}
@@ -84,11 +101,15 @@ def train(rank: int, world: int, store: str, *, over: str = "fusionlayer", **giv
             mock.patch.object(train_megatron, "build", lambda options: built.append(build(options)) or built[0])
         )
         options = argparse.Namespace(**given)
+        if command:
+            sizes = ("--width", "64", "--layers", "1", "--context", "32", "--batch-size", "8", "--steps", "3")
+            with mock.patch("sys.argv", ["train_megatron", *command, *sizes]):
+                options = train_megatron.parse_options()
         train_megatron.start(options)
         result: dict[str, Any] = train_megatron.train(options)
         model, _ = built[0]
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        result["whole"] = {
+        result["norms"] = {
             name: p.detach().float().tolist() for name, p in model.named_parameters() if "layernorm" in name
         }
         result["shards"] = [bucket.param_data.numel() // data.size() for b in model.buffers for bucket in b.buckets]
