@@ -72,9 +72,9 @@ def on_cpu() -> Iterator[None]:
         return exchange(out, x, *(None if each is None else [int(n) for n in each] for each in rows), **options)
 
     torch.compiler.set_stance("force_eager")
-    with mock.patch.multiple(torch.cuda, **instead), mock.patch.object(dist, "all_to_all_single", exchange_rows):
-        with _CPUForCUDA():
-            yield
+    rows = mock.patch.object(dist, "all_to_all_single", exchange_rows)
+    with mock.patch.multiple(torch.cuda, **instead), rows, _CPUForCUDA():
+        yield
 
 
 def _is_cuda(device: object) -> bool:
