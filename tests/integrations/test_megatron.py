@@ -40,6 +40,7 @@ def in_pairs(rank: int, world: int, folder: Path) -> dict[str, Any]:
         plain = training.train(rank, world, f"{folder}/{kind} gloo", over="gloo", **given)
         results[kind] = plain, training.train(rank, world, f"{folder}/{kind}", **given, **training.LOSSLESS)
     results["layers"] = [layers(rank, world, f"{folder}/layers {over}", over) for over in ("gloo", "fusionlayer")]
+    results["stages"] = [stages(rank, world, f"{folder}/stages {over}", over) for over in ("gloo", "fusionlayer")]
     results["page"] = python_of_the_page(rank, world, f"{folder}/page")
     for number, words in enumerate(
         re.findall(r"^torchrun --nproc-per-node 2 examples/train_megatron.py(.*)$", PAGE, re.M)
@@ -81,6 +82,17 @@ def test_sequence_parallel_layers_and_all_mappings(pairs: list[dict[str, Any]]) 
         (plain, _), (ours, calls) = each["layers"]
         assert ours == plain
         assert calls == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 2, "all_to_all": 2}
+
+
+@needs("megatron")
+@pytest.mark.medium
+@pytest.mark.timeout(240)
+@exhaustive(guarded_by=GUARD)
+def test_pipeline_stages(pairs: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(pairs):
+        (plain, losses, _), (*ours, calls) = each["stages"]
+        assert ours == [plain, losses] and len(plain) > 10 and len(losses) == 4 * rank
+        assert calls == {"send": 4, "recv": 4}, "each microbatch forward and back"
 
 
 @needs("megatron")
@@ -172,6 +184,52 @@ def layers(rank: int, world: int, store: str, over: str) -> tuple[list[bytes], d
         results = [y.detach(), x.grad, *(parameter.grad for parameter in (*up.parameters(), *down.parameters()))]
         calls = dict(fl.backend.traffic(group).calls) if over == "fusionlayer" else {}
     return [x.numpy().tobytes() for x in results if x is not None], calls
+
+
+def stages(rank: int, world: int, store: str, over: str) -> tuple[list[bytes], list[float], dict[str, int]]:
+    """Run a GPT of two pipeline stages forward and backward, with four microbatches."""
+    with training.job(rank, world, store, over):
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.transformer import TransformerConfig
+
+        rule = {"codec": "zip", "op": "send", "group": "PIPELINE_MODEL_PARALLEL_GROUP"}
+        dist.init_process_group("fusionlayer", pg_options={"rules": [rule], "min_bytes": 0})
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
+        tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=True, force_reset_rng=True)
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            pipeline_model_parallel_size=world,
+            pipeline_dtype=torch.float32,
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        torch.manual_seed(0)
+        ends = {"pre_process": rank == 0, "post_process": rank == world - 1}
+        model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16, **ends)
+        batches = torch.randint(64, (4, 2, 16), generator=torch.Generator().manual_seed(0))
+        places = torch.arange(16).expand(2, -1)
+
+        def step(batches: Iterator[torch.Tensor], model: Any) -> Any:
+            tokens = next(batches)
+            return model(tokens, places, None, labels=tokens), lambda loss: (loss.mean(), loss.mean().item())
+
+        losses = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=16,
+            micro_batch_size=2,
+        )
+        group = parallel_state.get_pipeline_model_parallel_group()
+        calls = dict(fl.backend.traffic(group).calls) if over == "fusionlayer" else {}
+    return [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None], losses, calls
 
 
 def python_of_the_page(rank: int, world: int, store: str) -> list[str]:
