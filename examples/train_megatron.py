@@ -84,7 +84,10 @@ def start(options: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-    from megatron.core import parallel_state
+    try:
+        from megatron.core import parallel_state
+    except ImportError as error:
+        raise fl.ConfigError(f"Megatron-Core is missing ({error}); pip install 'fusionlayer[megatron]'") from error
 
     # The first difference to a program without compression: the backend, and a policy for Megatron's groups by name.
     rules = [

@@ -6,16 +6,39 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
+import fusionlayer as fl
 from tests.tiers import exhaustive, needs
 
 from .places import EXAMPLES
 from .test_examples import of_page
 
 SMALL = ("--width", "64", "--layers", "1", "--context", "32", "--batch-size", "8", "--steps", "4")
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({}, "Megatron-Core is missing .*; pip install 'fusionlayer\\[megatron\\]'"),
+        ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide 2 processes and 4 heads"),
+        ({"experts": 3}, "--experts needs a multiple of 2 processes, and --tensor-parallel 1"),
+    ],
+)
+def test_mistakes_are_told(given: dict[str, int], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    import train_megatron
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(fl.ConfigError, match=complaint):
+        train_megatron.start(Namespace(**{"tensor_parallel": 1, "heads": 4, "experts": None, **given}))
 
 
 @needs("megatron")
