@@ -52,7 +52,8 @@ def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = Parser(__doc__)
     parser.add_argument("--tensor-parallel", type=positive, default=1, help="ranks that share a layer (default 1)")
-    parser.add_argument("--experts", type=positive, help="experts of each layer, dealt out to all ranks (default none)")
+    parser.add_argument("--experts", type=positive, help="experts of each layer, dealt out to ranks (default none)")
+    parser.add_argument("--expert-parallel", type=positive, help="ranks that share the experts (default all)")
     parser.add_argument("--activations", choices=CODECS, default="taco", help="tensor-parallel (default taco)")
     parser.add_argument("--weights", choices=["qwd", *CODECS], default="qwd", help="data-parallel (default qwd)")
     parser.add_argument("--gradients", choices=CODECS, default="tlq_hs", help="data-parallel (default tlq_hs)")
@@ -78,8 +79,11 @@ def start(options: argparse.Namespace) -> None:
         raise fl.ConfigError(
             f"--tensor-parallel {options.tensor_parallel} does not divide {size} processes and {options.heads} heads"
         )
-    if options.experts and (options.experts % size or options.tensor_parallel > 1):
-        raise fl.ConfigError(f"--experts needs a multiple of {size} processes, and --tensor-parallel 1")
+    sharing = options.expert_parallel or size
+    if options.experts and (options.experts % sharing or size % sharing or options.tensor_parallel > 1):
+        raise fl.ConfigError(
+            f"{sharing} ranks do not share --experts {options.experts}, or --tensor-parallel is above 1"
+        )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
@@ -102,13 +106,13 @@ def start(options: argparse.Namespace) -> None:
     dist.init_process_group("fusionlayer", pg_options={"rules": rules})
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_parallel,
-        expert_model_parallel_size=size if options.experts else 1,
+        expert_model_parallel_size=sharing if options.experts else 1,
     )
 
 
 def build(options: argparse.Namespace) -> tuple[Any, Any]:
     """Return a GPT of Megatron-Core within its data parallelism, and its distributed optimizer."""
-    from megatron.core import tensor_parallel
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -127,7 +131,7 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
         hidden_size=options.width,
         num_attention_heads=options.heads,
         tensor_model_parallel_size=options.tensor_parallel,
-        expert_model_parallel_size=dist.get_world_size() if options.experts else 1,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         num_moe_experts=options.experts,
         moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="none",
@@ -185,6 +189,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     groups = {
         "activations": parallel_state.get_tensor_model_parallel_group(),
         "weights and gradients": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "weights and gradients of experts": parallel_state.get_expert_data_parallel_group(),
         "tokens": parallel_state.get_expert_model_parallel_group(),
     }
     sent = {name: fl.backend.traffic(group).bytes_sent for name, group in groups.items()}

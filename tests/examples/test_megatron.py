@@ -27,7 +27,7 @@ SMALL = ("--width", "64", "--layers", "1", "--context", "32", "--batch-size", "8
     [
         ({}, "Megatron-Core is missing .*; pip install 'fusionlayer\\[megatron\\]'"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide 2 processes and 4 heads"),
-        ({"experts": 3}, "--experts needs a multiple of 2 processes, and --tensor-parallel 1"),
+        ({"experts": 3}, "2 ranks do not share --experts 3, or --tensor-parallel is above 1"),
     ],
 )
 def test_mistakes_are_told(given: dict[str, int], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,9 @@ def test_mistakes_are_told(given: dict[str, int], complaint: str, monkeypatch: p
 
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     with pytest.raises(fl.ConfigError, match=complaint):
-        train_megatron.start(Namespace(**{"tensor_parallel": 1, "heads": 4, "experts": None, **given}))
+        train_megatron.start(
+            Namespace(**{"tensor_parallel": 1, "heads": 4, "experts": None, "expert_parallel": None, **given})
+        )
 
 
 @needs("megatron")

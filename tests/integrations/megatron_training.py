@@ -21,7 +21,15 @@ import fusionlayer as fl
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 SMALL = {
-    **{"tensor_parallel": 1, "experts": None, "steps": 3, "batch_size": 8, "learning_rate": 2e-3, "seed": 0},
+    **{
+        "tensor_parallel": 1,
+        "experts": None,
+        "expert_parallel": None,
+        "steps": 3,
+        "batch_size": 8,
+        "learning_rate": 2e-3,
+        "seed": 0,
+    },
     **{"width": 64, "layers": 1, "heads": 4, "context": 32, "json": None},
 }
 LOSSLESS = {"activations": "zip", "weights": "delta", "gradients": "zip", "tokens": "zip"}
@@ -115,4 +123,5 @@ def train(
         result["shards"] = [bucket.param_data.numel() // data.size() for b in model.buffers for bucket in b.buckets]
         if over == "fusionlayer":
             result["calls"] = dict(fl.backend.traffic(data).calls)
+            result["calls of experts"] = dict(fl.backend.traffic(parallel_state.get_expert_data_parallel_group()).calls)
     return result

@@ -22,6 +22,7 @@ from tests.tiers import exhaustive, needs
 from . import megatron_training as training
 
 SOURCE = Path(__file__).parents[2]
+EXACT = {"weights": "delta", "gradients": "raw", "tokens": "zip"}
 PAGE = (SOURCE / "docs" / "megatron.md").read_text()
 GUARD = "tests/integrations/test_megatron.py::test_buckets_over_the_backend"
 
@@ -108,14 +109,22 @@ def test_the_programs_of_the_page(pairs: list[dict[str, Any]]) -> None:
         assert experts["compressed_bytes_per_step"].keys() == {"weights and gradients", "tokens"}
 
 
+@pytest.fixture(scope="module")
+def fours(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(in_fours, 4, tmp_path_factory.mktemp("fours"), backend=None, timeout=220)
+
+
 def in_fours(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Train with two tensor-parallel ranks in each of two replicas."""
+    """Train with two tensor-parallel ranks in each of two replicas, and with experts that two ranks share."""
     given = {"tensor_parallel": 2, "steps": 12}
+    experts = {"experts": 4, "expert_parallel": 2}
     sent = {"activations": "taco", "weights": "qwd", "gradients": "tlq_hs"}
     return {
         "plain": training.train(rank, world, f"{folder}/gloo", over="gloo", **given),
         "papers": training.train(rank, world, f"{folder}/papers", **given, **sent),
         "gradients": training.train(rank, world, f"{folder}/gradients", **given, weights="delta", gradients="int4"),
+        "plain experts": training.train(rank, world, f"{folder}/experts gloo", over="gloo", **experts),
+        "experts": training.train(rank, world, f"{folder}/experts", **experts, **EXACT),
     }
 
 
@@ -123,13 +132,12 @@ def in_fours(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.medium
 @pytest.mark.timeout(240)
 @exhaustive(guarded_by=GUARD)
-def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(tmp_path: Path) -> None:
+def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(fours: list[dict[str, Any]]) -> None:
     """TACO between tensor-parallel ranks, SDP4Bit between replicas."""
-    found = run_ranks(in_fours, 4, tmp_path, backend=None, timeout=220)
-    norms = [each["gradients"]["norms"] for each in found]
+    norms = [each["gradients"]["norms"] for each in fours]
     assert norms.count(norms[0]) == 4, "tensor-parallel ranks part: gradients lose something else on each"
-    assert norms[0] and norms[0] != found[0]["plain"]["norms"]
-    for each in found:
+    assert norms[0] and norms[0] != fours[0]["plain"]["norms"]
+    for each in fours:
         plain, ours = each["plain"], each["papers"]
         assert ours["replicas_agree"] and each["gradients"]["replicas_agree"]
         assert ours["digest"] != plain["digest"]
@@ -140,6 +148,18 @@ def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(tmp_path:
         assert sent == sdp4bit(shard) < (2 + 4) * shard / 3.8, (
             "bf16 weights and f32 gradients, from 6 bytes to about 1.5"
         )
+
+
+@needs("megatron")
+@pytest.mark.medium
+@pytest.mark.timeout(240)
+@exhaustive(guarded_by=GUARD)
+def test_weights_of_experts_that_replicas_share(fours: list[dict[str, Any]]) -> None:
+    """Megatron steps an optimizer for experts after the other one."""
+    for each in fours:
+        plain, ours = each["plain experts"], each["experts"]
+        assert ours["digest"] == plain["digest"]
+        assert ours["calls"] == ours["calls of experts"] == {"all_gather": ours["steps"]}
 
 
 def layers(rank: int, world: int, store: str, over: str) -> tuple[list[bytes], dict[str, int]]:
