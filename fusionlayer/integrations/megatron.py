@@ -63,31 +63,31 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
     weights, gradients = both_ways(weights, gradients, default=None)
     sending = None if weights is None else Weights.of(weights)
     reducing = None if gradients is None else make_codec(gradients, {}).bare
-    stages = [_Stage(each) for each in _chained(optimizer)]
-    for stage in stages:
-        stage.check(sending, reducing)
+    parts = [_Sharded(each) for each in _chained(optimizer)]
+    for part in parts:
+        part.check(sending, reducing)
     context.transport().agree("the arguments of megatron.compress", sending, reducing)
-    if sending is not None and not any(map(_has_sixteen_bits, stages)):
+    if sending is not None and sending.codec.name != "raw" and not any(map(_has_sixteen_bits, parts)):
         raise ConfigError(
             f"weights={sending.codec}: the model has no bf16 or f16 weights, and Megatron keeps no f32 copy of others; "
             "train in bf16, or leave weights out"
         )
     turns = _Turns()
-    for stage in stages:
-        stage.set_rules(sending, reducing)
+    for part in parts:
+        part.set_rules(sending, reducing)
         if reducing is not None and not reducing.lossless:
-            stage.average_whole_parameters()
+            part.average_whole_parameters()
         if sending is not None:
-            stage.send(sending, turns)
+            part.send(sending, turns)
 
 
 class _Turns:
     """Whose step is under way: of the several optimizers that a chain steps one by one."""
 
-    now: _Stage | None = None
+    now: _Sharded | None = None
 
 
-class _Stage:
+class _Sharded:
     """One distributed optimizer of Megatron, its buckets, and the bucket groups that send them."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -215,5 +215,5 @@ def _group_of(bucket_group: Any) -> Any:
     return bucket_group.intra_distributed_optimizer_instance_group
 
 
-def _has_sixteen_bits(stage: _Stage) -> bool:
-    return any(b.param_data is not None and b.param_data.dtype in _SIXTEEN_BITS for b in stage.buckets)
+def _has_sixteen_bits(part: _Sharded) -> bool:
+    return any(b.param_data is not None and b.param_data.dtype in _SIXTEEN_BITS for b in part.buckets)
