@@ -9,6 +9,7 @@ error feedback. Every figure is a function of the arguments alone. Needs no quie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from torch import Tensor
 import fusionlayer as fl
 from benchmarks import driver, dynamiq, errors, hops
 from benchmarks.arguments import comma_separated, one_of
-from fusionlayer.codecs import Codec
+from fusionlayer.codecs import Codec, Part, PartsCodec
 from fusionlayer.codecs._sparse import Sparsifier
 from fusionlayer.integrations.weights import PRESETS
 from fusionlayer.planning.cluster import Scenario
+from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.prediction import predict_plan
 from fusionlayer.planning.profile import Profile
+from fusionlayer.planning.zipped_costs import expected_costs
 from fusionlayer.transport import local
 
 __all__ = ["TOPICS", "main", "plain_taco"]
@@ -171,6 +174,88 @@ def plans(numel: int) -> list[Row]:
     return rows
 
 
+def oktopk(numel: int) -> list[Row]:
+    """Return what a rank sends at most in a sum of Ok-Topk, in its k (P - 1) / P words, and collective calls of a sum.
+
+    Where the sums that pass lie in one region, and where they lie in all. Before, regions and threshold were found in
+    every sum, and every rank sent its sums that passed to all.
+    """
+    sums, k = 64, int(numel * DENSITY)
+    even = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(WORKERS)]
+    one_place = [x.clone() for x in even]
+    for x in one_place:
+        x[: numel // WORKERS] *= 10
+        x[numel // WORKERS :] = x[numel // WORKERS :].sign() * torch.rand(numel - numel // WORKERS) ** 0.001
+
+    def cost(inputs: Sequence[Tensor], **options: float) -> tuple[float, float]:
+        def worker(rank: int) -> tuple[int, int]:
+            transport = local.current()
+            codec = fl.codecs.get("oktopk", density=DENSITY, **options).bare
+            assert transport is not None and isinstance(codec, PartsCodec)
+            whole = codec.for_parts([Part("", (numel,))])
+            most = 0
+            for step in range(sums):
+                before, x = transport.bytes_sent, inputs[rank].clone()
+                fl.collectives.get("oktopk")(x, whole, transport, seed=step)
+                most = max(most, transport.bytes_sent - before) if step else 0
+            return most, transport.sequence
+
+        found = local.run(worker, WORKERS)
+        return max(most for most, _ in found) / (4 * k * (WORKERS - 1) / WORKERS), found[0][1] / sums
+
+    rows = []
+    for name, inputs in (("sums in one region", one_place), ("sums in all regions", even)):
+        was, now = cost(inputs, reuse=1, tau=1, balance=WORKERS), cost(inputs)
+        shown = "at most 6" if inputs is one_place else "4 to 6"
+        rows.append(_row(f"{name}: k (P - 1) / P words", "each sum anew", was[0], "oktopk", now[0], shown))
+        rows.append(_row(f"{name}: calls of a sum", "each sum anew", was[1], "oktopk", now[1], ""))
+    return rows
+
+
+def qsdp(numel: int) -> list[Row]:
+    """Return the errors of QSDP's weights and gradients; before, both were shifted, in steps of the largest magnitude."""
+    normal = errors.gaussian(numel)
+    values = {"normal": normal, "of a norm, around 1": 1 + normal / 50}
+
+    def by_largest(x: Tensor, bits: int) -> Tensor:
+        groups = x.view(-1, 1024)
+        step = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1.5)
+        shift = (torch.rand(len(groups), 1, generator=torch.Generator().manual_seed(bits)) - 0.5) * step
+        return (((groups - shift) / step).round() * step + shift).view(-1)
+
+    def lost(found: Tensor, x: Tensor) -> float:
+        return float((found - x).double().square().sum() / x.double().square().sum())
+
+    rows = []
+    for what, name, shapes in (("weights", "qsdp", list(values)), ("gradients", "qsdp_gradients", ["normal"])):
+        for shape in shapes:
+            for bits in (8, 4):
+                x, codec = values[shape], fl.codecs.get(name, bits=bits)
+                was, now = lost(by_largest(x, bits), x), lost(_through(codec, x), x)
+                rows.append(_row(f"{what}, {shape}, {bits} bits", "by largest", was, name, now, ""))
+    return rows
+
+
+def switcher(numel: int) -> list[Row]:
+    """Return from which size on a zipped reduce-scatter pays, by equations 6 and 7, links of a profile, and what ``zip``
+    leaves of normal values in bf16; encoding and decoding are taken to need 0.5 ns for a byte.
+
+    Before, it had to beat rows that go straight to their owners. A library's ring takes a latency for each of its hops.
+    """
+    x, codec = errors.gaussian(numel).bfloat16(), fl.codecs.get("zip").bare
+    left = codec.used_bytes(codec.compress(x), numel, x.dtype) / x.nbytes
+    profile, others, rows = Profile.from_yaml(PROFILE), WORKERS - 1, []
+    for rate in profile.links:
+        costs = expected_costs(profile, Scenario(rate), WORKERS, "raw")["reduce_scatter"]
+        costs = replace(costs, factor=left, codec=5e-10)
+        hops_of_ring = AlphaBeta(others * costs.native.alpha, costs.native.beta)
+        ring = replace(costs, native=hops_of_ring)
+        for s in (1.0, 0.5):
+            was, now = (each.zips_from(s) / 1e3 for each in (costs, ring))
+            rows.append(_row(f"{rate}, s = {s:g}: zipped from, kB", "rows", was, "ring", now, ""))
+    return rows
+
+
 def _row(what: str, before: str, was: float, now: str, found: float, published: str) -> Row:
     """Return a row; ``before`` and ``now`` name the two ways whose figures are ``was`` and ``found``."""
     was, found = float(f"{was:.3g}"), float(f"{found:.3g}")
@@ -183,6 +268,9 @@ TOPICS: dict[str, tuple[str, Callable[[int], list[Row]]]] = {
     "counts": (f"Elements that a threshold sends at density {DENSITY:g}", counts),
     "taco": ("TACO's steps, with E4M3 and blocks of 256: vNMSE", taco),
     "ladder": ("DynamiQ's table 6: vNMSE of a ring of 8 workers at 4 bits on skewed values, by ingredient", ladder),
+    "oktopk": (f"Ok-Topk over {WORKERS} workers at density {DENSITY:g}: what a rank sends at most", oktopk),
+    "qsdp": ("QSDP's weights and gradients: vNMSE", qsdp),
+    "switcher": (f"ZipCCL's switcher by the profile of a GPT, {WORKERS} workers", switcher),
     "plans": ("SAFusion's schemes by the profile of a GPT: predicted waiting of 8 workers with topk", plans),
 }
 

@@ -161,11 +161,13 @@ MUTANTS: list[Mutant] = [
         ("switching.py", "self._transport.all_reduce_max(known)", "known", "ranks choose for themselves"),
         (
             "oktopk.py",
-            "torch.nonzero(touched).view(-1)[magnitudes >= threshold]",
-            "torch.nonzero(touched).view(-1)[magnitudes > threshold]",
+            "passed = places[magnitudes >= threshold]",
+            "passed = places[magnitudes > threshold]",
             "sums that equal the threshold are left out",
         ),
         ("oktopk.py", "residual[positions[failed]] += values[failed]", "pass", "what did not pass is lost"),
+        ("oktopk.py", "not 0 < now.sums < own.tau:", "now.sums < 1:", "regions are found once, for ever"),
+        ("oktopk.py", "if size * max(lengths) > ", "if max(lengths) > ", "one rank may send nearly all sums to all"),
         (
             "butterfly.py",
             "held, given = (upper, lower) if rank >> step & 1",

@@ -262,8 +262,8 @@ The columns:
 - **keeps**: what a rank keeps of each tensor from step to step. A *residual* is f32, as large as the gradient, and is
   made by default; `error_feedback=False` leaves it out where the codec can do without.
 - **collective**: what is taken without `algorithm`, on 8 ranks. On two ranks `one_shot` stands in for `two_shot`,
-  `butterfly` and `integer_sum`, on numbers that are no power of two `ring` for `butterfly`. Sparse codecs are encoded
-  [ahead](glossary.md) and gathered.
+  `butterfly` and `integer_sum`, on numbers that are no power of two `ring` for `butterfly`. Sparse codecs without
+  a collective of their own are encoded [ahead](glossary.md) and gathered.
 - **paper**: where the idea comes from. [Papers](papers.md) says what is different here, and what checks it.
 """
 
@@ -279,7 +279,7 @@ def _summary(name: str, codec: Codec) -> str:
 
 
 def _bits(codec: Codec) -> str:
-    if isinstance(codec, PartsCodec):
+    if isinstance(codec, PartsCodec) and not codec.ahead:
         return "by shape and rank"
     if isinstance(codec, VariableSizeCodec):
         x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
@@ -297,7 +297,7 @@ def _keeps(codec: Codec) -> str:
     if codec.feedback_pays:
         kept.append("residual")
     if isinstance(codec, PartsCodec):
-        kept.append("right factors")
+        kept.append("thresholds, regions" if codec.ahead else "right factors")
     if isinstance(codec, StatefulCodec):
         kept += codec.kept()
     return ", ".join(kept) or "nothing"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
-from ..codecs import AgreeingCodec, Codec
+from ..codecs import AgreeingCodec, Codec, TensorState
+from ..codecs._sparse import MEMORY
+from ..codecs.oktopk import BALANCE, OkTopk
 from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import check_pair, collective
@@ -17,44 +24,79 @@ DIGITS = ((31, 24), (24, 16), (16, 8), (8, 0))  # the bits of a magnitude, in fo
 
 Pairs = tuple[Tensor, Tensor]
 
+_KEY = "oktopk "  # before the names of what is kept, which other codecs keep beside it
+
 
 @collective("oktopk", takes=lambda codec, size: codec.ahead, because="sums sparse selections")
 def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
     """Sum the elements that ranks select, each rank one region of the tensor, and keep the largest sums (PPoPP 2022).
 
     1. Select: the codec selects elements of this rank, about k of them.
-    2. Balance: ranks agree on the ends of regions, the means over ranks of the quantiles of selected positions.
+    2. Regions: ranks agree on the ends of regions, the means over ranks of the quantiles of selected positions.
     3. Split and reduce: elements selected in region j go to rank j, which sums them in rank order in f32.
     4. Threshold: the k-th largest magnitude of all sums, where k is the mean number of selected elements. It is exact:
        four histograms are summed over ranks. Sums that equal it pass too, and all sums that are not finite.
-    5. All-gather: every rank gets every sum that passed.
+    5. Balance: if one rank has far more sums that pass than the mean, ranks deal them out evenly.
+    6. All-gather: every rank gets every sum that passed.
 
-    A pair is a 32-bit position and an f32 value. If the sums that pass are spread over the regions as the selected
-    elements are, a rank sends 2 (size - 1) / size * 8k bytes, some KiB of histograms, and its sizes. Regions only
-    decide which rank adds an element; no result depends on them. Selected elements whose sums did not pass go back into
-    ``residual``.
+    With the codec ``oktopk`` and the parts of a bucket, regions serve ``tau`` sums and the threshold ``reuse`` sums.
+    Before it sends, each rank tells what it has kept; if ranks have kept different things, all of them find both anew.
+
+    A pair is a 32-bit position and an f32 value. A rank sends at most 3 (size - 1) / size * 8k bytes in pairs, if its
+    selection lies in all regions evenly, and its sizes; where a threshold is found, some KiB of histograms too. Regions
+    only decide which rank adds an element; no result depends on them. Selected elements whose sums did not pass go back
+    into ``residual``.
     """
     check_pair("oktopk", codec, transport.size)
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)
-    rank, numel = transport.rank, x.numel()
-    positions, values = _select(x, codec, transport, seed, residual)
-    bounds = _boundaries(positions, numel, transport)
-    received, chosen = _to_owners(positions, values, bounds, transport)
+    rank, size, numel = transport.rank, transport.size, x.numel()
+    own = codec if isinstance(codec, OkTopk) and codec.parts else None
+    state = own.parts[0].state if own and own.parts else None
+    known = None if state is None else _recall(state, numel, size)
+    if state is not None and known is None:
+        state.tensors.pop(MEMORY, None)  # the threshold of other tensors
+    positions, values = _select(x, codec, state, transport, seed, residual)
+
+    counts = torch.zeros(0)
+    if own is not None:
+        token = 0 if known is None else known.token
+        counts = _count(positions, [0] * (size - 1) if known is None else known.ends, token, transport)
+        known = known if token and bool((counts[:, 0] == token).all()) else None
+    now = known or _Agreed([], 0, 0, 0)
+    if own is None or not 0 < now.sums < own.tau:
+        now = replace(now, ends=_boundaries(positions, numel, transport)[1:-1], sums=0)
+        counts = _count(positions, now.ends, 0, transport)
+    counts = counts[:, 1:]
+    bounds = [0, *now.ends, numel]
 
     region = torch.zeros(bounds[rank + 1] - bounds[rank], device=x.device)
     touched = torch.zeros_like(region, dtype=torch.bool)
-    for where, what in received:
+    for where, what in _to_owners(positions, values, counts, transport):
         local = where - bounds[rank]
         region[local] += what
         touched[local] = True
-    magnitudes = (region.view(torch.int32) & 0x7FFFFFFF)[touched]
-    threshold = min(_kth_largest(magnitudes, max(1, chosen // transport.size), transport), INFINITY)
-    passed = torch.nonzero(touched).view(-1)[magnitudes >= threshold]
+    places = torch.nonzero(touched).view(-1)
+    magnitudes = (region.view(torch.int32) & 0x7FFFFFFF)[places]
+    k = max(1, int(counts.sum()) // size)
+    passed, lengths = places[:0], [0]
+    if own is not None and 0 < now.passes < own.reuse:
+        passed = places[magnitudes >= now.threshold]
+        lengths = _lengths(passed.numel(), transport)
+    if own is None or not k <= 4 * sum(lengths) <= 4 * own.slack * k:
+        threshold = min(_kth_largest(magnitudes, k, transport), INFINITY)
+        now = replace(now, threshold=threshold, passes=0)
+        passed = places[magnitudes >= threshold]
+        lengths = _lengths(passed.numel(), transport)
+    if state is not None:
+        _remember(state, replace(now, sums=now.sums + 1, passes=now.passes + 1), numel, size)
 
     total = torch.zeros(numel, device=x.device)
     survived = torch.zeros_like(total, dtype=torch.bool)
-    for where, what in _to_all(passed + bounds[rank], region[passed], transport):
+    sums = passed + bounds[rank], region[passed]
+    if size * max(lengths) > (own.balance if own else BALANCE) * sum(lengths):
+        sums, lengths = _dealt_out(*sums, lengths, transport)
+    for where, what in _to_all(*sums, lengths, transport):
         total[where] = what
         survived[where] = True
     if residual is not None:
@@ -63,12 +105,64 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
     x.copy_(total)
 
 
-def _select(x: Tensor, codec: Codec, transport: Transport, seed: int, residual: Tensor | None) -> Pairs:
+# ---- what is kept from sum to sum -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks know from an earlier sum of the same tensors.
+
+    Attributes:
+        ends: where the regions end, but for the last one; ascending.
+        threshold: bits of the magnitude from which on a sum passes.
+        sums: how many sums these regions have served.
+        passes: how many sums this threshold has served.
+    """
+
+    ends: list[int]
+    threshold: int
+    sums: int
+    passes: int
+
+    @property
+    def token(self) -> int:
+        """A number above 0 that differs if anything differs."""
+        return 1 + zlib.crc32(repr(self).encode())
+
+
+def _recall(state: TensorState, numel: int, size: int) -> _Agreed | None:
+    """Return what ``_remember`` kept for ``numel`` elements and ``size`` ranks; None if it kept nothing, or for others."""
+    kept = {key.removeprefix(_KEY): int(value) for key, value in state.numbers.items() if key.startswith(_KEY)}
+    if (kept.get("numel"), kept.get("size")) != (numel, size):
+        return None
+    return _Agreed([kept[f"end {i}"] for i in range(1, size)], kept["threshold"], kept["sums"], kept["passes"])
+
+
+def _remember(state: TensorState, agreed: _Agreed, numel: int, size: int) -> None:
+    """Keep ``agreed`` with the first tensor of the bucket, where checkpoints find it."""
+    for key in [key for key in state.numbers if key.startswith(_KEY)]:
+        del state.numbers[key]
+    kept = {"numel": numel, "size": size, "threshold": agreed.threshold, "sums": agreed.sums, "passes": agreed.passes}
+    kept |= {f"end {i}": end for i, end in enumerate(agreed.ends, 1)}
+    state.numbers.update({_KEY + key: float(value) for key, value in kept.items()})
+
+
+# ---- steps of a sum -------------------------------------------------------------------------------------------------
+
+
+def _select(
+    x: Tensor, codec: Codec, state: TensorState | None, transport: Transport, seed: int, residual: Tensor | None
+) -> Pairs:
     """Return positions (m,) int64, ascending, and values (m,) f32 of the elements of ``x`` that the codec sends."""
     message = transport.scratch("outgoing", codec.wire(x.numel(), x.dtype).capacity, x.device)
     sent = torch.zeros(x.numel(), device=x.device)
     if x.numel():
-        codec.encode(x, message, seed=derive_seed(seed), residual=residual)
+        if state is None:
+            codec.encode(x, message, seed=derive_seed(seed), residual=residual)
+        else:
+            if MEMORY in state.tensors:
+                state.tensors[MEMORY] = state.tensors[MEMORY].to(x.device)  # a checkpoint may have it elsewhere
+            codec.encode_tensor(x, message, TensorState(residual, state.tensors), seed=derive_seed(seed))
         codec.decode(message, sent, dtype=x.dtype)
     positions = torch.nonzero(sent).view(-1)
     return positions, sent[positions]
@@ -86,27 +180,64 @@ def _boundaries(positions: Tensor, numel: int, transport: Transport) -> list[int
     return [0, *(quantiles // size).tolist(), numel]
 
 
-def _to_owners(positions: Tensor, values: Tensor, bounds: list[int], transport: Transport) -> tuple[list[Pairs], int]:
-    """Return the pairs of this rank's region from every rank, in rank order, and how many pairs all ranks have sent."""
-    edges = torch.searchsorted(positions, torch.tensor(bounds[1:-1], dtype=torch.int64, device=positions.device))
-    lengths = torch.diff(edges.cpu(), prepend=torch.zeros(1, dtype=torch.int64), append=torch.tensor([len(positions)]))
-    every = torch.empty(transport.size, transport.size, dtype=torch.int64)
-    transport.all_gather(lengths.view(torch.uint8), every.view(torch.uint8))
-    parts = zip(positions.split(lengths.tolist()), values.split(lengths.tolist()), strict=True)
-    sends = [_pack(where, what) for where, what in parts]
-    recvs = [sends[0].new_empty(8 * int(n)) for n in every[:, transport.rank]]
-    transport.exchange(sends, recvs)
-    return [_unpack(data) for data in recvs], int(every.sum())
+def _count(positions: Tensor, ends: Sequence[int], token: int, transport: Transport) -> Tensor:
+    """Return (size, 1 + size) int64: in row r the token of rank r, and how many elements it selected in each region."""
+    edges = torch.searchsorted(positions, torch.tensor(ends, dtype=torch.int64, device=positions.device)).cpu()
+    first, last = torch.zeros(1, dtype=torch.int64), torch.tensor([len(positions)])
+    mine = torch.cat([torch.tensor([token]), torch.diff(edges, prepend=first, append=last)])
+    every = torch.empty(transport.size, 1 + transport.size, dtype=torch.int64)
+    transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
+    return every
 
 
-def _to_all(positions: Tensor, values: Tensor, transport: Transport) -> list[Pairs]:
+def _lengths(mine: int, transport: Transport) -> list[int]:
+    """Return ``mine`` of every rank, in rank order."""
+    every = torch.empty(transport.size, 1, dtype=torch.int64)
+    transport.all_gather(torch.tensor([mine]).view(torch.uint8), every.view(torch.uint8))
+    return [int(n) for n in every]
+
+
+def _to_owners(positions: Tensor, values: Tensor, counts: Tensor, transport: Transport) -> list[Pairs]:
+    """Return the pairs of this rank's region from every rank, in rank order; ``counts`` (size, size) are all pairs."""
+    return _swap(positions, values, counts[transport.rank].tolist(), counts[:, transport.rank].tolist(), transport)
+
+
+def _dealt_out(
+    positions: Tensor, values: Tensor, lengths: Sequence[int], transport: Transport
+) -> tuple[Pairs, list[int]]:
+    """Return this rank's even share of the pairs of all ranks, whose order stays, and the lengths of all shares.
+
+    Each rank sends what it has too much to the ranks that are to have it (section 3.1.2).
+    """
+    size, rank, total = transport.size, transport.rank, sum(lengths)
+    begins = [0, *accumulate(lengths)]
+    edges = [total * share // size for share in range(size + 1)]
+
+    def moved(source: int, to: int) -> int:
+        return max(0, min(begins[source + 1], edges[to + 1]) - max(begins[source], edges[to]))
+
+    sends, recvs = [moved(rank, to) for to in range(size)], [moved(source, rank) for source in range(size)]
+    where, what = zip(*_swap(positions, values, sends, recvs, transport), strict=True)
+    shares = [end - begin for begin, end in zip(edges, edges[1:], strict=False)]
+    return (torch.cat(where), torch.cat(what)), shares
+
+
+def _to_all(positions: Tensor, values: Tensor, lengths: Sequence[int], transport: Transport) -> list[Pairs]:
     """Return the pairs of every rank, in rank order."""
-    lengths = torch.empty(transport.size, 1, dtype=torch.int64)
-    transport.all_gather(torch.tensor([len(positions)]).view(torch.uint8), lengths.view(torch.uint8))
     mine = _pack(positions, values)
-    recvs = [mine.new_empty(8 * int(n)) for n in lengths]
+    recvs = [mine.new_empty(8 * n) for n in lengths]
     transport.exchange([mine] * transport.size, recvs)
     return [_unpack(data) for data in recvs]
+
+
+def _swap(
+    positions: Tensor, values: Tensor, sends: list[int], recvs: Sequence[int], transport: Transport
+) -> list[Pairs]:
+    """Send the first ``sends[0]`` pairs to rank 0 and so on; return ``recvs[r]`` pairs of each rank r."""
+    outgoing = [_pack(*part) for part in zip(positions.split(sends), values.split(sends), strict=True)]
+    incoming = [outgoing[0].new_empty(8 * n) for n in recvs]
+    transport.exchange(outgoing, incoming)
+    return [_unpack(data) for data in incoming]
 
 
 def _kth_largest(magnitudes: Tensor, k: int, transport: Transport) -> int:

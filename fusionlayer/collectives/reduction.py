@@ -43,14 +43,14 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
         algorithm: the caller's choice; None takes the collective that the codec was made for if it suits so many ranks,
             else the usual one.
         ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors. None
-            takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec prefers.
+            takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec was made for.
 
     Raises:
         ConfigError: there is no such collective, it is not of the kind that ``ahead`` asks for, or it cannot use the
             codec. Costs of a codec, in place of the codec, are taken as they are.
     """
     if ahead is None:
-        ahead = codec.ahead if algorithm is None else is_gather(algorithm)
+        ahead = codec.ahead and not codec.collective if algorithm is None else is_gather(algorithm)
     if ahead:
         name = algorithm or "gather"
         get_gather(name)

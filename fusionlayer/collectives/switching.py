@@ -102,6 +102,7 @@ class _Cell:
 
     def __init__(self) -> None:
         self.nbytes = self.calls = 0
+        self.precision = 1.0
         self.zips = False
         self.decided = False
         self.look = 1  # forms are timed from this call on
@@ -216,21 +217,39 @@ class Switcher:
             sent=mine * size,
         )
 
-    def reduce_scatter(self, x: Tensor, out: Tensor) -> None:
-        """Fill ``out`` with the sum over ranks of this rank's part of ``x``: see ``zipped.reduce_scatter``."""
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        out: Tensor,
+        *,
+        native: Callable[[], object] | None = None,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        """Fill ``out`` with the sum over ranks of this rank's part of ``x``: see ``zipped.reduce_scatter``.
+
+        Args:
+            x: as there.
+            out: as there.
+            native: fills ``out`` by a library's own reduce-scatter, which zipping has to beat then (equation 6). It may
+                add in another order, so the last bits depend on what was measured. None: rows travel as they are and
+                are summed in rank order, to the bits of the zipped form.
+            wire: type to which values are rounded before they travel zipped, such as bf16 for a sum in f32. Its bytes
+                over those of ``x`` are s of equation 7. None: values are not rounded, s is 1.
+        """
         transport = self._transport
 
-        def native() -> None:
+        def in_rank_order() -> None:
             every = torch.empty_like(x).view(transport.size, -1)
             transport.all_to_all(x.view(transport.size, -1).view(torch.uint8), every.view(torch.uint8))
             sum_in_rank_order(every.unbind(0), out)
 
         self.run(
             "reduce_scatter",
-            (transport.size - 1) * out.nbytes,
-            native if out.numel() else lambda: None,
-            lambda: zipping.reduce_scatter(x, out, self.codec, transport),
+            (transport.size - 1) * x.nbytes // transport.size,
+            (native or in_rank_order) if out.numel() else lambda: None,
+            lambda: zipping.reduce_scatter(x if wire is None else x.to(wire), out, self.codec, transport),
             like=x,
+            precision=1.0 if wire is None else wire.itemsize / x.element_size(),
         )
 
     def all_reduce(self, x: Tensor, *, residual: Tensor | None = None) -> None:
@@ -274,7 +293,7 @@ class Switcher:
             return False
         cell = self._cells.setdefault((kind, nbytes.bit_length()), _Cell())
         cell.calls += 1
-        cell.nbytes = nbytes
+        cell.nbytes, cell.precision = nbytes, precision
         clock = self._clock or clock_of(like.device)
         if cell.timed and not cell.pending:
             self._agree(kind, cell, clock)
@@ -305,11 +324,11 @@ class Switcher:
 
         None if fewer than two sizes were measured and no costs were expected.
         """
-        known = [(cell.nbytes, *cell.agreed) for (name, _), cell in self._cells.items() if name == kind and cell.agreed]
-        if len({nbytes for nbytes, *_ in known}) < 2:
+        known = [(cell, *cell.agreed) for (name, _), cell in self._cells.items() if name == kind and cell.agreed]
+        if len({cell.nbytes for cell, *_ in known}) < 2:
             return self._expected.get(kind)
-        native = AlphaBeta.through([(nbytes, seconds) for nbytes, seconds, _, _ in known])
-        zipped = AlphaBeta.through([(factor * nbytes, seconds) for nbytes, _, seconds, factor in known])
+        native = AlphaBeta.through([(cell.nbytes, seconds) for cell, seconds, _, _ in known])
+        zipped = AlphaBeta.through([(e * cell.precision * cell.nbytes, seconds) for cell, _, seconds, e in known])
         return Costs(native, zipped, known[-1][-1])
 
     def __str__(self) -> str:

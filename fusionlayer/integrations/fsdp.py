@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -136,6 +136,7 @@ def compress(
     all_gather: str | Codec | None | _Given = _Given.NOT,
     reduce_scatter: str | Codec | None | _Given = _Given.NOT,
     broadcast: bool = True,
+    baseline: Literal["exact", "native"] = "exact",
 ) -> FSDPCompression:
     """Compress the weights and gradients that ``model`` sends, after ``fully_shard`` has been applied to it.
 
@@ -161,7 +162,8 @@ def compress(
         weights: name or codec of what all-gathers carry. "auto" changes no bit: weights travel as they are, or by
             ``zip`` where measurements say that this takes less time (see ``fusionlayer.switcher`` of the group). None
             keeps torch's all-gather. "delta": differences that lose no bit. "qwd": differences in int4. "qw", "qwz":
-            weights in int4 or int8. "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz".
+            weights in int4 or int8. "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz",
+            "qsdp" is that codec with gradients "qsdp_gradients", unless they name another.
         gradients: name or codec of what reduce-scatters carry, as for ``weights``. Lossless codecs send values in bf16
             that were widened to f32 only for the sum, as gradients of a bf16 model are.
         nodes: ranks of each node, in the order of ranks, for two-level codecs and two-level collectives. None: as
@@ -170,6 +172,9 @@ def compress(
         reduce_scatter: another name of ``gradients``.
         broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
             replicas that differ. What is equal already does not travel. False leaves weights as they are.
+        baseline: what zipped gradients have to beat with "auto". "exact": rows that travel as they are and are summed
+            in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
+            more than two ranks torch adds in another order, so last bits depend on what was measured.
 
     Raises:
         ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
@@ -181,6 +186,8 @@ def compress(
     _check_nodes(nodes)
     if not isinstance(broadcast, bool):
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
+    if baseline not in ("exact", "native"):
+        raise ConfigError(f"fsdp.compress got baseline={baseline!r}; expected 'exact' or 'native'")
     modules = _sharded_modules(model)
     weights = _one_of("weights", weights, "all_gather", all_gather)
     gradients = _one_of("gradients", gradients, "reduce_scatter", reduce_scatter)
@@ -193,7 +200,8 @@ def compress(
         differences = named.differences if named else isinstance(choice.codec, ChangeCodec)
         gathering = Direction("weights", choice, differences, nodes)
     if gradients is not None:
-        reducing = Direction("gradients", _choice("gradients", gradients), ranks_per_node=nodes)
+        native = baseline == "native"
+        reducing = Direction("gradients", _choice("gradients", gradients), ranks_per_node=nodes, native=native)
     names = {
         (m, p): f"{n}.{p}".lstrip(".") for n, m in model.named_modules() for p, _ in m.named_parameters(recurse=False)
     }

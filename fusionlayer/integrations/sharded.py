@@ -45,7 +45,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: an optimizer that updates each element independently of others, as Adam and SGD do. It gets
             flat parts in f32.
         weights: "raw"; "delta" for differences that lose no bit; "qwd" for int4 differences; "qw" or "qwz" for weights
-            in int4 or int8; a codec; or "sdp4bit" or "zero++", which set ``gradients`` too.
+            in int4 or int8; a codec; or "sdp4bit", "zero++" or "qsdp", which set ``gradients`` too.
         gradients: name or codec of the gradients; "tlq_hs" is a two-level codec.
         group: process group or transport; None means all ranks.
         check_replicas: compare the model's weights over ranks in the first step, and then a part of them in each, so

@@ -17,8 +17,11 @@ _INT4: tuple[str, Mapping[str, Any]] = ("int4", {"hadamard": False, "group_size"
 NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwd": _INT4, "qw": _INT4, "qwz": ("int8", {"group_size": 2048})}
 """Names for ``weights`` that are not names of codecs, with the codec and its options that each stands for."""
 
-PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "qgz")}
-"""Presets, each with its weights and gradients: SDP4Bit, and ZeRO++ (its qwZ and qgZ)."""
+PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "qgz"), "qsdp": ("qsdp", "qsdp_gradients")}
+"""Presets, each with its weights and gradients: SDP4Bit, ZeRO++ (its qwZ and qgZ), and QSDP.
+
+``qsdp`` is a codec too: beside it gradients may name another one.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,14 @@ def both_ways(
     if isinstance(weights, str) and weights in PRESETS:
         preset = PRESETS[weights]
         if gradients not in (default, weights, preset[1]):
+            if codecs.knows(weights):
+                return weights, gradients
             raise ConfigError(
                 f"weights={weights} names gradients too, as {preset[1]}, beside gradients={gradients}; leave one out, "
                 f"or give weights={preset[0]}"
             )
         return preset
-    if isinstance(gradients, str) and gradients in PRESETS:
+    if isinstance(gradients, str) and gradients in PRESETS and not codecs.knows(gradients):
         raise ConfigError(
             f"gradients={gradients} names weights too; give it as weights, or give gradients={PRESETS[gradients][1]}"
         )

@@ -172,13 +172,15 @@ def _one_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[
 def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Selections go to the owners of regions, and the sums that pass go from these to all ranks.
 
-    Boundaries, sizes and histograms are exchanged in between.
+    Boundaries, sizes and histograms are exchanged in between. The codec ``oktopk`` keeps what boundaries and histograms
+    tell for so many sums that these cost next to nothing.
     """
     numbers = _exchange(cluster, 8)
     histogram = _relay(cluster, 2 * _share(cluster) * _HISTOGRAM_BYTES, 2 * (cluster.workers - 1), transports_own=True)
+    found = [] if codec.collective == "oktopk" else histogram
     piece = _exchange(cluster, codec.nbytes(n) / cluster.workers)
-    reduced = [_work(codec.encode, n), *histogram, *numbers, *piece, _work(codec.decode, n)]
-    return [*reduced, *(4 * histogram), *numbers, *piece, _work(codec.decode, n)]
+    reduced = [_work(codec.encode, n), *found, *numbers, *piece, _work(codec.decode, n)]
+    return [*reduced, *(4 * found), *numbers, *piece, _work(codec.decode, n)]
 
 
 def _two_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:

@@ -90,7 +90,7 @@ class Method:
 
     def algorithm_for(self, codec: CodecCost, workers: int) -> str:
         """Return the collective for so many ranks."""
-        return self.algorithm or collectives.choose(codec, workers, ahead=codec.ahead)
+        return self.algorithm or collectives.choose(codec, workers, ahead=None)
 
 
 _DDP = {

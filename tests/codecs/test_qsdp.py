@@ -8,6 +8,7 @@ import torch
 from fusionlayer import codecs
 from fusionlayer.codecs.qsdp import _draws
 from fusionlayer.errors import ConfigError
+from fusionlayer.integrations.weights import both_ways
 from fusionlayer.seeds import derive_seed
 from tests.synthetic import gradient
 
@@ -19,10 +20,12 @@ def test_no_value_is_off_by_more_than_half_a_step(bits: int) -> None:
     codec, x = codecs.get("qsdp", bits=bits).bare, gradient(5000, 1)
     for seed in range(50):
         payload = codec.compress(x, seed=seed)
-        steps, shifts, _ = codec.wire(5000).views(payload)
-        largest = torch.nn.functional.pad(x, (0, 120)).view(5, -1).abs().amax(1)
-        assert torch.equal(steps, largest / (2 ** (bits - 1) - 1.5))
-        assert (shifts.abs() <= steps / 2).all()
+        steps, origins, _ = codec.wire(5000).views(payload)
+        lowest, highest = torch.stack([torch.stack(part.aminmax()) for part in x.split(1024)]).unbind(1)
+        parts = 2**bits - 2
+        assert torch.equal(steps, highest / parts - lowest / parts)
+        place = (origins - (lowest + highest) / 2) / steps
+        assert (place > -1e-3).all() and (place < 1.001).all()
         error = (codec.decompress(payload, 5000) - x).abs().view(-1)
         assert (error <= steps.repeat_interleave(1024)[:5000] * 0.50001).all()
 
@@ -30,11 +33,38 @@ def test_no_value_is_off_by_more_than_half_a_step(bits: int) -> None:
 def test_every_place_between_two_points_of_the_grid_is_hit_in_proportion() -> None:
     """The mean over shifts is the value, of a value anywhere in a step."""
     codec = codecs.get("qsdp", bits=4, group_size=32)
-    x = torch.linspace(-1, 1, 32)
+    x = torch.linspace(-1, 2, 32)
     draws = 1500
     mean = torch.stack([codec.decompress(codec.compress(x, seed=seed), 32) for seed in range(draws)]).mean(0)
-    step = 1 / 6.5
+    step = 3 / 14
     assert (mean - x).abs().max() < 5 * step / (12 * draws) ** 0.5
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gradients_go_up_or_down_at_random(bits: int) -> None:
+    """From minimum to maximum, whose codes are the outermost; the mean is the value, each of its own draw."""
+    codec = codecs.get("qsdp_gradients", bits=bits, group_size=32).bare
+    x = torch.linspace(-1, 2, 40)
+    draws, step = 1500, torch.tensor([x[31] - x[0], x[39] - x[32]]) / (2**bits - 1)
+    found = torch.stack([codec.decompress(codec.compress(x, seed=seed), 40) for seed in range(draws)])
+    step = step.repeat_interleave(torch.tensor([32, 8]))
+    assert ((found - x).abs() <= 1.0001 * step).all() and ((found - x).abs().amax(0) > 0.5 * step)[1:31].any()
+    torch.testing.assert_close(found[:, [0, 31, 32, 39]], x[[0, 31, 32, 39]].expand(draws, 4), rtol=0, atol=1e-6)
+    assert ((found.mean(0) - x).abs() < 5 * step / (4 * draws) ** 0.5 + 1e-6).all()
+    middle = found[:, 1:31] - x[1:31]
+    assert float(torch.corrcoef(middle.T).nan_to_num().fill_diagonal_(0).abs().max()) < 5 / draws**0.5
+
+
+def test_a_name_of_the_paper_rounds_gradients_as_the_paper_does() -> None:
+    assert both_ways("qsdp", None, None) == ("qsdp", "qsdp_gradients") == both_ways("qsdp", "qsdp", "auto")
+    assert both_ways("qsdp", "int8", None) == ("qsdp", "int8"), "it is the name of a codec too"
+    assert both_ways(None, "qsdp", None) == (None, "qsdp")
+
+
+def test_equal_values_come_back() -> None:
+    for name in ("qsdp", "qsdp_gradients"):
+        x = torch.full((1100,), 0.3)
+        assert torch.equal(codecs.get(name).decompress(codecs.get(name).compress(x), 1100), x)
 
 
 def test_draws_are_of_seed_and_place() -> None:
@@ -52,7 +82,7 @@ def test_bits_for_each_element() -> None:
         assert sum(section.plane.nbytes for section in form.sections) * 8 / n == bits + 64 / 1024
 
 
-@pytest.mark.parametrize("options", [{"bits": 5}, {"group_size": 1000}])
-def test_wrong_options_are_refused(options: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{"bits": 5}, {"group_size": 1000}, {"rounding": "nearest"}])
+def test_wrong_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="qsdp codec: .*expected"):
         codecs.get("qsdp", **options)

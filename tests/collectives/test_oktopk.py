@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
+from fusionlayer.codecs import Codec, Part, PartsCodec
 from fusionlayer.collectives.oktopk import _boundaries, _kth_largest
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
@@ -178,6 +181,75 @@ def test_volume_does_not_grow_with_the_ranks(world: int) -> None:
 
     pairs = 2 * (world - 1) / world * 8 * k
     assert all(0.8 * pairs < sent < 1.2 * pairs + 2 * 4 * 1024 for sent in over_threads(world, body))
+
+
+def periodic(numel: int, **options: float) -> tuple[Codec, Part]:
+    """Return the codec ``oktopk`` for a bucket of one tensor, and that tensor with what is kept of it."""
+    part = Part("w", (numel,))
+    codec = codecs.get("oktopk", **options).bare
+    assert isinstance(codec, PartsCodec)
+    return codec.for_parts([part]), part
+
+
+@pytest.mark.short
+def test_thresholds_and_regions_serve_many_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions ``tau`` sums, the threshold ``reuse``; where a rank has lost what it kept, all find both anew at once."""
+    world, numel, steps, lost, at = 3, 4000, 13, 10, [0] * 3
+    found: dict[str, list[tuple[int, int]]] = {"_boundaries": [], "_kth_largest": []}
+    module = sys.modules["fusionlayer.collectives.oktopk"]
+    for name, made in found.items():
+        real = getattr(module, name)
+
+        def spied(*given: Any, real: Any = real, made: list[tuple[int, int]] = made) -> Any:
+            made.append((given[-1].rank, at[given[-1].rank]))
+            return real(*given)
+
+        monkeypatch.setattr(module, name, spied)
+
+    def body(transport: Transport) -> None:
+        rank = transport.rank
+        codec, part = periodic(numel, density=0.05, reuse=4, tau=6)
+        for step in range(steps):
+            at[rank] = step
+            if step == lost and rank == 1:
+                part.state.numbers.clear()
+            x = normal(7) / 2 + normal(100 * rank + step)
+            collectives.get("oktopk")(x, codec, transport, seed=step)
+            assert same_everywhere(transport, x) and 50 < int(x.count_nonzero()) < 400
+
+    def normal(seed: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+    over_threads(world, body)
+    for name, steps_of in (("_boundaries", [0, 6, lost]), ("_kth_largest", [0, 4, 8, lost])):
+        assert sorted(found[name]) == [(rank, step) for rank in range(world) for step in steps_of]
+
+
+@pytest.mark.short
+def test_no_rank_sends_more_than_the_bound_of_the_paper() -> None:
+    """6 k (P - 1) / P words, where the sums that pass lie in one region; and then, results are what they would be."""
+    world, k, zone = 8, 8000, 64_000
+    numel, each = world * zone, k // world
+
+    def body(transport: Transport) -> tuple[int, int]:
+        codec, _ = periodic(numel, density=k / numel)
+        given = torch.zeros(numel)
+        for j in range(world):
+            given[j * zone + torch.arange(each) * world + transport.rank] = 1.0 if j else 10.0
+        sent, residual = [], torch.zeros(numel)
+        for _ in range(2):  # the second with what the first has found
+            x, before = given.clone(), transport.bytes_sent
+            residual.zero_()
+            collectives.get("oktopk")(x, codec, transport, residual=residual)
+            sent.append(transport.bytes_sent - before)
+            assert int(x[:zone].count_nonzero()) == k and (x[:k] == 10).all() and not x[zone:].any()
+            assert torch.equal(residual[zone:], given[zone:]) and not residual[:zone].any()
+        return sent[0], sent[1]
+
+    bound = 6 * k * (world - 1) / world * 4
+    found = over_threads(world, body)
+    assert max(second for _, second in found) <= bound + 1024, "sizes are a few hundred bytes"
+    assert max(first for first, _ in found) <= bound + 16 * 1024, "histograms, too"
 
 
 def check_over_gloo(rank: int, world: int) -> None:

@@ -198,6 +198,29 @@ def test_precision_counts(clock: Clock) -> None:
     assert played(clock, costs, body, expected={"reduce_scatter": costs}) == [True] * 3
 
 
+def test_a_library_s_reduce_scatter_is_what_zipping_has_to_beat() -> None:
+    """It is used where it takes less time. What is zipped is rounded to ``wire``, and its bytes are s of equation 7."""
+    costs = [Costs(AlphaBeta(0, native), AlphaBeta(0, 3), 1.0) for native in (1, 2)]  # s = 0.5 is between them
+
+    def body(transport: Transport) -> None:
+        rank, world, n = transport.rank, transport.size, 4096
+        rows = [gradient(world * n, 70 + r) for r in range(world)]
+        for expected, zips in zip(costs, (False, True), strict=True):
+            switcher, out = Switcher(transport, expected={"reduce_scatter": expected}), torch.zeros(n)
+            switcher.reduce_scatter(rows[rank], out, native=lambda out=out: out.fill_(7), wire=torch.bfloat16)
+            total = sum(row.view(world, -1)[rank].bfloat16().float() for row in rows)
+            assert torch.equal(out, total if zips else torch.full((n,), 7.0))
+        switcher = Switcher(transport)
+        for size in (n, n // 8):
+            for _ in range(2 * switching.SAMPLES):
+                part = rows[rank][: world * size]
+                switcher.reduce_scatter(part, torch.empty(size), wire=torch.bfloat16)
+        found = switcher.costs("reduce_scatter")
+        assert found is not None and 0.6 < found.factor < 1, "of the bytes in bf16"
+
+    over_threads(3, body)
+
+
 def test_equations_say_from_which_size_on_zipping_pays() -> None:
     assert SLOW.zips_from() == pytest.approx(2e-4 / (0.3 * 8e-8))
     below, above = SLOW.seconds(0.99 * SLOW.zips_from()), SLOW.seconds(1.01 * SLOW.zips_from())
