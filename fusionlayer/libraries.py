@@ -107,7 +107,7 @@ _VERBS = {
     "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
     "fl_choose_largest": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
     "fl_choose_threshold": (Chooser, _POINTER, _I64, *[_POINTER] * 5),
-    "fl_choose_drawn": (Spec, _POINTER, _I64, _POINTER, _POINTER),
+    "fl_choose_drawn": (Spec, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
     "fl_sparse_encode": (Spec, _POINTER, _FLOAT, *[_POINTER] * 2, *[_I64] * 2, *[_POINTER] * 2, Messages, _POINTER),
 }
 

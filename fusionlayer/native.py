@@ -352,14 +352,15 @@ def choose_threshold(how: Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
     return choice
 
 
-def choose_drawn(spec: Spec, acc: Tensor, threshold: int) -> Tensor:
-    """Return (2,) int64, a choice for ``sparse_encode`` with ``SPARSE_RANDOM``.
+def choose_drawn(spec: Spec, acc: Tensor, k: int) -> Tensor:
+    """Return (2,) int64, a choice for ``sparse_encode`` with ``SPARSE_RANDOM``: the ``k`` least numbers.
 
-    ``threshold`` is doubled until an element is drawn. ``acc`` (n,) f32 is what will be encoded: elements that are not
-    finite are always drawn. On CUDA the host does not wait.
+    One more element may be chosen: a message with room for ``k`` leaves it out. ``acc`` (n,) f32 is what will be
+    encoded: if elements are not finite, they alone are chosen. On CUDA the host does not wait.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
-    _call("fl_choose_drawn", acc, spec, acc.data_ptr(), threshold, choice.data_ptr())
+    workspace = _workspace(_WORKSPACE_KTH, acc)
+    _call("fl_choose_drawn", acc, spec, acc.data_ptr(), k, workspace.data_ptr(), choice.data_ptr())
     return choice
 
 

@@ -63,11 +63,9 @@ def choose_threshold(how: native.Chooser, acc: Tensor, memory: Tensor, sample: T
     return threshold_oracle.choose(how, acc, memory, sample, (magnitude_stats, count_above, kth_magnitude))
 
 
-def choose_drawn(spec: native.Spec, acc: Tensor, threshold: int) -> Tensor:
-    drawn = random_numbers(spec, len(acc))
-    while not ((drawn < threshold) | ~acc.isfinite()).any():
-        threshold = min(2 * threshold, 1 << 32)
-    return torch.tensor([threshold, -1])
+def choose_drawn(spec: native.Spec, acc: Tensor, k: int) -> Tensor:
+    halves = (random_numbers(spec, len(acc)) >> 1).sort().values
+    return torch.tensor([2 * (int(halves[k - 1]) + 1) if acc.isfinite().all() else 0, -1])
 
 
 def random_numbers(spec: native.Spec, n: int) -> Tensor:

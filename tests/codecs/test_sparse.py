@@ -259,19 +259,27 @@ def test_randomk_draws_by_seed_and_number_alone() -> None:
     assert drawn[0] == drawn[1]
     other = positions(codec, send(codec, gradient(n, 0), fresh(n), seed=6), n)
     assert len({*drawn[0]} & {*other}) < 0.1 * len(other)
-    chunks = torch.zeros(4, codec.wire(25_000).capacity, dtype=torch.uint8)
-    codec.encode_chunks(gradient(n, 0), chunks, 25_000, seed=5)
-    assert [i * 25_000 + p for i, row in enumerate(chunks) for p in positions(codec, row, 25_000)] == drawn[0]
+    # A message of a part draws by the numbers of its elements, and so other ones than the part before it.
+    payload = torch.zeros(codec.wire(25_000).capacity, dtype=torch.uint8)
+    parts = []
+    for offset in (0, 25_000):
+        codec.encode(gradient(25_000, 0), payload, seed=5, offset=offset)
+        parts.append({*positions(codec, payload, 25_000)})
+    assert len(parts[0] & parts[1]) < 0.1 * len(parts[0])
+    assert len(parts[0] & {*drawn[0]}) > 0.8 * len([p for p in drawn[0] if p < 25_000]), "the least numbers of both"
 
 
-def test_randomk_sends_k_elements_on_average_and_always_one() -> None:
-    for n, density in ((50, 0.01), (400, 0.05), (10_000, 0.3)):
-        codec = make("randomk", density=density)
-        counts = [codec.pairs(send(codec, gradient(n, 0), fresh(n), seed=seed), n) for seed in range(200)]
-        assert min(counts) >= 1 and max(counts) <= codec.capacity(n) < n
+def test_randomk_sends_exactly_k_and_each_element_as_often() -> None:
+    draws = 400
+    for n, density in ((50, 0.01), (400, 0.05), (9000, 0.3)):
+        codec, often = make("randomk", density=density), torch.zeros(n)
         k = codec.target(n)
-        assert k == 1 or abs(sum(counts) / 200 - k) < 4 * (k / 200) ** 0.5
-        assert len(set(counts)) > 1
+        for seed in range(draws):
+            drawn = positions(codec, send(codec, gradient(n, 0), fresh(n), seed=seed), n)
+            assert len(drawn) == k == codec.capacity(n)
+            often[drawn] += 1
+        spread = (draws * k / n * (1 - k / n)) ** 0.5
+        assert float((often - draws * k / n).abs().max()) < max(5.5 * spread, 8)
 
 
 # ---- what is not finite ---------------------------------------------------------------------------------------------

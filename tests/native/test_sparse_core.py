@@ -459,24 +459,25 @@ def test_the_largest_are_chosen(library: ctypes.CDLL) -> None:
         assert found.tolist() == [INF, -1]
 
 
-def test_at_least_one_element_is_drawn(library: ctypes.CDLL) -> None:
-    out = Area(np.zeros(16, np.uint8))
-    for numel, broken in ((1, False), (50, False), (3000, False), (3000, True)):
+@pytest.mark.parametrize("numel", [1, 50, 3000, 8192, LARGE])
+def test_the_least_numbers_are_drawn(library: ctypes.CDLL, numel: int) -> None:
+    """Halved, as the message takes no more than k; what is not finite goes alone."""
+    out, room = Area(np.zeros(16, np.uint8)), workspace(library, 1, numel)
+    halves = np.sort(random_numbers(numel) >> 1)
+    spec = Case(Shape(numel, SHORT, F32, numel), 0, random=True).spec
+    for broken in (False, True):
         acc = gaussian(numel)
         acc[numel // 2] = np.inf if broken else acc[numel // 2]
-        least = 0 if broken else int(random_numbers(numel).min())
-        spec, area = Case(Shape(numel, SHORT, F32, numel), 0, random=True).spec, Area(acc.view(np.uint8), 4)
-        for threshold in (1, 3, least, least + 1, 2**32 - 5, 2**32):
-            if threshold:
-                want = threshold
-                while want <= least:
-                    want = min(2 * want, 2**32)
-                assert library.fl_choose_drawn(spec, area.address, threshold, out.address, None) == OK
-                assert out.data.view(np.int64).tolist() == [want, -1] and out.guards_hold()
-    for threshold in (0, 2**32 + 1):
-        assert library.fl_choose_drawn(spec, area.address, threshold, out.address, None) == BAD_ARGUMENT
+        area = Area(acc.view(np.uint8), 4)
+        for k in sorted({1, 2, numel // 100, numel // 2, numel - 1, numel} & set(range(1, numel + 1))):
+            assert library.fl_choose_drawn(spec, area.address, k, room.address, out.address, None) == OK
+            want = 0 if broken else 2 * (int(halves[k - 1]) + 1)
+            assert out.data.view(np.int64).tolist() == [want, -1], k
+            assert out.guards_hold() and room.guards_hold()
+        for k in (0, numel + 1):
+            assert library.fl_choose_drawn(spec, area.address, k, room.address, out.address, None) == BAD_ARGUMENT
     by_magnitude = Case(Shape(50, SHORT, F32, 50), 0).spec
-    assert library.fl_choose_drawn(by_magnitude, area.address, 1, out.address, None) == UNSUPPORTED
+    assert library.fl_choose_drawn(by_magnitude, area.address, 1, room.address, out.address, None) == UNSUPPORTED
 
 
 CHOOSERS = {  # estimator: what else it needs

@@ -137,7 +137,6 @@ BY_THRESHOLD = ["fl_accumulate", "fl_choose_threshold", "fl_sparse_encode"]
         ("dgc", {"clip_norm": 1.0}, ["fl_magnitude_stats", *BY_THRESHOLD]),
         ("chunked_topk", {}, ["fl_encode"]),
         ("randomk", {}, ["fl_accumulate", "fl_choose_drawn", "fl_sparse_encode"]),
-        ("randomk", {"density": 0.1}, ["fl_sparse_encode"]),
     ],
 )
 def test_a_sparse_step_waits_for_nothing(

@@ -310,11 +310,12 @@ inline int check_count_above(const float *acc, int64_t numel, const uint32_t *th
   return check_look(acc, numel, counts, counts);
 }
 
-inline int check_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, const fl_choice *out) {
+inline int check_choose_drawn(const fl_spec *spec, const float *acc, int64_t k, const void *workspace,
+                              const fl_choice *out) {
   if (const int bad = check_spec(spec)) return bad;
   if (spec->codec != FL_SPARSE || !(spec->param[3] & FL_SPARSE_RANDOM)) return FL_UNSUPPORTED;
-  if (spec->numel < 1 || threshold < 1 || threshold > kNumbers || !out || !aligned(out, 8)) return FL_BAD_ARGUMENT;
-  return check_array(acc, spec->numel, 4);
+  if (k < 1 || k > spec->numel) return FL_BAD_ARGUMENT;
+  return check_look(acc, spec->numel, out, workspace);
 }
 
 inline int check_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel, const float *sample,

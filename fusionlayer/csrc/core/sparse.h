@@ -10,6 +10,7 @@
 
 #include "floats.h"
 #include "fusionlayer_codec.h"
+#include "rng.h"
 
 namespace fl {
 
@@ -93,11 +94,13 @@ FL_HD fl_choice largest_of(const fl_kth &kth, int64_t k, bool broken) {
 
 constexpr int64_t kNumbers = int64_t(1) << 32;  // an element draws a number below it
 
-// What fl_choose_drawn chooses, if `least` is the least number drawn; what is not finite draws 0.
-FL_HD fl_choice drawn_of(int64_t threshold, int64_t least) {
-  while (threshold <= least) threshold *= 2;
-  return {threshold < kNumbers ? threshold : kNumbers, -1};
+// What fl_choose_drawn compares of a number that an element draws: 31 bits, like those of a magnitude.
+FL_HD uint32_t half_drawn(RngKey key, uint64_t number) {
+  return random_bits(near_key(key, number), uint32_t(number)) >> 1;
 }
+
+// What fl_choose_drawn chooses, if `kth` is the k-th least half.
+FL_HD fl_choice drawn_of(uint32_t kth, bool broken) { return {broken ? 0 : 2 * (int64_t(kth) + 1), -1}; }
 
 // A choice as encoders take it.
 struct Bound {

@@ -4,6 +4,7 @@
 #include "select.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 #include "kernels.h"
@@ -87,6 +88,50 @@ fl_kth kth_magnitude(const float *x, int64_t n, int64_t k, void *workspace) {
   fl_kth found = by_histogram(static_cast<const float *>(workspace), count, k - above);
   found.above += above;
   return found;
+}
+
+// Numbers are spread evenly: the k-th lies almost surely within six standard deviations of its share. One pass counts the
+// numbers below and gathers the few between.
+uint32_t kth_drawn(RngKey key, uint64_t offset, int64_t n, int64_t k, void *workspace) {
+  const auto drawn = [=](int64_t i) { return half_drawn(key, offset + uint64_t(i)); };
+  if (n < kSampled) {
+    uint32_t all[kSampled];
+    for (int64_t i = 0; i < n; ++i) all[i] = drawn(i);
+    std::nth_element(all, all + k - 1, all + n);
+    return all[k - 1];
+  }
+  const double share = double(k) / double(n), count = double(n), all = double(kNumbers / 2);
+  const double margin = 6 * std::sqrt(share * (1 - share) / count) + 24 / count;
+  const uint32_t low = uint32_t(std::max(0.0, share - margin) * all);
+  const uint32_t high = uint32_t(std::min(1.0, share + margin) * all);
+  uint32_t *gathered = static_cast<uint32_t *>(workspace);
+  std::atomic<int64_t> below{0}, between{0};
+  const auto task = [&](int64_t begin, int64_t end) {
+    int64_t less = 0;
+    for (int64_t i = begin * kGrain; i < std::min(n, end * kGrain); ++i) {
+      const uint32_t half = drawn(i);
+      less += half < low;
+      if (half < low || half >= high) continue;
+      const int64_t slot = between.fetch_add(1, std::memory_order_relaxed);
+      if (slot < room(n)) gathered[slot] = half;
+    }
+    below += less;
+  };
+  const int64_t units = ceil_div(n, kGrain);
+  parallel_for(units, units < 8 ? units : 1, RangeTask(task));
+  const int64_t rank = k - below;
+  if (0 < rank && rank <= between && between <= room(n)) {
+    std::nth_element(gathered, gathered + rank - 1, gathered + between);
+    return gathered[rank - 1];
+  }
+  uint32_t least = 0, most = kMagnitudeBits;  // as good as never: halve the range until one number is left
+  while (least < most) {
+    const uint32_t middle = least + (most - least) / 2;
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; ++i) found += drawn(i) <= middle;
+    (found < k ? least : most) = middle + (found < k);
+  }
+  return least;
 }
 
 }  // namespace fl

@@ -227,16 +227,13 @@ int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspac
   return FL_OK;
 }
 
-int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out, void *) {
-  if (const int bad = fl::check_choose_drawn(spec, acc, threshold, out)) return bad;
+int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t k, void *workspace, fl_choice *out, void *stream) {
+  if (const int bad = fl::check_choose_drawn(spec, acc, k, workspace, out)) return bad;
+  const uint32_t infinite = fl::kF32Inf;
+  alignas(fl::kPlaneAlignment) int64_t broken = 0;
+  if (const int bad = fl_count_above(acc, spec->numel, &infinite, 1, &broken, stream)) return bad;
   const fl::RngKey key = fl::make_key(spec->seed);
-  int64_t least = fl::kNumbers;
-  for (int64_t i = 0; i < spec->numel && least >= threshold; ++i) {
-    const uint64_t number = uint64_t(spec->offset) + uint64_t(i);
-    const int64_t drawn = fl::random_bits(fl::key_at(key, number), uint32_t(number));
-    least = std::min(least, fl::magnitude(acc[i]) < fl::kF32Inf ? drawn : 0);
-  }
-  *out = fl::drawn_of(threshold, least);
+  *out = fl::drawn_of(fl::kth_drawn(key, uint64_t(spec->offset), spec->numel, k, workspace), broken > 0);
   return FL_OK;
 }
 

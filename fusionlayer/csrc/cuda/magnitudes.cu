@@ -180,8 +180,30 @@ FL_DEVICE bool is_last(uint32_t *asked) {
   return last;
 }
 
+// What is looked through: magnitudes; or halves of the numbers that elements draw, subtracted, so that the least are the
+// largest.
+struct OfMagnitudes {
+  const float *x;
+
+  FL_DEVICE void load(int64_t numel, int64_t first, int (&held)[kHeld]) const { load_magnitudes(x, numel, first, held); }
+};
+
+struct OfNumbers {
+  RngKey key;
+  uint64_t offset;
+
+  FL_DEVICE void load(int64_t numel, int64_t first, int (&held)[kHeld]) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int64_t element = first + i * kLanes + lane_index();
+      held[i] = element < numel ? int(kMagnitudeBits - half_drawn(key, offset + uint64_t(element))) : kAbsent;
+    }
+  }
+};
+
+template <class Keys>
 __global__ void __launch_bounds__(kThreads)
-    digit_kernel(const float *x, int64_t numel, const Digit digit, const Kth wanted, Search *search) {
+    digit_kernel(const Keys keys, int64_t numel, const Digit digit, const Kth wanted, Search *search) {
   __shared__ uint32_t all_bins[kWarps][kBins];
   if (wanted.settled && *wanted.settled) return;
   uint32_t *bins = all_bins[threadIdx.x / kLanes];
@@ -191,7 +213,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t prefix = search->prefix, mask = (1u << digit.bits) - 1;
   for (int64_t swath = warp_index(); swath * kSwath < numel; swath += warp_count()) {
     int held[kHeld];
-    load_magnitudes(x, numel, swath * kSwath, held);
+    keys.load(numel, swath * kSwath, held);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const uint32_t bits = uint32_t(held[i]) >> digit.shift;
@@ -207,18 +229,20 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // `search` is zeros.
-cudaError_t find_in(const float *acc, int64_t numel, const Kth &wanted, Search *search, cudaStream_t stream) {
+template <class Keys>
+cudaError_t find_in(const Keys keys, int64_t numel, const Kth &wanted, Search *search, cudaStream_t stream) {
   const Grid grid(ceil_div(numel, kSwath), 1);
   if (grid.error) return grid.error;
   for (const Digit digit : kDigits)
-    FL_LAUNCH(digit_kernel, grid.blocks, kThreads, stream, acc, numel, digit, wanted, search);
+    FL_LAUNCH(digit_kernel<Keys>, grid.blocks, kThreads, stream, keys, numel, digit, wanted, search);
   return cudaGetLastError();
 }
 
-cudaError_t find(const float *acc, int64_t numel, const Kth &wanted, void *workspace, cudaStream_t stream) {
+template <class Keys>
+cudaError_t find(const Keys keys, int64_t numel, const Kth &wanted, void *workspace, cudaStream_t stream) {
   Search *search = static_cast<Search *>(workspace);
   if (const cudaError_t error = cudaMemsetAsync(search, 0, sizeof *search, stream)) return error;
-  return find_in(acc, numel, wanted, search, stream);
+  return find_in(keys, numel, wanted, search, stream);
 }
 
 // What fl_choose_threshold has found out, in its workspace; zeros to begin with. In each kernel the warp that ends last
@@ -301,31 +325,31 @@ cudaError_t choose(const Choosing &c, const float *sample, cudaStream_t stream) 
     FL_LAUNCH(stage_kernel, pairs.blocks, kThreads, stream, c, stage);
   if (c.how.estimator == FL_ESTIMATE_SAMPLED) {
     const Kth wanted{c.how.sample_k, &c.job->sampled, nullptr, nullptr, &c.job->done};
-    if (const cudaError_t error = find_in(sample, c.how.sampled, wanted, &c.job->of_sample, stream)) return error;
+    if (const cudaError_t error = find_in(OfMagnitudes{sample}, c.how.sampled, wanted, &c.job->of_sample, stream)) return error;
   }
   FL_LAUNCH(ladder_kernel, dim3(1), kLanes, stream, c);
   FL_LAUNCH(decide_kernel, swaths.blocks, kThreads, stream, c);
-  return find_in(c.x, c.numel, {c.how.k, nullptr, c.out, c.memory, &c.job->done}, &c.job->of_all, stream);
+  return find_in(OfMagnitudes{c.x}, c.numel, {c.how.k, nullptr, c.out, c.memory, &c.job->done}, &c.job->of_all, stream);
 }
 
 int64_t job_bytes() { return ceil_div(sizeof(Job), 16) * 16; }
 
-// The least number that an element draws.
-__global__ void __launch_bounds__(kThreads)
-    draw_kernel(const float *x, int64_t numel, const RngKey key, uint64_t offset, Counter *least) {
-  const int64_t stride = int64_t(gridDim.x) * kThreads;
-  uint32_t mine = UINT32_MAX;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < numel; i += stride) {
-    const uint64_t number = offset + uint64_t(i);
-    const uint32_t drawn = is_finite(x[i]) ? random_bits(key_at(key, number), uint32_t(number)) : 0;
-    mine = drawn < mine ? drawn : mine;
-  }
-  atomicMin(least, Counter(mine));
+// `search` has found the k-th, and its first bin holds how many elements are not finite.
+__global__ void __launch_bounds__(kLanes) drawn_kernel(const Search *search, fl_choice *choice) {
+  if (lane_index() == 0) *choice = drawn_of(kMagnitudeBits - search->prefix, search->bins[0] > 0);
 }
 
-// `choice` holds the least number, and then the choice.
-__global__ void __launch_bounds__(kLanes) drawn_kernel(int64_t threshold, fl_choice *choice) {
-  if (lane_index() == 0) *choice = drawn_of(threshold, choice->threshold);
+cudaError_t choose_drawn(const fl_spec &spec, const float *acc, int64_t k, void *workspace, fl_choice *out,
+                         cudaStream_t stream) {
+  const OfNumbers numbers{make_key(spec.seed), uint64_t(spec.offset)};
+  const Kth wanted{k, nullptr, nullptr, nullptr, nullptr};
+  if (const cudaError_t error = find(numbers, spec.numel, wanted, workspace, stream)) return error;
+  Search *search = static_cast<Search *>(workspace);
+  const Grid grid(ceil_div(spec.numel, kSwath), 1);
+  const Bounds broken{{int(kF32Inf) - 1}, 1};
+  FL_LAUNCH(count_kernel, grid.blocks, kThreads, stream, acc, spec.numel, broken, search->bins);
+  FL_LAUNCH(drawn_kernel, dim3(1), kLanes, stream, search, out);
+  return cudaGetLastError();
 }
 
 Bounds bounds_of(const uint32_t *thresholds, int count) {
@@ -375,13 +399,13 @@ int fl_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, 
 int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  return fl::finish(fl::find(acc, numel, {k, out, nullptr, nullptr, nullptr}, workspace, fl::as_stream(stream)));
+  return fl::finish(fl::find(fl::OfMagnitudes{acc}, numel, {k, out, nullptr, nullptr, nullptr}, workspace, fl::as_stream(stream)));
 }
 
 int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace, fl_choice *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  return fl::finish(fl::find(acc, numel, {k, nullptr, out, nullptr, nullptr}, workspace, fl::as_stream(stream)));
+  return fl::finish(fl::find(fl::OfMagnitudes{acc}, numel, {k, nullptr, out, nullptr, nullptr}, workspace, fl::as_stream(stream)));
 }
 
 int fl_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel, const float *sample,
@@ -393,16 +417,9 @@ int fl_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel, 
   return fl::finish(fl::choose(c, sample, fl::as_stream(stream)));
 }
 
-int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out, void *stream) {
-  if (const int bad = fl::check_choose_drawn(spec, acc, threshold, out)) return bad;
-  const cudaStream_t order = fl::as_stream(stream);
-  if (const cudaError_t error = cudaMemsetAsync(out, 0xff, sizeof *out, order)) return fl::finish(error);
-  const fl::Grid grid(fl::ceil_div(spec->numel, fl::kSwath), 1);
-  if (grid.error) return fl::finish(grid.error);
-  FL_LAUNCH(fl::draw_kernel, grid.blocks, fl::kThreads, order, acc, spec->numel, fl::make_key(spec->seed),
-            uint64_t(spec->offset), reinterpret_cast<fl::Counter *>(&out->threshold));
-  FL_LAUNCH(fl::drawn_kernel, dim3(1), fl::kLanes, order, threshold, out);
-  return fl::finish(cudaGetLastError());
+int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t k, void *workspace, fl_choice *out, void *stream) {
+  if (const int bad = fl::check_choose_drawn(spec, acc, k, workspace, out)) return bad;
+  return fl::finish(fl::choose_drawn(*spec, acc, k, workspace, out, fl::as_stream(stream)));
 }
 
 }  // extern "C"

@@ -235,9 +235,11 @@ typedef struct fl_choice {
 FL_API int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace /* FL_WORKSPACE_KTH */,
                              fl_choice *out /* device */, void *stream);
 
-/* For FL_SPARSE_RANDOM: doubles `threshold`, 1 to 2^32, until it selects an element of acc. */
-FL_API int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t threshold, fl_choice *out /* device */,
-                           void *stream);
+/* For FL_SPARSE_RANDOM: chooses the k elements that draw the least numbers, 1 <= k <= numel, and one more if its number
+ * differs from the k-th in the lowest bit alone. Where an element of acc is not finite, all that are not finite are chosen,
+ * and no others. */
+FL_API int fl_choose_drawn(const fl_spec *spec, const float *acc, int64_t k, void *workspace /* FL_WORKSPACE_KTH */,
+                           fl_choice *out /* device */, void *stream);
 
 /* How fl_choose_threshold estimates: thresholds that are given; the sample_k-th magnitude of a sample, and five that are
  * each a fifth lower; the quantile of a normal distribution; between the mean and the largest magnitude, by bisection or
