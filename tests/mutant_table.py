@@ -56,6 +56,7 @@ MUTANTS: list[Mutant] = [
         "codecs/",
         ("dgc.py", "return limit / norm.clamp_min(limit)", "return limit / norm", "short gradients grow"),
         ("_sparse.py", 'or memory.device.type != "cpu" or', "or", "a kept threshold makes the host wait for a device"),
+        ("qsdp.py", "upper - lower - shifted", "upper - lower", "a shift moves the largest value out of the codes"),
         ("_packed.py", "out[start:stop].zero_()", "pass", "what lies between tensors enters a scale"),
         ("_sparse.py", "max(1, math.floor(self.density * numel))", "max(1, math.ceil(self.density * numel))", "k of n"),
         ("_low_rank.py", "return rows, -(-numel // rows)", "return rows, numel // rows + 1", "shapes of flat tensors"),

@@ -285,7 +285,7 @@ def test_randomk_sends_exactly_k_and_each_element_as_often() -> None:
 # ---- what is not finite ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "randomk"])
+@pytest.mark.parametrize("name", NAMES)
 def test_only_what_is_not_finite_goes_and_the_rest_is_kept(name: str) -> None:
     n = 70_000
     codec, state = make(name), TensorState(gradient(n, 30) * 0.1)
