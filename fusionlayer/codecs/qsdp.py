@@ -83,11 +83,8 @@ class QSDP(TorchCodec, name="qsdp"):
         step = highest / parts - lowest / parts
         step = torch.where(step < _TINY, 0.0, step).where(step.isfinite(), torch.nan)
         middle = highest / 2 + lowest / 2
-        if shifted:
-            places = (_draws(seed, offset, len(values), self.group_size).to(x.device) + 0.5) * step
-        else:
-            places = step / 2
-        origin = middle + places
+        shares = _draws(seed, offset, len(values), self.group_size).to(x.device) + 0.5 if shifted else 0.5
+        origin = middle + shares * step
         steps.copy_(step)
         origins.copy_(torch.where(step == 0, middle, origin))
         points = (values - origin[:, None]) / step[:, None]

@@ -131,7 +131,7 @@ class _Agreed:
 
 
 def _recall(state: TensorState, numel: int, size: int) -> _Agreed | None:
-    """Return what ``_remember`` kept for ``numel`` elements and ``size`` ranks; None if it kept nothing, or for others."""
+    """Return what ``_remember`` kept for ``numel`` elements and ``size`` ranks; None if it kept nothing for these."""
     kept = {key.removeprefix(_KEY): int(value) for key, value in state.numbers.items() if key.startswith(_KEY)}
     if (kept.get("numel"), kept.get("size")) != (numel, size):
         return None

@@ -16,7 +16,7 @@ def test_the_command_writes_a_table_for_each_topic(tmp_path: Path, capsys: pytes
         "--numel",
         "8192",
         "--topics",
-        "rounding,counts,taco,plans",
+        "rounding,counts,taco,qsdp,switcher,plans",
         "--out",
         str(tmp_path),
         "--hardware",
@@ -24,11 +24,13 @@ def test_the_command_writes_a_table_for_each_topic(tmp_path: Path, capsys: pytes
     ]
     assert papers.main(options) == 0
     printed = capsys.readouterr().out
-    assert all(papers.TOPICS[topic][0] in printed for topic in ("rounding", "counts", "taco", "plans"))
+    assert all(
+        papers.TOPICS[topic][0] in printed for topic in ("rounding", "counts", "taco", "qsdp", "switcher", "plans")
+    )
     rows = {path.name.split("_")[0]: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
     assert {name: len(found) for name, found in rows.items()} == {
         **{"papers-rounding": 1, "papers-counts": 9},
-        **{"papers-taco": 8, "papers-plans": 2},
+        **{"papers-taco": 8, "papers-plans": 2, "papers-qsdp": 6, "papers-switcher": 4},
     }
     for row in rows["papers-plans"]:
         assert row["safusion"] <= row["safusion_inter"]
