@@ -123,8 +123,8 @@ THREADED: dict[str, tuple[Front, tuple[int, ...]]] = {
     "by_name": (by_name, CALLS),
     "channel": (channel, CALLS),
 }
-# What a front cannot do. PowerSGD loses most of a tensor without error feedback, which activations do not have.
-EXCEPTIONS = {("channel", "powersgd")}
+# What a front cannot do. PowerSGD and Ok-Topk lose most of a tensor without error feedback, which activations do not have.
+EXCEPTIONS = {("channel", "powersgd"), ("channel", "oktopk")}
 
 
 @pytest.mark.short
