@@ -123,7 +123,7 @@ THREADED: dict[str, tuple[Front, tuple[int, ...]]] = {
     "by_name": (by_name, CALLS),
     "channel": (channel, CALLS),
 }
-# What a front cannot do. PowerSGD and Ok-Topk lose most of a tensor without error feedback, which activations do not have.
+# What a front cannot do. Both lose most of a tensor without error feedback, which activations do not have.
 EXCEPTIONS = {("channel", "powersgd"), ("channel", "oktopk")}
 
 
