@@ -170,7 +170,7 @@ def hold_lossless(rank: int, world: int, policy: str, steps: int) -> None:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "world, policy, steps",
-    tiered([(2, "f32", 8), *product([2, 4], ["f32", "bf16"], [50])], lambda world, policy, steps: steps == 8),
+    tiered([(2, "f32", 8), (2, "bf16", 50), (4, "f32", 50)], lambda world, policy, steps: steps == 8),
 )
 def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
     run_ranks(hold_lossless, world, policy, steps, timeout=130)
@@ -206,7 +206,7 @@ def hold_changes(rank: int, world: int, policy: str, steps: int) -> None:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "world, policy, steps",
-    tiered([(2, "bf16", 6), *product([2, 4], ["f32", "bf16"], [200])], lambda world, policy, steps: steps == 6),
+    tiered([(2, "bf16", 6), (2, "f32", 60), (4, "bf16", 60)], lambda world, policy, steps: steps == 6),
 )
 def test_changes_of_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
     run_ranks(hold_changes, world, policy, steps, timeout=130)
