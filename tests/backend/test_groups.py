@@ -28,7 +28,7 @@ from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-from tests.tiers import exhaustive, tiered
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
