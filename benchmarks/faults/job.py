@@ -88,7 +88,7 @@ class Job:
 
     @property
     def undisturbed(self) -> Job:
-        """The same job without anything that is done to it. What it trains does not depend on how it starts and ends."""
+        """The same job without anything that is done to it; what it trains does not depend on its start and end."""
         calm = replace(self, holds=(), deeds=(), changes={}, environment={}, keeper="rank 0", quick=True)
         return replace(calm, timeout=max(self.timeout, CALM_TIMEOUT), patience=None)
 

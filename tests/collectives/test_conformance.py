@@ -56,7 +56,7 @@ def test_every_collective_with_every_codec(
     name: str, codec: Codec, worlds: Worlds, dtypes: Types, device: torch.device
 ) -> None:
     for world in worlds:
-        # Where collectives cut tensors does not depend on the codec but for its block: one of each kind has all lengths.
+        # Where collectives cut tensors depends on the codec by its block alone: one of each kind has all lengths.
         lengths = LENGTHS if is_kind(codec) else FEW_LENGTHS if world == 3 else FEW_LENGTHS[2:]
         over_threads(world, partial(conform, name=name, codec=codec, device=device, lengths=lengths, dtypes=dtypes))
 
