@@ -19,9 +19,11 @@ def apart(work):  # what it returns, and nothing that it imports
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        with open(writer, "w") as answer:
-            json.dump(work(), answer)
-        os._exit(0)
+        try:
+            with open(writer, "w") as answer:
+                json.dump(work(), answer)
+        finally:
+            os._exit(0)
     os.close(writer)
     with open(reader) as answer:
         told = answer.read()
