@@ -46,10 +46,10 @@ test: install ## the fast tier, under ten minutes: every property once; what to 
 	$(PYTEST) -n 3 -m "not gpu and not exhaustive" $(ARGS)
 
 test-exhaustive: install ## the cases that the fast tier leaves out
-	$(PYTEST) -n 2 -m "exhaustive and not gpu" $(ARGS)
+	$(PYTEST) -n 3 -m "exhaustive and not gpu" $(ARGS)
 
 test-all: install ## every test that needs no GPU, of both tiers
-	$(PYTEST) -n 2 -m "not gpu" $(ARGS)
+	$(PYTEST) -n 3 -m "not gpu" $(ARGS)
 
 test-short: install ## of the fast tier, the tests in one process
 	$(BIN)/python -m pytest -m "short and not exhaustive" $(ARGS)

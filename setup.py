@@ -124,8 +124,10 @@ def headers(folder: str) -> tuple[Path, ...]:
 def build_library(library: Path, compiles: Iterable[Step], link: Sequence[str], tool: str) -> Path:
     """Run all ``compiles`` in parallel, link their outputs into ``library`` and return it."""
     steps = tuple(compiles)
+    # What takes longest comes first, so that no core is left alone with it: the kernels of the CPU, and encoders.
+    ordered = sorted(reversed(steps), key=lambda step: not re.search("kernels|encode", step.output.name))
     with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(step.run) for step in reversed(steps)]:  # the kernels take longest
+        for done in [pool.submit(step.run) for step in ordered]:
             done.result()
     objects = tuple(step.output for step in steps)
     Step(library, (*link, "-o", str(library), *map(str, objects)), objects, tool).run()

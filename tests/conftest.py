@@ -30,8 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     """Refuse tests without a case in the fast tier; share out tests that start processes over pytest-xdist's workers.
 
     A file's tests that start processes run one after the other on one worker, and so do all that make network
@@ -43,16 +43,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"every case is exhaustive: leave one to the fast tier, or name a guarded_by: {', '.join(alone)}"
         )
-    if config.pluginmanager.hasplugin("xdist"):
+    shared_out = config.pluginmanager.hasplugin("xdist")
+    for item in items if shared_out else []:
+        if item.get_closest_marker("medium"):
+            group = "netns" if item.get_closest_marker("netns") else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+    yield
+    if shared_out:  # those of this tier
         groups: dict[str, list[pytest.Item]] = {}
         rest = []
         for item in items:
-            if item.get_closest_marker("medium"):
-                group = "netns" if item.get_closest_marker("netns") else item.nodeid.partition("::")[0]
-                item.add_marker(pytest.mark.xdist_group(group))
-                groups.setdefault(group, []).append(item)
-            else:
-                rest.append(item)
+            mark = item.get_closest_marker("xdist_group")
+            (groups.setdefault(mark.args[0], []) if mark else rest).append(item)
         items[:] = spread(list(groups.values()), rest)
 
 

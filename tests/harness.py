@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Outcome", "checkpoint", "outcomes_of", "run_ranks"]
+__all__ = ["Outcome", "checkpoint", "outcomes_of", "run_ranks", "stay_last"]
 
 _context = mp.get_context("forkserver")
 # What ranks import, so that each need not: seconds of a processor. Nothing of it may start a thread or read a setting
@@ -89,6 +89,13 @@ def checkpoint(name: str) -> None:
     """Tell the test, from within a rank, that this point is reached; a signal set for it arrives before the return."""
     assert _report is not None
     _report.send(("checkpoint", name, time.monotonic()))
+    _report.recv()
+
+
+def stay_last() -> None:
+    """Return, in a rank, when no other rank runs any more: as one must that keeps what the others learn from."""
+    assert _report is not None
+    _report.send(("last",))
     _report.recv()
 
 
@@ -162,6 +169,7 @@ class _Run:
         self.outcomes = [Outcome() for _ in range(world)]
         self._signals = signals
         self._stopped: set[int] = set()
+        self._last: set[Connection] = set()
         self._start = time.monotonic()
         self._deadline = self._start + timeout
         self._ends: dict[Connection, int] = {}
@@ -182,6 +190,10 @@ class _Run:
 
     def _watch(self) -> None:
         while set(self._ends.values()) - self._stopped and time.monotonic() < self._deadline:
+            if {rank for ours, rank in self._ends.items() if ours not in self._last} <= self._stopped:
+                for ours in self._last:
+                    ours.send(None)
+                self._last.clear()
             for ours in wait(list(self._ends), timeout=0.1):
                 rank = self._ends[ours]
                 try:
@@ -194,6 +206,8 @@ class _Run:
                     continue
                 if kind == "checkpoint":
                     self._reached(rank, *news, ours)
+                elif kind == "last":
+                    self._last.add(ours)
                 else:
                     self._ended(rank, kind, *news)
 

@@ -4,15 +4,17 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from fusionlayer import TransportError
+from fusionlayer import TransportError, launch
 from fusionlayer.launch import Place, make_store
 from fusionlayer.outages import Outage, explain
 
 pytestmark = pytest.mark.short
 
+UNKNOWN = "no-such-host.invalid"
 ERROR = RuntimeError("The client socket has timed out\nat frame 1")
 
 
@@ -60,19 +62,25 @@ def test_a_loopback_address_that_another_host_told() -> None:
     [
         (1, "nobody", "found no store of rank 0 at 127.0.0.1:.*: nobody listens there; was rank 0 started", (0,)),
         (0, "taken", "cannot open a store at 127.0.0.1:.*: port .* is taken; end the program that has it", (0,)),
-        (1, "unknown", "found no store .* at no-such-host.invalid:.*: the name no-such-host.invalid is unknown", (1,)),
-        (
-            0,
-            "unknown",
-            "cannot open a store at no-such-host.invalid:.*: the name no-such-host.invalid is unknown",
-            (0,),
-        ),
+        (1, "unknown", f"found no store .* at {UNKNOWN}:.*: the name {UNKNOWN} is unknown", (1,)),
+        (0, "unknown", f"cannot open a store at {UNKNOWN}:.*: the name {UNKNOWN} is unknown", (0,)),
     ],
 )
-def test_a_meeting_that_fails_says_why(port: int, rank: int, place: str, words: str, ranks: tuple[int, ...]) -> None:
+def test_a_meeting_that_fails_says_why(
+    port: int, rank: int, place: str, words: str, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = socket.getaddrinfo
+
+    def look_up(host: str, *about: Any, **more: Any) -> list[Any]:
+        if host == UNKNOWN:  # a name server may take its time to say so
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(host, *about, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(launch, "_LAST_LOOK", 20.0)  # for a machine that has other things to do
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
-    host = "no-such-host.invalid" if place == "unknown" else "127.0.0.1"
+    host = UNKNOWN if place == "unknown" else "127.0.0.1"
     environ = {"MASTER_ADDR": host, "MASTER_PORT": str(port if place == "taken" else nobody)}
     with pytest.raises(TransportError, match=words) as failed:
         make_store(Place(rank, 2), 0.5, environ)

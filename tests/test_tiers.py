@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fusionlayer import codecs
 from tests.codecs.variants import KINDS, every, is_kind, repeats
-from tests.tiers import tiered
+from tests.tiers import spread, tiered
 
 pytestmark = pytest.mark.short
 
@@ -56,6 +58,14 @@ def test_cases_are_marked_by_rule() -> None:
     cases = tiered([(1, 2), (3, 4)], lambda a, b: b == 4)
     assert [(case.values, bool(case.marks)) for case in cases] == [((1, 2), True), ((3, 4), False)]
     assert [bool(case.marks) for case in tiered("ab", lambda letter: letter == "a")] == [False, True]
+
+
+def test_files_of_many_cases_fill_the_end() -> None:
+    def cases(file: str, count: int) -> list[Any]:
+        return [SimpleNamespace(nodeid=f"{file}::test[{number}]") for number in range(count)]
+
+    many, few, one, group = cases("many.py", 8), cases("few.py", 2), cases("one.py", 1), cases("group.py", 3)
+    assert spread([group, group], [*many, *few, *one]) == [*group, *one, *few, many[0], *group, *many[1:]]
 
 
 def test_kinds_are_never_repeats() -> None:

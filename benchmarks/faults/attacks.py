@@ -13,7 +13,7 @@ from .fronts import PLAIN
 from .job import Deed, Job, Outcome, Phase
 from .ports import Scanner
 from .rounds import Round
-from .verdict import Expected
+from .verdict import GRACE, Expected
 
 __all__ = ["ATTACKS", "FRONTS", "Theme", "controls", "kill"]
 
@@ -329,20 +329,24 @@ def links(rounds: int) -> Iterator[Round]:
 def controls() -> Iterator[tuple[str, Round]]:
     """Yield rounds that are bad on purpose, and what the judge must say of them: it must be able to."""
     ending = Phase("ending")
-    hung = Job(PLAIN, 2, timeout=2.0, patience=3.0, deeds=(Deed(1, ending, "hang"),))
+
+    def job(rank: int, phase: Phase, what: str, **options: Any) -> Job:
+        return Job(PLAIN, 2, quick=True, deeds=(Deed(rank, phase, what, options),))
+
+    # It has all the time that ranks need to come to their end, and little after the attack.
+    hung = replace(job(1, ending, "hang"), patience=3.0)
     yield "not ended", Round("control", "a rank hangs", hung, Expected(None), by_ranks)
-    aborted = Job(PLAIN, 2, deeds=(Deed(1, ending, "abort"),))
-    yield "aborted", Round("control", "a rank aborts", aborted, Expected(None), by_ranks)
-    parted = Job(PLAIN, 2, deeds=(Deed(1, ending, "change"),))
+    yield "aborted", Round("control", "a rank aborts", job(1, ending, "abort"), Expected(None), by_ranks)
+    parted = job(1, ending, "change")
     yield "silent wrong", Round("control", "a rank ends with another bit", parted, Expected(None), by_ranks)
-    late = Job(PLAIN, 2, timeout=0.5, deeds=(Deed(0, Phase("stepped", 3), "dawdle", {"seconds": 3.0}),))
+    late = job(0, Phase("stepped", 3), "dawdle", seconds=Job.timeout + GRACE + 0.5)
     yield "too late", Round("control", "the right error comes late", late, Expected((1,)), by_ranks)
     killed = kill(PLAIN, 3, 1, Phase("stepped", 3), "at")
     innocent = Deed(0, Phase("stepped", 3), "blame", {"ranks": [2]})
     blamed = replace(killed, job=replace(killed.job, deeds=(innocent,)), attack="control", what="an error names rank 2")
     yield "wrong blame", blamed
-    raised = Job(PLAIN, 2, deeds=(Deed(0, ending, "raise"),))
-    yield "false alarm", Round("control", "an error for nothing", raised, Expected((), harmless=True), by_ranks)
+    raised = Expected((), harmless=True)
+    yield "false alarm", Round("control", "an error for nothing", job(0, ending, "raise"), raised, by_ranks)
 
 
 def _keeper(number: int) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 
 __all__ = ["Deed", "Job", "Outcome", "Phase"]
 
+CALM_TIMEOUT = 20.0
+"""Seconds that ranks of a job that nothing is done to may wait for each other, as they do on a busy machine."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -85,8 +88,9 @@ class Job:
 
     @property
     def undisturbed(self) -> Job:
-        """The same job without anything that is done to it."""
-        return replace(self, holds=(), deeds=(), changes={}, environment={})
+        """The same job without anything that is done to it; what it trains does not depend on its start and end."""
+        calm = replace(self, holds=(), deeds=(), changes={}, environment={}, keeper="rank 0", quick=True)
+        return replace(calm, timeout=max(self.timeout, CALM_TIMEOUT), patience=None)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-from tests.tiers import exhaustive, tiered
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
@@ -399,11 +399,9 @@ def remake(rank: int, world: int, rounds: int) -> list[tuple[int, int, int]]:
     return counts
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("rounds", tiered([40, 500], lambda rounds: rounds == 40))
 @exhaustive(guarded_by="tests/backend/test_groups.py::test_what_one_rank_raises_the_others_learn")
-def test_groups_of_two_threads_come_and_go_without_leaving_anything(rounds: int) -> None:
-    for counts in run_ranks(remake, 2, rounds, timeout=290, backend="fusionlayer", store="tcp"):
+def test_groups_of_two_threads_come_and_go_without_leaving_anything() -> None:
+    for counts in run_ranks(remake, 2, 200, timeout=110, backend="fusionlayer", store="tcp"):
         threads, files, memory = zip(*counts, strict=True)
         assert max(threads) == min(threads) and max(files) - min(files) <= 4, counts
-        assert memory[-1] - memory[1] < 20_000, counts
+        assert memory[-1] - memory[1] < 8_000, counts

@@ -11,6 +11,7 @@ from .variants import defaults, every, is_kind, is_variant_of_few_bits, repeats
 
 pytestmark = pytest.mark.short
 
+Types = tuple[torch.dtype, ...]
 
 # What does no harm is shown for every codec; all else for those whose bytes differ, in the fast tier.
 HARMLESS = (
@@ -24,8 +25,8 @@ HARMLESS = (
 )
 
 
-def is_fast(check: Check, codec: Codec, dtype: torch.dtype) -> bool:
-    if dtype is not torch.float32:
+def is_fast(check: Check, codec: Codec, dtypes: Types) -> bool:
+    if dtypes != DTYPES[:1]:
         return is_kind(codec)
     if is_variant_of_few_bits(codec):
         return False
@@ -33,23 +34,32 @@ def is_fast(check: Check, codec: Codec, dtype: torch.dtype) -> bool:
 
 
 DEFAULTS = defaults()
-# Codecs in torch, which are slow, leave types to their base class: those of their options are not all tried.
+
+
+def types_of(codec: Codec, number: int) -> list[Types]:
+    """Return the types with which a codec is tried: every name with all, variants in turn with one of 16 bits."""
+    if codec in DEFAULTS or is_kind(codec):
+        return [DTYPES[:1], DTYPES[1:]]
+    # Codecs in torch, which are slow, leave types to their base class.
+    slow = isinstance(codec, TorchCodec) and not isinstance(codec, NativeCodec)
+    return [DTYPES[:1]] if slow else [DTYPES[:1], (DTYPES[1 + number % 2],)]
+
+
 CASES = [
-    (check, codec, dtype)
+    (check, codec, dtypes)
     for check in CHECKS.values()
-    for codec in every()
-    for dtype in DTYPES
-    if dtype is torch.float32
-    or isinstance(codec, NativeCodec)
-    or not isinstance(codec, TorchCodec)
-    or codec in DEFAULTS
+    for number, codec in enumerate(every())
+    for dtypes in types_of(codec, number)
 ]
 
 
-def name_of(parameter: Check | Codec | torch.dtype) -> str:
-    return getattr(parameter, "__name__", str(parameter).removeprefix("torch."))
+def name_of(parameter: Check | Codec | Types) -> str:
+    if isinstance(parameter, tuple):
+        return "+".join(str(dtype).removeprefix("torch.") for dtype in parameter)
+    return getattr(parameter, "__name__", str(parameter))
 
 
-@pytest.mark.parametrize("check, codec, dtype", tiered(CASES, is_fast), ids=name_of)
-def test_codec(check: Check, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-    check(codec, dtype, device)
+@pytest.mark.parametrize("check, codec, dtypes", tiered(CASES, is_fast), ids=name_of)
+def test_codec(check: Check, codec: Codec, dtypes: Types, device: torch.device) -> None:
+    for dtype in dtypes:
+        check(codec, dtype, device)

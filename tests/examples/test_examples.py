@@ -266,13 +266,13 @@ def test_train_tp_learns_and_its_ranks_agree(sequence: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(290)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.timeout(150)
 @exhaustive(guarded_by="tests/integrations/test_moe.py::test_zipped_has_the_bits_of_raw")
-def test_train_moe_zipped_has_the_bits_of_uncompressed_training(ranks: int, tmp_path: Path) -> None:
+def test_train_moe_zipped_has_the_bits_of_uncompressed_training(tmp_path: Path) -> None:
     results = {}
     small = ("--width", "64", "--layers", "2", "--steps", "12", "--batch-size", "4")
-    assert of_page("model_parallel.md", "train_moe.py") == [(2, ["--codec", "zip"])]
+    ((ranks, options),) = of_page("model_parallel.md", "train_moe.py")
+    assert options == ["--codec", "zip"]
     for codec in ("raw", "zip"):
         path = tmp_path / f"{codec}.json"
         out = torchrun(ranks, "train_moe.py", "--codec", codec, *small, "--json", str(path), timeout=140)

@@ -55,8 +55,22 @@ def raise_in(case: str, rank: int) -> None:
         time.sleep(0.01)
 
 
-def program(rank: int, case: str) -> None:
-    """Train, until the case ends it."""
+def interrupt_the_wait(sent: Path) -> None:
+    """Interrupt the main thread when it waits in a call of fusionlayer, and leave a file to say so."""
+    while True:
+        frame, files = sys._current_frames()[threading.main_thread().ident or 0], []
+        while frame is not None:
+            files.append(frame.f_code.co_filename)
+            frame = frame.f_back  # type: ignore[assignment]
+        if files[0] == threading.__file__ and any("/fusionlayer/" in file for file in files):
+            break
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    sent.touch()
+
+
+def program(rank: int, case: str, sent: Path) -> None:
+    """Train, until the case ends it; ``sent`` says that a rank has been interrupted while it waits."""
     hvd.init()
     dist.new_group(backend="fusionlayer").allreduce([torch.ones(100_000)]).wait()
     model, other = make_model(), make_model()
@@ -77,9 +91,10 @@ def program(rank: int, case: str) -> None:
         optimizer.register_step_pre_hook(lambda *_: raise_in(case, rank))
     if "waiting" in case:
         if rank == 0:
-            time.sleep(3)
+            while not sent.exists():
+                time.sleep(0.01)
         else:
-            threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            threading.Thread(target=interrupt_the_wait, args=(sent,), daemon=True).start()
     train(model, optimizer, rank, range(2, 3))
     if "step" in case:
         raise_in(case, rank)
@@ -94,8 +109,8 @@ def start(rank: int, case: str, folder: Path) -> int:
     errors = os.open(folder.parent / f"{folder.name}.{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     os.environ.update(PMI_RANK=str(rank), PMI_SIZE="2", PMIX_NAMESPACE="exits", TMPDIR=str(folder))
-    os.environ.update(FUSIONLAYER_TIMEOUT="8", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    program(rank, case)
+    os.environ.update(FUSIONLAYER_TIMEOUT="30", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    program(rank, case, folder.parent / f"{folder.name}.sent")
     sys.exit(0)
 
 

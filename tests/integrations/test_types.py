@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 import fusionlayer as fl
 from fusionlayer import codecs
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, needs
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,12 +42,9 @@ def test_mypy_takes_what_is_right_and_finds_what_is_wrong() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-PYRIGHT = next((path for name in ("pyright", "basedpyright") if (path := shutil.which(name))), None)
-
-
 @pytest.mark.medium
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(PYRIGHT is None, reason="neither pyright nor basedpyright, which `pip install` brings, is on PATH")
+@needs("basedpyright")
 @exhaustive(guarded_by="tests/integrations/test_types.py::test_the_fronts_say_what_they_take_and_return")
 def test_pyright_takes_what_is_right_and_finds_what_is_wrong(tmp_path: Path) -> None:
     """It reads the same comments as mypy; one where it finds nothing wrong is an error here too."""
@@ -61,6 +57,6 @@ def test_pyright_takes_what_is_right_and_finds_what_is_wrong(tmp_path: Path) -> 
     }
     project = tmp_path / "pyrightconfig.json"
     project.write_text(json.dumps(settings))
-    command = [str(PYRIGHT), "--project", str(project), "--pythonpath", sys.executable]
+    command = [sys.executable, "-m", "basedpyright", "--project", str(project), "--pythonpath", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fusionlayer.torch as hvd
 from fusionlayer import coordination
@@ -40,7 +41,9 @@ def stall(rank: int, world: int) -> tuple[str, list[str]]:
         text = str(error)
     with pytest.raises(hvd.HorovodInternalError):
         hvd.allreduce(torch.ones(1))
-    time.sleep(1)  # what a rank is told must reach it before rank 0 is gone
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {rank} knows", "")
+    store.wait([f"rank {other} knows" for other in range(world)])  # what a rank is told comes from rank 0
     hvd.shutdown()
     return text, lines.lines
 

@@ -233,13 +233,20 @@ def test_a_file_store_does_not_grow_while_all_is_well() -> None:
 
 def warn(rank: int, world: int) -> list[str]:
     records: list[logging.LogRecord] = []
+    store = dist.distributed_c10d._get_default_store()
+
+    def note(record: logging.LogRecord) -> None:
+        records.append(record)
+        store.set(f"rank {rank} is warned", "")
+
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = note  # type: ignore[method-assign]
     logging.getLogger("fusionlayer").addHandler(handler)
-    transport = C10dTransport(timeout=8, stall_warning=1.0)
+    transport = C10dTransport(timeout=30, stall_warning=1.0)
     transport.barrier()
     if rank == 1:
-        time.sleep(4)
+        store.wait(["rank 0 is warned", "rank 2 is warned"])
+        time.sleep(1.5)  # long enough for a second warning
     transport.barrier()
     return [record.getMessage() for record in records]
 
@@ -269,10 +276,12 @@ def test_closing_ends_a_call_in_flight() -> None:
 
 
 def come_late(rank: int, world: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(2.5)
+        store.wait(["rank 0 knows", "rank 2 knows"])
     with pytest.raises(TransportError, match=r"ranks \[1\] did not come within 1 s") as caught:
         C10dTransport(timeout=1.0)
+    store.set(f"rank {rank} knows", "")
     assert caught.value.ranks == (1,)
 
 

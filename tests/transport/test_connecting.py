@@ -18,7 +18,7 @@ from fusionlayer.errors import TransportError
 from fusionlayer.transport import _rendezvous, _shared_memory, star
 from fusionlayer.transport.c10d import C10dTransport
 from fusionlayer.transport.heartbeat import Watch
-from tests.harness import checkpoint, outcomes_of
+from tests.harness import checkpoint, outcomes_of, stay_last
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
@@ -68,7 +68,7 @@ def connect_everything(rank: int, world: int, port: int, lost: int, phase: str) 
             connect()
         except TransportError:
             if rank == 0:
-                time.sleep(0.5)  # its process keeps the store by which the others learn why they fail
+                stay_last()  # its process keeps the store by which the others learn why they fail
             raise
 
 

@@ -21,7 +21,7 @@ from fusionlayer.processes import Identity
 from fusionlayer.transport import C10dTransport
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._link import LinkError
-from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
+from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks, stay_last
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
@@ -39,7 +39,7 @@ def fail_then_raise(transport: C10dTransport, call: Any) -> None:
         transport.close()
         assert error.__cause__ is not None
         if transport.rank == 0:
-            time.sleep(0.5)  # its process may keep the store by which the others learn why they fail
+            stay_last()  # its process may keep the store by which the others learn why they fail
         raise
     raise AssertionError("the call did not fail")
 
@@ -60,8 +60,8 @@ def exchange(transport: C10dTransport, n: int) -> None:
     transport.exchange(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)])
 
 
-def exchange_after_checkpoint(rank: int, world: int, n: int) -> None:
-    transport = C10dTransport(timeout=TIMEOUT)
+def exchange_after_checkpoint(rank: int, world: int, n: int, timeout: float) -> None:
+    transport = C10dTransport(timeout=timeout)
     transport.barrier()
     checkpoint("exchange")
     fail_then_raise(transport, lambda: exchange(transport, n))
@@ -70,7 +70,7 @@ def exchange_after_checkpoint(rank: int, world: int, n: int) -> None:
 @pytest.mark.parametrize("lost, store", [(1, "file"), (2, "tcp"), (0, "tcp")])
 def test_a_killed_rank_is_gone(lost: int, store: str) -> None:
     outcomes = outcomes_of(
-        exchange_after_checkpoint, 3, 10_000, signals={(lost, "exchange"): signal.SIGKILL}, store=store
+        exchange_after_checkpoint, 3, 10_000, 30.0, signals={(lost, "exchange"): signal.SIGKILL}, store=store
     )
     assert (outcomes[lost].kind, outcomes[lost].exit_code) == ("died", -signal.SIGKILL)
     survivors(outcomes, lost, f"rank {lost} is gone (process ", (lost,))
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_gone(lost: int, store: str) -> None:
 @pytest.mark.parametrize("lost, store", [(1, "file"), (0, "tcp")])
 def test_a_stopped_rank_is_stopped(lost: int, store: str) -> None:
     outcomes = outcomes_of(
-        exchange_after_checkpoint, 3, 10_000, signals={(lost, "exchange"): signal.SIGSTOP}, store=store
+        exchange_after_checkpoint, 3, 10_000, TIMEOUT, signals={(lost, "exchange"): signal.SIGSTOP}, store=store
     )
     assert outcomes[lost].kind == "hung"
     survivors(outcomes, lost, f"rank {lost} is stopped (process ", (lost,))
@@ -145,9 +145,18 @@ def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: st
 def come_late(rank: int, world: int) -> None:
     transport = C10dTransport(timeout=TIMEOUT)
     transport.barrier()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(TIMEOUT + 1.5)
-    fail_then_raise(transport, lambda: exchange(transport, 10))
+        store.wait(["rank 0 knows", "rank 2 knows"])
+
+    def meet() -> None:
+        try:
+            exchange(transport, 10)
+        except TransportError:
+            store.set(f"rank {rank} knows", "")
+            raise
+
+    fail_then_raise(transport, meet)
 
 
 def test_a_rank_that_is_late_is_named_also_to_itself() -> None:
@@ -240,10 +249,19 @@ def test_a_rank_that_closes_is_named() -> None:
 def interrupt_a_call(rank: int, world: int) -> None:
     transport = C10dTransport(timeout=60)
     transport.barrier()
+    store = dist.distributed_c10d._get_default_store()
+
+    def interrupt() -> None:
+        while transport.sequence < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)  # into the call, where rank 0 is missing
+        os.kill(os.getpid(), signal.SIGINT)
+        store.set("interrupted", "")
+
     if rank == 1:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt).start()
     if rank == 0:
-        time.sleep(2)
+        store.wait(["interrupted"])
     try:
         fail_then_raise(transport, lambda: [exchange(transport, 10) for _ in range(2)])
     except KeyboardInterrupt:
