@@ -120,9 +120,7 @@ def collective(
 def instead_of(name: str | None, size: int) -> str | None:
     """Return the collective that codecs made for the collective ``name`` take over ``size`` ranks; None: the usual."""
     while name is not None:
-        registry.get(
-            name
-        )  # a collective says over how many ranks it suits when its module is loaded, here at the latest
+        registry.get(name)  # loads it: only then is it known over how many ranks it suits
         suits, instead = _suits.get(name, (None, None))
         if suits is None or suits(size):
             break

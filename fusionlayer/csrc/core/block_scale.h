@@ -19,12 +19,12 @@ constexpr int kMaxBlock = 512;
 
 // What scales are made of, the same for all blocks of a message.
 struct BlockScaling {
-  uint32_t kind;      // enum fl_scale
-  float largest;      // of the format
-  int emax;           // exponent of its largest power of two
-  float mean;         // 1 / block
-  float unrotated;    // 1 / block with Hadamard, else 1: H v is larger than v by sqrt(block)
-  float orthonormal;  // 1 / sqrt(block) with Hadamard, else 1
+  uint32_t kind;       // enum fl_scale
+  float largest;       // of the format
+  int emax;            // exponent of its largest power of two
+  float mean;          // 1 / block
+  float unrotated;     // 1 / block with Hadamard, else 1: H v is larger than v by sqrt(block)
+  float orthonormal;   // 1 / sqrt(block) with Hadamard, else 1
   float tau, epsilon;  // of the first scale
   bool limited;        // the first scale is
 };

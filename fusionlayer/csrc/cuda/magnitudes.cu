@@ -185,7 +185,9 @@ FL_DEVICE bool is_last(uint32_t *asked) {
 struct OfMagnitudes {
   const float *x;
 
-  FL_DEVICE void load(int64_t numel, int64_t first, int (&held)[kHeld]) const { load_magnitudes(x, numel, first, held); }
+  FL_DEVICE void load(int64_t numel, int64_t first, int (&held)[kHeld]) const {
+    load_magnitudes(x, numel, first, held);
+  }
 };
 
 struct OfNumbers {
@@ -325,7 +327,8 @@ cudaError_t choose(const Choosing &c, const float *sample, cudaStream_t stream) 
     FL_LAUNCH(stage_kernel, pairs.blocks, kThreads, stream, c, stage);
   if (c.how.estimator == FL_ESTIMATE_SAMPLED) {
     const Kth wanted{c.how.sample_k, &c.job->sampled, nullptr, nullptr, &c.job->done};
-    if (const cudaError_t error = find_in(OfMagnitudes{sample}, c.how.sampled, wanted, &c.job->of_sample, stream)) return error;
+    if (const cudaError_t error = find_in(OfMagnitudes{sample}, c.how.sampled, wanted, &c.job->of_sample, stream))
+      return error;
   }
   FL_LAUNCH(ladder_kernel, dim3(1), kLanes, stream, c);
   FL_LAUNCH(decide_kernel, swaths.blocks, kThreads, stream, c);
@@ -399,13 +402,15 @@ int fl_count_above(const float *acc, int64_t numel, const uint32_t *thresholds, 
 int fl_kth_magnitude(const float *acc, int64_t numel, int64_t k, void *workspace, fl_kth *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  return fl::finish(fl::find(fl::OfMagnitudes{acc}, numel, {k, out, nullptr, nullptr, nullptr}, workspace, fl::as_stream(stream)));
+  return fl::finish(
+      fl::find(fl::OfMagnitudes{acc}, numel, {k, out, nullptr, nullptr, nullptr}, workspace, fl::as_stream(stream)));
 }
 
 int fl_choose_largest(const float *acc, int64_t numel, int64_t k, void *workspace, fl_choice *out, void *stream) {
   if (const int bad = fl::check_look(acc, numel, out, workspace)) return bad;
   if (k < 1 || k > numel) return FL_BAD_ARGUMENT;
-  return fl::finish(fl::find(fl::OfMagnitudes{acc}, numel, {k, nullptr, out, nullptr, nullptr}, workspace, fl::as_stream(stream)));
+  return fl::finish(
+      fl::find(fl::OfMagnitudes{acc}, numel, {k, nullptr, out, nullptr, nullptr}, workspace, fl::as_stream(stream)));
 }
 
 int fl_choose_threshold(const fl_chooser *how, const float *acc, int64_t numel, const float *sample,
