@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -18,9 +18,9 @@ from . import meeting, outages, ray_train, slurm
 from .bounded import Overdue, bounded
 from .errors import ConfigError, TransportError
 from .meeting import Board
-from .processes import Identity
+from .processes import Identity, node_name
 
-__all__ = ["VARIABLES", "Place", "find_place", "make_store"]
+__all__ = ["VARIABLES", "Place", "find_place", "make_store", "settle"]
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,33 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
         ) from None
     meeting.clear()
     return store
+
+
+def settle(place: Place, store: Store, environ: Mapping[str, str] = os.environ) -> Place:
+    """Return the place among the processes of its host, which ranks count by themselves where no variable tells it.
+
+    Kubeflow's PyTorchJob, and whoever sets variables by hand, often gives RANK and WORLD_SIZE alone. All ranks
+    of the launcher must call.
+
+    Args:
+        store: what ``make_store`` has returned on this rank.
+
+    Raises:
+        TransportError: the store was lost.
+    """
+    names = VARIABLES.get(place.launcher)
+    if names is None:
+        return place
+    try:
+        store.set(f"node/{place.rank}", node_name())
+        if names[2] in environ:
+            return place
+        nodes = [store.get(f"node/{rank}") for rank in range(place.size)]
+    except RuntimeError as error:
+        text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
+        raise TransportError(text, [] if _kept_by_launcher(environ) else [0]) from error
+    here = [rank for rank, node in enumerate(nodes) if node == nodes[place.rank]]
+    return replace(place, local_rank=here.index(place.rank), local_size=len(here))
 
 
 def _meeting(kept: Store) -> Store:

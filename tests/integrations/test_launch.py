@@ -156,6 +156,22 @@ def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
 
 
 @pytest.mark.short
+def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hosts = HashStore(), iter("abab")
+
+    def rank_main(rank: int) -> Place:
+        return launch.settle(Place(rank, 4, rank, 4, "torchrun"), store, {"RANK": str(rank), "WORLD_SIZE": "4"})
+
+    monkeypatch.setattr(launch, "node_name", lambda: next(hosts))
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(rank_main, range(4))]
+    sizes = {(place.local_rank, place.local_size) for place in found}
+    assert sizes == {(0, 2), (1, 2)} and [place.rank for place in found] == [0, 1, 2, 3]
+    told = Place(1, 4, 1, 2, "torchrun")
+    assert launch.settle(told, HashStore(), environment("torchrun", 1, 4, 1, 2)) == told
+
+
+@pytest.mark.short
 def test_meeting_point_that_makes_no_sense() -> None:
     with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_ADDR and no MASTER_PORT.*mpirun -x"):
         make_store(Place(0, 4, 0, 2, "mpirun"), 1.0, {})
