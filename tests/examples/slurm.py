@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -82,6 +83,18 @@ class Cluster:
             timeout=seconds,
             check=False,
         )
+
+    def batch(self, *arguments: str) -> str:
+        """Return the number of a batch job, which must succeed."""
+        done = self.run("sbatch", "--parsable", *arguments, seconds=60)
+        assert done.returncode == 0, done.stderr + self.logs()
+        job, end = done.stdout.strip(), time.monotonic() + 170
+        while " JobState=COMPLETED " not in (told := self.run("scontrol", "show", "job", job, "--oneliner").stdout):
+            outputs = "".join(out.read_text() for out in self.folder.glob(f"*-{job}.out"))
+            assert re.search(r" JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING) ", told), told + outputs + self.logs()
+            assert time.monotonic() < end, told + outputs + self.logs()
+            time.sleep(0.2)
+        return job
 
     def environments(self, *options: str) -> list[Mapping[str, str]]:
         """Return the variables of each task that srun starts, by rank."""

@@ -157,7 +157,7 @@ def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
 
 @pytest.mark.short
 def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, hosts = HashStore(), iter("abab")
+    store, hosts = HashStore(), iter("ababa")
 
     def rank_main(rank: int) -> Place:
         return launch.settle(Place(rank, 4, rank, 4, "torchrun"), store, {"RANK": str(rank), "WORLD_SIZE": "4"})
