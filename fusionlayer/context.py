@@ -42,7 +42,7 @@ _lock = threading.RLock()
 
 
 def init(timeout: float | None = None, *, settings: config.Config | None = None) -> None:
-    """Join the job in which torchrun, mpirun or horovodrun has started this process. Call it first.
+    """Join the job in which torchrun, mpirun, horovodrun, srun or Ray Train has started this process. Call it first.
 
     If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
     and, where available, NCCL for CUDA tensors. With ``transport`` "mpi" or "horovod" in the settings no group is made
@@ -80,6 +80,7 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None)
             place = _place_in(opened, place, settings.transport)
         elif place.size > 1 and not begun:
             store = launch.make_store(place, settings.timeout)
+            place = launch.settle(place, store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
             make_default_group(backend, store, place.rank, place.size, settings.timeout, settings.stall_warning)
             owns = True

@@ -1,4 +1,4 @@
-"""Rank, size and store of this process, from the variables that torchrun, mpirun, horovodrun or srun have set."""
+"""Rank, size and store of this process, from what torchrun, mpirun, horovodrun, srun or Ray Train tells it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import json
 import os
 import secrets
 import socket
-import stat
-import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from http.client import HTTPConnection, HTTPException
-from pathlib import Path
-from urllib.parse import quote
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from . import forks, outages, slurm
+from . import meeting, outages, ray_train, slurm
 from .bounded import Overdue, bounded
 from .errors import ConfigError, TransportError
-from .processes import Identity
+from .meeting import Board
+from .processes import Identity, node_name
 
-__all__ = ["VARIABLES", "Place", "find_place", "make_store"]
+__all__ = ["VARIABLES", "Place", "find_place", "make_store", "settle"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Place:
         size: number of processes of the job.
         local_rank: rank among the processes of this host.
         local_size: number of processes of this host.
-        launcher: where the numbers come from: "torchrun", "mpirun", "mpich", "horovodrun", "srun" or
+        launcher: where the numbers come from: "torchrun", "mpirun", "mpich", "horovodrun", "srun", "ray" or
             "single".
     """
 
@@ -66,8 +60,8 @@ VARIABLES = {
 def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
-    srun may have started another launcher, whose variables say more. So its own count only where there are no others.
-    Ray Train sets those of torchrun, and Ray's executors for Horovod those of horovodrun.
+    srun and Ray may have started another launcher, whose variables say more. So their own count only where there are
+    no others.
 
     Raises:
         ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other; or they say
@@ -75,6 +69,8 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     """
     places, halves = [], []
     for launcher, names in VARIABLES.items():
+        if launcher == "mpich" and slurm.speaks_pmi(environ):
+            continue
         there = [name for name in names[:2] if name in environ]
         if len(there) == 2:
             places.append(_read_place(launcher, names, environ))
@@ -83,13 +79,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     if not places and halves:
         raise ConfigError(f"{halves[0]}: set both, as a launcher does, or none")
     if not places:
-        task = slurm.find_task(environ)
-        if task is None and "PMIX_RANK" in environ:
-            raise ConfigError(
-                f"PMIX_RANK={environ['PMIX_RANK']} and no number of processes: this launcher is not known; set RANK "
-                "and WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, as torchrun does"
-            )
-        return Place() if task is None or task.size == 1 else Place(*task, "srun")
+        return _place_without_launcher(environ)
     # The first launcher in the list wins, but it must not see fewer processes than another one. A launcher that starts
     # the processes of another can only multiply them.
     place, largest = places[0], max(places, key=lambda other: other.size)
@@ -99,6 +89,27 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
             f"{largest.launcher} has started this one, unset {' and '.join(VARIABLES[place.launcher][:2])}"
         )
     return place
+
+
+def _place_without_launcher(environ: Mapping[str, str]) -> Place:
+    """Return this process's place where no launcher has set variables: by Ray's or Slurm's own word."""
+    worker = ray_train.find_worker()
+    if worker:
+        return Place(*worker, "ray")
+    nodes, each = environ.get("PET_NNODES", "1"), environ.get("PET_NPROC_PER_NODE", "1")
+    if nodes not in ("1", "1:1") or each.isdecimal() and each != "1":
+        # Kubeflow sets them on each node for torchrun. Without it every node would train alone.
+        raise ConfigError(
+            f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={each} and no RANK: these variables are for torchrun; start the "
+            "script by torchrun in place of python"
+        )
+    task = slurm.find_task(environ)
+    if task is None and "PMIX_RANK" in environ:
+        raise ConfigError(
+            f"PMIX_RANK={environ['PMIX_RANK']} and no number of processes: this launcher is not known; set RANK "
+            "and WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, as torchrun does"
+        )
+    return Place() if task is None or task.size == 1 else Place(*task, "srun")
 
 
 def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mapping[str, str]) -> Place:
@@ -119,11 +130,7 @@ def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mappin
 
 _store: Store | None = None
 _joined = 0
-# The files of this process that name its store.
-_published: list[Path] = []
-
 _POLL = 0.01
-_MOST_ADDRESS = 1 << 10
 # Seconds for which ranks wait longer than the time-out: those that came find out then which ones did not.
 _LAST_LOOK = 1.5
 
@@ -158,9 +165,35 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
             "the launcher that keeps it, stopped or overloaded?",
             [] if _kept_by_launcher(environ) else [0],
         ) from None
-    while _published:  # all ranks have read it
-        _published.pop().unlink(missing_ok=True)
+    meeting.clear()
     return store
+
+
+def settle(place: Place, store: Store, environ: Mapping[str, str] = os.environ) -> Place:
+    """Return the place among the processes of its host, which ranks count by themselves where no variable tells it.
+
+    Kubeflow's PyTorchJob, and whoever sets variables by hand, often gives RANK and WORLD_SIZE alone. All ranks
+    of the launcher must call.
+
+    Args:
+        store: what ``make_store`` has returned on this rank.
+
+    Raises:
+        TransportError: the store was lost.
+    """
+    names = VARIABLES.get(place.launcher)
+    if names is None:
+        return place
+    try:
+        store.set(f"node/{place.rank}", node_name())
+        if names[2] in environ:
+            return place
+        nodes = [store.get(f"node/{rank}") for rank in range(place.size)]
+    except RuntimeError as error:
+        text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
+        raise TransportError(text, [] if _kept_by_launcher(environ) else [0]) from error
+    here = [rank for rank, node in enumerate(nodes) if node == nodes[place.rank]]
+    return replace(place, local_rank=here.index(place.rank), local_size=len(here))
 
 
 def _meeting(kept: Store) -> Store:
@@ -223,25 +256,28 @@ def _kept_by_launcher(environ: Mapping[str, str]) -> bool:
 def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         agent = _kept_by_launcher(environ)
-        port = _port(environ, "MASTER_PORT")
+        port = meeting.port_of(environ, "MASTER_PORT")
         store = _tcp_store(environ["MASTER_ADDR"], port, place, timeout, serve=place.rank == 0 and not agent)
         return PrefixStore(_greet(store, place, timeout), store) if agent else store
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
-        board: _Board = _HorovodBoard(environ, timeout)
-        host = environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        board: Board = meeting.HorovodBoard(environ, timeout)
+    elif place.launcher == "ray":
+        board = ray_train.RayBoard(timeout)
     elif place.local_size == place.size:
-        board = _FileBoard(environ, timeout, slurm.step_of(environ) if place.launcher == "srun" else None)
-        host = "127.0.0.1"
+        board = meeting.FileBoard(environ, timeout, slurm.step_of(environ) if place.launcher == "srun" else None)
     elif place.launcher == "srun":
-        return _tcp_store(*slurm.meeting_point(environ), place, timeout, serve=place.rank == 0)
+        host, port = slurm.meeting_point(environ)
+        port = meeting.port_of(environ, "MASTER_PORT") if "MASTER_PORT" in environ else port
+        return _tcp_store(environ.get("MASTER_ADDR", host), port, place, timeout, serve=place.rank == 0)
     else:
+        missing = " and no ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ)
         raise ConfigError(
-            f"{place.size} processes on several hosts ({place.local_size} here) and no MASTER_ADDR: start with "
+            f"{place.size} processes on several hosts ({place.local_size} here) and no {missing}: start with "
             "'mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...', or with torchrun"
         )
     if place.rank == 0:
-        store = _tcp_store(host if host == "127.0.0.1" else "0.0.0.0", 0, place, timeout, serve=True)
-        board.publish(f"{host}:{store.port}")
+        store = _tcp_store("127.0.0.1" if _is_loopback(board.host) else "0.0.0.0", 0, place, timeout, serve=True)
+        board.publish(f"{board.host}:{store.port}")
         return store
     host, port_text = board.read().rsplit(":", 1)
     return _tcp_store(host, int(port_text), place, timeout, serve=False)
@@ -282,13 +318,6 @@ def _greet(store: Store, place: Place, timeout: float) -> str:
         late = sorted(missing)
         raise TransportError(f"ranks {late} did not come within {timeout:g} s; were they started?", late)
     return token
-
-
-def _port(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not text.isdecimal() or int(text) > 65535:
-        raise ConfigError(f"{name}={environ.get(name)!r}; expected a port number, at most 65535")
-    return int(text)
 
 
 def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: bool) -> TCPStore:
@@ -337,90 +366,3 @@ def _await_place(host: str, port: int, place: Place, what: str, deadline: float,
                 ranks = [place.rank if cause.here else 0]
                 raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from None
         time.sleep(5 * _POLL)
-
-
-class _Board(ABC):
-    """A place where rank 0 publishes its address. The other ranks look there for up to ``timeout`` seconds."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-
-    @abstractmethod
-    def publish(self, address: str) -> None:
-        """Publish rank 0's address."""
-
-    @abstractmethod
-    def look(self) -> str | None:
-        """Return the address, or None if it is not there yet."""
-
-    def read(self) -> str:
-        end = time.monotonic() + self._timeout
-        while time.monotonic() < end:
-            address = self.look()
-            if address:
-                return address
-            time.sleep(0.05)
-        raise TransportError(f"rank 0 did not publish its address within {self._timeout:g} s; was it started?", [0])
-
-
-class _FileBoard(_Board):
-    """A file whose name only the processes of one launcher compute. ``step``: the name of srun's step, or None."""
-
-    def __init__(self, environ: Mapping[str, str], timeout: float, step: str | None) -> None:
-        super().__init__(timeout)
-        job = environ.get("PMIX_NAMESPACE") or step
-        if not job:
-            parent = os.getppid()
-            started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
-            job = f"{parent}-{started}"
-        self._path = Path(tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}-{quote(job, safe='')}"
-
-    def publish(self, address: str) -> None:
-        # Written under another name and then renamed, so that no reader sees half an address.
-        draft = self._path.with_suffix(f".{os.getpid()}")
-        draft.write_text(address)
-        draft.rename(self._path)
-        _published.append(self._path)
-        forks.at_exit(partial(self._path.unlink, missing_ok=True))
-
-    def look(self) -> str | None:
-        # Every user can write to this folder, so what another user has put there is ignored, also behind a link.
-        try:
-            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return None
-        with open(file) as text:
-            found = os.fstat(file)
-            mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-            return text.read(_MOST_ADDRESS) if mine else None
-
-
-class _HorovodBoard(_Board):
-    """The key-value server that horovodrun keeps for its Gloo rendezvous: PUT and GET under a scope."""
-
-    _KEY = "/fusionlayer/address"
-
-    def __init__(self, environ: Mapping[str, str], timeout: float) -> None:
-        super().__init__(timeout)
-        self._host = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        self._port = _port(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")
-
-    def publish(self, address: str) -> None:
-        self._request("PUT", address)
-
-    def look(self) -> str | None:
-        return self._request("GET")
-
-    def _request(self, method: str, body: str | None = None) -> str | None:
-        connection = HTTPConnection(self._host, self._port, timeout=self._timeout)
-        try:
-            connection.request(method, self._KEY, body)
-            response = connection.getresponse()
-            text = response.read().decode()
-            return text if response.status == 200 else None
-        except (OSError, HTTPException) as error:
-            raise TransportError(
-                f"horovodrun's rendezvous server at {self._host}:{self._port} does not answer: {error}"
-            ) from error
-        finally:
-            connection.close()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .errors import ConfigError
 
-__all__ = ["Task", "find_task", "meeting_point", "step_of"]
+__all__ = ["Task", "find_task", "meeting_point", "speaks_pmi", "step_of"]
 
 
 class Task(NamedTuple):
@@ -27,12 +27,18 @@ def find_task(environ: Mapping[str, str]) -> Task | None:
         ConfigError: the job has several tasks, and srun has not started this process; or a variable makes no sense.
     """
     size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    rank = _number(environ, "SLURM_PROCID")
     if size is None:
+        if rank:
+            raise ConfigError(
+                f"SLURM_PROCID={rank} and no SLURM_NTASKS: a container or a wrapper has dropped variables of srun; "
+                "let it pass on all that begin with SLURM_"
+            )
         return None
     if size == 1:
         return Task(0, 1, 0, 1)  # an interactive shell, too, which no srun need have started
-    rank = _number(environ, "SLURM_PROCID")
-    if rank is None:
+    # A batch script has the number of its first task, and no step.
+    if rank is None or "SLURM_JOB_ID" in environ and not environ.keys() & {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}:
         raise ConfigError(
             f"this job of Slurm has {size} tasks, and this process is none of them: start it by srun or torchrun; "
             "for one process alone unset SLURM_NTASKS and SLURM_NPROCS"
@@ -49,6 +55,13 @@ def find_task(environ: Mapping[str, str]) -> Task | None:
             "expected 0 <= rank < size"
         )
     return task
+
+
+def speaks_pmi(environ: Mapping[str, str]) -> bool:
+    """Return whether srun itself has set PMI_RANK and PMI_SIZE, as ``--mpi=pmi2`` does; they know nothing of nodes."""
+    same = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+    own = all(environ.get(name) == environ.get(srun) for name, srun in same)
+    return own and "PMI_RANK" in environ and "MPI_LOCALRANKID" not in environ
 
 
 def step_of(environ: Mapping[str, str]) -> str | None:

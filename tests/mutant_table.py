@@ -33,6 +33,8 @@ MUTANTS: list[Mutant] = [
         ("functional.py", "return derive_seed(transport.sequence)", "return derive_seed(0)", "calls share their noise"),
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
         ("launch.py", "int(text) > 65535", "int(text) > 99999", "a port that no host has is taken"),
+        ("launch.py", "local_rank=here.index(place.rank)", "local_rank=place.rank", "local ranks that nobody has told"),
+        ("slurm.py", "rank is None or ", "rank is None and ", "a batch script waits for tasks that nobody starts"),
         ("errors.py", "if not isinstance(value, kind):", "if value is None:", "values of another kind are taken"),
         ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
         (
@@ -405,6 +407,7 @@ LIKELY = {
     "seeds.py": "test_seeds.py",
     "errors.py": "test_wrong_inputs.py",
     "launch.py": "test_wrong_inputs.py integrations/test_launch.py",
+    "slurm.py": "integrations/test_launch.py",
     "libraries.py": "packaging/test_wheels.py",
     "codecs/_sparse.py": "codecs/test_thresholds.py codecs/test_sparse.py scheduler/test_launches.py",
     "codecs/_low_rank.py": "codecs/test_low_rank.py",

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.run import get_args_parser
 
 import fusionlayer as fl
+import fusionlayer.torch as hvd
 from fusionlayer.cli import fusionrun, main
 from fusionlayer.plan import TensorInfo
 from fusionlayer.planning.cost_model import AlphaBeta
@@ -30,8 +31,8 @@ PAGES = [DOCS / name for name in ("choosing.md", "adding_a_codec.md", "adding_a_
 PAGES += sorted(page for folder in ("start", "guides", "concepts") for page in (DOCS / folder).glob("*.md"))
 SMALL = ["--steps", "2", "--width", "32", "--layers", "1"]
 COMMANDS = {
-    *("cp", "export", "fusionlayer", "fusionrun", "getent", "make", "pip", "python", "python3", "sbatch", "source"),
-    *("ssh-copy-id", "ssh-keygen", "sudo", "torchrun"),
+    *("cp", "docker", "export", "fusionlayer", "fusionrun", "getent", "kubectl", "make", "pip", "python", "python3"),
+    *("sbatch", "source", "spark-submit", "ssh-copy-id", "ssh-keygen", "sudo", "torchrun"),
 }
 
 
@@ -57,8 +58,8 @@ def one_thread() -> Iterator[None]:
 def test_the_two_lines_train_alike_on_all_ranks(
     one_thread: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script of the first page, and the one for Ray, whose stand-in starts threads."""
-    (laptop,), (ray,) = (
+    """The script of the first page, and those for Ray, whose stand-in starts threads."""
+    (laptop,), (ray, _, horovod) = (
         [code.replace("range(200)", "range(10)") for code in blocks(f"start/{page}.md", "python")]
         for page in ("laptop", "ray")
     )
@@ -66,8 +67,9 @@ def test_the_two_lines_train_alike_on_all_ranks(
     check_losses(capsys.readouterr().out)
 
     class Trainer:
-        def __init__(self, train: Any, scaling_config: int) -> None:
-            self.fit = lambda: fl.transport.local.run(lambda rank: train(), scaling_config)
+        def __init__(self, train: Any, scaling_config: int, train_loop_config: dict[str, float] | None = None) -> None:
+            given = [] if train_loop_config is None else [train_loop_config]
+            self.fit = lambda: fl.transport.local.run(lambda rank: (train(*given), hvd.shutdown()), scaling_config)
 
     names = {"ray": {}, "ray.train": {"ScalingConfig": lambda num_workers: num_workers}}
     names["ray.train.torch"] = {"TorchTrainer": Trainer}
@@ -77,6 +79,8 @@ def test_the_two_lines_train_alike_on_all_ranks(
         monkeypatch.setitem(sys.modules, name, module)
     exec(compile(ray, "ray.md", "exec"), {"__name__": "__main__"})
     check_losses(capsys.readouterr().out)
+    exec(compile(horovod, "ray.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.count("of 2: equal True") == 2
 
 
 def check_losses(out: str, ranks: int = 2) -> None:

@@ -16,6 +16,7 @@ from tests.test_guides import blocks, check_losses, lines
 from tests.tiers import exhaustive
 
 from .places import ROOT
+from .slurm import MISSING
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
@@ -53,6 +54,7 @@ def test_two_processes_of_a_page(page: str, script: str, tmp_path: Path) -> None
     check_losses(run([*shlex.split(command)[:1], "--standalone", *shlex.split(command)[1:]], tmp_path))
 
 
+@pytest.mark.skipif(not MISSING, reason="Slurm is here: tests/examples/test_slurm.py runs them on it")
 @exhaustive(guarded_by="tests/test_guides.py::test_links_lead_somewhere_and_commands_are_understood")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_job_of_slurm(number: int, tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ def test_inner_launcher_wins() -> None:
             "torchrun variables say 1 processes, mpirun variables 2.*unset RANK and WORLD_SIZE",
         ),
         ({"SLURM_NTASKS": "4"}, "4 tasks, and this process is none of them: start it by srun or torchrun"),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},  # a batch script
+            "4 tasks, and this process is none of them",
+        ),
+        ({"SLURM_PROCID": "1", "SLURM_JOB_ID": "7"}, "SLURM_PROCID=1 and no SLURM_NTASKS: a container or a wrapper"),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}, "PET_NNODES=2, .*start the script by torchrun"),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8 and no RANK.*by torchrun"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "4"}, "srun variables say rank 4 of 4"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "x"}, "SLURM_PROCID='x'; expected a whole number, as srun sets it"),
         (
@@ -127,7 +134,11 @@ def test_tasks_of_srun() -> None:
     assert find_place(srun(0, 1)) == Place(), "an interactive shell, or a batch script of one task"
     started = {**srun(1, 2, LOCALID=0), **environment("torchrun", 5, 8, 1, 4)}
     assert find_place(started) == Place(5, 8, 1, 4, "torchrun"), "srun has started torchrun on each node"
-    batch = {**srun(0, 8), **environment("torchrun", 0, 2, 0, 2)}
+    own = {**srun(1, 2, LOCALID=0, NODEID=1, STEP_NUM_TASKS=2, STEP_TASKS_PER_NODE="1(x2)"), "PMI_RANK": "1"}
+    assert find_place({**own, "PMI_SIZE": "2"}) == Place(1, 2, 0, 1, "srun"), "by srun --mpi=pmi2"
+    hydra = {**own, **environment("mpich", 1, 2, 1, 2)}
+    assert find_place(hydra) == Place(1, 2, 1, 2, "mpich"), "srun has started mpiexec"
+    batch = {**srun(0, 8, JOB_ID=7), **environment("torchrun", 0, 2, 0, 2)}
     assert find_place(batch) == Place(0, 2, 0, 2, "torchrun"), "on a part of what the batch script has"
 
 
@@ -145,9 +156,27 @@ def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
 
 
 @pytest.mark.short
+def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hosts = HashStore(), iter("ababa")
+
+    def rank_main(rank: int) -> Place:
+        return launch.settle(Place(rank, 4, rank, 4, "torchrun"), store, {"RANK": str(rank), "WORLD_SIZE": "4"})
+
+    monkeypatch.setattr(launch, "node_name", lambda: next(hosts))
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(rank_main, range(4))]
+    sizes = {(place.local_rank, place.local_size) for place in found}
+    assert sizes == {(0, 2), (1, 2)} and [place.rank for place in found] == [0, 1, 2, 3]
+    told = Place(1, 4, 1, 2, "torchrun")
+    assert launch.settle(told, HashStore(), environment("torchrun", 1, 4, 1, 2)) == told
+
+
+@pytest.mark.short
 def test_meeting_point_that_makes_no_sense() -> None:
-    with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_ADDR.*mpirun -x"):
+    with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_ADDR and no MASTER_PORT.*mpirun -x"):
         make_store(Place(0, 4, 0, 2, "mpirun"), 1.0, {})
+    with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_PORT: start"):
+        make_store(Place(0, 4, 0, 2, "mpirun"), 1.0, {"MASTER_ADDR": "host0"})
     with pytest.raises(fl.ConfigError, match="MASTER_PORT='http'; expected a port"):
         make_store(Place(0, 2, 0, 2), 1.0, {"MASTER_ADDR": "localhost", "MASTER_PORT": "http"})
     for port in ({}, {"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}):
@@ -307,6 +336,38 @@ def test_tasks_that_srun_starts_train_together(tmp_path: Path, nodes: int) -> No
     ]
     printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50)
     assert printed == [f"{rank} 2 {rank if nodes == 1 else 0} {2 // nodes} True" for rank in range(2)]
+
+
+RAY = """
+import os, pathlib, sys, time, types
+
+def broadcast(address):  # what rank 0 gives comes to all
+    file = pathlib.Path(os.environ["TMPDIR"], "told")
+    if address is not None:
+        file.with_suffix(".draft").write_text(address)
+        file.with_suffix(".draft").rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return file.read_text()
+
+def of(name, **values):
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(values)
+
+rank = int(os.environ["WORKER"])
+numbers = {"world_rank": rank, "world_size": 2, "local_rank": 0, "local_world_size": 1}
+context = types.SimpleNamespace(**{f"get_{name}": lambda n=n: n for name, n in numbers.items()})
+of("ray"), of("ray.util", get_node_ip_address=lambda: "127.0.0.1")
+of("ray.train", get_context=lambda: context), of("ray.train.collective", broadcast_from_rank_zero=broadcast)
+"""
+
+
+@pytest.mark.medium
+def test_workers_that_ray_has_told_nothing_in_variables_meet_by_ray(tmp_path: Path) -> None:
+    """A stand-in for Ray; tests/examples/test_ray.py has Ray itself."""
+    variables = [{"WORKER": str(rank), "TMPDIR": str(tmp_path)} for rank in range(2)]
+    printed = run_ranks(run_script, 2, RAY + TRAIN + AGAIN, variables, backend=None, timeout=50)
+    assert printed == ["0 2 0 1 True", "1 2 0 1 True"]
 
 
 @contextmanager

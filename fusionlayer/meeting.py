@@ -1,0 +1,142 @@
+"""Where rank 0 publishes its address, for ranks that no MASTER_ADDR tells where to meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import quote
+
+from . import forks
+from .errors import ConfigError, TransportError
+
+__all__ = ["Board", "FileBoard", "HorovodBoard", "clear", "port_of"]
+
+# The files of this process that name its store.
+_published: list[Path] = []
+
+_MOST_ADDRESS = 1 << 10
+
+
+def clear() -> None:
+    """Remove what this process has published in files: all ranks have read it."""
+    while _published:
+        _published.pop().unlink(missing_ok=True)
+
+
+def port_of(environ: Mapping[str, str], name: str) -> int:
+    """Return the port that a variable names.
+
+    Raises:
+        ConfigError: it is not set, or no port.
+    """
+    text = environ.get(name, "")
+    if not text.isdecimal() or int(text) > 65535:
+        raise ConfigError(f"{name}={environ.get(name)!r}; expected a port number, at most 65535")
+    return int(text)
+
+
+class Board(ABC):
+    """A place where rank 0 publishes its address. The other ranks look there for up to ``timeout`` seconds.
+
+    Attributes:
+        host: this host, as rank 0 names it to the others.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+
+    @abstractmethod
+    def publish(self, address: str) -> None:
+        """Publish rank 0's address."""
+
+    @abstractmethod
+    def look(self) -> str | None:
+        """Return the address, or None if it is not there yet."""
+
+    def read(self) -> str:
+        """Return the address as soon as it is there.
+
+        Raises:
+            TransportError: rank 0 does not publish it in time.
+        """
+        end = time.monotonic() + self._timeout
+        while time.monotonic() < end:
+            address = self.look()
+            if address:
+                return address
+            time.sleep(0.05)
+        raise TransportError(f"rank 0 did not publish its address within {self._timeout:g} s; was it started?", [0])
+
+
+class FileBoard(Board):
+    """A file whose name only the processes of one launcher compute. ``step``: the name of srun's step, or None."""
+
+    def __init__(self, environ: Mapping[str, str], timeout: float, step: str | None) -> None:
+        super().__init__(timeout)
+        job = environ.get("PMIX_NAMESPACE") or step
+        if not job:
+            parent = os.getppid()
+            started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+            job = f"{parent}-{started}"
+        self._path = Path(tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}-{quote(job, safe='')}"
+
+    def publish(self, address: str) -> None:
+        # Written under another name and then renamed, so that no reader sees half an address.
+        draft = self._path.with_suffix(f".{os.getpid()}")
+        draft.write_text(address)
+        draft.rename(self._path)
+        _published.append(self._path)
+        forks.at_exit(partial(self._path.unlink, missing_ok=True))
+
+    def look(self) -> str | None:
+        # Every user can write to this folder, so what another user has put there is ignored, also behind a link.
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with open(file) as text:
+            found = os.fstat(file)
+            mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+            return text.read(_MOST_ADDRESS) if mine else None
+
+
+class HorovodBoard(Board):
+    """The key-value server that horovodrun keeps for its Gloo rendezvous: PUT and GET under a scope."""
+
+    _KEY = "/fusionlayer/address"
+
+    def __init__(self, environ: Mapping[str, str], timeout: float) -> None:
+        super().__init__(timeout)
+        self.host = environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        self._server = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+        self._port = port_of(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
+    def publish(self, address: str) -> None:
+        self._request("PUT", address)
+
+    def look(self) -> str | None:
+        return self._request("GET")
+
+    def _request(self, method: str, body: str | None = None) -> str | None:
+        connection = HTTPConnection(self._server, self._port, timeout=self._timeout)
+        try:
+            connection.request(method, self._KEY, body)
+            response = connection.getresponse()
+            text = response.read().decode()
+            return text if response.status == 200 else None
+        except (OSError, HTTPException) as error:
+            raise TransportError(
+                f"horovodrun's rendezvous server at {self._server}:{self._port} does not answer: {error}"
+            ) from error
+        finally:
+            connection.close()

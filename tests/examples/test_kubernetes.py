@@ -1,0 +1,203 @@
+"""The manifests for Kubernetes, and the Dockerfile. There is no cluster and no Docker: pods are processes here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fusionlayer.cli.spawn import without_launcher
+from tests.mpi import mpirun, needs_mpirun
+from tests.tiers import exhaustive, needs
+from tests.transport.test_connecting import free_port
+
+from .places import EXAMPLES, ROOT
+
+MANIFESTS = {file.stem: yaml.safe_load(file.read_text()) for file in (EXAMPLES / "kubernetes").glob("*.yaml")}
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+SMALL = ["--steps", "2", "--width", "32", "--layers", "1"]
+
+# The fields of an MPIJob, kubeflow.org/v2beta1, which no Python package has, and what they hold.
+MPIJOB = {
+    "slotsPerWorker": int,
+    "sshAuthMountPath": str,
+    "launcherCreationPolicy": str,
+    "mpiImplementation": str,
+    "runLauncherAsWorker": bool,
+    "mpiReplicaSpecs": dict,
+    "runPolicy": dict,
+}
+RUN_POLICY = {"cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "suspend"}
+RESTART = {"Never", "OnFailure"}
+
+
+def containers(kind: str) -> list[dict[str, Any]]:
+    """Return the containers of a manifest; for TrainJob, what overrides that of its runtime."""
+    spec = MANIFESTS[kind]["spec"]
+    if kind == "trainjob":
+        return [spec["trainer"]]
+    templates = (
+        [job["template"]["spec"]["template"] for job in spec["replicatedJobs"]]
+        if kind == "jobset"
+        else [replicas["template"] for replicas in spec["mpiReplicaSpecs"].values()]
+    )
+    return [container for template in templates for container in template["spec"]["containers"]]
+
+
+def words(kind: str) -> list[str]:
+    """Return the command that the first container of a manifest runs, without the shell around it."""
+    container = containers(kind)[0]
+    if "args" not in container:
+        return list(container["command"])
+    assert container["command"] == ["sh", "-c"] and container["args"][0].startswith("exec ")
+    return shlex.split(container["args"][0].replace("$(head", "'$(head").replace("1) -x", "1)' -x"))[1:]
+
+
+# ---- what needs nothing but this repository -------------------------------------------------------------------------
+
+
+@pytest.mark.short
+def test_numbers_and_names_of_manifests_agree() -> None:
+    assert {*MANIFESTS} == {"trainjob", "jobset", "mpijob"}
+    for kind, manifest in MANIFESTS.items():
+        assert manifest["metadata"] == {"name": "gpt"}
+        for container in containers(kind):
+            assert container["image"] == ("fusionlayer-mpi" if kind == "mpijob" else "fusionlayer")
+        script = next(word for word in words(kind) if word.endswith(".py"))
+        assert script.startswith("/workspace/examples/") and (EXAMPLES / Path(script).name).exists()
+    job = MANIFESTS["jobset"]["spec"]["replicatedJobs"][0]
+    spec, command = job["template"]["spec"], words("jobset")
+    assert str(spec["parallelism"]) == str(spec["completions"]) == command[command.index("--nnodes") + 1]
+    assert spec["completionMode"] == "Indexed"
+    assert command[command.index("--master-addr") + 1] == f"gpt-{job['name']}-0-0.gpt"
+    spec, command = MANIFESTS["mpijob"]["spec"], words("mpijob")
+    pods = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert command[command.index("-n") + 1] == str(pods * spec["slotsPerWorker"])
+
+
+@pytest.mark.short
+def test_an_image_gets_what_the_build_needs() -> None:
+    """The Dockerfile names what it copies, and .dockerignore lets in what setup.py reads."""
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / name).exists() for name in kept)
+    project = (ROOT / "tests/packaging/conftest.py").read_text()
+    (needed,) = re.findall(r'for name in \(("setup.py".*)\):', project)
+    assert {*re.findall(r'"([^"]+)"', needed)} - {"MANIFEST.in"} <= {*kept} and "fusionlayer" in kept
+    stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", DOCKERFILE, re.MULTILINE)
+    assert stages == [("${BASE}", "build"), ("${BASE}", "train"), ("train", "mpi"), ("train", "")]
+    copied = re.findall(r"^COPY (--from=build )?(\S+) \S+$", DOCKERFILE, re.MULTILINE)
+    assert copied == [("", "."), ("--from=build ", "/wheels"), ("", "examples")]
+    assert re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE) == ["/src", "/workspace"]
+    assert f"--wheel-dir {copied[1][1]} ." in DOCKERFILE and f"{copied[1][1]}/*.whl" in DOCKERFILE
+
+
+# ---- by the models that Kubeflow publishes --------------------------------------------------------------------------
+
+
+@needs("kubeflow_trainer_api")
+@exhaustive(guarded_by="tests/examples/test_kubernetes.py::test_numbers_and_names_of_manifests_agree")
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["trainjob", "jobset", "mpijob"])
+def test_manifests_fit_their_schemas(kind: str) -> None:
+    """The models drop fields that they do not know, and refuse values of other types."""
+    models: Any = importlib.import_module("kubeflow_trainer_api.models")
+    manifest = MANIFESTS[kind]
+    assert read(models.IoK8sApimachineryPkgApisMetaV1ObjectMeta, manifest["metadata"])
+    if kind == "trainjob":
+        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1" and manifest["kind"] == "TrainJob"
+        read(models.TrainerV1alpha1TrainJob, manifest)
+    elif kind == "jobset":
+        assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and manifest["kind"] == "JobSet"
+        read(models.JobsetV1alpha2JobSet, manifest)
+    else:
+        assert manifest["apiVersion"] == "kubeflow.org/v2beta1" and manifest["kind"] == "MPIJob"
+        spec = manifest["spec"]
+        assert all(isinstance(value, MPIJOB[name]) for name, value in spec.items())
+        assert spec["runPolicy"].keys() <= RUN_POLICY and spec["mpiReplicaSpecs"].keys() == {"Launcher", "Worker"}
+        for replicas in spec["mpiReplicaSpecs"].values():
+            assert replicas.keys() <= {"replicas", "restartPolicy", "template"} and replicas["restartPolicy"] in RESTART
+            read(models.IoK8sApiCoreV1PodTemplateSpec, replicas["template"])
+
+
+def read(model: Any, given: dict[str, Any]) -> Any:
+    """Return the object of a model, which must hold all that was given."""
+    made = model.from_dict(given)
+    assert made.to_dict() == given
+    return made
+
+
+# ---- pods as processes ----------------------------------------------------------------------------------------------
+
+
+def finish(commands: list[list[str]], variables: list[dict[str, str]]) -> str:
+    """Start all commands together, with the program's folder and the steps of a test; return what they print."""
+    shared = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    pods = []
+    for command, own in zip(commands, variables, strict=True):
+        local = [word.replace("/workspace/examples", str(EXAMPLES)) for word in command] + SMALL
+        pods.append(
+            subprocess.Popen(
+                local,
+                env=without_launcher() | shared | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        told = [pod.communicate(timeout=150)[0] for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [0] * len(pods), "\n".join(told)
+    return "\n".join(told)
+
+
+@exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
+@pytest.mark.medium
+@pytest.mark.timeout(200)
+def test_pods_of_a_trainjob_train() -> None:
+    trainer, port = MANIFESTS["trainjob"]["spec"]["trainer"], str(free_port())
+    pods = range(trainer["numNodes"])
+    told = {"PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    told |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    printed = finish([words("trainjob")] * len(pods), [told | {"PET_NODE_RANK": str(pod)} for pod in pods])
+    assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed
+
+
+@exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
+@pytest.mark.medium
+@pytest.mark.timeout(200)
+def test_pods_of_a_jobset_train() -> None:
+    port = str(free_port())
+    here = {"gpt-node-0-0.gpt": "127.0.0.1", "29500": port}
+    command = [here.get(word, word) for word in words("jobset")]
+    commands = [[str(pod) if word == "$JOB_COMPLETION_INDEX" else word for word in command] for pod in range(2)]
+    printed = finish(commands, [{"JOB_COMPLETION_INDEX": str(pod)} for pod in range(2)])
+    assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed
+
+
+@needs_mpirun
+@exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
+@pytest.mark.medium
+@pytest.mark.timeout(200)
+def test_the_launcher_of_an_mpijob_trains(tmp_path: Path) -> None:
+    """Its shell finds the first host in the operator's list, which here has this one."""
+    (tmp_path / "hostfile").write_text("localhost slots=4\n")
+    script = containers("mpijob")[0]["args"][0].replace("/etc/mpi/hostfile", f"{tmp_path}/hostfile")
+    script = script.replace("29500", str(free_port())).replace("mpirun ", f"{mpirun()} --oversubscribe ", 1)
+    script = script.replace("/workspace/examples", str(EXAMPLES))
+    printed = finish([["sh", "-c", f'{script} "$@"', "sh"]], [{}])
+    assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed

@@ -1,0 +1,68 @@
+"""The scripts of the page about Ray, saved and started as it says, where Ray is installed. Last run: Ray 2.60.0."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_guides import blocks, check_losses
+from tests.tiers import exhaustive, needs
+
+from .test_start import run
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(240), needs("ray")]
+
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+OLD = """\
+from ray.train import ScalingConfig
+from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.torch import TorchConfig
+from train_ray import train
+
+DataParallelTrainer(train, backend_config={given}, scaling_config=ScalingConfig(num_workers=2)).fit()
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> tuple[str, str, str]:
+    """Save the script that the page names, with few steps; return all three."""
+    first, second, third = (code.replace("range(200)", "range(10)") for code in blocks("start/ray.md", "python"))
+    (tmp_path / "train_ray.py").write_text(first)
+    return first, second, third
+
+
+@exhaustive(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
+def test_torch_trainer(page: tuple[str, str, str], tmp_path: Path) -> None:
+    check_losses(run(["python", "train_ray.py"], tmp_path, **QUIET))
+
+
+@exhaustive(
+    guarded_by="tests/integrations/test_launch.py::test_workers_that_ray_has_told_nothing_in_variables_meet_by_ray"
+)
+def test_a_trainer_without_the_environment_of_torch(page: tuple[str, str, str], tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(page[1])
+    check_losses(run(["python", "other.py"], tmp_path, **QUIET))
+
+
+@exhaustive(
+    guarded_by="tests/integrations/test_launch.py::test_workers_that_ray_has_told_nothing_in_variables_meet_by_ray"
+)
+def test_the_older_trainer_has_nothing_to_meet_by(page: tuple[str, str, str], tmp_path: Path) -> None:
+    """Unless it gets the configuration that the page and the error name."""
+    (tmp_path / "old.py").write_text(OLD.format(given="TorchConfig()"))
+    check_losses(run(["python", "old.py"], tmp_path, **QUIET))
+    (tmp_path / "old.py").write_text(OLD.format(given="None"))
+    with pytest.raises(AssertionError, match="ConfigError.*give it backend_config=TorchConfig"):
+        run(["python", "old.py"], tmp_path, **QUIET)
+
+
+@exhaustive(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
+def test_a_script_that_comes_from_horovod_trainer(page: tuple[str, str, str], tmp_path: Path) -> None:
+    (tmp_path / "train_hvd.py").write_text(page[2])
+    told = run(["python", "train_hvd.py"], tmp_path, **QUIET)
+    assert sorted(re.findall(r"rank \d of 2: equal True", told)) == [
+        "rank 0 of 2: equal True",
+        "rank 1 of 2: equal True",
+    ]
