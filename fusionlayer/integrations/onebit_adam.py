@@ -32,7 +32,7 @@ class OneBitAdam(Optimizer):
 
     With ``sync=fl.Local.overlapped(every=4)`` ranks step by themselves once the variance is frozen, and a sync makes
     the momentum that which has led from the last average to this one: 0/1 Adam (Lu et al., ICLR 2023) without its
-    updates of the variance. All ranks have one variance, so local steps cost far less loss than those of Adam.
+    updates of the variance.
 
     It sends its own by the hook ``SendsItsOwn``, which any other optimizer may have too.
 
