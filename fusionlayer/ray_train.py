@@ -24,20 +24,19 @@ def find_worker() -> tuple[int, int, int, int] | None:
 
     Ray is asked only where the program has imported it.
     """
-    for name in "ray.train", "ray.train.context":  # the second is what trainers of Ray Train 1 use, also in version 2
-        module: Any = sys.modules.get(name)
-        if module is None:
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                context = module.get_context()
-                size = context.get_world_size()
-            except (RuntimeError, DeprecationWarning):  # the program that starts workers, a trial of Ray Tune
-                continue
-        if size and size > 1:  # version 1 says 1 outside of workers, too
-            return context.get_world_rank(), size, context.get_local_rank(), context.get_local_world_size()
-    return None
+    train: Any = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            context = train.get_context()
+            size = context.get_world_size()
+        except (RuntimeError, DeprecationWarning):  # the program that starts workers, a trial of Ray Tune
+            return None
+    if not size or size == 1:  # Ray Train 1 says 1 outside of workers, too
+        return None
+    return context.get_world_rank(), size, context.get_local_rank(), context.get_local_world_size()
 
 
 class RayBoard(Board):

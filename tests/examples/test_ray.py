@@ -15,14 +15,6 @@ from .test_start import run
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240), needs("ray")]
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-OLD = """\
-from ray.train import ScalingConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
-from ray.train.torch import TorchConfig
-from train_ray import train
-
-DataParallelTrainer(train, backend_config={given}, scaling_config=ScalingConfig(num_workers=2)).fit()
-"""
 
 
 @pytest.fixture
@@ -44,18 +36,6 @@ def test_torch_trainer(page: tuple[str, str, str], tmp_path: Path) -> None:
 def test_a_trainer_without_the_environment_of_torch(page: tuple[str, str, str], tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(page[1])
     check_losses(run(["python", "other.py"], tmp_path, **QUIET))
-
-
-@exhaustive(
-    guarded_by="tests/integrations/test_launch.py::test_workers_that_ray_has_told_nothing_in_variables_meet_by_ray"
-)
-def test_the_older_trainer_has_nothing_to_meet_by(page: tuple[str, str, str], tmp_path: Path) -> None:
-    """Unless it gets the configuration that the page and the error name."""
-    (tmp_path / "old.py").write_text(OLD.format(given="TorchConfig()"))
-    check_losses(run(["python", "old.py"], tmp_path, **QUIET))
-    (tmp_path / "old.py").write_text(OLD.format(given="None"))
-    with pytest.raises(AssertionError, match="ConfigError.*give it backend_config=TorchConfig"):
-        run(["python", "old.py"], tmp_path, **QUIET)
 
 
 @exhaustive(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
