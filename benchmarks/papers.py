@@ -23,7 +23,8 @@ from benchmarks import driver, dynamiq, errors, hops
 from benchmarks.arguments import comma_separated, one_of
 from fusionlayer.codecs import Codec, Part, PartsCodec
 from fusionlayer.codecs._sparse import Sparsifier
-from fusionlayer.integrations.weights import PRESETS
+from fusionlayer.collectives import halves
+from fusionlayer.integrations.weights import NAMES, PRESETS, Weights
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.planning.plans import make_plan
@@ -54,21 +55,50 @@ def collectives(numel: int) -> list[Row]:
 
 def rounding(numel: int) -> list[Row]:
     """Return the errors of gradients on two nodes of four workers, with ``ulq`` and as the preset of ZeRO++ has it."""
-    inputs = [errors.gaussian(numel * WORKERS).view(WORKERS, -1)[rank].clone() for rank in range(WORKERS)]
-    exact = torch.stack(inputs).double().sum(0)
-
-    def lost(codec: Codec) -> float:
-        def worker(rank: int) -> Tensor:
-            transport, x = local.current(), inputs[rank].clone()
-            assert transport is not None
-            fl.collectives.get("two_level")(x, codec.bare, transport, seed=1)
-            return x
-
-        result = local.run(worker, WORKERS, ranks_per_node=WORKERS // 2)[0]
-        return float((result - exact).square().sum() / exact.square().sum())
-
+    inputs = list(errors.gaussian(numel * WORKERS).view(WORKERS, -1))
     name = PRESETS["zero++"][1]
-    return [_row("zero++, gradients", "ulq", lost(fl.codecs.get("ulq")), name, lost(fl.codecs.get(name)), "")]
+    before, now = (_lost_on_two_nodes(fl.codecs.get(each), inputs, scattered=False) for each in ("ulq", name))
+    return [_row("zero++, gradients", "ulq", before, name, now, "")]
+
+
+def _lost_on_two_nodes(codec: Codec, inputs: Sequence[Tensor], *, scattered: bool) -> float:
+    """Return the vNMSE of a sum over two nodes: each worker gets its part, or if not ``scattered`` all of it."""
+    exact = torch.stack(list(inputs)).double().sum(0)
+
+    def worker(rank: int) -> Tensor:
+        transport, x = local.current(), inputs[rank].clone()
+        assert transport is not None
+        if not scattered:
+            fl.collectives.get("two_level")(x, codec.bare, transport, seed=1)
+            return x.view(WORKERS, -1)[rank]
+        rows = x.view(WORKERS, -1)
+        own = torch.empty_like(rows[0])
+        halves.reduce_scatter(rows, own, codec.bare, transport, seed=1)
+        return own
+
+    result = torch.cat(local.run(worker, WORKERS, ranks_per_node=WORKERS // 2))
+    return float((result - exact).square().sum() / exact.square().sum())
+
+
+def sdp4bit(numel: int) -> list[Row]:
+    """Return what SDP4Bit's ways lose, and what its table 1 has for them: weights of themselves, gradients of sums.
+
+    The weights' difference is that of a step of Adam at a learning rate of 1e-3 of weights of size 0.02.
+    """
+    weights = errors.gaussian(numel)
+    step = 3e-4 * torch.randn(numel, generator=torch.Generator().manual_seed(3)).clamp(-3, 3)
+    outlying = list(errors.tensor_parallel(numel * WORKERS).view(WORKERS, -1))
+    published = {"qw": "2.573", "qwd": "2.293", "ulq": "", "tlq": "2.305", "tlq_hs": "2.295"}
+    rows: list[Row] = []
+    for name, loss in published.items():
+        if name in NAMES:
+            way = Weights.of(name)
+            sent = step if way.differences else weights
+            lost = errors.error(way.codec, sent) * float(sent.square().sum() / weights.square().sum())
+        else:
+            lost = _lost_on_two_nodes(fl.codecs.get(name), outlying, scattered=True)
+        rows.append({"what": name, "vNMSE": float(f"{lost:.3g}"), "published loss, 2.294 uncompressed": loss})
+    return rows
 
 
 def counts(numel: int) -> list[Row]:
@@ -268,6 +298,7 @@ def _row(what: str, before: str, was: float, now: str, found: float, published: 
 TOPICS: dict[str, tuple[str, Callable[[int], list[Row]]]] = {
     "collectives": ("Codecs with a collective of their own: vNMSE of a sum of skewed values", collectives),
     "rounding": ("ZeRO++'s gradients on two nodes of four workers: vNMSE of a sum of normal values", rounding),
+    "sdp4bit": ("SDP4Bit's weights; its gradients with outliers, two nodes of four workers: vNMSE", sdp4bit),
     "counts": (f"Elements that a threshold sends at density {DENSITY:g}", counts),
     "taco": ("TACO's steps, with E4M3 and blocks of 256: vNMSE", taco),
     "ladder": ("DynamiQ's table 6: vNMSE of a ring of 8 workers at 4 bits on skewed values, by ingredient", ladder),

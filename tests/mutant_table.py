@@ -360,6 +360,14 @@ MUTANTS: list[Mutant] = [
             "exempt gradients in a mixed buffer of ZeRO-3",
         ),
         ("deepspeed/gradients.py", "filled = min(max(numel - rank * chunk, 0), chunk)", "filled = chunk", "padding"),
+        (
+            "deepspeed/gradients.py",
+            "padding=padding, seeds=self.seeds())",
+            "padding=padding)",
+            "rounding after a resumption",
+        ),
+        ("deepspeed/weights.py", ".detach().clone()", ".detach()", "differences from what the step has overwritten"),
+        ("deepspeed/one_bit.py", "= not self.frozen", "= True", "averaged gradients go into momenta"),
         ("ddp.py", "                self._sent += 1\n", "", "buckets of DDP share noise"),
         (
             "replicas.py",
@@ -452,6 +460,8 @@ LIKELY = {
     "integrations/enrolment.py": "integrations/test_enrolment.py",
     "integrations/reduction.py": "integrations/test_enrolment.py integrations/test_sends.py",
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",
+    "integrations/deepspeed/weights.py": "integrations/test_deepspeed.py",
+    "integrations/deepspeed/one_bit.py": "integrations/test_deepspeed.py",
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
     "cli/breakdown.py": "cli/test_trace.py",
     "transport/_clocks.py": "transport/test_clocks.py",

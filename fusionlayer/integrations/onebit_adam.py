@@ -36,8 +36,9 @@ class OneBitAdam(Optimizer):
 
     It sends its own by the hook ``SendsItsOwn``, which any other optimizer may have too.
 
-    Both moments keep the bias correction of AdamW, that of the variance as it was when it was frozen. An element whose
-    gradient was zero in all steps until then has no variance, and does not move any more.
+    Both moments have the bias correction of AdamW, that of the variance as it was when it was frozen, unless
+    ``bias_correction`` is False. An element whose gradient was zero in all steps until then has no variance, and does
+    not move any more.
 
     ``param.grad`` holds averaged momentum after ``synchronize``, once the variance is frozen: clip gradients before
     that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in
@@ -55,6 +56,7 @@ class OneBitAdam(Optimizer):
         weight_decay: decoupled, as in AdamW.
         freeze_step: steps of the warm-up; at least as many as the learning rate's own warm-up has.
         warmup_codec: name or codec of the gradients in the warm-up. "raw" is the paper's; "int4" sends far less.
+        bias_correction: of both moments. The paper's algorithm 1, and DeepSpeed's optimizer of this name, have none.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -71,6 +73,7 @@ class OneBitAdam(Optimizer):
         *,
         freeze_step: int,
         warmup_codec: str | Codec = "raw",
+        bias_correction: bool = True,
     ) -> None:
         if type(freeze_step) is not int or freeze_step < 1:
             raise ConfigError(f"OneBitAdam: freeze_step={freeze_step!r}; expected a whole number of steps, at least 1")
@@ -79,7 +82,13 @@ class OneBitAdam(Optimizer):
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"OneBitAdam: betas={betas}; expected two numbers from 0 on and below 1")
         # The count of steps stands in the groups too, because state_dict() saves these.
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
         super().__init__(params, {**options, "freeze_step": freeze_step, "steps": 0})
         # Asks GradScaler to tell step() that it is there.
         self._step_supports_amp_scaling = True
@@ -173,9 +182,11 @@ class OneBitAdam(Optimizer):
         widths = self._widths(group, variances, steps)
         if rate * group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_addcdiv_(parameters, momenta, widths, value=-rate / (1 - beta1**steps))
+        # States of before have no such key.
+        corrected = 1 - beta1**steps if group.get("bias_correction", True) else 1.0
+        torch._foreach_addcdiv_(parameters, momenta, widths, value=-rate / corrected)
         if not warm:
-            self._note_local_step(parameters, rate / (1 - beta1**steps), 1 - rate * group["weight_decay"], beta1)
+            self._note_local_step(parameters, rate / corrected, 1 - rate * group["weight_decay"], beta1)
 
     def _take_momenta(self, parameters: list[Tensor], momenta: list[Tensor], share: float) -> None:
         """Make ``momenta`` those that arrived; where a gradient was not sent as momentum, add a ``share`` of it."""
@@ -234,13 +245,15 @@ class OneBitAdam(Optimizer):
         """Return what momenta are divided by. Of a frozen variance it is made once, and kept beside it."""
         beta2, eps, frozen_at = group["betas"][1], group["eps"], group["freeze_step"]
         # A checkpoint may bring other tensors, or other values into these.
-        source = beta2, eps, frozen_at, [(id(v), v._version) for v in variances]
+        corrected = group.get("bias_correction", True)
+        source = beta2, eps, frozen_at, corrected, [(id(v), v._version) for v in variances]
         kept = self.__dict__.setdefault("_kept_widths", {})
         known = kept.get(group["params"][0])
         if known is not None and known[0] == source:
             return list(known[2])
         widths = list(torch._foreach_sqrt(variances))
-        torch._foreach_div_(widths, math.sqrt(1 - beta2 ** min(steps, frozen_at)))
+        if corrected:
+            torch._foreach_div_(widths, math.sqrt(1 - beta2 ** min(steps, frozen_at)))
         torch._foreach_add_(widths, eps)
         if steps > frozen_at:
             kept[group["params"][0]] = source, variances, widths  # as long as variances are held, their ids are theirs

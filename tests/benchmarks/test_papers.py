@@ -16,7 +16,7 @@ def test_the_command_writes_a_table_for_each_topic(tmp_path: Path, capsys: pytes
         "--numel",
         "8192",
         "--topics",
-        "rounding,counts,taco,qsdp,switcher,plans",
+        "rounding,sdp4bit,counts,taco,qsdp,switcher,plans",
         "--out",
         str(tmp_path),
         "--hardware",
@@ -29,9 +29,11 @@ def test_the_command_writes_a_table_for_each_topic(tmp_path: Path, capsys: pytes
     )
     rows = {path.name.split("_")[0]: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
     assert {name: len(found) for name, found in rows.items()} == {
-        **{"papers-rounding": 1, "papers-counts": 9},
+        **{"papers-rounding": 1, "papers-sdp4bit": 5, "papers-counts": 9},
         **{"papers-taco": 8, "papers-plans": 2, "papers-qsdp": 6, "papers-switcher": 4},
     }
+    lost = {row["what"]: row["vNMSE"] for row in rows["papers-sdp4bit"]}
+    assert lost["qwd"] < lost["qw"] / 1000 and lost["tlq_hs"] < lost["tlq"] < lost["ulq"]
     for row in rows["papers-plans"]:
         assert row["safusion"] <= row["safusion_inter"]
 

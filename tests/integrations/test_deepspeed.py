@@ -22,6 +22,7 @@ from fusionlayer.backend import hint
 from tests.harness import run_ranks
 from tests.tiers import needs
 
+from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
@@ -91,6 +92,11 @@ def compressed(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]
             sections["all"] = {"gradients": INT8, "activations": INT8}
         for name, section in sections.items():
             results[name, kind] = _train(kind, section)
+        if kind == "zero0":
+            results["1-bit Adam"] = oracles.one_bit()
+        if kind == "zero2":
+            results["differences"] = oracles.differences(kind)
+            results["resumed"] = oracles.resumed(kind, folder, oracles.SDP4BIT)
     return results
 
 
@@ -163,7 +169,7 @@ def _ways_to_configure(rank: int, folder: Path) -> list[Any]:
     engines.append(fl.deepspeed.initialize(config=training.settings("zero0", {"enabled": False}), **common)[0])
     page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
     first, checkpoint, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"model": model}
+    names: dict[str, Any] = {"model": model, "torch": torch, "folder": str(folder)}
     exec(first, names)
     exec(checkpoint, names)
     engines.append(names["engine"])
@@ -257,6 +263,32 @@ def test_zero_plus_plus_on_one_node(found: Found) -> None:
         losses = mine["zero++"]["losses"]
         assert losses == pytest.approx(mine["raw", "zero3"]["losses"], rel=2e-2)
         assert losses != mine["raw", "zero3"]["losses"]
+
+
+def test_weights_travel_as_differences_from_the_copies_of_all_ranks(found: Found) -> None:
+    """SDP4Bit, section 3.1: the steps of an oracle, equal copies, near the optimizer's weights, at 4 bits."""
+    first, second = (mine["differences"] for mine in found)
+    assert first["digest"] == second["digest"], "copies differ"
+    for mine in (first, second):
+        assert mine["wrong"] <= 3, "not the oracle's steps"
+        assert 0 < mine["apart"] < 1 / 13, "what a message lost goes with the next one"
+        assert mine["sent"] == mine["counted"]
+
+
+def test_sdp4bit_goes_on_from_deepspeeds_checkpoint_to_the_same_bits(found: Found) -> None:
+    for mine in found:
+        expected, went_on = mine["resumed"]
+        assert expected == went_on
+    assert found[0]["resumed"] == found[1]["resumed"], "copies differ"
+
+
+def test_one_bit_adam_by_the_configuration_that_deepspeed_dropped(found: Found) -> None:
+    """Its variance is frozen, and momenta travel as signs: the steps of an oracle in plain torch."""
+    first, second = (mine["1-bit Adam"] for mine in found)
+    assert first["digest"] == second["digest"], "replicas differ"
+    for mine in (first, second):
+        assert mine["calls"] == [0] * oracles.FREEZE + [1] * (oracles.STEPS - oracles.FREEZE)
+        assert mine["wrong"] < 1e-3, "not the oracle's steps"
 
 
 @pytest.mark.parametrize("kind", ["zero0", "zero1", "zero2"])

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from fusionlayer import ConfigError
+from fusionlayer import ConfigError, codecs
 from fusionlayer.integrations.deepspeed.gradients import padding_of
+from fusionlayer.integrations.deepspeed.one_bit import options_of
 from fusionlayer.integrations.deepspeed.section import ROUTERS, DeepSpeedSection, RoleCodec
 from fusionlayer.integrations.deepspeed.spans import GradientSpan, Spans
+from fusionlayer.integrations.weights import PRESETS, Weights
 
 pytestmark = pytest.mark.short
 
@@ -57,8 +59,63 @@ def test_roles_become_rules_of_operations() -> None:
 
 def test_presets_are_defaults() -> None:
     plus = section({"zero_plus_plus": True}, stage=3)
-    assert (plus.gradients.codec, plus.weights.codec) == ("int4", "int8")
+    assert (plus.gradients.codec, plus.weights.codec, plus.error_feedback) == ("qgz", "qwz", False)
+    assert {rule.op: rule.make_codec() for rule in plus.policy.rules} == {
+        **{op: codecs.get("qgz") for op in ("all_reduce", "reduce_scatter")},
+        "all_gather": codecs.get("int8", group_size=2048),
+    }
     assert section({"zero_plus_plus": True, "weights": "mxfp8"}, stage=3).weights.codec == "mxfp8"
+
+
+def test_papers_names_are_those_of_the_other_integrations() -> None:
+    both = section({"weights": {"codec": "sdp4bit", "min_bytes": 7}})
+    assert (both.weights, both.gradients.codec) == (RoleCodec("qwd", min_bytes=7), "tlq_hs")
+    assert both.differences == Weights.of("qwd").codec and not both.error_feedback
+    assert {rule.op for rule in both.policy.rules} == {"all_reduce", "reduce_scatter"}, "no rule rounds whole weights"
+    assert section({"weights": "zero++"}, stage=3) == section({"zero_plus_plus": True}, stage=3)
+    assert section({"weights": "qwd"}).gradients.codec == "int8" and section({"weights": "delta"}).differences
+    assert (
+        section({"weights": "qw"}).differences is None
+        and section({"weights": "qw"}).policy.rules[-1].op == "all_gather"
+    )
+
+
+def test_the_optimizer_that_deepspeed_dropped() -> None:
+    """An old configuration has a section without saying so; parameters keep DeepSpeed's defaults."""
+    old = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "betas": [0.8, 0.9], "comm_backend_name": "mpi"}}}
+    found = DeepSpeedSection.of(old)
+    assert found is not None and found.gradients.codec == "onebit" and found.error_feedback and not found.warmup_steps
+    assert options_of(old) == {
+        **{"lr": 4e-4, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.0, "freeze_step": 100000}
+    }
+    assert options_of({"optimizer": {"type": "Adam"}}) is None and options_of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "more", "message"),
+    [
+        (
+            {"type": "ZeroOneAdam"},
+            {},
+            '"ZeroOneAdam", which DeepSpeed has dropped in 0.19.7: its steps without messages',
+        ),
+        ({"type": "OneBitLamb"}, {}, 'use "OneBitAdam", or "Lamb"'),
+        ({"type": "OneBitAdam", "params": {"amsgrad": True}}, {}, "amsgrad=True; 1-bit Adam has no such variant"),
+        ({"type": "OneBitAdam", "params": {"max_grad_norm": 1.0}}, {}, 'clips by "gradient_clipping"'),
+        ({"type": "OneBitAdam", "params": {"freeze_steps": 9}}, {}, "unknown parameter 'freeze_steps'; did you mean"),
+        ({"type": "OneBitAdam", "params": {"lr": "1e-3"}}, {}, "lr='1e-3'; expected a number"),
+        ({"type": "OneBitAdam", "params": {"betas": [0.9]}}, {}, "betas=[0.9]; expected two numbers"),
+        ({"type": "OneBitAdam", "params": {"freeze_step": 0}}, {}, "freeze_step=0; expected a whole number"),
+        ({"type": "OneBitAdam", "params": [1]}, {}, "params=[1]; expected keys and values"),
+        ({"type": "OneBitAdam"}, {"zero_optimization": {"stage": 1}}, "each rank needs whole gradients and momenta"),
+        ({"type": "OneBitAdam"}, {"fusionlayer": {"enabled": False}}, "which DeepSpeed has dropped in 0.19.7"),
+        ({"type": "OneBitAdam"}, {"fusionlayer": {"warmup_steps": 5}}, "whose freeze_step ends the warm-up"),
+    ],
+)
+def test_mistakes_in_the_optimizer(optimizer: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        DeepSpeedSection.of({"optimizer": optimizer, **more})
+    assert "\n" not in str(raised.value)
 
 
 def test_one_bit_takes_its_codec_by_name() -> None:
@@ -71,9 +128,14 @@ def test_one_bit_takes_its_codec_by_name() -> None:
 
 def test_the_sections_of_the_page_are_sections() -> None:
     page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
-    (block,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert section(json.loads(block)).gradients.options == {"group_size": 64}
-    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    role, old = (json.loads(block) for block in re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert section(role).gradients.options == {"group_size": 64}
+    assert DeepSpeedSection.of(old) is not None
+    _, keys, weights, *_ = re.split(r"^## (?:The section|Weights)$|^## What travels", page, flags=re.MULTILINE)
+    for names in re.findall(r"^\| (`\w[^|]*`) \|", weights, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", names):
+            assert section({"weights": name}, stage=1).weights.codec == PRESETS.get(name, (name,))[0]
+    rows = re.findall(r"^\| `(\w+)` \|", keys, re.MULTILINE)
     assert set(rows) == {*(f.name for f in fields(DeepSpeedSection)), "zero_plus_plus", "one_bit"}
 
 
@@ -102,6 +164,19 @@ def test_the_sections_of_the_page_are_sections() -> None:
         ({"gradients": "topk"}, 2, {}, "leaves most elements out"),
         ({"gradients": "onebit", "error_feedback": False}, 2, {}, "'onebit', which loses most of them, without error"),
         ({"gradients": "powersgd"}, 3, {}, "'powersgd', which loses most of them, without error_feedback"),
+        ({"weights": "qwd"}, 3, {}, "would each keep a copy of all weights; set stage 1 or 2"),
+        ({"weights": "sdp4bit"}, 3, {}, "would each keep a copy of all weights"),
+        ({"weights": "sdp4bit", "gradients": "int8"}, 2, {}, "weights=sdp4bit names gradients too, as tlq_hs"),
+        ({"gradients": "sdp4bit"}, 2, {}, "gradients=sdp4bit names weights too"),
+        ({"gradients": "qwd"}, 2, {}, "gradients: 'qwd' is a way to send weights"),
+        (
+            {"weights": {"codec": "qwd", "options": {"bits": 8}}},
+            2,
+            {},
+            "weights: 'qwd' has no options: it is 'int4' with",
+        ),
+        ({"weights": "qwdd"}, 2, {}, "weights: unknown codec 'qwdd'"),
+        ({"weights": "topk"}, 2, {}, "leaves most elements out"),
         ({"activations": "onebit"}, 0, {}, "activations: codec 'onebit' loses most of a tensor"),
         ({}, 2, {"use_multi_rank_bucket_allreduce": False}, "use_multi_rank_bucket_allreduce=false"),
         ({}, 3, {"zero_quantized_gradients": True}, "zero_quantized_gradients is true; one of the two"),

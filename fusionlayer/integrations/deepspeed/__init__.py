@@ -16,8 +16,10 @@ from torch.utils.data import Dataset
 
 from ... import backend, context
 from ...errors import ConfigError
-from .gradients import Gradients, clear_padding_of_weights
+from .gradients import Gradients
+from .one_bit import factory_of, options_of
 from .section import KEY, DeepSpeedSection, RoleCodec
+from .weights import clear_padding_of_weights, send_differences
 
 __all__ = ["Gradients", "DeepSpeedSection", "RoleCodec", "init_distributed", "initialize", "install", "read"]
 
@@ -44,6 +46,9 @@ def initialize(
     DeepSpeed runs unchanged. Our backend starts before DeepSpeed would start one. The engine's attribute
     ``fusionlayer`` is a ``Gradients``.
 
+    The optimizer "OneBitAdam", which DeepSpeed has dropped in 0.19.7, is ``fusionlayer.OneBitAdam`` with DeepSpeed's
+    parameters. A configuration that names it needs no section.
+
     Args:
         args: parsed arguments with ``local_rank`` and ``deepspeed_config``.
         model: the module to train.
@@ -64,7 +69,7 @@ def initialize(
 
     Raises:
         ConfigError: a key of the section is unknown or its value is invalid, torch.distributed runs already with
-            another backend, or DeepSpeed is not installed.
+            another backend, the optimizer is one that DeepSpeed has dropped, or DeepSpeed is not installed.
         PlanMismatch: ranks have different sections.
     """
     given: dict[str, Any] = locals().copy()
@@ -72,16 +77,24 @@ def initialize(
     original = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
     given = {name: value for name, value in given.items() if value is not None}
     read_config, put = _configuration(given)
+    if read_config is not None and optimizer is not None:
+        read_config.pop("optimizer", None)  # DeepSpeed would not look at it
     section = None if read_config is None else DeepSpeedSection.of(read_config)
     if read_config is None or section is None:
         return tuple(original(**given))
+    options = options_of(read_config)
+    if options is not None and model is not None:
+        read_config.pop("optimizer")
+        given["optimizer"] = factory_of(options, model)
     put({key: value for key, value in read_config.items() if key != KEY})
     if not section.enabled:
         return tuple(original(**given))
-    _start(section)
+    _start(section, options)
     engine, *rest = original(**given)
     engine.fusionlayer = Gradients(engine, section)
-    if section.weights.compresses and engine.zero_optimization_stage() == 3:
+    if section.differences is not None:
+        send_differences(engine.optimizer, section.differences, section.weights.min_bytes, engine.fusionlayer.seeds)
+    elif section.weights.compresses and engine.zero_optimization_stage() == 3:
         clear_padding_of_weights(engine.optimizer)
     return engine, *rest
 
@@ -99,11 +112,12 @@ def init_distributed(config: Mapping[str, Any] | str | Path, **kwargs: Any) -> N
     Raises:
         ConfigError, PlanMismatch: as ``initialize``.
     """
-    section = DeepSpeedSection.of(read(config))
+    given = read(config)
+    section = DeepSpeedSection.of(given)
     if section is None or not section.enabled:
         _deepspeed().init_distributed(**kwargs)
     else:
-        _start(section, **kwargs)
+        _start(section, options_of(given), **kwargs)
 
 
 def install(config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
@@ -145,8 +159,14 @@ def read(config: object) -> dict[str, Any]:
         raise ConfigError(f"DeepSpeed configuration {config}: {' '.join(str(error).split())}") from error
 
 
-def _start(section: DeepSpeedSection, **kwargs: Any) -> None:
-    """Start the backend with the section's policy, or give the policy to a running one; compare sections over ranks."""
+def _start(section: DeepSpeedSection, options: Mapping[str, Any] | None, **kwargs: Any) -> None:
+    """Start the backend with the section's policy, or give the policy to a running one; compare sections over ranks.
+
+    Args:
+        section: of the configuration.
+        options: of an optimizer that sends momentum, on which ranks must agree too; None: there is none.
+        kwargs: arguments of ``deepspeed.init_distributed``.
+    """
     deepspeed = _deepspeed()
     if dist.is_initialized() and backend.NAME not in dist.get_backend_config():
         raise ConfigError(
@@ -165,7 +185,7 @@ def _start(section: DeepSpeedSection, **kwargs: Any) -> None:
     if runs:
         backend.adopt(section.policy)
     transport = context.transport()
-    transport.agree(f'the section "{KEY}" of the DeepSpeed configuration', section)
+    transport.agree(f'the section "{KEY}" of the DeepSpeed configuration', section, f"optimizer {options}")
 
 
 def _configuration(arguments: dict[str, Any]) -> tuple[dict[str, Any] | None, Callable[[dict[str, Any]], None]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -19,20 +19,25 @@ from torch import Tensor
 
 from ...backend import hints
 from ...codecs import PackedResidual
-from ...errors import ConfigError
 from ...plan import Bucket, Slot
 from ...scheduler.memory import Memory
 from ...seeds import derive_seed
+from .one_bit import EngineOneBitAdam
+from .patches import replace
 from .section import DeepSpeedSection
 from .spans import GradientSpan, Spans
 
-__all__ = ["Gradients", "clear_padding_of_weights", "padding_of"]
+__all__ = ["Gradients", "padding_of"]
 
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3"
+_MOST_ELEMENTS = 1 << 28
+"""Of momenta that travel together."""
 
 
 class Gradients:
     """Gives hints for the gradients of one engine, and keeps their residuals: ``engine.fusionlayer``.
+
+    Where the optimizer sends momentum in place of gradients, it averages momenta.
 
     Attributes:
         section: the section of the configuration.
@@ -48,6 +53,10 @@ class Gradients:
         self._memory = Memory(section.feedback_bits)
         self._residuals: dict[tuple[tuple[Slot, ...], int], Tensor | PackedResidual] = {}
         self._spans = Spans()
+        self._numbered: tuple[int, Iterator[int]] | None = None
+        self._momentum = isinstance(getattr(engine, "basic_optimizer", None), EngineOneBitAdam)
+        if self._momentum:
+            engine.basic_optimizer.attach(engine, self._average_momenta)
         if section.gradients.compresses:
             self._attach()
 
@@ -64,18 +73,25 @@ class Gradients:
         """Restore what ``state_dict`` of the same rank returned."""
         self._memory.load_state_dict(state)
 
+    def seeds(self) -> Iterator[int]:
+        """Return numbers for the calls of this optimizer step, the same on all ranks and after a new start."""
+        step = self._engine.global_steps
+        if self._numbered is None or self._numbered[0] != step:
+            self._numbered = step, (derive_seed(step, number) for number in count())
+        return self._numbered[1]
+
     def _attach(self) -> None:
         optimizer, stage = self._engine.optimizer, self._engine.zero_optimization_stage()
-        if stage == 0:
-            _replace(self._engine, "allreduce_no_retain", self._stage0)
-            _replace(self._engine, "allreduce_bucket", self._with_residual)
+        if stage == 0 or hasattr(optimizer, "fp32_groups_gradients"):
+            replace(self._engine, "allreduce_no_retain", self._stage0)
+            replace(self._engine, "allreduce_bucket", self._with_residual)
         elif stage < 3:
-            _replace(optimizer, "average_tensor", self._average_tensor)
-            _replace(optimizer, "allreduce_and_scatter", self._stage2)
-            _replace(optimizer, "allreduce_bucket", self._with_residual)
+            replace(optimizer, "average_tensor", self._average_tensor)
+            replace(optimizer, "allreduce_and_scatter", self._stage2)
+            replace(optimizer, "allreduce_bucket", self._with_residual)
         else:
-            _replace(optimizer, f"{_STAGE3}__avg_scatter_grads", self._stage3)
-            _replace(optimizer, f"{_STAGE3}__avg_scatter_contiguous_grads", self._stage3_contiguous)
+            replace(optimizer, f"{_STAGE3}__avg_scatter_grads", self._stage3)
+            replace(optimizer, f"{_STAGE3}__avg_scatter_contiguous_grads", self._stage3_contiguous)
 
     # ---- ZeRO 0 and pipelines: lists of gradients --------------------------------------------------------------------
 
@@ -95,6 +111,24 @@ class Gradients:
             if pieces:
                 with self._plain(exempt):
                     original(pieces, *args, **kwargs)
+
+    # ---- ZeRO 0 with 1-bit Adam: momenta -----------------------------------------------------------------------------
+
+    def _average_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+        """Replace momenta, by name of their parameters, by their averages over ranks."""
+        self._spans = Spans()
+        for name, momentum in momenta.items():
+            self._spans.add(name, momentum)
+        group = self._engine.seq_data_parallel_group
+        for exempt in (True, False):
+            chosen = [momentum for name, momentum in momenta.items() if (name in self._exempt) is exempt]
+            with hints.hint(plain=exempt, seeds=self.seeds()):
+                for bucket in _buckets(chosen):
+                    flat = torch.cat([momentum.reshape(-1) for momentum in bucket]).div_(dist.get_world_size(group))
+                    with self._fed_back(bucket):
+                        dist.all_reduce(flat, group=group)
+                    for momentum, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                        momentum.copy_(part.view_as(momentum))
 
     # ---- ZeRO 1 and 2: slices of a buffer of gradients ---------------------------------------------------------------
 
@@ -147,8 +181,9 @@ class Gradients:
 
     @contextmanager
     def _plain(self, plain: bool, padding: tuple[slice, ...] = ()) -> Iterator[None]:
-        warm = self._engine.global_steps >= self.section.warmup_steps
-        with hints.hint(plain=plain or not warm, padding=padding):
+        # An engine whose optimizer sends momentum averages gradients only while the optimizer warms up.
+        warming = self._momentum or self._engine.global_steps < self.section.warmup_steps
+        with hints.hint(plain=plain or warming, padding=padding, seeds=self.seeds()):
             yield
 
     @contextmanager
@@ -176,7 +211,7 @@ class Gradients:
         residual = kept if isinstance(kept, Tensor) else None
         if packed is not None:
             residual = packed.unpack(torch.empty(total, dtype=torch.float32, device=bucket[0].device))
-        with hints.hint(residual=residual, padding=outer.padding):
+        with hints.hint(residual=residual, padding=outer.padding, seeds=outer.seeds):
             yield
         if packed is not None and residual is not None:
             step, rank = self._engine.global_steps, dist.get_rank()
@@ -240,44 +275,17 @@ def padding_of(numels: Sequence[int], size: int) -> tuple[slice, ...]:
     return tuple(found)
 
 
-def clear_padding_of_weights(optimizer: Any) -> None:
-    """Fill the padding behind partitioned weights, which ZeRO-3 leaves uninitialised, with zeros.
-
-    The padding travels with the weights and shares blocks with them. The optimizer's copies get zeros too. Gradients
-    there are zeros, so the padding stays zero.
-    """
-    with torch.no_grad():
-        for group in optimizer.fp16_groups:
-            for parameter in group:
-                numel = parameter.partition_numel()
-                rank = dist.get_rank(optimizer._get_param_partition_group(parameter))
-                filled = min(max(parameter.ds_numel - rank * numel, 0), numel)
-                if filled == numel:
-                    continue
-                parameter.ds_tensor.view(-1)[filled:].zero_()
-                index, place, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                master = optimizer.fp32_partitioned_groups_flat[index]
-                if master.numel() >= place + numel:  # smaller if DeepSpeed has swapped it out
-                    master[place + filled : place + numel].zero_()
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield ``tensors`` in order, as many together as have so many elements, or one."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _MOST_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def _slot(part: GradientSpan, total: int) -> Slot:
     return Slot(part.key, part.stop - part.start, total + part.offset)
-
-
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` so that a call of it calls ``function`` with the original method and the arguments."""
-    original = getattr(owner, name, None)
-    if original is None:
-        import deepspeed
-
-        raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} with a {type(owner).__name__} that has no method {name.lstrip('_')!r}; "
-            "fusionlayer knows DeepSpeed 0.19, and no offloading variants of ZeRO: use those, or set "
-            '"gradients": "raw" in the section "fusionlayer"'
-        )
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    setattr(owner, name, replaced)

@@ -13,6 +13,8 @@ from ...codecs import Codec
 from ...errors import ConfigError
 from ...registry import nearest
 from ...scheduler.memory import FEEDBACK_BITS
+from ..weights import NAMES, PRESETS, Weights, both_ways
+from . import one_bit
 
 __all__ = ["KEY", "ROUTERS", "DeepSpeedSection", "RoleCodec"]
 
@@ -31,7 +33,7 @@ class RoleCodec:
     """The codec and collective for the tensors of one role.
 
     Attributes:
-        codec: registered name; "raw" leaves tensors as they are.
+        codec: registered name; "raw" leaves tensors as they are. For weights also "qwd", "qw" or "qwz".
         options: of that codec.
         algorithm: collective of all-reduces; None chooses by codec and number of ranks.
         min_bytes: smaller tensors travel as they are. For an all-gather, the size of the output counts.
@@ -51,9 +53,15 @@ class RoleCodec:
         """Whether tensors travel as messages of a codec other than "raw"."""
         return self.codec != RAW
 
+    @property
+    def registered(self) -> tuple[str, Mapping[str, Any]]:
+        """The registered name of the codec, and its options, also where ``codec`` is a name for weights."""
+        return NAMES.get(self.codec, (self.codec, self.options))
+
     def make(self) -> Codec:
         """Return the codec."""
-        return codecs.get(self.codec, **self.options)
+        name, options = self.registered
+        return codecs.get(name, **options)
 
 
 @dataclass(frozen=True)
@@ -90,12 +98,16 @@ class DeepSpeedSection:
     def of(cls, config: Mapping[str, Any]) -> DeepSpeedSection | None:
         """Return the section of a whole DeepSpeed configuration; None if it has none.
 
+        A configuration that asks for the optimizer "OneBitAdam" has one, with defaults alone if none is written.
+
         Raises:
             ConfigError: a key is unknown, or a value has the wrong type or does not fit the rest of the configuration.
         """
-        if KEY not in config:
+        momentum = one_bit.options_of(config) is not None
+        if KEY not in config and not momentum:
             return None
-        written = records.build(_Written, _filled(config[KEY]), _WHERE)
+        filled = _filled(config.get(KEY, {}), momentum)
+        written = records.build(_Written, filled, _WHERE)
         stage = _stage(config)
         if written.zero_plus_plus and written.one_bit:
             raise _error("zero_plus_plus and one_bit are both true; they are two ways to send gradients: choose one")
@@ -104,10 +116,19 @@ class DeepSpeedSection:
         for role in ROLES:
             _check_role(role, getattr(written, role))
         section = cls(**{f.name: getattr(written, f.name) for f in fields(cls)})
-        section = replace(section, error_feedback=_feedback(config[KEY], section, stage))
+        section = replace(section, error_feedback=_feedback(filled, section, stage))
         if section.enabled:
             _check(section, config, stage)
+        if momentum:
+            _check_momentum(section, stage)
         return section
+
+    @property
+    def differences(self) -> Codec | None:
+        """The codec of the differences by which weights travel; None: whole weights travel."""
+        named = self.weights.codec in NAMES
+        way = Weights.of(self.weights.codec if named else self.weights.make())
+        return way.codec if way.differences else None
 
     @property
     def policy(self) -> CallPolicy:
@@ -115,14 +136,14 @@ class DeepSpeedSection:
         with_residuals = self.error_feedback and self.gradients.make().needs_feedback
         roles = (
             (("all_reduce",) if with_residuals else ("all_reduce", "reduce_scatter"), self.gradients),
-            (("all_gather",), self.weights),
+            # Differences are no rule's: only gathers into a copy can send them, and a hint tells these.
+            (() if self.differences else ("all_gather",), self.weights),
             (("all_to_all", "send"), self.activations),
         )
         return CallPolicy(
             tuple(
                 CallRule(
-                    traffic.codec,
-                    traffic.options,
+                    *traffic.registered,
                     op,
                     min_bytes=traffic.min_bytes,
                     algorithm=traffic.algorithm if op == "all_reduce" else None,
@@ -147,19 +168,39 @@ def _error(text: str) -> ConfigError:
     return ConfigError(f"{_WHERE}: {text}")
 
 
-def _filled(given: object) -> object:
-    """Return the section with the defaults that depend on its presets, and without keys that are "auto"."""
+def _filled(given: object, momentum: bool) -> object:
+    """Return the section with the defaults that depend on its presets, and without keys that are "auto".
+
+    Args:
+        given: as the user wrote it.
+        momentum: whether the optimizer sends momentum.
+    """
     if not isinstance(given, Mapping):
         return given
     values = _without_auto(given)
-    plus, one_bit = (bool(values.get(preset)) for preset in ("zero_plus_plus", "one_bit"))
-    defaults = {"gradients": "int4" if plus else "onebit" if one_bit else "int8", "weights": "int8" if plus else RAW}
-    for role in ROLES:
-        said = values.get(role, {})
-        said = {"codec": said} if isinstance(said, str) else said
-        if isinstance(said, Mapping):
-            values[role] = {"codec": defaults.get(role, RAW), **_without_auto(said)}
-    return {"warmup_steps": 100 if one_bit else 0, **values}
+    said = {role: _as_role(values.get(role, {})) for role in ROLES}
+    named = {role: each.get("codec") for role, each in said.items() if isinstance(each, Mapping)}
+    preset = named.get("weights") in PRESETS
+    try:
+        weights, gradients = both_ways(named.get("weights"), named.get("gradients"), default=None)
+    except ConfigError as error:
+        raise _error(str(error)) from None
+    if values.get("zero_plus_plus"):
+        plus = PRESETS["zero++"]
+        weights, gradients, preset = weights or plus[0], gradients or plus[1], True
+    signs = bool(values.get("one_bit"))
+    chosen = {"weights": weights or RAW, "gradients": gradients or ("onebit" if signs or momentum else "int8")}
+    for role, each in said.items():
+        values[role] = {**each, "codec": chosen.get(role, each.get("codec", RAW))} if role in named else each
+    defaults = {"warmup_steps": 100 if signs and not momentum else 0}
+    # Neither of the two systems feeds back what was lost.
+    return {**defaults, **({"error_feedback": False} if preset else {}), **values}
+
+
+def _as_role(said: object) -> Any:
+    """Return keys and values of a role without "auto", if ``said`` is a codec's name or keys and values."""
+    said = {"codec": said} if isinstance(said, str) else said
+    return _without_auto(said) if isinstance(said, Mapping) else said
 
 
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,11 +214,19 @@ def _check_role(role: str, traffic: RoleCodec) -> None:
             raise _error(f"{where}; only all-reduces of gradients have a choice: leave it out")
         if not collectives.knows(algorithm):
             raise _error(f"{where}; {nearest(algorithm, collectives.names())}")
+    if traffic.codec in NAMES:
+        if role != "weights":
+            raise _error(f"{role}: {traffic.codec!r} is a way to send weights; choose a codec, such as 'int4'")
+        if traffic.options:
+            name, options = traffic.registered
+            raise _error(
+                f"weights: {traffic.codec!r} has no options: it is {name!r} with {dict(options)}; leave options out"
+            )
     try:
         if traffic.compresses:
             # The rule's own checks refuse codecs that no process group can use.
             feedback = role == "gradients"
-            CallRule(traffic.codec, traffic.options, "all_reduce", algorithm=traffic.algorithm, error_feedback=feedback)
+            CallRule(*traffic.registered, "all_reduce", algorithm=traffic.algorithm, error_feedback=feedback)
     except ConfigError as error:
         raise _error(f"{role}: {error}") from None
 
@@ -188,9 +237,9 @@ def _stage(config: Mapping[str, Any]) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def _feedback(given: Mapping[str, Any], section: DeepSpeedSection, stage: int) -> bool:
+def _feedback(filled: Any, section: DeepSpeedSection, stage: int) -> bool:
     codec = section.gradients.make()
-    said = given.get("error_feedback", AUTO) != AUTO
+    said = "error_feedback" in filled
     wanted = section.error_feedback if said else codec.feedback_pays and stage < 3
     if wanted and stage == 3:
         raise _error(
@@ -198,6 +247,25 @@ def _feedback(given: Mapping[str, Any], section: DeepSpeedSection, stage: int) -
             "out, and choose a codec that does without, such as int4 with its rotation"
         )
     return wanted and not codec.lossless
+
+
+def _check_momentum(section: DeepSpeedSection, stage: int) -> None:
+    """Raise ``ConfigError`` if the section does not fit an optimizer that sends momentum."""
+    if not section.enabled:
+        raise _error(
+            'enabled=false, and the optimizer is "OneBitAdam", which DeepSpeed has dropped in 0.19.7; leave enabled out, '
+            'or choose "Adam"'
+        )
+    if stage:
+        raise _error(
+            f'the optimizer is "OneBitAdam" with ZeRO stage {stage}; each rank needs whole gradients and momenta: set '
+            "stage 0"
+        )
+    if section.warmup_steps:
+        raise _error(
+            f'warmup_steps={section.warmup_steps} with the optimizer "OneBitAdam", whose freeze_step ends the warm-up; '
+            "leave warmup_steps out"
+        )
 
 
 def _check(section: DeepSpeedSection, config: Mapping[str, Any], stage: int) -> None:
@@ -217,6 +285,11 @@ def _check(section: DeepSpeedSection, config: Mapping[str, Any], stage: int) -> 
         )
     if weights.compresses and stage == 0:
         raise _error(f"weights travel by {weights.codec!r}, but only ZeRO 1 to 3 send weights: set a stage, or 'raw'")
+    if section.differences is not None and stage == 3:
+        raise _error(
+            f"weights travel by {weights.codec!r} with ZeRO stage 3, whose ranks would each keep a copy of all "
+            "weights; set stage 1 or 2, whose ranks have all weights, or weights 'qwz'"
+        )
     if gradients.compresses and stage in (1, 2) and not on("use_multi_rank_bucket_allreduce", True):
         raise _error(
             "zero_optimization.use_multi_rank_bucket_allreduce=false sends gradients by a reduce to each rank, which "
