@@ -253,8 +253,8 @@ def _check_momentum(section: DeepSpeedSection, stage: int) -> None:
     """Raise ``ConfigError`` if the section does not fit an optimizer that sends momentum."""
     if not section.enabled:
         raise _error(
-            'enabled=false, and the optimizer is "OneBitAdam", which DeepSpeed has dropped in 0.19.7; leave enabled out, '
-            'or choose "Adam"'
+            'enabled=false, and the optimizer is "OneBitAdam", which DeepSpeed has dropped in 0.19.7; leave enabled '
+            'out, or choose "Adam"'
         )
     if stage:
         raise _error(
