@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,20 +77,20 @@ def in_4_bits(x: Tensor) -> Tensor:
 def differences(kind: str) -> dict[str, Any]:
     """Return what is to be known of weights that travel as differences."""
     engine = engine_of(kind, QWD)
-    (copy,) = engine.optimizer.bit16_groups_flat
+    (held,) = engine.optimizer.bit16_groups_flat
     (main,) = engine.optimizer.single_partition_of_fp32_groups
     nbytes, wrong, apart = 0, 0, 0.0
     for step in range(STEPS):
-        before, sent_before = copy.clone(), sent()[1]
+        before, sent_before = held.clone(), sent()[1]
         take(engine, 1, first=step)
         nbytes += sent()[1] - sent_before
         owned = torch.cat(gathered(main.detach().clone()))
         changes = (owned - before).split(len(main))
         expected = before + torch.cat([in_4_bits(change) for change in changes])
         # A value half way between two codes may go either way.
-        wrong += int(((copy - expected).abs() > 1e-6).sum())
-        apart = max(apart, float((owned - copy).abs().max() / (owned - before).abs().max()))
-    found = copy.numpy().tobytes()
+        wrong += int(((held - expected).abs() > 1e-6).sum())
+        apart = max(apart, float((owned - held).abs().max() / (owned - before).abs().max()))
+    found = held.numpy().tobytes()
     engine.destroy()
     counted = STEPS * Weights.of("qwd").codec.wire(len(main)).capacity
     return {"digest": found, "wrong": wrong, "apart": apart, "sent": nbytes, "counted": counted}
@@ -112,9 +113,9 @@ def resumed(kind: str, folder: Path, section: dict[str, Any], **more: Any) -> tu
     return expected.view(torch.uint8).numpy().tobytes(), found.view(torch.uint8).numpy().tobytes()
 
 
-def one_bit() -> dict[str, Any]:
+def one_bit(section: Any = None) -> dict[str, Any]:
     """Return what is to be known of DeepSpeed's configuration of 1-bit Adam, as it was written for older versions."""
-    engine = engine_of("zero0", optimizer=ONE_BIT)
+    engine = engine_of("zero0", section, optimizer=copy.deepcopy(ONE_BIT))
     adam, parameters = engine.optimizer, list(engine.module.parameters())
     beta1, decay = ONE_BIT["params"]["betas"][0], ONE_BIT["params"]["weight_decay"]  # type: ignore[index]
     calls, wrong, lost = [], [], torch.zeros(())
@@ -128,7 +129,7 @@ def one_bit() -> dict[str, Any]:
         momentum, variance = (flat([adam.state[p][key] for p in parameters]) for key in STATES)
         if step >= FREEZE and moments is not None:
             own = (beta1 * moments[0] + (1 - beta1) * gradient) / 2 + lost
-            signs = signs_of(own, 1024)
+            signs = own if section else signs_of(own, 1024)
             lost = own - signs
             expected = sum(gathered(signs))
             wrong.append(float((momentum - expected).norm() / momentum.norm()))  # type: ignore[operator]

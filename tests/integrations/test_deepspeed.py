@@ -94,6 +94,7 @@ def compressed(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]
             results[name, kind] = _train(kind, section)
         if kind == "zero0":
             results["1-bit Adam"] = oracles.one_bit()
+            results["frozen Adam"] = oracles.one_bit({"gradients": "raw"})
         if kind == "zero2":
             results["differences"] = oracles.differences(kind)
             results["resumed"] = oracles.resumed(kind, folder, oracles.SDP4BIT)
@@ -288,7 +289,9 @@ def test_one_bit_adam_by_the_configuration_that_deepspeed_dropped(found: Found) 
     assert first["digest"] == second["digest"], "replicas differ"
     for mine in (first, second):
         assert mine["calls"] == [0] * oracles.FREEZE + [1] * (oracles.STEPS - oracles.FREEZE)
-        assert mine["wrong"] < 1e-3, "not the oracle's steps"
+        assert mine["wrong"] < 0.2, "signs flip where momenta are rounding noise"
+    for mine in found:
+        assert mine["frozen Adam"]["wrong"] < 1e-4, "not the oracle's steps"
 
 
 @pytest.mark.parametrize("kind", ["zero0", "zero1", "zero2"])
