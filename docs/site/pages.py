@@ -97,9 +97,9 @@ def variables() -> str:
         "Rank, number of ranks, local rank and local number of ranks come from the first of these that is set.\n"
         "[Operations](operations.md#start-a-job) tells how jobs are started.",
         table(["launcher", "variables"], launchers),
-        "Where none is set Ray Train is asked, if the program has imported it. `PET_NNODES` and `PET_NPROC_PER_NODE`, which\n"
-        "Kubeflow sets for torchrun, only tell that torchrun was forgotten. `PMI_RANK` and `PMI_SIZE` that srun itself has set\n"
-        "do not count.",
+        "Where none is set Ray Train is asked, if the program has imported it. `PET_NNODES` and `PET_NPROC_PER_NODE`,\n"
+        "which Kubeflow sets for torchrun, only tell that torchrun was forgotten. `PMI_RANK` and `PMI_SIZE` that srun\n"
+        "itself has set do not count.",
         "## Horovod's",
         "`fusionlayer.torch` reads these, so that jobs of Horovod keep their settings.",
         table(["variable", "meaning"], ([f"`{n}`", m] for n, m in environment.HOROVOD.items())),
