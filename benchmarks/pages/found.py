@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
+    *("CONVERGENCE", "LATER", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
     *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows"),
     *("score", "scored", "speedup", "the", "zipped"),
 ]
@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 TRAINING, CONVERGENCE, SGD = "training-gpt-2x1", "convergence-gpt-2x1-adamw", "convergence-gpt-2x1-sgd"
 SCOREBOARD = "scoreboard-gpt-2x1-adamw"
+LATER = "scoreboard-onebit-gpt-2x1-adamw"
+"""A later round on the same machine, with the kernel of ``onebit``; not of all methods."""
 CODECS = (
     *("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco"),
     *("dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto"),
@@ -135,25 +137,25 @@ def minutes(method: str, rate: str, goal: float) -> float:
     return reached * seconds / 60
 
 
-def scored(method: str, link: str) -> Record:
-    """Return a method's row of the scoreboard on a link, such as ``100mbit/1ms``."""
-    return the(SCOREBOARD, kind="score", method=method, link=link)
+def scored(method: str, link: str, theme: str = SCOREBOARD) -> Record:
+    """Return a method's row of a scoreboard on a link, such as ``100mbit/1ms``."""
+    return the(theme, kind="score", method=method, link=link)
 
 
-def score(method: str, link: str, share: int = -1) -> float:
+def score(method: str, link: str, share: int = -1, theme: str = SCOREBOARD) -> float:
     """Return the scoreboard's minutes until a loss on a link, such as ``100mbit/1ms``: by default until f32's last.
 
     Raises:
         LookupError: the method does not get there.
     """
-    minutes: float | None = scored(method, link).minutes[share]
+    minutes: float | None = scored(method, link, theme).minutes[share]
     if minutes is None:
         raise LookupError(f"{method} does not reach that loss at {link}")
     return minutes
 
 
 NAMES: dict[str, Any] = {
-    **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "CODECS": CODECS},
+    **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "LATER": LATER, "CODECS": CODECS},
     **{
         each.__name__: each
         for each in (end, errors, kernels, mean, minutes, more, rows, score, scored, speedup, the, zipped)
