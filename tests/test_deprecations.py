@@ -31,5 +31,6 @@ def test_every_deprecation_is_on_the_page_and_made_by_the_one_helper() -> None:
     for path in (ROOT / "fusionlayer").rglob("*.py"):
         text = path.read_text()
         found += re.findall(r'\bdeprecated\("([\w.]+)"', text)
-        assert "DeprecationWarning" not in text or path.name == "deprecations.py", path
+        made = [line for line in text.splitlines() if "DeprecationWarning" in line and "except" not in line]
+        assert not made or path.name == "deprecations.py", path  # Ray raises one, which is caught
     assert sorted(listed) == sorted(found)

@@ -14,6 +14,7 @@ class CodecOptions(TypedDict, total=False):
     A codec that a program registers itself is made by ``fusionlayer.codecs.get``, which takes any keyword.
     """
 
+    balance: float
     bits: int
     block_size: int
     centred: bool

@@ -22,8 +22,8 @@ PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-
     [
         ("demo", "python examples/demo.py --steps 3"),
         ("test", f'{PYTEST} -n 3 -m "not gpu and not exhaustive" --steps 3'),
-        ("test-exhaustive", f'{PYTEST} -n 2 -m "exhaustive and not gpu" --steps 3'),
-        ("test-all", f'{PYTEST} -n 2 -m "not gpu" --steps 3'),
+        ("test-exhaustive", f'{PYTEST} -n 3 -m "exhaustive and not gpu" --steps 3'),
+        ("test-all", f'{PYTEST} -n 3 -m "not gpu" --steps 3'),
         ("test-short", 'python -m pytest -m "short and not exhaustive" --steps 3'),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
