@@ -117,6 +117,8 @@ def sums_are_close_and_equal(
     coarse = max(coarseness(codec, numel, dtype), agreed_coarseness(codec, numel, dtype, transport.size))
     rounding = 2 * torch.finfo(dtype).eps
     norms = sum(float(part.norm()) for part in inputs)
+    if name == "ring" and codec.name in ("int_full", "qgz"):
+        coarse *= max(1, transport.size / 2)  # a positive value that is alone in its group loses a step in each hop
     bound = 2 * coarse * (norms + float(exact.norm())) + rounding * norms
     assert float((x.cpu().double() - exact).norm()) <= bound
     assert same_everywhere(transport, x)
