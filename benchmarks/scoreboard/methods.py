@@ -19,7 +19,7 @@ LOCAL = (
 ONEBIT = "onebit+freeze_step=100+warmup_codec=int4"
 """1-bit Adam: the momentum in one bit, after the warm-up of Adam's variance."""
 
-FROZEN = tuple(f"int4+freeze_step=100+warmup_codec=int4+local=overlapped:every={every}" for every in (2, 4, 8))
+FROZEN = "int8+freeze_step=100+warmup_codec=int4+local=overlapped:every=4"
 """Local steps after the same warm-up: 0/1 Adam."""
 
 METHODS = {
@@ -28,7 +28,7 @@ METHODS = {
         *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap", "int3", "int2"),
         *("mxfp4", "thc", "dynamiq", ONEBIT, "powersgd", "topk", "dgc+warmup_steps=60"),
         *LOCAL,
-        *FROZEN,
+        FROZEN,
     ),
     "SGD": (
         *("ddp", "ddp-fp16", "ddp-powersgd", "accelerate-local", "torchft-diloco"),

@@ -230,7 +230,10 @@ class LocallyStepping(Distributed):
         """Note the anchors of parameters that are trained from now on."""
         groups, local = self.__dict__["param_groups"], self._fl_local
         if not local.anchors or self._fl_roster.changed(groups):
-            local.anchor(_trained(groups))
+            new = [parameter for parameter in _trained(groups) if parameter not in local.anchors]
+            local.anchor(new)
+            if isinstance(self, FollowsSyncs):
+                self.begins(new)
 
     def _fl_overflown(self) -> bool:
         """Return whether ``GradScaler`` has found gradients that are not finite; else unscale them, if it has not.

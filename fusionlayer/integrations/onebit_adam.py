@@ -201,23 +201,34 @@ class OneBitAdam(Optimizer):
                 momentum.lerp_(gradient, 1.0 if whole else share)
 
     def _note_local_step(self, parameters: list[Tensor], rate: float, decay: float, beta1: float) -> None:
-        """Note by what a local step multiplies momentum and parameters, and what it leaves of a momentum that left."""
+        """Note by what a local step multiplies momentum and parameters, and what it leaves of a momentum that left.
+
+        Only where local steps have begun: without ``sync`` nothing is counted.
+        """
         for parameter in parameters:
-            if parameter not in self._exchanged:
-                state = self.state[parameter]
-                state["rates"] = state.get("rates", 0.0) * decay + rate
-                state["decay"] = state.get("decay", 1.0) * decay
+            state = self.state[parameter]
+            if "rates" in state:
+                state["rates"] = state["rates"] * decay + rate
+                state["decay"] *= decay
                 if "left" in state:
                     state["left"]["kept"] *= beta1
+
+    def begins(self, parameters: Iterable[Tensor]) -> None:
+        """Count local steps from here on, whatever was counted before."""
+        for parameter in parameters:
+            state = self.state.get(parameter)
+            if state:
+                state.update(rates=0.0, decay=1.0)
+                state.pop("left", None)
 
     @torch.no_grad()
     def leaves(self, parameters: Iterable[Tensor]) -> None:
         """Keep what ``synced`` needs of the momentum as it is now, and count local steps anew."""
         for parameter in parameters:
             state = self.state[parameter]
-            if "rates" in state:
-                sent = {key: state.pop(key) for key in ("rates", "decay")}
-                state["left"] = {**sent, "kept": 1.0, "exp_avg": state["exp_avg"].clone()}
+            if state.get("rates"):
+                sent = {key: state[key] for key in ("rates", "decay")}
+                state.update(rates=0.0, decay=1.0, left={**sent, "kept": 1.0, "exp_avg": state["exp_avg"].clone()})
 
     @torch.no_grad()
     def synced(self, differences: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:

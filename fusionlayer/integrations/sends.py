@@ -68,6 +68,9 @@ class FollowsSyncs(Protocol):
 
     averages_first: int
 
+    def begins(self, parameters: Collection[Tensor]) -> object:
+        """Note that local steps of these parameters begin, from values that all ranks have."""
+
     def leaves(self, parameters: Collection[Tensor]) -> object:
         """Note that what these parameters have learned since their last sync leaves now."""
 

@@ -230,6 +230,39 @@ def test_a_state_goes_on_from_either_side_of_the_change(saved_after: int, loads_
     local.run(rank_main, 2)
 
 
+def test_momentum_counts_the_steps_of_its_own_round() -> None:
+    """A state that others got by a broadcast begins a round: steps that were made before it belong to no difference."""
+
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(one_bit_adam, sync=fl.Local.averaging(every=2))
+        train(model, optimizer, rank, range(FREEZE + 1))
+        state = optimizer.state_dict()
+        del state["fusionlayer"]["local"]
+        optimizer.load_state_dict(state)
+        fl.broadcast_parameters(model.state_dict(), root_rank=0)
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, optimizer, rank, [4, 5])
+        decay = 1 - ADAM["lr"] * ADAM["weight_decay"]
+        rates = sum(ADAM["lr"] / (1 - ADAM["betas"][0] ** step) * decay ** (6 - step) for step in (5, 6))
+        for p, anchor in zip(model.parameters(), before, strict=True):
+            variance = optimizer.state[p]["exp_avg_sq"] / (1 - ADAM["betas"][1] ** FREEZE)
+            led = (decay**2 * anchor - p.detach()) * (variance.sqrt() + ADAM["eps"]) / rates
+            expected = torch.where(variance.isinf(), 0, led)
+            torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-3, atol=1e-5)
+
+    local.run(rank_main, 2)
+
+
+def test_nothing_is_counted_without_local_steps() -> None:
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(one_bit_adam)
+        train(model, optimizer, rank, range(FREEZE + 2))
+        assert all(state.keys() == {"exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
+
+    for world in (1, 2):
+        local.run(rank_main, world)
+
+
 def test_a_scaler_skips_a_step_of_averaged_gradients_on_all_ranks() -> None:
     """One rank's gradients overflow before the change: so does the average, and no rank updates."""
 

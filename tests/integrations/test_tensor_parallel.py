@@ -136,10 +136,10 @@ def test_every_codec_comes_close(codec: codecs.Codec, sequence: bool) -> None:
         mine = (channel.split(x, 1) if sequence else x).clone().requires_grad_()
         y = parallel_perceptron(channel, mine, up, down, sequence)
         whole = Channel(transport, "raw").gather(y, 1).detach() if sequence else y.detach()
-        # Coarser: 16 levels of one scale for all; 15 of 128 values, not rotated, rounded at random; 8 and 4 levels; a
-        # share of the blocks.
+        # Coarser: 16 levels of one scale for all; 15 of 128 values, not rotated, rounded at random; 8 and 4 levels.
         coarse = {codecs.get("ulq"): 0.4, codecs.get("int3"): 0.4, codecs.get("int2"): 0.7}
-        coarse[codecs.get("omnireduce")] = 0.7
+        # It leaves out half of the blocks, those with the least energy: at most half of the energy.
+        coarse[codecs.get("omnireduce")] = 0.5**0.5
         bound = 0.4 if isinstance(codec, codecs.HomomorphicCodec) else coarse.get(codec, 0.3)
         assert float((whole - expected).norm()) < bound * float(expected.norm())
         (grad,) = differentiated(y, mine)

@@ -141,9 +141,8 @@ class EngineOneBitAdam(OneBitAdam):
     def step(self, closure: Any = None) -> Any:
         """Take a step, by averaged gradients or, once the variance is frozen, by momenta that are averaged here."""
         if self._engine is None or self._average is None:
-            return (
-                None  # DeepSpeed's copies of 16-bit models take a step by zeros, to make states. Here they come later.
-            )
+            # DeepSpeed takes a step by zeros to make the states of its copies of 16-bit models. Here they come later.
+            return None
         if self.frozen and dist.get_world_size(self._engine.seq_data_parallel_group) > 1:
             parameters = [p for group in self.param_groups for p in group["params"]]
             for parameter in parameters:
