@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import fusionlayer as fl
@@ -27,7 +30,7 @@ LOCAL = "local="
 """Begins the word for local steps: ``local=diloco:every=60`` is ``fusionlayer.Local.diloco(every=60)``."""
 
 _KEYS = ("algorithm", "feedback_bits", "freeze_step", "warmup_codec")
-_WORDS = ("autotune", "behind", "overlap", "unchecked")
+_WORDS = ("autotune", "behind", "nodes", "overlap", "unchecked")
 
 
 def codec_presets() -> list[str]:
@@ -56,6 +59,7 @@ class Variant:
         autotune: the plan is searched for by measured steps. The word "autotune".
         unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
             word "unchecked".
+        nodes: DDP averages gradients within a host in each step, and fusionlayer syncs hosts. The word "nodes".
         sync: ``fusionlayer.Local``, whose steps are local; a word local=PRESET:OPTION=VALUE. A name that begins with it
             has the preset's own codec.
     """
@@ -71,6 +75,7 @@ class Variant:
     overlap: bool = False
     autotune: bool = False
     unchecked: bool = False
+    nodes: bool = False
     sync: Any = None
 
     @classmethod
@@ -137,12 +142,17 @@ class Variant:
         parts += ["overlap_forward"] if self.overlap else []
         parts += ["autotune"] if self.autotune else []
         parts += ["nothing checked"] if self.unchecked else []
+        parts += ["DDP within hosts"] if self.nodes else []
         parts += [f"local steps, a sync every {self.period}"] if self.sync is not None else []
         return ", ".join(parts)
 
     def make_codec(self) -> Codec:
         """Return the codec."""
         return fl.codecs.get(self.codec, **self.options)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return what is called in place of ``model``; all ranks call it together."""
+        return DistributedDataParallel(model, process_group=_mesh()["host"].get_group()) if self.nodes else model
 
     def wrap(
         self, optimizer: Optimizer, model: nn.Module, codec: Codec | None = None, plan: str | None = None
@@ -160,6 +170,7 @@ class Variant:
             kept = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
             warm_up = {"freeze_step": self.freeze_step, "warmup_codec": self.warmup_codec or "raw"}
             optimizer = fl.OneBitAdam(group["params"], **kept, **warm_up)
+        unchecked = C10dTransport(checksum=False) if self.unchecked else None
         return fl.DistributedOptimizer(
             optimizer,
             model.named_parameters(),
@@ -172,10 +183,17 @@ class Variant:
             ahead=False if self.behind else None,
             feedback_bits=self.feedback_bits,
             overlap_forward=model if self.overlap else None,
-            group=C10dTransport(checksum=False) if self.unchecked else None,
+            group=_mesh()["hosts"].get_group() if self.nodes else unchecked,
             check_replicas=False if self.unchecked else None,
             **({} if self.sync is None else {"sync": self.sync}),
         )
+
+
+@functools.cache
+def _mesh() -> DeviceMesh:
+    """Return all ranks: of one host, and over hosts those of the same place in theirs."""
+    shape = fl.size() // fl.local_size(), fl.local_size()
+    return init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "host"))
 
 
 def _local(name: str, word: str) -> Any:

@@ -103,7 +103,7 @@ def connect(method: str, network: nn.Module, settings: Settings) -> Attached:
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, betas=(momentum, 0.999))
     if variant is None:
         return attach(method, network, optimizer)
-    return Attached(network, variant.wrap(optimizer, network))
+    return Attached(variant.place(network), variant.wrap(optimizer, network))
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:

@@ -95,7 +95,8 @@ def phases(name: str) -> tuple[tuple[int, str], ...]:
     if variant is None or (variant.freeze_step or 1) == 1:
         return ((0, SEPARATOR.join(words)),)
     frozen = [word for word in words if not word.startswith(("freeze_step=", "warmup_codec="))]
-    return (0, variant.warmup_codec or "raw"), (variant.freeze_step or 0, SEPARATOR.join([*frozen, "freeze_step=1"]))
+    warm = (variant.warmup_codec or "raw") + (OVERLAP if variant.overlap else "")
+    return (0, warm), (variant.freeze_step or 0, SEPARATOR.join([*frozen, "freeze_step=1"]))
 
 
 def steps_of(name: str) -> str:

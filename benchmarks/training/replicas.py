@@ -234,10 +234,10 @@ def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: O
     if variant.sync is not None:
         kind = Streaming if getattr(variant.sync, "overlaps", False) else Trainee
     if plan is not None or variant.codec == AUTO:
-        replica = kind(workload, model, variant.wrap(optimizer, model, plan=plan))
+        replica = kind(workload, variant.place(model), variant.wrap(optimizer, model, plan=plan))
     else:
         codec = timed(variant.make_codec(), f"{method} (timed)", clock)
-        replica = kind(workload, model, variant.wrap(optimizer, model, codec), clock)
+        replica = kind(workload, variant.place(model), variant.wrap(optimizer, model, codec), clock)
     replica.period = variant.cycle
     if isinstance(replica, Streaming):
         replica.lead = variant.cycle

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, again
+from ..errors import FusionLayerError, UsageError, again
 from ..plan import FusionPlan
 from ..scheduler import Engine
 from .distributed import Distributed
@@ -362,6 +362,14 @@ class LocallyStepping(Distributed):
     def _fl_land_all(self) -> None:
         for flight in self._fl_local.flights:
             self._fl_land(flight)
+
+    def _fl_leave(self) -> None:
+        """Wait for what is under way, and drop it: an interpreter that ends under its threads aborts the process."""
+        super()._fl_leave()
+        if self._fl_engine is not None and self._fl_engine.failure is None:
+            for flight in self._fl_local.flights:
+                with suppress(FusionLayerError):  # a rank is gone, and nobody takes these results
+                    flight.take()
 
     def _fl_stand_in(self) -> None:
         """Take part in a sync of the other ranks after this rank has joined, with what it has trained since the last.

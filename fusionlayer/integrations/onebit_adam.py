@@ -42,8 +42,7 @@ class OneBitAdam(Optimizer):
 
     ``param.grad`` holds averaged momentum after ``synchronize``, once the variance is frozen: clip gradients before
     that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in
-    place of its momentum, which shrinks the average: give all ranks equally many batches. ``overlap_forward`` is
-    refused: it takes the step of each bucket by itself, and this optimizer counts steps of all parameters together.
+    place of its momentum, which shrinks the average: give all ranks equally many batches.
 
     What divides the momentum is made once, when the variance is frozen, and kept: 4 bytes for each f32 parameter, which
     a step would need for a while anyway.
@@ -150,12 +149,12 @@ class OneBitAdam(Optimizer):
                 loss = closure()
         groups = self.param_groups
         steps = 1 + groups[0]["steps"]
+        # With overlap_forward these are copies of the groups, as they were at the step, with the parameters of a part.
         for group in groups:
             self._step_group(group, steps)
             group["steps"] = steps
-        self._exchanged.clear()
-        if steps == groups[0]["freeze_step"]:
-            self._freeze()
+            if steps == group["freeze_step"]:
+                self._freeze(group["params"])
         return loss
 
     def _step_group(self, group: dict[str, Any], steps: int) -> None:
@@ -179,7 +178,7 @@ class OneBitAdam(Optimizer):
         else:
             self._take_momenta(parameters, momenta, 1 - beta1)
         rate = float(group["lr"])
-        widths = self._widths(group, variances, steps)
+        widths = self._widths(group, parameters, steps)
         if rate * group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         # States of before have no such key.
@@ -199,6 +198,7 @@ class OneBitAdam(Optimizer):
         else:
             for gradient, momentum, whole in zip(gradients, momenta, arrived, strict=True):
                 momentum.lerp_(gradient, 1.0 if whole else share)
+        self._exchanged.difference_update(parameters)
 
     def _note_local_step(self, parameters: list[Tensor], rate: float, decay: float, beta1: float) -> None:
         """Note by what a local step multiplies momentum and parameters, and what it leaves of a momentum that left.
@@ -240,7 +240,7 @@ class OneBitAdam(Optimizer):
             parameters = [p for p in group["params"] if self.state.get(p)]
             if not parameters:
                 continue
-            widths = self._widths(group, [self.state[p]["exp_avg_sq"] for p in parameters], group["steps"])
+            widths = self._widths(group, parameters, group["steps"])
             for parameter, width in zip(parameters, widths, strict=True):
                 left = self.state[parameter].pop("left", None) if parameter in differences else None
                 if left is None:
@@ -252,22 +252,23 @@ class OneBitAdam(Optimizer):
                     momentum.sub_(left["exp_avg"]).mul_(left["kept"]).add_(self.state[parameter]["exp_avg"])
                 self.state[parameter]["exp_avg"].copy_(momentum)
 
-    def _widths(self, group: dict[str, Any], variances: list[Tensor], steps: int) -> list[Tensor]:
+    def _widths(self, group: dict[str, Any], parameters: list[Tensor], steps: int) -> list[Tensor]:
         """Return what momenta are divided by. Of a frozen variance it is made once, and kept beside it."""
         beta2, eps, frozen_at = group["betas"][1], group["eps"], group["freeze_step"]
-        # A checkpoint may bring other tensors, or other values into these.
         corrected = group.get("bias_correction", True)
-        source = beta2, eps, frozen_at, corrected, [(id(v), v._version) for v in variances]
+        variances = [self._moments(p)[1] for p in parameters]
+        # A checkpoint may bring other tensors, or other values into these.
+        made_of = [(beta2, eps, frozen_at, corrected, v._version) for v in variances]
         kept = self.__dict__.setdefault("_kept_widths", {})
-        known = kept.get(group["params"][0])
-        if known is not None and known[0] == source:
-            return list(known[2])
+        known = [kept.get(p, (None, None, None)) for p in parameters]
+        if all(k[0] is v and k[1] == m for k, v, m in zip(known, variances, made_of, strict=True)):
+            return [k[2] for k in known]
         widths = list(torch._foreach_sqrt(variances))
         if corrected:
             torch._foreach_div_(widths, math.sqrt(1 - beta2 ** min(steps, frozen_at)))
         torch._foreach_add_(widths, eps)
         if steps > frozen_at:
-            kept[group["params"][0]] = source, variances, widths  # as long as variances are held, their ids are theirs
+            kept.update(zip(parameters, zip(variances, made_of, widths, strict=True), strict=True))
         return widths
 
     def _moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,11 +280,12 @@ class OneBitAdam(Optimizer):
             )
         return state["exp_avg"], state["exp_avg_sq"]
 
-    def _freeze(self) -> None:
+    def _freeze(self, parameters: list[Tensor]) -> None:
         """Let elements without a variance rest: momentum divided by infinity is zero."""
-        for state in self.state.values():
-            variance = state["exp_avg_sq"]
-            variance.masked_fill_(variance == 0, math.inf)
+        for parameter in parameters:
+            if state := self.state.get(parameter):
+                variance = state["exp_avg_sq"]
+                variance.masked_fill_(variance == 0, math.inf)
 
     def _beta1_of(self, parameter: Tensor) -> float:
         groups = self.__dict__["param_groups"]

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, UsageError
 from ..scheduler import Engine
+from .onebit_adam import OneBitAdam
 from .parameters import is_distributed
 
 __all__ = ["ForwardOverlap", "check", "check_parameters"]
@@ -28,6 +29,7 @@ SEPARABLE = (
     torch.optim.AdamW,
     torch.optim.Adamax,
     torch.optim.NAdam,
+    OneBitAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.Rprop,
@@ -83,6 +85,7 @@ class ForwardOverlap:
         self._parameters = {name: parameter for parameter, name in names.items()}
         self._update = update
         self._groups: list[dict[str, Any]] = []
+        self._real: Sequence[dict[str, Any]] = ()
         self._stale: set[str] = set()
 
     def enrol(self, names: Mapping[Tensor, str]) -> None:
@@ -119,11 +122,13 @@ class ForwardOverlap:
         eager: Callable[..., None] = torch.compiler.disable(before_forward)
         return eager
 
-    def begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """Begin the updates of a step, after the engine's step has ended.
 
-        They use the options that ``groups`` have now: a scheduler may change those before the last update.
+        They use the options that ``groups`` have now: a scheduler may change those before the last update. What an
+        update changes in its options, such as a count of steps, ``groups`` have from the first update on.
         """
+        self._real = groups
         self._groups = [
             {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
             for group in groups
@@ -158,13 +163,11 @@ class ForwardOverlap:
         kept = {parameter: parameter.grad for parameter in results}
         for parameter, result in results.items():
             parameter.grad = result
+        parts = [{**group, "params": [p for p in group["params"] if p in results]} for group in self._groups]
         try:
-            self._update(
-                [
-                    {**group, "params": [parameter for parameter in group["params"] if parameter in results]}
-                    for group in self._groups
-                ]
-            )
+            self._update(parts)
         finally:
             for parameter, gradient in kept.items():
                 parameter.grad = gradient
+        for real, before, part in zip(self._real, self._groups, parts, strict=True):
+            real.update({key: value for key, value in part.items() if key != "params" and value != before[key]})

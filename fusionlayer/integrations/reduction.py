@@ -356,6 +356,10 @@ class GradientReduction(Optimizer):
         if self._fl_check is not None:
             self._fl_check.finish()
 
+    def _fl_leave(self) -> None:
+        """Let what is under way end, before this rank leaves the job."""
+        self._fl_flush()
+
     def _fl_forget_results(self) -> None:
         """Note that the gradients no longer hold reduced values."""
         if self._fl_state in WITH_RESULTS:
@@ -378,15 +382,15 @@ def _release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:
     engine.close()
 
 
-def _flush_all() -> None:
-    """Make the updates of all optimizers that still wait: to get results, other ranks need this rank's part."""
+def _leave_all() -> None:
+    """Let what optimizers have under way end: to get results, other ranks need this rank's part."""
     with _live_lock:
         optimizers = list(_live)
     for optimizer in optimizers:
-        optimizer._fl_flush()
+        optimizer._fl_leave()
 
 
-context.before_shutdown(_flush_all)
+context.before_shutdown(_leave_all)
 
 
 def refuse_twice(names: Mapping[Tensor, str], but: GradientReduction | None = None) -> None:

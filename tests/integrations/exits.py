@@ -8,6 +8,7 @@ has imported torch already, and then end as any program of Python does.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ import fusionlayer.torch as hvd
 from tests.integrations.training import make_model, train
 
 DEADLINE = 40.0
+watched: list[Any] = []
 CASES = (
     "exit in a hook",
     "exit in a hook of both",
@@ -39,6 +41,7 @@ CASES = (
     "terminate",
     "terminate both",
     "exit after a step",
+    "exit amid local steps of both",
 )
 
 
@@ -69,8 +72,31 @@ def interrupt_the_wait(sent: Path) -> None:
     sent.touch()
 
 
+def end_amid_local_steps(model: Any, before: Any, rank: int, left: Path) -> None:
+    """End with a fragment under way: rank 1 sends its part when rank 0 has ``left``."""
+    before.close()
+    optimizer = fl.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, codec="int8", sync=fl.Local.overlapped(every=2)
+    )
+    watched.append(optimizer)
+    train(model, optimizer, rank, range(4))
+    while rank == 1 and not left.exists():
+        time.sleep(0.01)
+    train(model, optimizer, rank, range(4, 5))
+    left.touch()
+    raise_in("exit of both", rank)
+
+
+def check_nothing_is_under_way() -> None:
+    """Fail where a thread may still be in a call of torch, which aborts the process when Python has ended."""
+    if any(optimizer._fl_engine.untaken for optimizer in watched):
+        print("something is under way at exit", file=sys.stderr, flush=True)
+        os._exit(9)
+
+
 def program(rank: int, case: str, sent: Path) -> None:
     """Train, until the case ends it; ``sent`` says that a rank has been interrupted while it waits."""
+    atexit.register(check_nothing_is_under_way)  # handlers run last in, first out: this one after those of init()
     hvd.init()
     dist.new_group(backend="fusionlayer").allreduce([torch.ones(100_000)]).wait()
     model, other = make_model(), make_model()
@@ -86,6 +112,8 @@ def program(rank: int, case: str, sent: Path) -> None:
         if "update" not in case and "waiting" not in case and "step" not in case:
             raise_in(case, rank)
 
+    if "local" in case:
+        end_amid_local_steps(model, optimizer, rank, sent)
     model[0].weight.register_hook(hook)
     if case == "error in an update":
         optimizer.register_step_pre_hook(lambda *_: raise_in(case, rank))

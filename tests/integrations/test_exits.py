@@ -18,7 +18,13 @@ from tests.tiers import exhaustive
 pytestmark = pytest.mark.medium
 
 STATUS = {"exit": 7, "error": 1, "interrupt": -signal.SIGINT, "terminate": -signal.SIGTERM}
-FAST = ("exit in a hook", "interrupt while waiting", "interrupt of both", "terminate both")
+FAST = (
+    "exit in a hook",
+    "interrupt while waiting",
+    "interrupt of both",
+    "terminate both",
+    "exit amid local steps of both",
+)
 OTHERS = tuple(case for case in CASES if case not in FAST)
 
 
@@ -28,10 +34,10 @@ OTHERS = tuple(case for case in CASES if case not in FAST)
     ids=["some cases", "other cases"],
 )
 def test_a_program_ends_as_it_asks_and_leaves_nothing(cases: tuple[str, ...], tmp_path: Path) -> None:
-    for start in range(0, len(cases), 4):
+    for start in range(0, len(cases), 5):
         folder = tmp_path / str(start)
         folder.mkdir()
-        chosen = list(dict.fromkeys(cases[start : start + 4]))
+        chosen = list(dict.fromkeys(cases[start : start + 5]))
         done = subprocess.run(
             [sys.executable, "-m", "tests.integrations.exits", str(folder), *chosen],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

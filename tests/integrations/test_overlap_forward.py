@@ -32,6 +32,11 @@ def momentum(parameters: Iterable[Tensor]) -> Optimizer:
     return SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+def onebit(parameters: Iterable[Tensor]) -> Optimizer:
+    """Return an optimizer that sends something else from its third step on."""
+    return fl.OneBitAdam(parameters, lr=0.01, freeze_step=2, warmup_codec="int4")
+
+
 def wrap(model: nn.Module, make: Callable[..., Optimizer] = momentum, overlap: bool = True, **options: Any) -> Any:
     """Return an optimizer with a bucket for each tensor."""
     return fl.DistributedOptimizer(
@@ -54,7 +59,8 @@ def both(body: Callable[[int, bool], Tensor], world: int = WORLD) -> None:
 def test_every_optimizer_gives_the_same_bits(kind: type[Optimizer]) -> None:
     def body(rank: int, overlap: bool) -> Tensor:
         model = make_model()
-        train(model, optimizer := wrap(model, kind, overlap), rank, range(STEPS))
+        make = onebit if kind is fl.OneBitAdam else kind
+        train(model, optimizer := wrap(model, make, overlap), rank, range(STEPS))
         optimizer.synchronize() if overlap else None
         return weights(model)
 
@@ -179,7 +185,8 @@ def test_grad_scaler_and_closures_give_up_the_overlap() -> None:
     both(body)
 
 
-def test_accumulated_and_missing_gradients() -> None:
+@pytest.mark.parametrize("make", [momentum, onebit])
+def test_accumulated_and_missing_gradients(make: Callable[..., Optimizer]) -> None:
     """Two backward passes a step, and a branch that only some steps take."""
 
     class Branches(nn.Module):
@@ -196,7 +203,7 @@ def test_accumulated_and_missing_gradients() -> None:
 
     def body(rank: int, overlap: bool) -> Tensor:
         model = Branches()
-        optimizer = wrap(model, overlap=overlap, backward_passes_per_step=2)
+        optimizer = wrap(model, make, overlap, backward_passes_per_step=2)
         for step in range(STEPS):
             model.take_rare = (step + rank) % 3 == 0
             for part in range(2):
@@ -230,15 +237,16 @@ def test_attention_uses_the_parameters_of_a_module_that_it_does_not_call() -> No
     both(body)
 
 
-def test_saving_and_loading_see_the_updates() -> None:
+@pytest.mark.parametrize("make", [momentum, onebit])
+def test_saving_and_loading_see_the_updates(make: Callable[..., Optimizer]) -> None:
     def body(rank: int, overlap: bool) -> Tensor:
         model = make_model()
-        optimizer = wrap(model, overlap=overlap)
+        optimizer = wrap(model, make, overlap)
         train(model, optimizer, rank, range(3))
         saved = {name: value.clone() for name, value in model.state_dict().items()}
         momenta = optimizer.state_dict()
         other = make_model()
-        again = wrap(other, overlap=overlap)
+        again = wrap(other, make, overlap)
         train(other, again, rank, [7])
         other.load_state_dict(saved)
         assert torch.equal(weights(other), weights(model)), "a pending update came after the loading"
