@@ -76,9 +76,9 @@ def attach(method: str, model: nn.Module, optimizer: Optimizer, powersgd_start: 
 
 
 def version_of(method: str) -> str:
-    """Return package and version of a peer, such as "torch 2.13.0"."""
+    """Return package and version of a peer, such as "torch 2.13.0"; without a version where it is not installed."""
     package = PEERS[method].package
-    return f"{package} {version(package)}"
+    return package if why_missing(method) else f"{package} {version(package)}"
 
 
 def why_missing(method: str) -> str | None:

@@ -33,7 +33,7 @@ from benchmarks.report import table
 from . import campaign
 from .campaign import SETUPS
 from .links import LINKS, Link
-from .methods import METHODS, QUICK, check
+from .methods import METHODS, NODES, QUICK, check
 from .methods import why_not as impossible
 from .picture import picture
 from .records import Found, Records, read
@@ -61,7 +61,7 @@ def _make_quick(options: argparse.Namespace, records: Path) -> None:
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     settings = SETUPS[options.model].settings(options.model, *options.hosts, options.steps)
-    methods = _available(options.methods or METHODS[settings.optimizer])
+    methods = _available(options.methods or METHODS[settings.optimizer] + (NODES if settings.hosts else ()))
     found = Found(settings, SETUPS[options.model].training)
     folder = options.records / settings.theme.replace("convergence", "scoreboard")
     if folder.exists() and any(folder.glob("*.json")) and not options.resume:

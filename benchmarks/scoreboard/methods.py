@@ -7,7 +7,19 @@ from benchmarks.training.methods import PEERS as THEIRS
 from benchmarks.variants import LOCAL as LOCAL_WORD
 from benchmarks.variants import OVERLAP, SEPARATOR, Variant
 
-__all__ = ["LOCAL", "METHODS", "QUICK", "check", "family", "losses_of", "phases", "steps_of", "version", "why_not"]
+__all__ = [
+    "LOCAL",
+    "METHODS",
+    "NODES",
+    "QUICK",
+    "check",
+    "family",
+    "losses_of",
+    "phases",
+    "steps_of",
+    "version",
+    "why_not",
+]
 
 LOCAL = (
     *("int4+local=averaging:every=4", "int4+local=overlapped:every=2", "int4+local=overlapped:every=4"),
@@ -16,11 +28,14 @@ LOCAL = (
 )
 """Local steps: presets, most with their defaults. One that this version lacks is left out, with a line that says so."""
 
-ONEBIT = "onebit+freeze_step=100+warmup_codec=int4"
+ONEBIT = "onebit+freeze_step=75+warmup_codec=int4"
 """1-bit Adam: the momentum in one bit, after the warm-up of Adam's variance."""
 
 FROZEN = "int8+freeze_step=100+warmup_codec=int4+local=overlapped:every=4"
 """Local steps after the same warm-up: 0/1 Adam."""
+
+NODES = ("int4+local=averaging:every=4+nodes", "int4+local=overlapped:every=4+nodes")
+"""Local steps between hosts of several workers, which average gradients by DDP in each step."""
 
 METHODS = {
     "AdamW": (

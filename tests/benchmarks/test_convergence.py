@@ -13,6 +13,8 @@ import pytest
 import fusionlayer as fl
 from benchmarks.convergence import BASELINE, Settings, methods, summarize
 from benchmarks.convergence import __main__ as command
+from benchmarks.convergence.running import train
+from benchmarks.lab import Network, why_not
 from benchmarks.report import Environment
 from benchmarks.variants import codec_presets
 from tests.tiers import exhaustive
@@ -178,6 +180,18 @@ class TestRuns:
             assert losses is not None
             assert losses[0] == ddp[0]
             assert 0 < abs(losses[-1][1] - ddp[-1][1]) < 0.5, method
+
+    @exhaustive(guarded_by="tests/integrations/test_local_processes.py::test_nodes_that_share_out_a_model_take_local_steps")
+    @pytest.mark.skipif(why_not(Network(2)) is not None, reason="no network namespaces here")
+    @pytest.mark.timeout(180)  # two runs, of which each starts four processes
+    def test_sgd_in_hosts_and_then_over_hosts_is_sgd(self) -> None:
+        """Where hosts sync after each step, what DDP has averaged in each is averaged over them."""
+        settings = Settings("small", 4, steps=13, every=12, optimizer="SGD", learning_rate=0.1, hosts=2)
+        ddp, nodes = (train(method, 3, settings, method) for method in ("ddp", "raw+local=averaging:every=1+nodes"))
+        assert ddp is not None
+        assert nodes is not None
+        assert ddp[-1].loss < ddp[0].loss
+        assert [point.loss for point in nodes] == pytest.approx([point.loss for point in ddp], rel=1e-5)
 
     @exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
     def test_that_fail_are_told_of(self, capfd: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from benchmarks.scoreboard import __main__ as command
 from benchmarks.scoreboard import campaign
 from benchmarks.scoreboard.campaign import SETUPS
 from benchmarks.scoreboard.links import LINKS, Link
-from benchmarks.scoreboard.methods import LOCAL, METHODS, check
+from benchmarks.scoreboard.methods import LOCAL, METHODS, check, phases
 from benchmarks.scoreboard.picture import picture, shown
 from benchmarks.scoreboard.records import Found, Records, read
 from benchmarks.scoreboard.summary import checks, columns, levels, mean_curve, overview, reached, scores
@@ -120,6 +120,7 @@ class TestArithmetic:
         assert rows[names[0]]["minutes"] == pytest.approx([5 + 0.5, 5 + 2, 5 + 5])
         assert rows[names[1]]["minutes"] == pytest.approx([1 + 1.4, 1 + 2.9, 1 + 5.9])
         assert rows[names[0]]["step_seconds"] == 0.6
+        assert phases(names[0] + "+overlap") == ((0, "int4+overlap"), (100, "onebit+overlap+freeze_step=1"))
         del it.steps[str(FAST), "int4"]
         assert [row["link"] for row in scores(it, SEEDS) if row["method"] == names[0]] == [None]
 

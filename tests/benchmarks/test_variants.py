@@ -32,6 +32,9 @@ def test_a_variant_is_told_in_words() -> None:
     assert about("topk+freeze_step=9+warmup_codec=int4+feedback_bits=8") == (
         "fusionlayer with the codec topk, error feedback in 8 bits, momentum after 9 steps, int4 before"
     )
+    assert about("int4+local=averaging:every=2+nodes") == (
+        "fusionlayer with the codec int4, DDP within hosts, local steps, a sync every 2"
+    )
     assert about("int8+unchecked") == "fusionlayer with the codec int8, nothing checked"
     assert Variant.parse("dynamiq+algorithm=ring").make_codec().options["bits"] == 5
     assert about("ddp").startswith("DistributedDataParallel")
