@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.cores import one_core
-from tests.tiers import spread, unguarded
+from tests.tiers import longest_first, spread, unguarded
 
 pytest_plugins = ["pytester", "tests.deadlines"]
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             mark = item.get_closest_marker("xdist_group")
             (groups.setdefault(mark.args[0], []) if mark else rest).append(item)
-        items[:] = spread(list(groups.values()), rest)
+        items[:] = spread(longest_first(groups), rest)
 
 
 @pytest.hookimpl(wrapper=True)
