@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -10,7 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.cores import one_core
-from tests.tiers import spread, unguarded
+from tests.tiers import longest_first, spread, unguarded
 
 pytest_plugins = ["pytester", "tests.deadlines"]
 
@@ -28,6 +29,17 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 # A job that a shell has put into the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among what is imported and collected, neither now nor in a test: each look takes a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in the same hook
@@ -55,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             mark = item.get_closest_marker("xdist_group")
             (groups.setdefault(mark.args[0], []) if mark else rest).append(item)
-        items[:] = spread(list(groups.values()), rest)
+        items[:] = spread(longest_first(groups), rest)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,19 +16,38 @@ _CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep this thread, and the threads and processes that it starts, on the core where it is now.
+    """Keep this thread, and the threads and processes that it starts, on one core that no other worker's test has.
 
     Ranks that are threads hand Python's lock to each other all the time, which takes 2.5 times as long between cores.
+    The kernel cannot part two tests that are kept on one core, so each claims its own while there are enough: the one
+    where it is now, or another.
     """
     if _CORES is None:
         yield
         return
     here = int(Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
-    os.sched_setaffinity(0, {here})
+    core, claim = _claim(sorted(_CORES, key=lambda core: core != here))
+    os.sched_setaffinity(0, {core})
     try:
         yield
     finally:
         os.sched_setaffinity(0, _CORES)
+        if claim is not None:
+            fcntl.flock(claim, fcntl.LOCK_UN)  # a process that the test has forked, and left, does not keep it
+            os.close(claim)
+
+
+def _claim(cores: Sequence[int]) -> tuple[int, int | None]:
+    """Return the first of ``cores`` that no test of this user has, with the open file that says so; else the first."""
+    for core in cores:
+        path = Path(tempfile.gettempdir(), f"fusionlayer-tests-{os.getuid()}-core-{core}")
+        claim = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return core, claim
+        except BlockingIOError:
+            os.close(claim)
+    return cores[0], None
 
 
 @contextmanager

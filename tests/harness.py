@@ -37,25 +37,7 @@ import torch.distributed as dist
 __all__ = ["Outcome", "checkpoint", "outcomes_of", "run_ranks", "stay_last"]
 
 _context = mp.get_context("forkserver")
-# What ranks import, so that each need not: seconds of a processor. Nothing of it may start a thread or read a setting
-# that a test makes later; after a fork threads are gone, and settings are the server's.
-_context.set_forkserver_preload(
-    [
-        "pytest",
-        "torch.distributed.checkpoint",
-        "torch.distributed.pipelining",
-        "torch.distributed.tensor.parallel",
-        "torch._inductor.compile_fx",
-        "fusionlayer.backend",
-        "fusionlayer.integrations.fsdp",
-        "fusionlayer.integrations.pipeline",
-        "fusionlayer.planning.autotune",
-        "fusionlayer.torch.elastic",
-        "fusionlayer.transport.c10d",
-        "tests.codecs.variants",
-        "tests.synthetic",
-    ]
-)
+_context.set_forkserver_preload(["tests.preload"])
 
 _report: Connection | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from fusionlayer import codecs
 from tests.codecs.variants import KINDS, every, is_kind, repeats
-from tests.tiers import spread, tiered
+from tests.cores import _claim
+from tests.tiers import LONGEST, longest_first, spread, tiered
 
 pytestmark = pytest.mark.short
 
@@ -66,6 +68,24 @@ def test_files_of_many_cases_fill_the_end() -> None:
 
     many, few, one, group = cases("many.py", 8), cases("few.py", 2), cases("one.py", 1), cases("group.py", 3)
     assert spread([group, group], [*many, *few, *one]) == [*group, *one, *few, many[0], *group, *many[1:]]
+
+
+def test_a_worker_begins_a_long_group_early() -> None:
+    groups: dict[str, Any] = {"a.py": ["a"], LONGEST[1]: ["second"], "b.py": ["b"], LONGEST[0]: ["first"]}
+    assert longest_first(groups) == [["first"], ["second"], ["a"], ["b"]]
+    assert all((TESTS.parent / name).exists() for name in LONGEST if name != "netns")
+
+
+def test_tests_at_once_claim_a_core_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (first, one), (second, two), third = _claim([7, 8]), _claim([7, 8]), _claim([8, 7])
+    assert (first, second, third) == (7, 8, (8, None)), "with no core left a test shares the one where it is"
+    assert one is not None and two is not None
+    os.close(two)
+    again, three = _claim([7, 8])
+    assert again == 8 and three is not None
+    os.close(one)
+    os.close(three)
 
 
 def test_kinds_are_never_repeats() -> None:

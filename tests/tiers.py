@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 exhaustive = pytest.mark.exhaustive
+
+# The groups of tests that take a worker more than a minute, the longest first. Other orders are right too, but slower.
+LONGEST = (
+    "netns",
+    "tests/examples/test_examples.py",
+    "tests/integrations/test_flips.py",
+    "tests/transport/test_connecting.py",
+    "tests/transport/test_mpi.py",
+    "tests/packaging/test_gpu_stages.py",
+    "tests/transport/test_faults.py",
+    "tests/collectives/test_processes.py",
+    "tests/examples/test_kubernetes.py",
+)
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -48,6 +61,12 @@ def unguarded(items: Sequence[pytest.Item]) -> list[str]:
         return fast.get(guard, False) or bool(guard) and guard.partition("::")[0] not in files
 
     return [name for name, any_fast in fast.items() if not any_fast and not guarded(guards[name])]
+
+
+def longest_first(groups: Mapping[str, Sequence[pytest.Item]]) -> list[Sequence[pytest.Item]]:
+    """Return the groups of tests, by name, in the order of ``LONGEST``, and then all others in their own."""
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    return [groups[name] for name in sorted(groups, key=lambda name: rank.get(name, len(rank)))]
 
 
 def spread(groups: Sequence[Sequence[pytest.Item]], rest: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -68,7 +68,7 @@ def cells(options: argparse.Namespace, *, emulated: bool, mpi: bool) -> Iterator
         for world in options.worlds:
             hosts = 1 if rate is None else options.hosts
             if rate is None or emulated:
-                yield Cell(rate, hosts, world // hosts, sizes, rounds, codecs, collectives, mpi)
+                yield Cell(rate, hosts, world // hosts, sizes, rounds, codecs, collectives, mpi, options.turn_seconds)
 
 
 def run(cell: Cell, *, isolated: bool, timeout: float) -> list[Row] | None:

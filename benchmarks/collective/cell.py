@@ -20,6 +20,7 @@ class Cell:
         codecs: names of codecs.
         collectives: names of collectives.
         mpi: workers are started by mpirun, and MPI takes part.
+        turn_seconds: how long a turn goes on, of calls in a row; 0: one call.
     """
 
     rate: str | None
@@ -30,6 +31,7 @@ class Cell:
     codecs: tuple[str, ...]
     collectives: tuple[str, ...]
     mpi: bool = False
+    turn_seconds: float = 0.1
 
     @property
     def world(self) -> int:

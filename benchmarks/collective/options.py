@@ -16,8 +16,14 @@ from benchmarks.variants import codec_presets
 
 __all__ = ["parse"]
 
-DEFAULTS = {"rates": "none,100mbit,1gbit", "worlds": "2,4", "sizes": "64KB,1MB,4MB,16MB", "rounds": 5}
-SMOKE = {"rates": "none,1gbit", "worlds": "2", "sizes": "64KB", "rounds": 2}
+DEFAULTS = {
+    "rates": "none,100mbit,1gbit",
+    "worlds": "2,4",
+    "sizes": "64KB,1MB,4MB,16MB",
+    "rounds": 5,
+    "turn_seconds": 0.1,
+}
+SMOKE = {"rates": "none,1gbit", "worlds": "2", "sizes": "64KB", "rounds": 2, "turn_seconds": 0.0}
 
 
 def parse(description: str | None) -> argparse.Namespace:

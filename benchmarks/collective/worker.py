@@ -27,10 +27,9 @@ from .operations import Operation, operations
 
 __all__ = ["main", "measure"]
 
-TURN_SECONDS = 0.1
 TURN_CALLS = 32
 TURN_BYTES = 64 << 20
-"""A turn goes on for so long, but has at most so many calls on tensors of so many bytes together."""
+"""A turn has at most so many calls, on tensors of so many bytes together."""
 
 
 def main() -> None:
@@ -69,9 +68,9 @@ def _start(
             seconds, _, _ = turn(operation, source, tensors[:1], device)
         except fl.ConfigError:  # the collective does not take this codec, on any rank
             continue
-        if seconds < TURN_SECONDS:  # what only first calls take may be most of that
+        if seconds < cell.turn_seconds:  # what only first calls take may be most of that
             seconds, _, _ = turn(operation, source, tensors[:1], device)
-        calls = max(1, min(len(tensors), int(TURN_SECONDS / seconds)))
+        calls = max(1, min(len(tensors), int(cell.turn_seconds / seconds)))
         yield operation, Row(operation.name, operation.codec, source.nbytes, operation.bus_factor, calls)
 
 

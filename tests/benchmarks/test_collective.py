@@ -77,6 +77,7 @@ class TestCommandLine:
         options = self.read(monkeypatch, "--smoke")
         assert (options.rates, options.worlds, options.sizes) == ((None, "1gbit"), (2,), (64 * KB,))
         assert options.smoke and not self.read(monkeypatch).smoke
+        assert (options.turn_seconds, self.read(monkeypatch).turn_seconds) == (0.0, 0.1), "one call is enough to see"
 
     @pytest.mark.parametrize(
         ("arguments", "told"),
@@ -123,6 +124,7 @@ class TestCommand:
         status = self.call(monkeypatch, "--rates", "none,1gbit", "--worlds", "2,4", "--out", str(tmp_path))
         assert status == 0
         assert [(c.hosts, c.workers) for c in self.cells] == [(1, 2), (1, 4), (2, 1), (2, 2)]
+        assert {c.turn_seconds for c in self.cells} == {0.1}
         (path,) = tmp_path.glob("collective_*.json")
         rows = json.loads(path.read_text())["rows"]
         assert [(r["rate"], r["world"]) for r in rows] == [(None, 2), (None, 4), ("1gbit", 2), ("1gbit", 4)]
