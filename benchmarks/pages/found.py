@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("CONVERGENCE", "LATER", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
+    *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
     *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows"),
     *("score", "scored", "speedup", "the", "zipped"),
 ]
@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 TRAINING, CONVERGENCE, SGD = "training-gpt-2x1", "convergence-gpt-2x1-adamw", "convergence-gpt-2x1-sgd"
 SCOREBOARD = "scoreboard-gpt-2x1-adamw"
-LATER = "scoreboard-onebit-gpt-2x1-adamw"
 """A later round on the same machine, with the kernel of ``onebit``; not of all methods."""
 CODECS = (
     *("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco"),
@@ -155,7 +154,7 @@ def score(method: str, link: str, share: int = -1, theme: str = SCOREBOARD) -> f
 
 
 NAMES: dict[str, Any] = {
-    **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "LATER": LATER, "CODECS": CODECS},
+    **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "CODECS": CODECS},
     **{
         each.__name__: each
         for each in (end, errors, kernels, mean, minutes, more, rows, score, scored, speedup, the, zipped)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.pages.found import CONVERGENCE, LATER, SCOREBOARD, TRAINING, Record, end, minutes, rows, the
+from benchmarks.pages.found import CONVERGENCE, SCOREBOARD, TRAINING, Record, end, minutes, rows, the
 from benchmarks.scoreboard.links import Link
 
 __all__ = ["HEADLINE", "TABLES", "fill"]
@@ -103,7 +103,6 @@ def arrivals() -> Lines:
     yield "computing alone, as many steps", *(f"{each:.3g}" for each in alone), ""
 
 
-_ONEBIT = "onebit+freeze_step=100+warmup_codec=int4"
 SCORED = {
     "ddp": "`DistributedDataParallel(model)`",
     "ddp-powersgd": "the same, torch's PowerSGD hook",
@@ -112,8 +111,7 @@ SCORED = {
     "int8": '`codec="int8"`',
     "int4": '`codec="int4"`',
     "int4+overlap": '`codec="int4", overlap_forward=model`',
-    _ONEBIT: '`fl.OneBitAdam(...)`, `codec="onebit"`',
-    "int4+local=overlapped:every=2": '`codec="int4", sync=fl.Local.overlapped(2)`',
+    "onebit+freeze_step=75+warmup_codec=int4": '`fl.OneBitAdam(...)`, `codec="onebit"`',
     "int4+local=overlapped:every=4": '`codec="int4", sync=fl.Local.overlapped(4)`',
     "int4+local=overlapped:every=8": '`codec="int4", sync=fl.Local.overlapped(8)`',
     "int4+local=streaming": '`codec="int4", sync=fl.Local.streaming()`',
@@ -129,9 +127,8 @@ def scoreboard() -> Lines:
     _, half, final = found[0].levels
     ends = f"until {final:.3f} at {last.words.split(', ')[0]}"
     yield f"minutes until loss {half:.3f}", *(link.words.split(", ")[0] for link in links), ends, "final loss", "seeds"
-    later = rows(LATER, kind="score", method=_ONEBIT)
     for method, name in SCORED.items():
-        mine = {row.link: row for row in (later if method == _ONEBIT else found) if row.method == method and row.link}
+        mine = {row.link: row for row in found if row.method == method and row.link}
         if any(row.seeds for row in mine.values()):
             first = next(iter(mine.values()))
             cells = [_arrival(mine.get(str(link)), 1) for link in links]
