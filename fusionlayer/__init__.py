@@ -32,11 +32,13 @@ from .integrations.distributed import Distributed
 from .integrations.local import Local
 from .integrations.onebit_adam import OneBitAdam
 from .integrations.optimizer import DistributedOptimizer
+from .integrations.publication import Publisher, publish
 from .integrations.sends import FollowsSyncs, SendsItsOwn
 from .integrations.sharded import ShardedOptimizer
 from .plan import FusionPlan
 from .planning.autotune import Autotune
 from .planning.codec_rules import CodecRule, CodecRules
+from .publishing import Follower, subscribe
 from .scheduler import planners
 
 if TYPE_CHECKING:
@@ -52,12 +54,14 @@ __all__ = [
     "ConfigError",
     "Distributed",
     "DistributedOptimizer",
+    "Follower",
     "FollowsSyncs",
     "FusionLayerError",
     "FusionPlan",
     "Local",
     "OneBitAdam",
     "PlanMismatch",
+    "Publisher",
     "ReduceOp",
     "ReplicaMismatch",
     "SendsItsOwn",
@@ -89,10 +93,12 @@ __all__ = [
     "moe",
     "pipeline",
     "planners",
+    "publish",
     "rank",
     "reduce_scatter",
     "shutdown",
     "size",
+    "subscribe",
     "switcher",
     "tensor_parallel",
     "transport",

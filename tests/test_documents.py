@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,28 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
     finally:
         fl.shutdown()
         dist.destroy_process_group()
+
+
+@pytest.mark.short
+def test_the_python_about_publishing_runs() -> None:
+    """The inference jobs run between two steps of the trainer."""
+    trainer, inference, engines = blocks((ROOT / "docs" / "publish.md").read_text(), "python")
+    served: list[str] = []
+
+    class Engine:
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            served.extend(name for name, _ in weights)
+
+    def batches() -> Iterator[int]:
+        yield 0
+        exec(inference, {**names, "model": nn.Linear(2, 2), "prompts": ["a", "b"]})
+        exec(engines, names)
+        yield 1
+
+    names: dict[str, Any] = {"fl": fl, "model": nn.Linear(2, 2), "batches": batches(), "engine": Engine()}
+    names |= {"train": lambda model, batch: None, "generate": lambda model, prompt: served.append(prompt)}
+    exec(trainer, names)
+    assert served == ["a", "b", "weight", "bias"] and names["publisher"].version == 1
 
 
 @pytest.mark.medium

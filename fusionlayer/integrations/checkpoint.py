@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import codecs
-from ..codecs import ChangeCodec, VariableSizeCodec
 from ..errors import ConfigError, FusionLayerError, WireError, kind_of, require
+from ..publishing.tensors import Message, decode, encode
 from ..wire import DTYPE_CODES
 
 __all__ = ["load", "save_delta", "versions"]
@@ -154,14 +153,8 @@ def _encoded(value: Any, before: Any) -> Any:
 
 def _message(x: Tensor, before: Any) -> dict[str, Any]:
     since = isinstance(before, Tensor) and (before.shape, before.dtype) == (x.shape, x.dtype)
-    codec = _codec("delta" if since else "zip")
-    payload = torch.zeros(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8)
-    if isinstance(codec, ChangeCodec):
-        codec.encode_change(x.view(-1), before.view(-1), payload)
-    else:
-        codec.encode(x.view(-1), payload)
-    data = codec.compact(payload, x.numel(), x.dtype)
-    return {"codec": codec.name, "dtype": str(x.dtype), "shape": list(x.shape), "data": data}
+    message = encode(x.view(-1), before.view(-1) if since else None, header=True)
+    return {"codec": message.codec, "dtype": str(x.dtype), "shape": list(x.shape), "data": message.data}
 
 
 def _decoded(value: Any, before: Any) -> Any:
@@ -178,20 +171,7 @@ def _decoded(value: Any, before: Any) -> Any:
 
 
 def _tensor(message: dict[str, Any], before: Any) -> Tensor:
-    codec, dtype = _codec(message["codec"]), _DTYPES[message["dtype"]]
-    out = torch.empty(message["shape"], dtype=dtype)
-    flat = out.view(-1)
-    payload = torch.zeros(codec.wire(flat.numel(), dtype).capacity, dtype=torch.uint8)
-    codec.expand(message["data"], payload, flat.numel(), dtype)
-    if isinstance(codec, ChangeCodec):
-        base = before if isinstance(before, Tensor) else out.new_empty(0)
-        codec.apply_change(payload, base.view(-1), flat)
-    else:
-        codec.decode(payload, flat)
+    out = torch.empty(message["shape"], dtype=_DTYPES[message["dtype"]])
+    base = before.view(-1) if isinstance(before, Tensor) else None
+    decode(Message(message["codec"], message["data"]), base, out.view(-1), header=True)
     return out
-
-
-def _codec(name: str) -> VariableSizeCodec:
-    codec = codecs.get(name)
-    assert isinstance(codec, VariableSizeCodec)
-    return codec

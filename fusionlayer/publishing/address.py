@@ -1,0 +1,82 @@
+"""Where versions are published: a port of TCP, or a folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ..errors import ConfigError, kind_of
+
+__all__ = ["Place", "parse", "secret_of", "seconds_of"]
+
+_LEAST_SECONDS = 2.0
+_EXPECTED = "expected 'tcp://HOST:PORT', 'file:///FOLDER' or a Path"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder, or a host and a port; the other one is None.
+
+    Attributes:
+        folder: where files are.
+        host: name or address of a host.
+        port: of TCP; a publisher gets one of the system's choice for 0.
+    """
+
+    folder: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.folder is not None:
+            return f"file://{self.folder}"
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+def parse(address: str | os.PathLike[str]) -> Place:
+    """Return what ``address`` names: "tcp://HOST:PORT", "file:///FOLDER" or a Path. No host means 127.0.0.1.
+
+    Raises:
+        ConfigError: it names neither.
+    """
+    if isinstance(address, os.PathLike):
+        return Place(Path(address).absolute())
+    if not isinstance(address, str):
+        raise ConfigError(f"address: got {kind_of(address)}; {_EXPECTED}")
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"address {address!r}: {error}; {_EXPECTED}") from None
+    if parts.scheme == "file" and not parts.netloc and parts.path:
+        return Place(Path(unquote(parts.path)))
+    if parts.scheme == "tcp" and port is not None and not parts.path:
+        return Place(None, host or "127.0.0.1", port)
+    if parts.scheme in ("s3", "gs", "gcs", "az", "hdfs"):
+        raise ConfigError(f"address {address!r}: mount it as a folder, and give that as 'file:///FOLDER'")
+    raise ConfigError(f"address {address!r}; {_EXPECTED}")
+
+
+def secret_of(secret: str | bytes | None) -> bytes | None:
+    """Return a user's secret as bytes.
+
+    Raises:
+        ConfigError: it is empty, or no text.
+    """
+    if secret is not None and (not isinstance(secret, (str, bytes)) or not secret):
+        given = "an empty one" if isinstance(secret, (str, bytes)) else kind_of(secret)
+        raise ConfigError(f"secret: got {given}; expected a text that publisher and followers share, or None")
+    return secret.encode() if isinstance(secret, str) else secret
+
+
+def seconds_of(timeout: float) -> float:
+    """Return a user's deadline in seconds.
+
+    Raises:
+        ConfigError: it is no number, or too short for two ends that tell each other every half second that they live.
+    """
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout >= _LEAST_SECONDS:
+        raise ConfigError(f"timeout={timeout!r}; expected seconds, at least {_LEAST_SECONDS:g}")
+    return float(timeout)

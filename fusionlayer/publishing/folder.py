@@ -1,0 +1,252 @@
+"""Versions in the files of a folder: shared by hosts, or an object store that is mounted as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ConfigError, FusionLayerError, UsageError, WireError
+from .address import Place
+from .outlet import Outlet
+from .snapshot import Snapshot
+from .source import Ended, Source
+from .update import make, read
+
+__all__ = ["FolderOutlet", "FolderSource", "files_of", "way"]
+
+_FORM = 1
+_NEWEST = "newest.json"
+_PARTIAL = re.compile(r"\.(?:[0-9a-f]{16}\.\d{12}\.\w+|newest\.json)\.\d+\.partial")
+_FILE = re.compile(r"([0-9a-f]{16})\.(\d{12})\.(?:whole|from(\d{12}))")
+_PAUSE = 0.2
+"""Seconds between two looks at a folder."""
+
+
+class _Newest(NamedTuple):
+    """What the file ``newest.json`` tells."""
+
+    run: str
+    version: int
+    ended: bool
+
+
+class File(NamedTuple):
+    """A file of one update.
+
+    Attributes:
+        run: of its publisher.
+        version: that it makes.
+        since: the version that a reader must have; None: none.
+        nbytes: its length.
+        path: where it is.
+    """
+
+    run: str
+    version: int
+    since: int | None
+    nbytes: int
+    path: Path
+
+
+def files_of(folder: Path) -> list[File]:
+    """Return the files of updates in ``folder``."""
+    found = []
+    for path in folder.iterdir():
+        if match := _FILE.fullmatch(path.name):
+            since = None if match[3] is None else int(match[3])
+            with suppress(OSError):  # it was removed just now
+                found.append(File(match[1], int(match[2]), since, path.stat().st_size, path))
+    return found
+
+
+def way(files: Sequence[File], have: int | None, to: int) -> list[File] | None:
+    """Return the updates of one run that lead from version ``have``, or from nothing, to ``to`` in the fewest bytes.
+
+    None: no files lead there.
+    """
+    best: dict[int | None, tuple[int, list[File]]] = {None: (0, [])}
+    if have is not None:
+        best[have] = (0, [])
+    for file in sorted(files, key=lambda file: file.version):  # an update leads to a later version than it needs
+        if file.since in best and file.version <= to:
+            nbytes, before = best[file.since]
+            if file.version not in best or nbytes + file.nbytes < best[file.version][0]:
+                best[file.version] = nbytes + file.nbytes, [*before, file]
+    return best[to][1] if to in best else None
+
+
+class FolderOutlet(Outlet):
+    """Writes each version as what changed since the one before, and every ``keep``-th one whole as well.
+
+    The files of the last ``keep`` versions stay, one of which is whole. So a follower that is at most so many versions
+    behind needs no whole version, and any other one finds one.
+    """
+
+    def __init__(self, place: Place, keep: int) -> None:
+        super().__init__(place)
+        assert place.folder is not None
+        self._folder = place.folder
+        self._keep = keep
+        self._written: Snapshot | None = None
+        self._versions: deque[int] = deque(maxlen=keep)
+        self._count = 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folder.iterdir():
+                if _PARTIAL.fullmatch(path.name):  # of a publisher that was killed
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"publish: folder {self._folder} cannot be used: {error.strerror}") from error
+        self._start(publisher=self._work)
+
+    @property
+    def followers(self) -> int:
+        """0: nobody knows who reads the files."""
+        return 0
+
+    def _is_out(self) -> bool:
+        return self._written is self._newest
+
+    def _wake(self) -> None:
+        """The condition has been notified."""
+
+    def _end(self) -> None:
+        if self._written is not None and self._failure is None:
+            with suppress(OSError, FusionLayerError):
+                self._point(self._written, ended=True)
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._threads[0].join()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while self._written is self._newest and not self._closed:
+                        self._changed.wait()
+                    new = self._newest
+                    if self._closed or new is None:
+                        return
+                self._write(new)
+                with self._changed:
+                    self._written = new
+                    self._changed.notify_all()
+        except OSError as error:
+            self._fail(FusionLayerError(f"publish: {self._folder} cannot be written: {error.strerror or error}"))
+        except Exception as error:
+            self._fail(error)
+
+    def _write(self, new: Snapshot) -> None:
+        stem = f"{new.run}.{new.version:012d}"
+        before = self._written
+        if before is not None:
+            self._put(f"{stem}.from{before.version:012d}", make(new, before).parts)
+        if self._count % self._keep == 0:
+            self._put(f"{stem}.whole", make(new).parts)
+        self._count += 1
+        self._point(new, ended=False)
+        self._versions.append(new.version)
+        for file in files_of(self._folder):
+            if file.run != new.run or file.version < self._versions[0]:
+                file.path.unlink(missing_ok=True)
+
+    def _point(self, snapshot: Snapshot, ended: bool) -> None:
+        if self._written is not None and (there := newest_of(self._folder)) and there.run != snapshot.run:
+            raise UsageError(f"publish: another publisher writes into {self._folder}; give each a folder of its own")
+        facts = {"form": _FORM, "run": snapshot.run, "version": snapshot.version, "ended": ended}
+        self._put(_NEWEST, [memoryview(json.dumps(facts).encode())])
+
+    def _put(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Write a file that has its name only when it is complete."""
+        partial = self._folder / f".{name}.{os.getpid()}.partial"
+        try:
+            with open(partial, "wb") as file:
+                for part in parts:
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self._folder / name)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def newest_of(folder: Path) -> _Newest | None:
+    """Return what ``newest.json`` tells; None if it is missing.
+
+    Raises:
+        WireError: it was damaged.
+    """
+    try:
+        text = (folder / _NEWEST).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        facts = json.loads(text)
+        found = _Newest(facts["run"], facts["version"], facts["ended"])
+        if facts["form"] == _FORM and (type(found.run), type(found.version)) == (str, int):
+            return found
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise WireError(f"{folder / _NEWEST} says {text[:80]!r}: it was damaged, or another fusionlayer has written it")
+
+
+class FolderSource(Source):
+    """Reads the updates of a folder. It looks for a newer version five times a second."""
+
+    def __init__(self, place: Place) -> None:
+        assert place.folder is not None
+        self._folder = place.folder
+        self._damaged: set[Path] = set()
+        self._closing = threading.Event()
+
+    def next(self, have: Snapshot | None) -> Snapshot | None:
+        newest = newest_of(self._folder)
+        if newest is None:
+            raise FileNotFoundError(f"{self._folder} has no versions yet")
+        if have is not None and (have.run, have.version) == newest[:2]:
+            if newest.ended:
+                raise Ended
+            self._closing.wait(_PAUSE)
+            return None
+        files = [file for file in files_of(self._folder) if file.run == newest.run and file.path not in self._damaged]
+        mine = have.version if have is not None and have.run == newest.run else None
+        steps = way(files, mine, newest.version)
+        if steps is None:  # they were replaced meanwhile, or are damaged: a later version will do
+            self._closing.wait(_PAUSE)
+            raise FileNotFoundError(f"no files of {self._folder} lead to version {newest.version}")
+        made = have
+        for step in steps:
+            made = self._read(step, made)
+        return made
+
+    def _read(self, step: File, base: Snapshot | None) -> Snapshot:
+        with open(step.path, "rb") as file:
+
+            def source(nbytes: int) -> bytearray:
+                data = bytearray(nbytes)
+                if file.readinto(data) != nbytes:
+                    raise WireError(f"{step.path} ends too early: it was cut short")
+                return data
+
+            try:
+                made = read(source, step.nbytes, base)
+                if (made.run, made.version) != (step.run, step.version):
+                    raise WireError(f"{step.path} holds version {made.version} of {made.run}: it is another file")
+                return made
+            except WireError as error:
+                self._damaged.add(step.path)
+                raise WireError(f"{step.path}: {error}") from error
+
+    def close(self) -> None:
+        self._closing.set()

@@ -1,0 +1,310 @@
+"""A follower: it holds one whole version at a time, and goes over to newer ones when it is asked to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from .. import forks
+from ..errors import ConfigError, FusionLayerError, TransportError, UsageError, WireError, again
+from .address import Place, parse, seconds_of, secret_of
+from .client import TcpSource
+from .folder import FolderSource
+from .models import check_model, load
+from .snapshot import Snapshot
+from .source import Ended, Source
+
+__all__ = ["Follower", "subscribe"]
+
+_logger = logging.getLogger("fusionlayer")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+"""Seconds between attempts to reach a publisher: each pause is twice the one before."""
+
+
+def subscribe(
+    address: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    secret: str | bytes | None = None,
+    timeout: float = 30.0,
+) -> Follower:
+    """Follow the versions that ``fl.publish`` publishes at ``address``; returns at once, whether or not it is there.
+
+        follower = fl.subscribe("tcp://trainer:29600", model)
+        follower.wait()
+        while serving:
+            generate(model)
+            follower.poll()
+
+    Args:
+        address: "tcp://HOST:PORT", "file:///FOLDER" or a Path, as the publisher has it.
+        model: each version that is shown is loaded into it, by the thread that calls ``poll`` or ``wait``. None: take
+            ``tensors()``, or call ``load_into``.
+        secret: that of the publisher; over TCP alone.
+        timeout: seconds after which a publisher that does not say a word counts as lost, at least 2. The follower then
+            connects again, without end.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+    place, guard, seconds = parse(address), secret_of(secret), seconds_of(timeout)
+    if model is not None:
+        check_model("subscribe", model)
+    if place.folder is not None:
+        if guard is not None:
+            raise ConfigError("subscribe: a folder has no secret; expected None, and permissions that guard its files")
+        return Follower(place, FolderSource(place), model)
+    if not place.port:
+        raise ConfigError("subscribe: port 0; expected the port that publisher.address tells")
+    return Follower(place, TcpSource(place, guard, seconds), model)
+
+
+class Follower:
+    """Follows a publisher. ``fl.subscribe`` makes it.
+
+    A thread of its own receives versions, checks and decodes them. What the follower shows changes only within
+    ``poll``, ``wait`` and iteration, and then as a whole: nobody sees tensors of two versions. Each version is one that
+    the publisher has published, to the bit: every tensor has the digest that the publisher gave it.
+
+    It holds the version that it shows, and while a newer one comes, that one as well; tensors that have not changed
+    are held once. One thread at a time may call its methods.
+
+    Attributes:
+        trouble: why no newer version came lately, such as a link that was lost; None if all is well.
+        ended: the publisher has ended in order, and ``latest`` is its last version. A publisher that begins again there
+            is followed, and this is False again.
+    """
+
+    def __init__(self, place: Place, source: Source, model: nn.Module | None) -> None:
+        self.trouble: FusionLayerError | OSError | None = None
+        self.ended = False
+        self._place = place
+        self._source = source
+        self._model = model
+        self._shown: Snapshot | None = None
+        self._latest: Snapshot | None = None
+        self._fatal: FusionLayerError | None = None
+        self._closed = False
+        # Guards what the thread tells: _latest, trouble, ended, _fatal.
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._generation = forks.generation()
+        self._thread = threading.Thread(target=self._follow, name="fusionlayer follower", daemon=True)
+        self._thread.start()
+        forks.at_exit(self.close)
+
+    # ---- versions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """The number of the version that is shown; None before the first."""
+        return self._shown.version if self._shown else None
+
+    @property
+    def latest(self) -> int | None:
+        """The number of the newest version that is here; ``poll`` would show it."""
+        with self._changed:
+            return self._latest.version if self._latest else None
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of the version that is shown, over all names and tensors: ``publisher.digest`` of that version."""
+        return self._shown.digest if self._shown else None
+
+    def poll(self) -> bool:
+        """Show the newest version that is here, and return whether it is another one than before. It never waits.
+
+        Raises:
+            ConfigError: publisher and follower do not have one secret, or the version does not fit the model; the
+                follower then goes on showing what it has shown.
+            UsageError: the follower was closed.
+        """
+        with self._changed:
+            self._check()
+            new = self._latest
+        if new is None or new is self._shown:
+            return False
+        if self._model is not None:
+            load(self._model, new.tensors, f"version {new.version} of {self._place}")
+        self._shown = new
+        return True
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until there is a newer version than the one that is shown; show it, and return its number.
+
+        Args:
+            timeout: seconds; None: without limit.
+
+        Raises:
+            ConfigError: as for ``poll``.
+            TransportError: none came in time, or the publisher has ended; the message says what is wrong.
+            UsageError: the follower was closed.
+        """
+        if not self._await(timeout):
+            raise TransportError(self._why(timeout or 0.0))
+        self.poll()
+        assert self.version is not None
+        return self.version
+
+    def __iter__(self) -> Iterator[int]:
+        """Show one version after the other as they come, and yield their numbers, until the publisher ends.
+
+        Versions that are replaced before this one is done with are left out.
+        """
+        while self._await(None):
+            self.poll()
+            assert self.version is not None
+            yield self.version
+
+    # ---- tensors ----------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over name and tensor of the version that is shown, in the publisher's order.
+
+        It stays with this version, whatever is shown later. Tensors are the follower's own, on the CPU: copy them, and
+        do not change them.
+
+        Raises:
+            UsageError: there is no version yet.
+        """
+        return iter(self._now().tensors.items())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors of the version that is shown by name, as ``tensors`` does."""
+        return dict(self._now().tensors)
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy the version that is shown into ``model``, whose parameters and buffers have the same names and shapes.
+
+        All is checked before anything is written. Values are converted where the model has another type.
+
+        Raises:
+            ConfigError: names or shapes differ.
+            UsageError: there is no version yet.
+        """
+        check_model("load_into", model)
+        load(model, self._now().tensors, f"version {self.version} of {self._place}")
+
+    def _now(self) -> Snapshot:
+        if self._shown is None:
+            raise UsageError("the follower shows no version yet: call wait() or poll() first")
+        return self._shown
+
+    # ---- its end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End. What is shown stays; a second call does nothing."""
+        if self._closed or self._generation != forks.generation():
+            return
+        self._closed = True
+        self._closing.set()
+        self._source.close()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(_LONGEST_PAUSE)  # no longer: it may wait for a host that does not answer
+        forks.not_at_exit(self.close)
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- waiting ----------------------------------------------------------------------------------------------------
+
+    def _await(self, timeout: float | None) -> bool:
+        """Wait for another version than the one that is shown; return whether there is one."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                self._check()
+                if self._latest is not None and self._latest is not self._shown:
+                    return True
+                left = None if end is None else end - time.monotonic()
+                if self.ended or (left is not None and left <= 0):
+                    return False
+                self._changed.wait(left)
+
+    def _check(self) -> None:
+        """Raise what ends the use of this follower. The lock is held."""
+        if self._generation != forks.generation():
+            raise forks.refuse("its follower belongs to its parent")
+        if self._closed:
+            raise UsageError("the follower was closed; subscribe again")
+        if self._fatal:
+            raise again(self._fatal)
+
+    def _why(self, timeout: float) -> str:
+        shown = None if self._shown is None else f"version {self._shown.version}"
+        if self.ended:
+            return f"{self._place}: the publisher has ended, and {shown} is its last; it is followed if it begins again"
+        what = f"nothing newer than {shown}" if shown else "no version"
+        why = f": {self.trouble}" if self.trouble else "; the publisher has published none"
+        return f"{self._place}: {what} came within {timeout:g} s{why}"
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        pause = _FIRST_PAUSE
+        base: Snapshot | None = None
+        while not self._closing.is_set():
+            try:
+                new = self._source.next(base)
+            except Ended:
+                self._tell(ended=True)
+                self._closing.wait(_LONGEST_PAUSE)
+                continue
+            except ConfigError as error:
+                self._tell(fatal=error)
+                return
+            except Exception as error:
+                if isinstance(error, WireError):
+                    base = None
+                self._tell(trouble=_told(error))
+                self._closing.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            pause = _FIRST_PAUSE
+            base = new or base
+            self._tell(new)
+
+    def _tell(
+        self,
+        new: Snapshot | None = None,
+        *,
+        ended: bool = False,
+        trouble: FusionLayerError | OSError | None = None,
+        fatal: FusionLayerError | None = None,
+    ) -> None:
+        """Tell the thread that uses the follower what has come."""
+        with self._changed:
+            if trouble is not None and str(trouble) != str(self.trouble) and not (self._closed or self.ended):
+                level = logging.WARNING if isinstance(trouble, WireError) or self._latest else logging.INFO
+                _logger.log(level, "%s: %s; the follower goes on with what it has", self._place, trouble)
+            self.trouble = trouble
+            self.ended = ended or (self.ended and trouble is not None)  # who has ended cannot be reached
+            self._fatal = fatal
+            # One who connects again is sent the version that it has, if there is no newer one; it is not shown twice.
+            if new is not None and (new.run, new.version) != (
+                self._latest and (self._latest.run, self._latest.version)
+            ):
+                self._latest = new
+            self._changed.notify_all()
+
+
+def _told(error: Exception) -> FusionLayerError | OSError:
+    """Return an error as ``trouble`` has it; one of another kind becomes the cause of a ``FusionLayerError``."""
+    if isinstance(error, (FusionLayerError, OSError)):
+        return error
+    told = FusionLayerError(f"{type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

@@ -1,0 +1,126 @@
+"""Where a publisher's versions leave: what serving over TCP and writing into a folder have in common."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from .. import forks
+from ..errors import FusionLayerError, again
+from .address import Place
+from .snapshot import Snapshot
+
+__all__ = ["Outlet", "open_outlet"]
+
+_logger = logging.getLogger("fusionlayer")
+
+
+class Outlet(ABC):
+    """Takes versions from the thread that trains, and brings them out on threads of its own.
+
+    Only the newest version waits: where followers or disks are slower than the training, versions are left out.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._newest: Snapshot | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._failure: FusionLayerError | None = None
+        self._generation = forks.generation()
+        self._threads: list[threading.Thread] = []
+
+    def _start(self, **work: Callable[[], None]) -> None:
+        """Start a thread for each function, by the name of what it is; they end at the exit of the process."""
+        self._threads = [
+            threading.Thread(target=target, name=f"fusionlayer {name}", daemon=True) for name, target in work.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+        forks.at_exit(self._stop)
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Make this the newest version. It does not wait for anything.
+
+        Raises:
+            FusionLayerError: a thread of this outlet has failed.
+        """
+        if self._generation != forks.generation():
+            raise forks.refuse("its publisher belongs to its parent")
+        with self._changed:
+            if self._failure:
+                raise again(self._failure)
+            self._newest = snapshot
+            self._changed.notify_all()
+        self._wake()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the newest version is out; return whether it is, after ``timeout`` seconds at most."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while not (done := self._is_out()) and not self._failure and time.monotonic() < end:
+                self._changed.wait(end - time.monotonic())
+            return done
+
+    def close(self, timeout: float) -> None:
+        """Wait until the newest version is out, ``timeout`` seconds at most, and end. A second call does nothing."""
+        if self._closed or self._generation != forks.generation():
+            return
+        self.flush(timeout)
+        self._end()
+        self._stop()
+        forks.not_at_exit(self._stop)
+
+    @property
+    @abstractmethod
+    def followers(self) -> int:
+        """How many followers are connected, as far as that is known."""
+
+    @abstractmethod
+    def _is_out(self) -> bool:
+        """Return whether the newest version is where it belongs. The lock is held."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Tell the threads that something has changed."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Tell followers that the last version is the last one."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End all threads at once."""
+
+    def _fail(self, error: Exception) -> None:
+        """Keep an error of a thread, which the next call raises."""
+        if isinstance(error, FusionLayerError):
+            told = error
+        else:
+            told = FusionLayerError(f"publishing at {self.place}: {type(error).__name__}: {error}")
+            told.__cause__ = error
+        _logger.error("%s; no more versions are published", told)
+        with self._changed:
+            self._failure = self._failure or told
+            self._changed.notify_all()
+
+
+def open_outlet(place: Place, *, keep: int, secret: bytes | None, timeout: float) -> Outlet:
+    """Return an outlet at ``place``.
+
+    Args:
+        place: folder, or host and port to listen at.
+        keep: how many versions behind the newest a follower may be and still get differences.
+        secret: what followers must prove to have, over TCP; None: nothing.
+        timeout: seconds in which a follower must take some of what is sent to it.
+
+    Raises:
+        ConfigError: the place cannot be used.
+    """
+    from .folder import FolderOutlet
+    from .server import TcpOutlet
+
+    return FolderOutlet(place, keep) if place.folder else TcpOutlet(place, keep, secret, timeout)

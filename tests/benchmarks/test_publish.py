@@ -1,0 +1,41 @@
+"""The benchmark of publishing: its arithmetic, and that it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import publish
+from tests.examples.places import needs_namespaces
+from tests.tiers import exhaustive
+
+
+@pytest.mark.short
+def test_medians_and_ratios_of_each_link_and_learning_rate() -> None:
+    rows = [
+        {
+            **{"rate": "1gbit", "lr": lr, "plain_seconds": 6.0, "seconds": seconds, "step_seconds": 0.1},
+            **{"nbytes": 1000 * seconds, "whole_bytes": 15e6, "weight_bytes": 20e6},
+        }
+        for lr in (1e-3, 1e-5)
+        for seconds in (1.0, 2.0, 3.0)
+    ]
+    first, second = publish.summarize(rows)
+    assert (first["learning rate"], second["learning rate"]) == ("0.001", "1e-05")
+    assert first["times faster"] == "3.0 (2.0 to 6.0)" and first["published, s"] == "2.000"
+    assert (first["a version, MB"], first["times fewer"], first["weights, MB"]) == ("0.002", "10000.0", "20.00")
+
+
+@exhaustive(guarded_by="tests/benchmarks/test_publish.py::test_medians_and_ratios_of_each_link_and_learning_rate")
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
+@pytest.mark.timeout(150)
+def test_a_little_of_it(tmp_path: Path) -> None:
+    small = ["--rates", "1gbit", "--lrs", "1e-3", "--versions", "2", "--warmup", "1", "--width", "64", "--layers", "1"]
+    assert publish.main([*small, "--busy-ok", "--out", str(tmp_path), "--hardware", "test"]) == 0
+    (path,) = tmp_path.glob("publish_test_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 and all(0 < row["nbytes"] < row["whole_bytes"] < row["weight_bytes"] for row in rows)

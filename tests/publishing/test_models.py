@@ -1,0 +1,177 @@
+"""What is published of models, and what becomes of it in others: ties, wrappers, other shapes, vLLM's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fusionlayer as fl
+from fusionlayer.errors import ConfigError
+from tests.harness import run_ranks
+from tests.publishing.states import bits, until
+
+LONG = 30.0
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def changed(model: nn.Module, amount: float = 1.0) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += amount
+
+
+@pytest.mark.short
+def test_a_model_follows_and_ties_travel_once(tmp_path: Path) -> None:
+    source, other = Tied(), Tied().double()
+    with fl.publish(source, tmp_path) as publisher, fl.subscribe(tmp_path, other) as follower:
+        for _ in range(2):
+            changed(source)
+            source.norm.num_batches_tracked += 1
+            publisher.step()
+            follower.wait(LONG)
+            assert other.head.weight is other.embed.weight
+            assert all(
+                torch.equal(a.double(), b.double())
+                for a, b in zip(source.state_dict().values(), other.state_dict().values(), strict=True)
+            )
+        again = dict(follower.tensors())
+        assert again["head.weight"] is again["embed.weight"]
+        assert list(again) == list(source.state_dict())
+
+
+@pytest.mark.short
+def test_what_does_not_fit_is_told_and_nothing_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with fl.publish(model, tmp_path) as publisher, fl.subscribe(tmp_path) as follower:
+        publisher.step()
+        follower.wait(LONG)
+        untied = Tied()
+        publisher.update(
+            {name: x.clone() for name, x in Tied().state_dict().items()} | {"head.weight": torch.zeros(16, 8)}
+        )
+        with fl.subscribe(tmp_path, model) as bound:
+            until(lambda: bound.latest == 1)
+            before = bits(model.state_dict())
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="does not fit the model: '0.bias' is missing"):
+                    bound.poll()
+            assert bits(model.state_dict()) == before and bound.version is None
+        others = (
+            (nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 3)), r"'1.weight' has the shape \[3, 3\], and \[3, 4\]"),
+            (nn.Sequential(nn.Linear(3, 3)), "'1.weight' is not in the model"),
+        )
+        for other, told in others:
+            before = bits(other.state_dict())
+            with pytest.raises(ConfigError, match=told):
+                follower.load_into(other)
+            assert bits(other.state_dict()) == before
+        follower.wait(LONG)
+        with pytest.raises(ConfigError, match="'embed.weight' and 'head.weight' differ, and are one tensor"):
+            follower.load_into(untied)
+        with pytest.raises(ConfigError, match="got an int for a model"):
+            follower.load_into(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.short
+def test_what_cannot_be_published_is_told(tmp_path: Path) -> None:
+    with fl.publish({}, tmp_path) as publisher:
+        for state, told in (
+            ({"extra": {"a": 1}}, "'extra' is a dict; expected tensors alone"),
+            ({3: torch.ones(1)}, "a tensor's name is 3"),
+            ({"s": torch.eye(3).to_sparse()}, "'s' is a tensor of torch.sparse_coo"),
+            ({"m": torch.ones(2, device="meta")}, "'m' is on no device"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                publisher.update(state)  # type: ignore[arg-type]
+        assert publisher.version is None
+        publisher.update({"w": torch.ones(1)}, version=7)
+        for version in (7, 3, True, 8.0):
+            with pytest.raises(ConfigError, match="expected a number above 7"):
+                publisher.update({"w": torch.ones(1)}, version=version)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected tensors by name"):
+            publisher.update([1])  # type: ignore[arg-type]
+
+
+@pytest.mark.short
+def test_what_is_published_is_the_moment_of_the_step(tmp_path: Path) -> None:
+    x = torch.zeros(1000)
+    with fl.publish({"x": x}, tmp_path) as publisher, fl.subscribe(tmp_path) as follower:
+        publisher.step()
+        x += 1
+        follower.wait(LONG)
+        assert not follower.state_dict()["x"].any()
+
+
+class Receiver:
+    """Takes weights as engines of inference do, vLLM's models among them: any order, names of their own, fused."""
+
+    def __init__(self) -> None:
+        self.qkv = torch.zeros(12, 4)
+        self.loaded: set[str] = set()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        for name, x in weights:
+            place = "qkv".index(name.removesuffix("_proj.weight"))
+            self.qkv[4 * place : 4 * (place + 1)].copy_(x)
+            self.loaded.add(name)
+        return self.loaded
+
+
+@pytest.mark.short
+def test_receivers_that_take_an_iterator_of_named_tensors(tmp_path: Path) -> None:
+    rows = {f"{name}_proj.weight": torch.full((4, 4), float(i)) for i, name in enumerate("qkv")}
+    engine = Receiver()
+    with fl.publish(rows, tmp_path) as publisher, fl.subscribe(tmp_path) as follower:
+        for _ in range(2):
+            publisher.step()
+            follower.wait(LONG)
+            assert engine.load_weights(follower.tensors()) == rows.keys()
+            assert torch.equal(engine.qkv, torch.cat([*rows.values()]))
+            rows["k_proj.weight"] += 1
+
+
+def publish_sharded(rank: int, world: int, folder: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).bfloat16()
+    model.register_buffer("scale", torch.ones(3))
+    whole = {name: x.clone() for name, x in model.state_dict().items()}
+    trained: nn.Module = model
+    if kind == "ddp":
+        trained = torch.compile(DistributedDataParallel(model), backend="eager")  # type: ignore[assignment]
+    else:
+        fully_shard(model[0])
+        fully_shard(model)
+    with fl.publish(trained, Path(folder)) as publisher:
+        assert publisher.step() == 0
+        assert bool(publisher.address) == bool(publisher.digest) == (rank == 0)
+        assert publisher.flush(LONG) and publisher.followers == 0
+        changed(model)
+        assert publisher.update(version=5) == 5
+    dist.barrier()
+    with fl.subscribe(Path(folder)) as follower:
+        assert [*follower] == [5]
+        assert bits(follower.state_dict()) == bits({name: x + 1 if name != "scale" else x for name, x in whole.items()})
+        if kind == "fsdp":
+            with pytest.raises(ConfigError, match="is a DTensor, of which this rank has a part"):
+                follower.load_into(model)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_ranks_publish_together(kind: str, tmp_path: Path) -> None:
+    run_ranks(publish_sharded, 2, str(tmp_path), kind)
