@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import config
 from ..errors import ConfigError
 from ..seeds import derive_seed
-from . import arguments, calls, hints
+from . import arguments, calls, hints, profiling
 from .call_queue import CallQueue
 from .choices import CallChoices
 from .connections import connect
@@ -242,7 +242,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
         """Send each rank this rank's tensor for it."""
         even = len(outputs) == len(inputs) == self._size
-        work = self._exchange(outputs, inputs) if even else None
+        work = self._exchange(outputs, inputs, inputs) if even else None
         return work or self._native.group.alltoall(outputs, inputs, *args, **kwargs)
 
     def all_to_all_single(
@@ -257,7 +257,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         """Send each rank this rank's rows for it."""
         outs = arguments.rows(output, output_split_sizes, self._size)
         ins = arguments.rows(input, input_split_sizes, self._size)
-        work = self._exchange(outs, ins) if outs is not None and ins is not None else None
+        work = self._exchange(outs, ins, [input]) if outs is not None and ins is not None else None
         return work or self._native.named("all_to_all_single")(
             output, input, output_split_sizes, input_split_sizes, *args, **kwargs
         )
@@ -331,7 +331,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             return None
         residual = hints.residual_of(xs)
         call = calls.all_reduce(xs, op, choice.codec, choice.algorithm, self._draw(), residual)
-        return self._make("all_reduce", call, xs, calls.describe("all_reduce", xs[0].dtype, xs, op))
+        return self._make("all_reduce", call, xs, xs, calls.describe("all_reduce", xs[0].dtype, xs, op))
 
     def _scatter(self, out: Tensor, ins: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed reduce-scatter, None if it passes."""
@@ -340,27 +340,27 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             return None
         hints.clear_padding(ins)
         call = calls.reduce_scatter(out, ins, op, choice.codec, choice.algorithm, self._draw())
-        return self._make("reduce_scatter", call, [out], calls.describe("reduce_scatter", out.dtype, [out], op))
+        return self._make("reduce_scatter", call, ins, [out], calls.describe("reduce_scatter", out.dtype, [out], op))
 
     def _gather(self, outs: list[Tensor], x: Tensor) -> dist.Work | None:
         """Return a compressed all-gather, None if it passes."""
         differences = hints.differences_of(outs)
         if differences is not None and x.device.type in self._compressing():
             call = calls.gather_differences(outs[0].view(-1), differences, self._draw())
-            return self._make("all_gather", call, outs, calls.describe("all_gather of differences", x.dtype, [x]))
+            return self._make("all_gather", call, [x], outs, calls.describe("all_gather of differences", x.dtype, [x]))
         choice = self._choices.of("all_gather", outs) if outs[0].dtype == x.dtype else None
         if choice is None:
             return None
         call = calls.all_gather(outs, x, choice.codec, self._draw())
-        return self._make("all_gather", call, outs, calls.describe("all_gather", x.dtype, [x]))
+        return self._make("all_gather", call, [x], outs, calls.describe("all_gather", x.dtype, [x]))
 
-    def _exchange(self, outs: list[Tensor], ins: list[Tensor]) -> dist.Work | None:
-        """Return an all-to-all of which parts are compressed, None if all of it passes."""
+    def _exchange(self, outs: list[Tensor], ins: list[Tensor], given: list[Tensor]) -> dist.Work | None:
+        """Return an all-to-all of which parts are compressed, None if all of it passes; ``given`` are its arguments."""
         chosen = self._choices.of_pairs(ins, outs)
         if chosen is None:
             return None
         call = calls.all_to_all(outs, ins, *chosen, self._draw())
-        return self._make("all_to_all", call, outs, calls.describe("all_to_all", outs[0].dtype))
+        return self._make("all_to_all", call, given, outs, calls.describe("all_to_all", outs[0].dtype))
 
     def _several(
         self,
@@ -387,10 +387,12 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         number = None if seeds is None else next(seeds)
         return lambda transport: derive_seed(self._seed, transport.sequence if number is None else number)
 
-    def _make(self, op: str, call: calls.Call, results: Sequence[Tensor], what: str) -> dist.Work:
+    def _make(
+        self, op: str, call: calls.Call, inputs: Sequence[Tensor], results: Sequence[Tensor], what: str
+    ) -> dist.Work:
         """Queue a compressed call and return its work; ``what`` describes it, equally on all ranks."""
         self._calls[op] += 1
-        work = self._open_queue().submit(what, call, results)
+        work = self._open_queue().submit(what, profiling.shown(op, inputs, call), results)
         self._messages.join_batch(work)
         return work
 

@@ -1,0 +1,35 @@
+"""Shows compressed calls to torch's profilers, as torch's own backends show theirs: an event from call to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..transport import Transport
+from .calls import Call
+
+__all__ = ["shown"]
+
+
+def shown(name: str, inputs: Sequence[Tensor], call: Call) -> Call:
+    """Begin the event ``fusionlayer:<name>`` if the calling thread is profiled; return ``call``, with the event's end.
+
+    Args:
+        name: of the operation.
+        inputs: whose shapes the event has.
+        call: ends the event, on whichever thread it runs.
+    """
+    if not torch.autograd._profiler_enabled():
+        return call
+    # record_function, the public form, takes no tensors.
+    event = torch.autograd._record_function_with_args_enter(f"fusionlayer:{name}", *inputs)
+
+    def profiled(transport: Transport) -> None:
+        try:
+            call(transport)
+        finally:
+            torch.autograd._record_function_with_args_exit(event)
+
+    return profiled
