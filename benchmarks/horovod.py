@@ -28,12 +28,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusionlayer.launch import VARIABLES
+
 from .arguments import comma_separated, count, one_of
 from .report import Environment, table, write
 from .training.summary import interval
 from .training.workloads import make_workload
 
-__all__ = ["main"]
+__all__ = ["OURS", "PEER", "main", "meet", "place"]
 
 OURS, AGAIN, PEER = "fusionlayer", "fusionlayer-again", "horovod"
 Body = Callable[[], object]
@@ -158,12 +160,11 @@ class Side:
 
     def __init__(self, name: str, ranks: int) -> None:
         self.name = name
-        self._server: Any = None
-        common = self._rendezvous(ranks)
+        self._server, common = meet(name, ranks)
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.horovod", "--worker", name],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **common, **self._place(rank, ranks)},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **common, **place(name, rank, ranks)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -210,39 +211,40 @@ class Side:
             answers.append(json.loads(line))
         return answers
 
-    def _rendezvous(self, ranks: int) -> dict[str, str]:
-        if self.name != PEER:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]
-            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        from horovod.runner.common.util.hosts import (  # type: ignore[import-not-found]
-            get_host_assignments,
-            parse_hosts,
-        )
-        from horovod.runner.http.http_server import RendezvousServer  # type: ignore[import-not-found]
 
-        self._server = RendezvousServer()
-        port = self._server.start()
-        self._server.init(get_host_assignments(parse_hosts(f"localhost:{ranks}"), ranks))
-        return {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_IFACE": "lo",
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600",
-            "HOROVOD_HOSTNAME": "localhost",
-            "HOROVOD_CROSS_RANK": "0",
-            "HOROVOD_CROSS_SIZE": "1",
-        }
+def meet(side: str, ranks: int) -> tuple[Any, dict[str, str]]:
+    """Return what keeps the meeting of a side's processes on this host, and the variables that tell them of it."""
+    if side != PEER:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        return None, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from horovod.runner.common.util.hosts import (  # type: ignore[import-not-found]
+        get_host_assignments,
+        parse_hosts,
+    )
+    from horovod.runner.http.http_server import RendezvousServer  # type: ignore[import-not-found]
 
-    def _place(self, rank: int, ranks: int) -> dict[str, str]:
-        if self.name == PEER:
-            names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
-        else:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        values = (rank, ranks, rank, ranks)
-        return {"GLOO_SOCKET_IFNAME": "lo", **{name: str(v) for name, v in zip(names, values, strict=True)}}
+    server = RendezvousServer()
+    port = server.start()
+    server.init(get_host_assignments(parse_hosts(f"localhost:{ranks}"), ranks))
+    return server, {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": "lo",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600",
+        "HOROVOD_HOSTNAME": "localhost",
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+    }
+
+
+def place(side: str, rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables that tell a process of a side its rank, as the side's launcher writes them."""
+    names = VARIABLES["horovodrun" if side == PEER else "torchrun"]
+    values = (rank, ranks, rank, ranks)
+    return {"GLOO_SOCKET_IFNAME": "lo", **{name: str(v) for name, v in zip(names, values, strict=True)}}
 
 
 def _work(side: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.nn import Embedding, EmbeddingBag
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..errors import ConfigError
 from . import mpi_ops as ops
@@ -67,12 +68,13 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
 
     An optimizer that has not taken a step yet may get the state of one that has. Each rank keeps the residuals of its
-    own error feedback.
+    own error feedback. As with Horovod, the parameters of an optimizer without state have gradients afterwards: zeros,
+    where there are none.
 
     Args:
         optimizer: plain or distributed.
         root_rank: the rank that sends its state.
-        model: not used; accepted for scripts that give it.
+        model: its embeddings with sparse gradients are left without zeros, which are dense.
 
     Raises:
         ConfigError: the optimizer is LBFGS, which decides by its rank's own loss.
@@ -80,6 +82,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     """
     if isinstance(optimizer, LBFGS):
         raise ConfigError("cannot broadcast the state of LBFGS, which decides by its rank's own loss; use another one")
+    if not optimizer.state:
+        _fill_gradients(optimizer, model)
     tensors: list[Tensor] = []
     skeleton = None
     if rank() == root_rank:
@@ -93,6 +97,18 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     broadcast_parameters([(f"optimizer.state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
     if rank() != root_rank:
         optimizer.load_state_dict(_put_back(skeleton, tensors))
+
+
+def _fill_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
+    """Give zeros to parameters without a gradient, but not where backward gives a sparse one: the sum is dense."""
+    modules = () if model is None else model.modules()
+    sparse = {id(m.weight) for m in modules if isinstance(m, (Embedding, EmbeddingBag)) and m.sparse}
+    if isinstance(optimizer, SparseAdam):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _take_out(value: Any, tensors: list[Tensor]) -> Any:

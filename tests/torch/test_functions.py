@@ -25,6 +25,7 @@ def rank_main(rank: int, world: int = 3) -> list[str]:
         check_parameters,
         check_optimizer_states,
         check_state_of_who_has_taken_no_step,
+        check_gradients_of_who_has_taken_no_step,
         check_objects,
         check_refusals,
         check_batch_norm,
@@ -39,7 +40,7 @@ def rank_main(rank: int, world: int = 3) -> list[str]:
 
 
 def test_functions_and_batch_normalization() -> None:
-    assert all(len(checks) == 9 for checks in local.run(rank_main, 3))
+    assert all(len(checks) == 10 for checks in local.run(rank_main, 3))
 
 
 # ---- what one rank has, for all -------------------------------------------------------------------------------------
@@ -85,6 +86,19 @@ def check_state_of_who_has_taken_no_step(rank: int, world: int) -> None:
     momenta = [optimizer.state[parameter]["momentum_buffer"].sum().item() for parameter in model.parameters()]
     assert len(momenta) == 4 and all(momenta)
     assert functions.allgather_object(momenta) == [momenta] * world
+
+
+def check_gradients_of_who_has_taken_no_step(rank: int, world: int) -> None:
+    model = nn.ModuleList([nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2), nn.Linear(2, 3), nn.Linear(3, 1)])
+    sparse, table, used, frozen = [module.weight for module in model]
+    used.grad = torch.ones_like(used)
+    frozen.requires_grad_(False)
+    functions.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.5), 0, model=model)
+    assert frozen.grad is None and torch.equal(used.grad, torch.ones(3, 2))
+    assert table.grad is not None and table.grad.count_nonzero() == 0
+    assert sparse.grad is None, "zeros and what backward gives would be dense"
+    functions.broadcast_optimizer_state(torch.optim.SparseAdam([sparse]), 0)
+    assert sparse.grad is None
 
 
 def check_objects(rank: int, world: int) -> None:
