@@ -6,9 +6,11 @@ codec with its default options, with local steps or without.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.pages.found import RESULTS, ROOT, load
@@ -23,9 +25,10 @@ __all__ = ["PAGE", "cost", "costs", "page"]
 PAGE = ROOT / "fusionlayer/planning/measured_losses.py"
 TRAININGS = (
     "GPT of width 384, 6 layers and context 128; 2 workers with batches of 2; 600 steps of AdamW",
+    "GPT of width 384, 6 layers and context 128; 4 workers with batches of 2; 600 steps of AdamW",
     "GPT of width 128, 4 layers and context 64; 2 workers with batches of 2; 600 steps of AdamW",
 )
-"""Beginnings of the trainings' titles; what an earlier one has is not taken from a later one."""
+"""Beginnings of the trainings' titles; what an earlier one of as many workers has is not taken from a later one."""
 
 
 def costs() -> list[LossCost]:
@@ -34,13 +37,14 @@ def costs() -> list[LossCost]:
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.rsplit("_", 1)[1]):
         for training, method, seed, final in _finals(path):
             finals[training][method][seed] = final, path.stem
-    found: dict[tuple[str, str | None], LossCost] = {}
-    for _, methods in sorted(finals.items()):
+    found: dict[tuple[str, str | None, int], LossCost] = {}
+    for place, methods in sorted(finals.items()):
+        workers = int(re.findall(r"(\d+) workers", TRAININGS[place])[0])
         for method, seeds in sorted(methods.items()):
             told = cost(method, seeds, methods["ddp"])
             if told is not None:
-                found.setdefault((told.codec, told.sync), told)
-    return sorted(found.values(), key=lambda each: (each.codec, each.every, each.sync or ""))
+                found.setdefault((told.codec, told.sync, workers), replace(told, workers=workers))
+    return sorted(found.values(), key=lambda each: (each.codec, each.every, each.sync or "", each.workers))
 
 
 def _finals(path: Path) -> Iterator[tuple[int, str, int, float]]:
@@ -101,5 +105,6 @@ def page() -> str:
         values = [f'"{each.codec}"', repr(each.percent), sources[each.source], repr(each.seeds)]
         if each.sync is not None:
             values += [f'"{each.sync}"', *map(repr, (each.every, each.fragments, each.delay))]
+        values += [f"workers={each.workers}"] if each.workers != 2 else []
         lines.append(f"        LossCost({', '.join(values)}),")
     return "\n".join([*lines, "    )", ")"]) + "\n"

@@ -125,8 +125,14 @@ def scoreboard() -> Lines:
     links = [Link(*link.split("/")) for link in dict.fromkeys(row.link for row in found if row.link)]
     last = next(link for link in links if link.rate == "100mbit")
     _, half, final = found[0].levels
-    ends = f"until {final:.3f} at {last.words.split(', ')[0]}"
-    yield f"minutes until loss {half:.3f}", *(link.words.split(", ")[0] for link in links), ends, "final loss", "seeds"
+    words = {link: link.words.removesuffix(", 1 ms") for link in links}
+    yield (
+        f"minutes until loss {half:.3f}",
+        *words.values(),
+        f"until {final:.3f} at {words[last]}",
+        "final loss",
+        "seeds",
+    )
     for method, name in SCORED.items():
         mine = {row.link: row for row in found if row.method == method and row.link}
         if any(row.seeds for row in mine.values()):

@@ -98,7 +98,7 @@ def choose_local(
         workers: number of ranks.
         budget: percent of the final loss that a way may cost; a way whose loss was not measured is left out. None: such
             a way may be chosen, and only what was measured to cost more than 2 % is left out.
-        losses: what was measured.
+        losses: what was measured; of local steps only what at least so many workers have done, if any have.
         measured: as for ``costs_of``.
         most: the longest period that is tried; "averaging" and "overlapped" are tried with 2, 4, 8, ... steps. What was
             measured with more fragments than the plan has buckets is not tried.
@@ -109,6 +109,7 @@ def choose_local(
     """
     if policy.fidelity != LOCAL:
         raise ConfigError(f"fidelity={policy.fidelity!r}; only {LOCAL!r} may skip steps")
+    losses = losses.at(workers)
     model = profile.model
     compute = model.forward + model.backward + model.optimizer
     limit = (1 + TOLERANCE) * compute

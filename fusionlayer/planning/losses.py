@@ -25,6 +25,8 @@ class LossCost:
         seeds: number of trainings.
         sync: method of ``fusionlayer.Local`` and its arguments, as "averaging(every=4)"; None: gradients in each step.
         every, fragments, delay: of that ``Local``.
+        workers: that took part. Local steps cost more with more of them: averages of more gradients are less noisy, and
+            what each worker learns by itself is further from them.
     """
 
     codec: str
@@ -35,6 +37,7 @@ class LossCost:
     every: int = 1
     fragments: int = 1
     delay: int = 0
+    workers: int = 2
 
     def __post_init__(self) -> None:
         records.check(self)
@@ -43,6 +46,8 @@ class LossCost:
                 f"every={self.every}, fragments={self.fragments}, delay={self.delay}; expected at least one fragment, "
                 "at most one a step, and a delay below every"
             )
+        if self.workers < 2:
+            raise ConfigError(f"workers={self.workers}; expected at least 2, for one alone sends nothing")
         if self.sync is None and self.every > 1:
             raise ConfigError(f"every={self.every} without sync; give it too, such as averaging(every={self.every})")
 
@@ -61,6 +66,15 @@ class LossCosts:
             ConfigError: the file is not a valid table.
         """
         return records.load(cls, path, "losses")
+
+    def at(self, workers: int) -> LossCosts:
+        """Return what counts for so many workers: local steps of at least as many, as far as any were measured.
+
+        Of entries that differ by the number of workers alone, the nearest one comes last.
+        """
+        enough = min(workers, max((cost.workers for cost in self.costs if cost.sync), default=workers))
+        kept = (cost for cost in self.costs if cost.sync is None or cost.workers >= enough)
+        return LossCosts(tuple(sorted(kept, key=lambda cost: -abs(cost.workers - workers))))
 
     def of(self, codec: str, sync: str | None = None) -> LossCost | None:
         """Return what is known of a codec with gradients in each step, or with local steps; None: it was not measured.

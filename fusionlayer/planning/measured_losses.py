@@ -6,17 +6,18 @@ from .losses import LossCost, LossCosts
 
 __all__ = ["MEASURED"]
 
-_1 = "scoreboard-onebit-gpt-2x1-adamw_amd-epyc-zen-3_2026-11-24"
-_2 = "scoreboard-gpt-2x1-adamw_amd-epyc-zen-3_2026-11-23"
+_1 = "scoreboard-gpt-2x1-adamw_amd-epyc-zen-5_2026-11-24"
+_2 = "scoreboard-gpt-4x1-adamw_amd-epyc-zen-5_2026-11-24"
 _3 = "convergence-small-2x1-adamw_amd-epyc-zen-3_2026-11-23"
 
 MEASURED = LossCosts(
     (
         LossCost("int4", -0.17, _1, 3),
-        LossCost("int4", 1.57, _2, 1, "overlapped(every=2)", 2, 2, 1),
-        LossCost("int4", 2.01, _1, 2, "overlapped(every=4)", 4, 4, 1),
+        LossCost("int4", 1.57, _1, 1, "overlapped(every=2)", 2, 2, 1),
+        LossCost("int4", 1.6, _1, 3, "overlapped(every=4)", 4, 4, 1),
+        LossCost("int4", 10.24, _2, 1, "overlapped(every=4)", 4, 4, 1, workers=4),
         LossCost("int4", 3.41, _1, 1, "overlapped(every=8)", 8, 8, 1),
-        LossCost("int4", 5.98, _2, 1, "streaming()", 30, 3, 5),
+        LossCost("int4", 5.98, _1, 1, "streaming()", 30, 3, 5),
         LossCost("int8", -0.19, _1, 3),
         LossCost("onebit", 5.58, _3, 3),
         LossCost("topk", 19.47, _1, 1),

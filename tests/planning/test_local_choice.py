@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ STREAMING = LossCost("int4", 1.0, "a test", 1, "streaming()", 30, 3, 5)
         ([averaging(32, 1.5), STREAMING], {}, "int4", "streaming()", r"\+1.0 % .* \(a test, 1 seed\)"),
         ([averaging(32, 2.5)], {}, "int4", "overlapped(every=2)", "not measured"),
         ([averaging(2, 2.5)], {}, "int4", None, "is a bottleneck still"),
+        ([averaging(2, 0.5), replace(averaging(2, 9.0), workers=4)], {}, "int4", None, "is a bottleneck still"),
         ([averaging(32, 2.5)], {"budget": 3.0}, "int4", "averaging(every=32)", r"\+2.5 %"),
         ([averaging(32, 2.5), EACH_STEP], {"budget": 2.0}, "int4", None, "is a bottleneck still"),
         ([averaging(32, 2.5), EACH_STEP], {"budget": 0.0}, "raw", None, "changes no bit"),
@@ -101,6 +103,15 @@ def test_a_budget_is_kept(profile: Profile, measured: list[tuple[int, float, str
     assert loss is not None and loss.percent <= budget
     again = LossCosts(tuple(costs)).of(found.way.codec, found.way.sync)
     assert loss == again or loss.source == "it changes no bit"
+
+
+def test_local_steps_of_fewer_workers_tell_nothing_of_more() -> None:
+    two, four, eight = (replace(averaging(4, percent), workers=n) for n, percent in ((2, 1.0), (4, 5.0), (8, 9.0)))
+    table = LossCosts((EACH_STEP, eight, four, two))
+    assert [table.at(workers).of("int4", two.sync) for workers in (2, 3, 4, 5, 8)] == [two, four, four, eight, eight]
+    assert table.at(64).local("int4") == [eight], "the most that was measured stands for more"
+    assert table.at(64).of("int4") == EACH_STEP
+    assert LossCosts((two,)).at(4).local("int4") == [two]
 
 
 def test_losses_of_one_s_own(tmp_path: Path) -> None:
