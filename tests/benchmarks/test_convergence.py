@@ -182,7 +182,7 @@ class TestRuns:
             assert 0 < abs(losses[-1][1] - ddp[-1][1]) < 0.5, method
 
     @exhaustive(
-        guarded_by="tests/integrations/test_local_processes.py::test_nodes_that_share_out_a_model_take_local_steps"
+        guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps"
     )
     @pytest.mark.skipif(why_not(Network(2)) is not None, reason="no network namespaces here")
     @pytest.mark.timeout(180)  # two runs, of which each starts four processes
