@@ -305,7 +305,8 @@ MUTANTS: list[Mutant] = [
             "arrived = [False for",
             "momenta are taken for gradients",
         ),
-        ("onebit_adam.py", "[(id(v), v._version) for v in variances]", "len(variances)", "a variance that was loaded"),
+        ("onebit_adam.py", "k[0] is v and k[1] == m", "k[0] is not None", "a variance that was loaded"),
+        ("overlap.py", "value != before[key]", "False", "steps that an optimizer counts in its groups are lost"),
         ("onebit_adam.py", '(1 - left["decay"]) * anchor', "0 * anchor", "weight decay is taken for momentum"),
         ("onebit_adam.py", 'state["left"]["kept"] *= beta1', "pass", "what was learned under way counts whole"),
         (

@@ -128,7 +128,7 @@ class ForwardOverlap:
         They use the options that ``groups`` have now: a scheduler may change those before the last update. What an
         update changes in its options, such as a count of steps, ``groups`` have from the first update on.
         """
-        self._real = groups
+        self._real = [*groups]  # a group may come before the last update
         self._groups = [
             {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
             for group in groups
