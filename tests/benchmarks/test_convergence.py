@@ -181,9 +181,7 @@ class TestRuns:
             assert losses[0] == ddp[0]
             assert 0 < abs(losses[-1][1] - ddp[-1][1]) < 0.5, method
 
-    @exhaustive(
-        guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps"
-    )
+    @exhaustive(guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps")
     @pytest.mark.skipif(why_not(Network(2)) is not None, reason="no network namespaces here")
     @pytest.mark.timeout(180)  # two runs, of which each starts four processes
     def test_sgd_in_hosts_and_then_over_hosts_is_sgd(self) -> None:
