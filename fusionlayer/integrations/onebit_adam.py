@@ -152,6 +152,7 @@ class OneBitAdam(Optimizer):
         # With overlap_forward these are copies of the groups, as they were at the step, with the parameters of a part.
         for group in groups:
             self._step_group(group, steps)
+            self._exchanged.difference_update(group["params"])
             group["steps"] = steps
             if steps == group["freeze_step"]:
                 self._freeze(group["params"])
@@ -198,7 +199,6 @@ class OneBitAdam(Optimizer):
         else:
             for gradient, momentum, whole in zip(gradients, momenta, arrived, strict=True):
                 momentum.lerp_(gradient, 1.0 if whole else share)
-        self._exchanged.difference_update(parameters)
 
     def _note_local_step(self, parameters: list[Tensor], rate: float, decay: float, beta1: float) -> None:
         """Note by what a local step multiplies momentum and parameters, and what it leaves of a momentum that left.
