@@ -47,6 +47,6 @@ def test_torchs_own_tests_end_as_on_gloo() -> None:
     errors = {name: found[name] for name in passed if found[name][0] != "passed"}
     assert errors.keys() == DIFFER, errors
     calls = sum((Counter(made) for _, _, made in found.values()), Counter[str]())
-    assert len(passed) > 40 and all(calls[op] for op in ("all_reduce", "all_gather", "all_to_all", "send", "recv")), (
+    assert len(passed) > 30 and all(calls[op] for op in ("all_reduce", "all_gather", "all_to_all", "send", "recv")), (
         calls
     )
