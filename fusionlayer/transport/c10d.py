@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,8 @@ from ._link import Link, LinkError
 from ._linked import LinkedTransport
 from ._nccl import NcclLink
 from ._rendezvous import Connecting, Rendezvous
+from ._socket_options import SocketOptions
+from ._sockets import SocketLink
 
 __all__ = ["C10dTransport"]
 
@@ -33,10 +35,12 @@ class _GroupRendezvous(Rendezvous):
     Attributes:
         nccl: whether CUDA tensors travel by NCCL.
         gloo: whether CPU tensors travel by gloo.
+        sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
     """
 
     nccl: bool
     gloo: bool
+    sockets: SocketOptions | None = None
 
 
 class C10dTransport(LinkedTransport):
@@ -54,6 +58,8 @@ class C10dTransport(LinkedTransport):
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
         checksum: whether messages carry a checksum; None: those between nodes do, NCCL's excepted. NCCL carries none,
             so with True CUDA tensors travel through pinned host memory.
+        sockets: makes all tensors travel by connections of our own, those of CUDA through pinned host memory. Given on
+            all ranks, with one number of connections; None: by gloo and NCCL.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -68,8 +74,9 @@ class C10dTransport(LinkedTransport):
         stall_warning: float = 60.0,
         node: str | None = None,
         checksum: bool | None = None,
+        sockets: SocketOptions | None = None,
     ) -> None:
-        self._open(_next_rendezvous(group), timeout, stall_warning, node, checksum)
+        self._open(replace(_next_rendezvous(group), sockets=sockets), timeout, stall_warning, node, checksum)
 
     @classmethod
     def among(
@@ -81,6 +88,7 @@ class C10dTransport(LinkedTransport):
         stall_warning: float = 60.0,
         node: str | None = None,
         checksum: bool | None = None,
+        sockets: SocketOptions | None = None,
         nccl: bool = False,
         place: tuple[dist.Store, int] | None = None,
     ) -> C10dTransport:
@@ -96,6 +104,7 @@ class C10dTransport(LinkedTransport):
             stall_warning: as for the constructor.
             node: as for the constructor.
             checksum: as for the constructor.
+            sockets: as for the constructor.
             nccl: whether CUDA tensors travel by NCCL.
             place: the store by which the ranks find each other, and this process's rank; None: those of the default
                 group.
@@ -112,6 +121,7 @@ class C10dTransport(LinkedTransport):
             store_rank=_store_rank(ranks),
             nccl=nccl,
             gloo=True,
+            sockets=sockets,
         )
         made = cls.__new__(cls)
         made._open(rendezvous, timeout, stall_warning, node, checksum)
@@ -120,6 +130,10 @@ class C10dTransport(LinkedTransport):
     _rendezvous: _GroupRendezvous
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
+        sockets = self._rendezvous.sockets
+        if sockets is not None:
+            yield "cpu", SocketLink(connecting, self.rank, self.size, self.timeout, self._checked, sockets)
+            return
         nccl = self._rendezvous.nccl and not self._checksum
         if self._rendezvous.gloo or not nccl:
             place = (self.rank, self.size, self.timeout, self._node)

@@ -1,0 +1,70 @@
+"""How connections of our own are made: over which interfaces, and how many."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ._interfaces import ipv4_addresses, own_address
+
+__all__ = ["MOST_CONNECTIONS", "SocketOptions", "places"]
+
+MOST_CONNECTIONS = 64
+
+
+@dataclass(frozen=True)
+class SocketOptions:
+    """The settings ``interfaces`` and ``connections``.
+
+    Attributes:
+        interfaces: names of this host's interfaces, over which connections are dealt out in turn. Empty: one that the
+            other ranks can reach.
+        connections: TCP connections to each other rank, over all interfaces together.
+
+    Raises:
+        ConfigError: this host has no such interface, or the number is out of range.
+    """
+
+    interfaces: tuple[str, ...] = ()
+    connections: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.connections <= MOST_CONNECTIONS:
+            raise ConfigError(f"connections={self.connections}; expected a number from 1 to {MOST_CONNECTIONS}")
+        here = ipv4_addresses()
+        for name in self.interfaces:
+            if name not in here:
+                raise ConfigError(
+                    f"interfaces={list(self.interfaces)}: {name!r} is no interface of this host with an IPv4 address; "
+                    f"expected some of: {', '.join(here)}"
+                )
+        if self.connections < len(self.interfaces):
+            raise ConfigError(
+                f"connections={self.connections} for {len(self.interfaces)} interfaces; expected one for each at least"
+            )
+
+
+def places(options: SocketOptions, alone: bool) -> list[tuple[str, str]]:
+    """Return interfaces and addresses to listen on and to call from; an empty name leaves the interface to the system.
+
+    Args:
+        options: the settings.
+        alone: whether all ranks are on this host.
+    """
+    here = ipv4_addresses()
+    if options.interfaces:
+        return [(name, here[name]) for name in options.interfaces]
+    return [("", "127.0.0.1" if alone else own_address() or _outward())]
+
+
+def _outward() -> str:
+    """Return the address from which this host reaches MASTER_ADDR, else the first that is not its own alone."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
+        address: str = probe.getsockname()[0]
+        if not address.startswith("127."):
+            return address
+    return next((address for address in ipv4_addresses().values() if not address.startswith("127.")), "127.0.0.1")
