@@ -189,11 +189,11 @@ def cpu() -> ctypes.CDLL:
     spec, messages = ctypes.POINTER(Spec), ctypes.POINTER(Messages)
     library.fl_delta_encode.argtypes = [spec, _POINTER, _POINTER, messages]
     library.fl_delta_decode.argtypes = [spec, messages, _POINTER, _POINTER]
-    messages, result = ctypes.POINTER(LinkMessage), ctypes.POINTER(LinkResult)
+    several, result = ctypes.POINTER(LinkMessage), ctypes.POINTER(LinkResult)
     library.fl_link_open.argtypes = [_I32, _I32, _I32, ctypes.c_char_p, _I64]
     library.fl_link_open.restype = _POINTER
     library.fl_link_add.argtypes = [_POINTER, _I32, _I32, _I32]
-    library.fl_link_exchange.argtypes = [_POINTER, messages, _I32, messages, _I32, _I64, result]
+    library.fl_link_exchange.argtypes = [_POINTER, several, _I32, several, _I32, _I64, result]
     library.fl_link_wait.argtypes = [_POINTER, _I64, result]
     library.fl_link_tend.argtypes = [_POINTER]
     library.fl_link_tend.restype = _I64

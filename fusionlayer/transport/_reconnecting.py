@@ -80,8 +80,8 @@ class Keeper:
         # A connection's number says its index and the rank that calls: only higher ranks do.
         numbers = [index * size + peer for index in range(count) for peer in range(rank + 1, size)]
         self._reception = Reception(self._listeners, secret, frozenset(numbers))
-        self._states = [[_UP] * count for _ in range(size)]
-        self._ended = False
+        self._states: list[list[int]] = []
+        self._is_watching = self._ended = False
         self._next_call = 0.0
         self._calling: threading.Thread | None = None
         self._thread = threading.Thread(target=self._keep, name="fusionlayer sockets", daemon=True)
@@ -90,6 +90,11 @@ class Keeper:
         """Begin to take calls. ``lower``: the addresses of each lower rank."""
         self._lower = lower
         self._thread.start()
+
+    def watch(self) -> None:
+        """From here on say which connections are lost, and make them again."""
+        self._states = self._link.states()
+        self._is_watching = True
 
     def call(self, patience: float = PATIENCE) -> None:
         """Try once to make all connections to lower ranks that are missing or stalled; ``patience`` for each."""
@@ -102,7 +107,7 @@ class Keeper:
         ]
         if missing:
             with ThreadPoolExecutor(min(len(missing), _CALLS), "fusionlayer calls") as pool:
-                list(pool.map(lambda pair: self._call(*pair, patience), missing))
+                list(pool.map(lambda pair: self._call(pair[0], pair[1], patience), missing))
 
     def end(self) -> None:
         """Let the thread end once what was sent has arrived. It does not wait for that."""
@@ -129,8 +134,9 @@ class Keeper:
                 self._link.add(number % self._size, number // self._size, end.detach())
             if self._link.tend() > 0:
                 until = now + _STAYS_BUSY
-            self._report()
-            self._call_again()
+            if self._is_watching:
+                self._report()
+                self._call_again()
         self._shut()
         last = time.monotonic() + _LINGER
         while self._link.tend() > 0 and time.monotonic() < last:
@@ -146,21 +152,16 @@ class Keeper:
         """Say which connections are lost or stalled, and which are used again, where others of the pair go on."""
         before, self._states = self._states, self._link.states()
         for peer, (old, new) in enumerate(zip(before, self._states, strict=True)):
-            if peer == self._rank or _UP not in new or _LEFT in new:
+            if peer == self._rank or old == new or _UP not in new or _LEFT in new:
                 continue
-            for index in range(self._count):
-                if old[index] != new[index] and (old[index] == _UP or new[index] == _UP):
-                    what = {_UP: "is used again", _DOWN: "is lost", _STALLED: "has stalled"}[new[index]]
-                    name = self._places[index % len(self._places)][0]
+            for state, what in ((_DOWN, "lost"), (_STALLED, "stalled"), (_UP, "used again")):
+                changed = [i for i in range(self._count) if old[i] != new[i] == state]
+                if changed:
+                    names = {self._places[i % len(self._places)][0] for i in changed} - {""}
+                    over = f" over {', '.join(sorted(names))}" if names else ""
                     _logger.warning(
-                        "rank %d: connection %d to rank %d%s %s; %d of %d carry what is sent",
-                        self._rank,
-                        index,
-                        peer,
-                        f" over {name}" * bool(name),
-                        what,
-                        new.count(_UP),
-                        self._count,
+                        "rank %d: connections %s to rank %d%s are %s; %d of %d carry what is sent",
+                        *(self._rank, changed, peer, over, what, new.count(_UP), self._count),
                     )
 
     def _call_again(self) -> None:

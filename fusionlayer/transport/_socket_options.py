@@ -7,33 +7,32 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ..config import Config
 from ..errors import ConfigError
 from ._interfaces import ipv4_addresses, own_address
 
-__all__ = ["MOST_CONNECTIONS", "SocketOptions", "places"]
-
-MOST_CONNECTIONS = 64
+__all__ = ["SocketOptions", "chosen", "places"]
 
 
 @dataclass(frozen=True)
 class SocketOptions:
-    """The settings ``interfaces`` and ``connections``.
+    """The settings ``interfaces`` and ``connections``, and whether they count at all.
 
     Attributes:
+        connections: TCP connections to each other rank, over all interfaces together.
         interfaces: names of this host's interfaces, over which connections are dealt out in turn. Empty: one that the
             other ranks can reach.
-        connections: TCP connections to each other rank, over all interfaces together.
+        only_if_faster: take the place of gloo, and of no other library, where a measurement finds them faster.
 
     Raises:
-        ConfigError: this host has no such interface, or the number is out of range.
+        ConfigError: this host has no such interface.
     """
 
-    interfaces: tuple[str, ...] = ()
     connections: int = 4
+    interfaces: tuple[str, ...] = ()
+    only_if_faster: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.connections <= MOST_CONNECTIONS:
-            raise ConfigError(f"connections={self.connections}; expected a number from 1 to {MOST_CONNECTIONS}")
         here = ipv4_addresses()
         for name in self.interfaces:
             if name not in here:
@@ -41,10 +40,17 @@ class SocketOptions:
                     f"interfaces={list(self.interfaces)}: {name!r} is no interface of this host with an IPv4 address; "
                     f"expected some of: {', '.join(here)}"
                 )
-        if self.connections < len(self.interfaces):
-            raise ConfigError(
-                f"connections={self.connections} for {len(self.interfaces)} interfaces; expected one for each at least"
-            )
+
+
+def chosen(settings: Config) -> SocketOptions | None:
+    """Return how the settings want connections to be made; None: by torch's libraries.
+
+    Raises:
+        ConfigError: this host has no such interface.
+    """
+    if settings.transport not in ("sockets", "auto"):
+        return None
+    return SocketOptions(settings.connections, settings.interfaces, settings.transport == "auto")
 
 
 def places(options: SocketOptions, alone: bool) -> list[tuple[str, str]]:

@@ -57,6 +57,9 @@ class SocketLink(ExchangeLink):
         checked: the ranks to which, and from which, chunks carry a checksum.
         options: interfaces and number of connections. The number is equal on all ranks.
 
+    Attributes:
+        is_alone: whether all ranks are on one host.
+
     Raises:
         LinkError: not all ranks could connect in time.
         RuntimeError: the store does not answer.
@@ -80,7 +83,7 @@ class SocketLink(ExchangeLink):
         if not self._handle:
             raise LinkError(rank, "no file is left for the connections")
         self._keeper: Keeper | None = None
-        self._is_closed = False
+        self._is_closed = self.is_alone = False
         _watch_exit(self)
         try:
             connecting.run(lambda store: self._connect(store, options))
@@ -165,16 +168,14 @@ class SocketLink(ExchangeLink):
     def _connect(self, store: dist.Store, options: SocketOptions) -> None:
         """Tell the others where this rank listens; call the lower ranks, and wait for the calls of the higher ones."""
         rank, size = self._rank, self._size
-        mine = {"node": node_name(), "connections": self._count}
+        mine = {"node": node_name()}
         if rank == 0:
             mine["secret"] = secrets.token_hex(16)
         store.set(f"sockets/{rank}/is", json.dumps(mine))
         everybody = [json.loads(store.get(f"sockets/{peer}/is")) for peer in range(size)]
-        differ = [peer for peer in range(size) if everybody[peer]["connections"] != everybody[0]["connections"]]
-        if differ:
-            raise LinkError(differ[0], f"ranks {differ} have another number of connections than rank 0")
-        alone = len({each["node"] for each in everybody}) == 1
-        keeper = Keeper(self, rank, size, self._count, bytes.fromhex(everybody[0]["secret"]), places(options, alone))
+        self.is_alone = len({each["node"] for each in everybody}) == 1
+        secret = bytes.fromhex(everybody[0]["secret"])
+        keeper = Keeper(self, rank, size, self._count, secret, places(options, self.is_alone))
         if self._is_closed:
             return keeper.end()
         self._keeper = keeper
@@ -187,6 +188,7 @@ class SocketLink(ExchangeLink):
             if min(up) == self._count or (min(up) > 0 and time.monotonic() > start + _ENOUGH):
                 break
             time.sleep(_POLL)
+        keeper.watch()
         # Nobody makes a call before both ends have the connections.
         store.set(f"sockets/{rank}/up", "")
         store.wait([f"sockets/{peer}/up" for peer in range(size)])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UsageError, require
+from ._faster import is_faster
 from ._gloo import GlooLink
 from ._link import Link, LinkError
 from ._linked import LinkedTransport
@@ -36,11 +37,13 @@ class _GroupRendezvous(Rendezvous):
         nccl: whether CUDA tensors travel by NCCL.
         gloo: whether CPU tensors travel by gloo.
         sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
+        pays: whether they are faster than gloo; None: that was not measured yet.
     """
 
     nccl: bool
     gloo: bool
     sockets: SocketOptions | None = None
+    pays: bool | None = None
 
 
 class C10dTransport(LinkedTransport):
@@ -129,18 +132,49 @@ class C10dTransport(LinkedTransport):
 
     _rendezvous: _GroupRendezvous
 
+    def _common(self) -> dict[str, object]:
+        sockets = self._rendezvous.sockets
+        name = "c10d" if sockets is None else "auto" if sockets.only_if_faster else "sockets"
+        return {**super()._common(), "transport": name, "connections": sockets and sockets.connections}
+
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         sockets = self._rendezvous.sockets
-        if sockets is not None:
-            yield "cpu", SocketLink(connecting, self.rank, self.size, self.timeout, self._checked, sockets)
-            return
-        nccl = self._rendezvous.nccl and not self._checksum
-        if self._rendezvous.gloo or not nccl:
-            place = (self.rank, self.size, self.timeout, self._node)
-            yield "cpu", GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
+        nccl = self._rendezvous.nccl and not self._checksum and (sockets is None or sockets.only_if_faster)
+        if sockets is not None and not sockets.only_if_faster:
+            yield "cpu", self._own_link(connecting, sockets)
+        elif sockets is not None:
+            yield "cpu", self._faster_link(connecting, sockets)
+        elif self._rendezvous.gloo or not nccl:
+            yield "cpu", self._gloo_link(connecting)
         if nccl:
             store, device = connecting.waiting_store(), torch.device("cuda", torch.cuda.current_device())
             yield "cuda", connecting.run(lambda _: NcclLink(store, self.rank, self.size, self.timeout, device))
+
+    def _gloo_link(self, connecting: Connecting) -> GlooLink:
+        place = (self.rank, self.size, self.timeout, self._node)
+        return GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
+
+    def _own_link(self, connecting: Connecting, sockets: SocketOptions) -> SocketLink:
+        return SocketLink(connecting, self.rank, self.size, self.timeout, self._checked, sockets)
+
+    def _faster_link(self, connecting: Connecting, sockets: SocketOptions) -> Link:
+        """Return a link of our own where it is faster than gloo, and that of gloo elsewhere: the same on all ranks."""
+        own: SocketLink | None = None
+        gloo: GlooLink | None = None
+        pays = self._rendezvous.pays
+        if pays is not False:
+            own = self._own_link(connecting, sockets)
+            pays = False if own.is_alone else pays
+        if pays is not True:
+            gloo = self._gloo_link(connecting)
+        if own is not None and gloo is not None and pays is None:
+            pays = is_faster(own, gloo, self.rank, self.size)
+        self._rendezvous = replace(self._rendezvous, pays=pays)
+        taken, dropped = (own, gloo) if pays else (gloo, own)
+        if dropped is not None:
+            dropped.close()
+        assert taken is not None
+        return taken
 
 
 def make_default_group(
