@@ -88,6 +88,8 @@ def cells(options: argparse.Namespace, *, emulated: bool, mpi: bool) -> Iterator
                     interfaces=link.interfaces,
                     functions=options.functions,
                     connections=options.connections,
+                    only=options.only,
+                    most_seconds=options.most_seconds,
                 )
 
 

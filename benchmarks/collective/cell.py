@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from benchmarks.lab import Network
@@ -29,6 +30,8 @@ class Cell:
         interfaces: rates of each host's interfaces, in place of ``rate``.
         functions: names of functions of ``fusionlayer``, which take codecs.
         connections: numbers of TCP connections of our own, each of which the functions are tried over, beside gloo.
+        only: regular expression that an operation's name must match somewhere to be measured.
+        most_seconds: an operation whose turns would take longer in all rounds has fewer of them, one at least.
     """
 
     rate: str | None
@@ -46,6 +49,8 @@ class Cell:
     interfaces: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     connections: tuple[int, ...] = ()
+    only: str = ""
+    most_seconds: float = math.inf
 
     @property
     def world(self) -> int:

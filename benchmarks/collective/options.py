@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -58,6 +59,16 @@ def parse(description: str | None) -> argparse.Namespace:
         default=(),
         help="numbers of TCP connections of our own that --functions are tried over, such as 1,4 (default: none)",
     )
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="operations to measure, such as 'over 8' (default: all)"
+    )
+    parser.add_argument(
+        "--most-seconds",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="an operation whose rounds would take longer has fewer of them (default: all have --rounds)",
+    )
     parser.add_argument("--theme", default="collective", help="first part of the result files' names")
     parser.add_argument(
         "--worlds", type=comma_separated(count(2)), help=f"numbers of workers (default {DEFAULTS['worlds']})"
@@ -80,6 +91,10 @@ def parse(description: str | None) -> argparse.Namespace:
     options.links = options.links or tuple(Link(rate) for rate in options.rates)
     if options.connections and not options.functions:
         parser.error("--connections without --functions; say which are tried over them")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only {options.only!r}: {error}; expected a regular expression")
     uneven = [world for world in options.worlds if world % options.hosts]
     if uneven and any(link.limited for link in options.links):
         parser.error(f"--worlds {uneven[0]} cannot be spread over --hosts {options.hosts}; choose a multiple of it")

@@ -15,14 +15,14 @@ __all__ = ["cpu_per_gigabyte", "summarize", "wire_share"]
 def summarize(cell: Cell, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a line of the table for each of the cell's ``rows``."""
     named = {(row.size, row.name): row for row in rows}
-    return [_line(cell, row, named[row.size, row.against or YARDSTICK]) for row in rows]
+    return [_line(cell, row, named.get((row.size, row.against or YARDSTICK))) for row in rows]
 
 
-def _line(cell: Cell, row: Row, yardstick: Row) -> dict[str, Any]:
+def _line(cell: Cell, row: Row, yardstick: Row | None) -> dict[str, Any]:
     seconds = statistics.median(row.seconds)
     speed = row.size / seconds / 1e6
     share = wire_share(cell, row)
-    comparable = row.bus_factor == yardstick.bus_factor and row is not yardstick
+    compared = yardstick if yardstick is not row and yardstick and row.bus_factor == yardstick.bus_factor else None
     return {
         "network": cell.network,
         "workers": cell.world,
@@ -30,7 +30,7 @@ def _line(cell: Cell, row: Row, yardstick: Row) -> dict[str, Any]:
         "operation": row.name,
         "ms": f"{seconds * 1e3:.2f}",
         "min..max": f"{min(row.seconds) * 1e3:.2f}..{max(row.seconds) * 1e3:.2f}",
-        "times as fast": _ratios(row, yardstick) if comparable else "",
+        "times as fast": _ratios(row, compared) if compared else "",
         "sent, KB": f"{statistics.median(row.sent) / 1024:.1f}",
         "of the wire": "" if share is None else f"{100 * share:.0f} %",
         "algbw, MB/s": f"{speed:.1f}",
@@ -59,5 +59,5 @@ def cpu_per_gigabyte(row: Row) -> float | None:
 
 
 def _ratios(row: Row, yardstick: Row) -> str:
-    ratios = [theirs / ours for theirs, ours in zip(yardstick.seconds, row.seconds, strict=True)]
+    ratios = [theirs / ours for theirs, ours in zip(yardstick.seconds, row.seconds, strict=False)]
     return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}..{max(ratios):.2f}]"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,20 +62,23 @@ def measure(cell: Cell, size: int, over: Mapping[str, Transport] = MappingProxyT
         *operations(cell, context.transport(), source.numel()),
         *functions(cell, over, source.numel()),
     ]
+    known = [operation for operation in known if re.search(cell.only, f"{operation.name} {operation.codec}")]
     turns = list(_start(cell, known, source, tensors, devices))
     for number in range(cell.rounds):
-        for operation, row in random.Random(number).sample(turns, len(turns)):
+        for operation, row, rounds in random.Random(number).sample(turns, len(turns)):
+            if number >= rounds:
+                continue
             seconds, sent, cpu_seconds = turn(operation, source, tensors[: row.calls], devices)
             row.seconds.append(seconds)
             row.sent.append(sent)
             row.cpu_seconds.append(cpu_seconds)
-    return [row for _, row in turns]
+    return [row for _, row, _ in turns]
 
 
 def _start(
     cell: Cell, known: Sequence[Operation], source: Tensor, tensors: Sequence[Tensor], devices: Sequence[str]
-) -> Iterator[tuple[Operation, Row]]:
-    """Yield each operation that works, warmed up, with a row that knows how many calls make a turn."""
+) -> Iterator[tuple[Operation, Row, int]]:
+    """Yield each operation that works, warmed up, with a row that knows how many calls make a turn, and its rounds."""
     for operation in known:
         try:
             seconds, _, _ = turn(operation, source, tensors[:1], devices)
@@ -85,7 +89,7 @@ def _start(
         calls = max(1, min(len(tensors), int(cell.turn_seconds / seconds)))
         row = Row(operation.name, operation.codec, source.nbytes, operation.bus_factor, calls)
         row.against = operation.against
-        yield operation, row
+        yield operation, row, max(1, min(cell.rounds, int(cell.most_seconds / (calls * seconds))))
 
 
 def turn(
