@@ -237,6 +237,9 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "planning/",
+        ("cost_model.py", "math.sqrt(1.5 / loss)", "1.5 / math.sqrt(loss)", "a connection carries what it cannot"),
+        ("cost_model.py", "rtt if connections is None else rtt / 2", "rtt / 2", "gloo does not ask first"),
+        ("cost_model.py", "(connections or 1) * tcp_rate", "tcp_rate", "connections do not add up"),
         ("local_steps.py", "if fidelity != LOCAL:", 'if fidelity == "lossless":', "near_lossless skips steps"),
         ("local_steps.py", "and not rest and", "and", "a period goes up and down"),
         ("local_choice.py", "return budget is None", "return True", "a loss budget takes what was not measured"),
