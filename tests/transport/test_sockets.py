@@ -47,9 +47,7 @@ def swap(made: list[SocketLink], nbytes: int, key: int) -> None:
 
     def one(rank: int) -> None:
         got = torch.empty(nbytes, dtype=torch.uint8)
-        made[rank].exchange(
-            [LinkMessage(1 - rank, noise(nbytes, key + rank), key)], [LinkMessage(1 - rank, got, key)]
-        )
+        made[rank].exchange([LinkMessage(1 - rank, noise(nbytes, key + rank), key)], [LinkMessage(1 - rank, got, key)])
         assert torch.equal(got, noise(nbytes, key + 1 - rank))
 
     together(lambda: one(0), lambda: one(1))
