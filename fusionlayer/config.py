@@ -89,6 +89,9 @@ class Config:
     interfaces: tuple[str, ...] = _setting(
         "names of this host's interfaces over which `sockets` connect; none: the one that other ranks can reach", ()
     )
+    congestion: str | None = _setting(
+        "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
+    )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
     stall_warning: float = _setting(
         "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0

@@ -64,18 +64,27 @@ class Keeper:
         count: connections to each other rank.
         secret: what the job's processes know.
         places: interfaces and addresses to listen on and to call from.
+        congestion: the kernel's name of how TCP reacts to losses; None: what this host uses.
 
     Attributes:
         addresses: host and port of each listener.
     """
 
     def __init__(
-        self, link: Kept, rank: int, size: int, count: int, secret: bytes, places: Sequence[tuple[str, str]]
+        self,
+        link: Kept,
+        rank: int,
+        size: int,
+        count: int,
+        secret: bytes,
+        places: Sequence[tuple[str, str]],
+        congestion: str | None,
     ) -> None:
         self._link = link
         self._rank, self._size, self._count, self._secret, self._places = rank, size, count, secret, places
+        self._congestion = congestion
         self._lower: Sequence[Sequence[tuple[str, int]]] = ()
-        self._listeners = [_listener(*place) for place in places]
+        self._listeners = [_listener(*place, congestion) for place in places]
         self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
         # A connection's number says its index and the rank that calls: only higher ranks do.
         numbers = [index * size + peer for index in range(count) for peer in range(rank + 1, size)]
@@ -182,7 +191,7 @@ class Keeper:
         addresses = self._lower[peer]
         end = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            _tie(end, *self._places[index % len(self._places)])
+            _tie(end, *self._places[index % len(self._places)], self._congestion)
             end.settimeout(patience)
             end.connect(tuple(addresses[index % len(addresses)]))
             if introduce(end, self._secret, index * self._size + self._rank, until) and not self._ended:
@@ -193,11 +202,11 @@ class Keeper:
             end.close()
 
 
-def _listener(interface: str, address: str) -> socket.socket:
+def _listener(interface: str, address: str, congestion: str | None) -> socket.socket:
     """Return a listener on one address alone, and on one interface where it has a name."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        _tie(listener, interface, address)
+        _tie(listener, interface, address, congestion)
         listener.listen(1024)
     except OSError:
         listener.close()
@@ -205,8 +214,10 @@ def _listener(interface: str, address: str) -> socket.socket:
     return listener
 
 
-def _tie(end: socket.socket, interface: str, address: str) -> None:
+def _tie(end: socket.socket, interface: str, address: str, congestion: str | None) -> None:
     """Have a socket send from an address, and over its interface, whatever way the routes prefer."""
+    if congestion is not None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     if interface:
         with suppress(PermissionError):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())

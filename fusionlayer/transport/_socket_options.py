@@ -22,14 +22,16 @@ class SocketOptions:
         connections: TCP connections to each other rank, over all interfaces together.
         interfaces: names of this host's interfaces, over which connections are dealt out in turn. Empty: one that the
             other ranks can reach.
+        congestion: the kernel's name of how TCP reacts to losses, such as "bbr"; None: what this host uses.
         only_if_faster: take the place of gloo, and of no other library, where a measurement finds them faster.
 
     Raises:
-        ConfigError: this host has no such interface.
+        ConfigError: this host has no such interface, or does not let this process use that congestion control.
     """
 
     connections: int = 4
     interfaces: tuple[str, ...] = ()
+    congestion: str | None = None
     only_if_faster: bool = False
 
     def __post_init__(self) -> None:
@@ -40,6 +42,15 @@ class SocketOptions:
                     f"interfaces={list(self.interfaces)}: {name!r} is no interface of this host with an IPv4 address; "
                     f"expected some of: {', '.join(here)}"
                 )
+        if self.congestion is not None:
+            with socket.socket() as probe:
+                try:
+                    probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode())
+                except OSError as error:
+                    raise ConfigError(
+                        f"congestion={self.congestion!r}: {error.strerror}; expected one that "
+                        "/proc/sys/net/ipv4/tcp_allowed_congestion_control names"
+                    ) from None
 
 
 def chosen(settings: Config) -> SocketOptions | None:
@@ -50,7 +61,9 @@ def chosen(settings: Config) -> SocketOptions | None:
     """
     if settings.transport not in ("sockets", "auto"):
         return None
-    return SocketOptions(settings.connections, settings.interfaces, settings.transport == "auto")
+    return SocketOptions(
+        settings.connections, settings.interfaces, settings.congestion, only_if_faster=settings.transport == "auto"
+    )
 
 
 def places(options: SocketOptions, alone: bool) -> list[tuple[str, str]]:

@@ -175,7 +175,8 @@ class SocketLink(ExchangeLink):
         everybody = [json.loads(store.get(f"sockets/{peer}/is")) for peer in range(size)]
         self.is_alone = len({each["node"] for each in everybody}) == 1
         secret = bytes.fromhex(everybody[0]["secret"])
-        keeper = Keeper(self, rank, size, self._count, secret, places(options, self.is_alone))
+        where = places(options, self.is_alone)
+        keeper = Keeper(self, rank, size, self._count, secret, where, options.congestion)
         if self._is_closed:
             return keeper.end()
         self._keeper = keeper

@@ -13,9 +13,11 @@
 namespace fl::sockets {
 namespace {
 
-// Bytes that the kernel takes before those before them have left. A connection that could hold more would take chunks
-// that a faster one could have sent earlier.
-constexpr int kUnsent = 48 << 10;
+// Bytes that the kernel takes before those before them have left, in all connections to a peer, and in one of them. A
+// connection that could hold more would take chunks that a faster one could have sent earlier.
+constexpr int kUnsent = 256 << 10;
+constexpr int kLeastUnsent = 16 << 10;
+constexpr int kMostUnsent = 128 << 10;
 // Bytes to read from one connection before the others have their turn.
 constexpr size_t kTurn = 512 << 10;
 constexpr uint8_t kFruitless = 2;
@@ -26,11 +28,11 @@ void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &
 
 }  // namespace
 
-void Connection::open(int fd) {
+void Connection::open(int fd, int connections) {
   close();
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsent);
+  set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, std::clamp(kUnsent / connections, kLeastUnsent, kMostUnsent));
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
   set(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
@@ -72,7 +74,7 @@ Step Connection::read(Peer &peer) {
     }
     if (got <= 0) return Step::lost;
     turn += size_t(got);
-    peer.heard_bytes += uint64_t(got);
+    heard_ += uint64_t(got);
     size_t rest = size_t(got);
     if (left_) {
       const size_t part = std::min<size_t>(rest, left_);
@@ -254,7 +256,5 @@ bool Connection::is_in_trouble() const {
 bool Peer::is_reachable() const {
   return std::any_of(connections, connections + count, [](const Connection &each) { return each.is_open(); });
 }
-
-bool Peer::is_unsettled() const { return is_reachable() && (!outgoing.is_acknowledged() || !outgoing.is_written()); }
 
 }  // namespace fl::sockets

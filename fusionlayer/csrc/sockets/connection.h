@@ -19,7 +19,8 @@ class Connection {
  public:
   ~Connection() { close(); }
 
-  void open(int fd);
+  // `connections`: how many there are to the peer.
+  void open(int fd, int connections);
   // A connection that is closed in a forked child is its parent's, and is not shut.
   void close();
   bool is_open() const { return fd_ >= 0; }
@@ -42,6 +43,7 @@ class Connection {
   bool has_flight() const { return !flight_.empty(); }
   uint64_t flight_bytes() const { return flight_bytes_; }
   uint64_t sent() const { return sent_; }
+  uint64_t heard() const { return heard_; }  // bytes that have come
   // What has come since the peer was told last.
   uint32_t untold() const { return received_ - told_; }
   uint64_t untold_bytes() const { return untold_bytes_; }
@@ -52,6 +54,8 @@ class Connection {
   bool is_in_trouble() const;
 
   bool readable = false, writable = false, stalled = false, bid_farewell = false;
+  int64_t heard_at = 0;  // when a look found last that something had come
+  uint64_t heard_then = 0;
   bool repeated = false;  // whether what it has under way travels by another one, too
 
  private:
@@ -79,14 +83,13 @@ class Connection {
   Piece piece_;
   std::deque<Piece> flight_;  // written and not acknowledged, in the order of writing
   uint32_t acknowledged_ = 0;
-  uint64_t flight_bytes_ = 0, sent_ = 0;
+  uint64_t flight_bytes_ = 0, sent_ = 0, heard_ = 0;
 };
 
 // What one peer and this rank have to do with each other.
 struct Peer {
   bool checked = false;
-  bool has_left = false;     // it has bidden farewell
-  uint64_t heard_bytes = 0;  // by all connections
+  bool has_left = false;  // it has bidden farewell
   uint64_t told_delivered = 0;
   uint64_t damaged_bytes = 0;
   Incoming incoming;
@@ -95,7 +98,6 @@ struct Peer {
   int count = 0;
 
   bool is_reachable() const;
-  bool is_unsettled() const;  // whether something is not acknowledged
 };
 
 }  // namespace fl::sockets

@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kMillisecond = 1000000;
 // Between two looks, within a call, at connections that may be stalled.
 constexpr int64_t kLook = 100 * kMillisecond;
-// A peer that is silent for so long, while something is expected of it, is sent a few bytes on every connection: the
-// kernel notices by their acknowledgements whether the network still works.
+// A connection that is silent for so long, while something is expected of the peer, is sent a few bytes: the kernel
+// notices by their acknowledgements whether the network still works.
 constexpr int64_t kSilence = 1000 * kMillisecond;
 // What has come is acknowledged from so many bytes or chunks on at once, else with the next chunk or look.
 constexpr uint64_t kTellBytes = 128 << 10;
@@ -45,9 +45,7 @@ Link::Link(int rank, int size, int connections, const uint8_t *checked, uint64_t
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       peers_(size_t(size)),
-      connections_(new Connection[size_t(size) * size_t(connections)]),
-      heard_(size_t(size)),
-      heard_at_(size_t(size)) {
+      connections_(new Connection[size_t(size) * size_t(connections)]) {
   for (int peer = 0; peer < size; ++peer) {
     Peer &each = peers_[size_t(peer)];
     each.checked = checked[peer] != 0;
@@ -76,7 +74,7 @@ void Link::add(int peer, int index, int fd) {
   }
   Connection &added = connection(peer, index);
   if (added.is_open()) lose(peer, added);
-  added.open(fd);
+  added.open(fd, count_);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.u64 = uint64_t(peer) * uint64_t(count_) + uint64_t(index);
@@ -87,6 +85,10 @@ int Link::exchange(const fl_link_message *outgoing, int sends, const fl_link_mes
                    int64_t deadline, fl_link_result *result) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (is_calling_) return FL_LINK_REFUSED;
+  if (is_ending_) {
+    result->peer = -1;
+    return FL_LINK_CLOSED;
+  }
   for (int i = 0; i < sends + receives; ++i) {
     const fl_link_message &each = i < sends ? outgoing[i] : incoming[i - sends];
     if (each.peer < 0 || each.peer >= size_ || each.peer == rank_ || each.nbytes <= 0) return FL_LINK_REFUSED;
@@ -99,7 +101,7 @@ int Link::exchange(const fl_link_message *outgoing, int sends, const fl_link_mes
     peers_[size_t(outgoing[i].peer)].outgoing.post(outgoing[i].data, uint64_t(outgoing[i].nbytes), outgoing[i].key);
   const int64_t start = now();
   next_look_ = std::max(next_look_, start + kLook / 4);
-  for (int peer = 0; peer < size_; ++peer) heard_at_[size_t(peer)] = start;
+  for (int i = 0; i < size_ * count_; ++i) connections_[i].heard_at = start;
   return wait_locked(lock, deadline, result);
 }
 
@@ -174,17 +176,17 @@ void Link::progress() {
     more = false;
     for (int peer = 0; peer < size_ && !status_; ++peer) {
       Peer &each = peers_[size_t(peer)];
-      const uint64_t before = each.heard_bytes;
       for (int index = 0; index < count_ && !status_; ++index) {
         Connection &from = connection(peer, index);
         if (!from.readable) continue;
+        const uint64_t before = from.heard();
         const Step step = from.read(each);
+        moved_ += from.heard() - before;
         if (step == Step::lost) lose(peer, from);
         if (step == Step::damaged) fail(FL_LINK_DAMAGED, peer);
         if (step == Step::nonsense) fail(FL_LINK_NONSENSE, peer);
         more = more || from.readable;
       }
-      moved_ += each.heard_bytes - before;
       if (!status_) more = send(peer) || more;
     }
   }
@@ -277,15 +279,13 @@ void Link::look(int64_t time) {
   for (int peer = 0; peer < size_ && !status_; ++peer) {
     Peer &each = peers_[size_t(peer)];
     tell(peer, true);
-    const size_t p = size_t(peer);
-    if (each.heard_bytes != heard_[p]) heard_[p] = each.heard_bytes, heard_at_[p] = time;
-    const bool ask = each.incoming.unmet() && time - heard_at_[p] >= kSilence;
-    if (ask) heard_at_[p] = time;
     for (int index = 0; index < count_; ++index) {
       Connection &by = connection(peer, index);
       if (!by.is_open()) continue;
-      if (ask && by.writable && !by.is_writing() && !by.has_flight()) {
-        by.begin(each, Kind::note);
+      if (by.heard() != by.heard_then) by.heard_then = by.heard(), by.heard_at = time;
+      if (each.incoming.unmet() && time - by.heard_at >= kSilence && by.writable && !by.is_writing()) {
+        by.heard_at = time;
+        if (!by.has_flight()) by.begin(each, Kind::note);
         write(peer, by);
       }
       by.stalled = by.is_in_trouble();

@@ -57,10 +57,8 @@ class Link {
   int status_ = FL_LINK_DONE;  // why the link has failed
   int culprit_ = -1;
   int64_t next_look_ = 0;
-  uint64_t moved_ = 0;           // bytes in the last round
-  int trickles_ = 0;             // rounds in a row in which few were
-  std::vector<uint64_t> heard_;  // of each peer, at the last sign of life
-  std::vector<int64_t> heard_at_;
+  uint64_t moved_ = 0;  // bytes in the last round
+  int trickles_ = 0;    // rounds in a row in which few were
 };
 
 }  // namespace fl::sockets

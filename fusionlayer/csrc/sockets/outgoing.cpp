@@ -12,7 +12,7 @@ namespace {
 // the last ones end together then.
 constexpr uint64_t kLongChunk = 128 << 10;
 constexpr uint64_t kShortChunk = 16 << 10;
-constexpr uint64_t kChunksEach = 4;
+constexpr uint64_t kChunksEach = 16;
 
 uint32_t chunk_for(uint64_t length, uint32_t connections) {
   const uint64_t chunk = std::clamp(length / (kChunksEach * connections), kShortChunk, kLongChunk);
