@@ -29,7 +29,8 @@ class Cell:
         congestion: control of TCP.
         interfaces: rates of each host's interfaces, in place of ``rate``.
         functions: names of functions of ``fusionlayer``, which take codecs.
-        connections: numbers of TCP connections of our own, each of which the functions are tried over, beside gloo.
+        connections: numbers of TCP connections of our own, each of which the functions are tried over, beside gloo;
+            "16/bbr" is 16 connections with a congestion control of their own.
         only: regular expression that an operation's name must match somewhere to be measured.
         most_seconds: an operation whose turns would take longer in all rounds has fewer of them, one at least.
     """
@@ -48,7 +49,7 @@ class Cell:
     congestion: str = "reno"
     interfaces: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
-    connections: tuple[int, ...] = ()
+    connections: tuple[str, ...] = ()
     only: str = ""
     most_seconds: float = math.inf
 

@@ -69,10 +69,11 @@ def transports(cell: Cell, gloo: C10dTransport) -> dict[str, Transport]:
     """Return what the cell's functions are tried over, by name: gloo, and connections of our own. Collective."""
     made: dict[str, Transport] = {"over gloo": gloo}
     devices = cell.lab().devices if cell.interfaces else ()
-    for count in cell.connections:
-        options = SocketOptions(connections=count, interfaces=devices if count > 1 else ())
-        own = C10dTransport(None, gloo.timeout, sockets=options)
-        made[f"over {count} connection{'s' if count > 1 else ''}"] = own
+    for text in cell.connections:
+        count, _, congestion = text.partition("/")
+        options = SocketOptions(int(count), devices if int(count) > 1 else (), congestion or None)
+        words = f"over {count} connection{'s' if int(count) > 1 else ''}" + (f" of {congestion}" if congestion else "")
+        made[words] = C10dTransport(None, gloo.timeout, sockets=options)
     return made
 
 

@@ -55,9 +55,11 @@ def parse(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--connections",
-        type=comma_separated(count(1, MOST_CONNECTIONS)),
+        type=comma_separated(_connections),
         default=(),
-        help="numbers of TCP connections of our own that --functions are tried over, such as 1,4 (default: none)",
+        metavar="K[/CONGESTION]",
+        help="numbers of TCP connections of our own that --functions are tried over, comma-separated, such as "
+        "1,4,4/bbr (default: none)",
     )
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="operations to measure, such as 'over 8' (default: all)"
@@ -152,6 +154,14 @@ def _rate(text: str) -> str | None:
         raise argparse.ArgumentTypeError(str(error)) from None
     if rate is not None and rate > CPU_BOUND:
         raise argparse.ArgumentTypeError(f"{text!r}; above 1gbit this machine's cores are measured: choose up to 1gbit")
+    return text
+
+
+def _connections(text: str) -> str:
+    number, slash, congestion = text.partition("/")
+    count(1, MOST_CONNECTIONS)(number)
+    if slash and not re.fullmatch("[a-z0-9_-]+", congestion):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number, or one and the name of a congestion control")
     return text
 
 

@@ -51,7 +51,8 @@ def predicted_calls(rows: Sequence[Mapping[str, Any]], profile: Profile) -> Iter
         function, way = row["operation"].split(" over ")
         connections = None if way == "gloo" else int(way.split()[0])
         rtt = 2 * _seconds(row["delay"])
-        loss = row["loss"] if row["congestion"] in _HALVES_AT_LOSS else 0.0
+        congestion = way.partition(" of ")[2] or row["congestion"]
+        loss = row["loss"] if congestion in _HALVES_AT_LOSS else 0.0
         scenario = Scenario(row["rate"], cores=1.0, rtt=rtt, loss=loss, connections=connections)
         phases = _phases(function, row["codec"], row["size"] / 4, profile, scenario, row["world"])
         predicted, measured = sum(phase.seconds for phase in phases), statistics.median(row["seconds"])
@@ -59,7 +60,7 @@ def predicted_calls(rows: Sequence[Mapping[str, Any]], profile: Profile) -> Iter
             "rate": row["rate"],
             "rtt, ms": f"{1e3 * rtt:g}",
             "loss": row["loss"],
-            "congestion": row["congestion"],
+            "congestion": congestion,
             "function": function,
             "over": way,
             "codec": row["codec"],

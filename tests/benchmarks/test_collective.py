@@ -120,6 +120,7 @@ class TestCommandLine:
             ("--links 1gbit/1ms/0/reno/5", "more than four parts"),
             ("--links 1gbit --worlds 3", "choose a multiple"),
             ("--connections 2", "say which are tried over them"),
+            ("--connections 2/ --functions all_reduce", "the name of a congestion control"),
             ("--connections 0 --functions all_reduce", "from 1 to 64"),
             ("--only (", "expected a regular expression"),
             ("--codecs int9", "choose from"),
@@ -201,7 +202,7 @@ class TestCommand:
 def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     """On a network of their own nothing else is counted, so what is sent is known to a few percent: headers."""
     mpi = rate is not None and command.why_no_mpi() is None
-    where = cell(rate, codecs=("raw", "int8"), mpi=mpi, functions=("all_gather",), connections=(2,))
+    where = cell(rate, codecs=("raw", "int8"), mpi=mpi, functions=("all_gather",), connections=("2",))
     rows = command.run(where, isolated=True, timeout=50)
     assert rows is not None
     sent = {row.name: min(row.sent) / (64 * KB) for row in rows}
@@ -236,7 +237,7 @@ def test_connections_are_counted_over_all_interfaces() -> None:
     where = cell(
         interfaces=("10mbit", "20mbit"),
         functions=("all_to_all",),
-        connections=(2,),
+        connections=("2",),
         only="^all_to_all over 2",
         most_seconds=0,
     )
