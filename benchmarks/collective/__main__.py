@@ -50,7 +50,7 @@ def main() -> int:
                 failed.append(f"{cell.network}, {cell.world} workers")
                 continue
             lines += summarize(cell, rows)
-            link = {"delay": cell.delay, "loss": cell.loss, "congestion": cell.congestion}
+            link: dict[str, object] = {"delay": cell.delay, "loss": cell.loss, "congestion": cell.congestion}
             link |= {"interfaces": cell.interfaces} if cell.interfaces else {}
             place = {"rate": cell.rate, **link, "hosts": cell.hosts, "world": cell.world, **pressure()}
             results += [{**place, **asdict(row)} for row in rows]

@@ -81,15 +81,20 @@ def _start(
     """Yield each operation that works, warmed up, with a row that knows how many calls make a turn, and its rounds."""
     for operation in known:
         try:
-            seconds, _, _ = turn(operation, source, tensors[:1], devices)
+            first = turn(operation, source, tensors[:1], devices)
         except fl.ConfigError:  # the collective does not take this codec, on any rank
             continue
+        seconds = first[0]
         if seconds < cell.turn_seconds:  # what only first calls take may be most of that
             seconds, _, _ = turn(operation, source, tensors[:1], devices)
         calls = max(1, min(len(tensors), int(cell.turn_seconds / seconds)))
         row = Row(operation.name, operation.codec, source.nbytes, operation.bus_factor, calls)
         row.against = operation.against
-        yield operation, row, max(1, min(cell.rounds, int(cell.most_seconds / (calls * seconds))))
+        if seconds > cell.most_seconds:
+            row.seconds, row.sent, row.cpu_seconds = ([figure] for figure in first)
+            yield operation, row, 0
+        else:
+            yield operation, row, max(1, min(cell.rounds, int(cell.most_seconds / (calls * seconds))))
 
 
 def turn(
