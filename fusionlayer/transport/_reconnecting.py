@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -114,9 +113,15 @@ class Keeper:
             for index in range(self._count)
             if states[peer][index] in (_DOWN, _STALLED)
         ]
-        if missing:
-            with ThreadPoolExecutor(min(len(missing), _CALLS), "fusionlayer calls") as pool:
-                list(pool.map(lambda pair: self._call(pair[0], pair[1], patience), missing))
+        for start in range(0, len(missing), _CALLS):
+            threads = [
+                threading.Thread(target=self._call, args=(*pair, patience), name="fusionlayer call", daemon=True)
+                for pair in missing[start : start + _CALLS]
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
     def end(self) -> None:
         """Let the thread end once what was sent has arrived. It does not wait for that."""

@@ -84,7 +84,7 @@ class SocketLink(ExchangeLink):
             raise LinkError(rank, "no file is left for the connections")
         self._keeper: Keeper | None = None
         self._is_closed = self.is_alone = False
-        _watch_exit(self)
+        _live.add(self)
         try:
             connecting.run(lambda store: self._connect(store, options))
         except BaseException:
@@ -200,12 +200,6 @@ def _records(messages: Sequence[LinkMessage]) -> ctypes.Array[libraries.LinkMess
     return (record * len(messages))(*[record(data.data_ptr(), data.numel(), key, peer) for peer, data, key in messages])
 
 
-def _watch_exit(link: SocketLink) -> None:
-    if not _live:
-        forks.at_exit(_leave)
-    _live.add(link)
-
-
 def _leave() -> None:
     deadline = time.monotonic() + _LAST_WAIT
     links = list(_live)
@@ -219,6 +213,9 @@ def _begin_child() -> None:
     for link in list(_live):
         link.begin_child()
     _live.clear()
+    forks.at_exit(_leave)
 
 
+# When this module is imported, so that all who end with the process, and may still send, do so first.
+forks.at_exit(_leave)
 os.register_at_fork(after_in_child=_begin_child)

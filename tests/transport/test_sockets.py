@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from fusionlayer import native
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import _introduction
 from fusionlayer.transport._link import DamagedMessage, LinkError, LinkMessage
@@ -232,6 +235,14 @@ def test_strangers_do_no_harm() -> None:
             time.sleep(0.02)
 
 
+@contextmanager
+def raw(link: SocketLink, index: int) -> Iterator[socket.socket]:
+    """Yield the far end of what ``link`` takes for a connection to rank 1."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as far:
+        link.add(1, index, listener.accept()[0].detach())
+        yield far
+
+
 NONSENSE = {
     "a length of nothing": {"length": 0, "nbytes": 0},
     "a length beyond all memory": {"length": 1 << 60, "nbytes": 4096},
@@ -247,10 +258,7 @@ NONSENSE = {
 
 
 def frame(**changes: int) -> bytes:
-    import struct
-
-    from fusionlayer import native
-
+    """Return the frame of the only chunk of the first message, of 4096 bytes."""
     given = dict(magic=0x4C46, kind=1, checked=0, nbytes=4096, serial=1, key=5, length=4096, delivered=0, index=0)
     given |= dict(chunk=4096, back=0, received=0, checksum=0) | changes
     bare = struct.pack("<HBBIQQQQIIIII", *given.values())
@@ -260,32 +268,33 @@ def frame(**changes: int) -> bytes:
 @pytest.mark.parametrize("what", NONSENSE)
 def test_sizes_from_the_wire_are_checked(what: str) -> None:
     """A peer that has proved to be the job's may still send what makes no sense."""
-    near, far = socket.create_server(("127.0.0.1", 0)), socket.socket()
-    with links() as (made, _), near, far:
-        far.connect(near.getsockname())
-        end, _ = near.accept()
-        made[0].add(1, 0, end.detach())
+    with links() as (made, _), raw(made[0], 0) as far:
         far.sendall(frame(**NONSENSE[what]) + bytes(4096))
         with pytest.raises(LinkError, match="makes no sense"):
             receive(made[0], 4096, 5, 1)
 
 
-def test_a_frame_that_makes_sense_is_taken() -> None:
-    near, far = socket.create_server(("127.0.0.1", 0)), socket.socket()
-    with links() as (made, _), near, far:
-        far.connect(near.getsockname())
-        end, _ = near.accept()
-        made[0].add(1, 0, end.detach())
-        far.sendall(frame() + bytes([3]) * 4096)
-        assert (receive(made[0], 4096, 5, 1) == 3).all()
+def test_what_comes_late_by_one_connection_changes_nothing_that_has_come_by_another() -> None:
+    """A chunk is stuck half way when its sender gives it to another connection. Later the other half comes."""
+    with links(connections=2) as (made, _), raw(made[0], 0) as slow, raw(made[0], 1) as fast:
+        got = torch.zeros(4096, dtype=torch.uint8)
+        call = threading.Thread(target=made[0].exchange, args=([], [LinkMessage(1, got, 5)]))
+        call.start()
+        slow.sendall(frame() + bytes([7]) * 2000)
+        while not (got == 7).any():
+            time.sleep(0.01)
+        fast.sendall(frame() + bytes([3]) * 4096)
+        call.join()
+        assert (got == 3).all()
+        slow.sendall(bytes([7]) * 2096 + frame(serial=2, key=6) + bytes([4]) * 4096)
+        assert (receive(made[0], 4096, 6, 1) == 4).all()  # so all before it was read
+        assert (got == 3).all()
+        fast.sendall(frame() + bytes([9]) * 4096 + frame(serial=3, received=0) + bytes([5]) * 4096)
+        assert (receive(made[0], 4096, 5, 1) == 5).all() and (got == 3).all()
 
 
 def test_a_peer_cannot_fill_the_memory() -> None:
-    near, far = socket.create_server(("127.0.0.1", 0)), socket.socket()
-    with links() as (made, _), near, far:
-        far.connect(near.getsockname())
-        end, _ = near.accept()
-        made[0].add(1, 0, end.detach())
+    with links() as (made, _), raw(made[0], 0) as far:
 
         def flood() -> None:
             with suppress(OSError):

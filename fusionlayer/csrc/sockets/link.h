@@ -6,9 +6,13 @@
 #include <mutex>
 #include <vector>
 
+#include "clock.h"
 #include "connection.h"
 
 namespace fl::sockets {
+
+// Between two looks, within a call, at connections that may be stalled.
+constexpr int64_t kLook = 100 * kMillisecond;
 
 // One rank's connections to all others. See fusionlayer_sockets.h.
 class Link {
