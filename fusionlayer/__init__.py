@@ -40,6 +40,7 @@ from .planning.autotune import Autotune
 from .planning.codec_rules import CodecRule, CodecRules
 from .publishing import Follower, subscribe
 from .scheduler import planners
+from .watching import watch
 
 if TYPE_CHECKING:
     from .integrations import checkpoint, deepspeed, fsdp, megatron, moe, pipeline, tensor_parallel
@@ -102,6 +103,7 @@ __all__ = [
     "switcher",
     "tensor_parallel",
     "transport",
+    "watch",
 ]
 
 backend.register()

@@ -1,0 +1,221 @@
+"""Which rank is to blame, from where all of them are: pure functions of what they have written."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ._states import Channel, Noted, State
+
+__all__ = ["Finding", "judge"]
+
+# Calls for which every rank must give tensors of the same shape and type. Others may differ, such as an uneven
+# all-to-all: of these only the operation is compared.
+_ALIKE = ("all_reduce", "broadcast", "reduce", "barrier", "_reduce_scatter_base", "_all_gather_base", "all_reduce_sparse")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a job.
+
+    Attributes:
+        kind: "gone", "stopped", "silent", "failed", "ended", "conflict", "late", "stuck" or "slow".
+        ranks: those to blame; empty if there is no evidence against any.
+        text: what is wrong, as a clause that names them and their places.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What stays the same while the trouble lasts."""
+        return self.kind, self.ranks
+
+
+def judge(states: Mapping[int, State], trouble: Mapping[int, str], size: int) -> list[Finding]:
+    """Return what is wrong, the causes first; empty while the job is well.
+
+    Args:
+        states: the last that each rank has written.
+        trouble: "gone", "stopped" or "silent" for ranks whose process is so.
+        size: number of ranks.
+    """
+    conflicts = _conflicts(states)
+    # A wrong shape or type makes torch raise, on this rank or on another one: the calls tell which is odd.
+    failed = [
+        Finding("failed", (rank,), f"rank {rank} failed: {state.error}{' at ' if state.where else ''}{state.where}")
+        for rank, state in sorted(states.items())
+        if state.life == "failed" and not is_consequence(state.error)
+    ]
+    lost = [
+        Finding(kind, (rank,), f"rank {rank} {_TROUBLE[kind]}{_last_seen(states.get(rank))}")
+        for rank, kind in sorted(trouble.items())
+        if rank not in states or states[rank].life == "runs"
+    ]
+    if conflicts or failed or lost:
+        return [*failed, *conflicts, *lost]
+    torn = {rank: state for rank, state in states.items() if state.life == "failed"}
+    left = [rank for rank, state in states.items() if state.life == "ended"]
+    if torn and left:
+        who = min(torn)
+        ended = f"{_ranks(sorted(left))} ended while {_ranks(sorted(torn))} needed {'it' if len(left) == 1 else 'them'}"
+        return [Finding("ended", tuple(sorted(left)), f"{ended} at {torn[who].where}; last, it {states[left[0]].place}")]
+    if torn:
+        return [
+            Finding("failed", (rank,), f"rank {rank} lost its connection: {state.error} at {state.where}")
+            for rank, state in sorted(torn.items())
+        ]
+    return _late(states, size)
+
+
+# What torch says on a rank when another one has gone or has failed.
+_CONSEQUENCE = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]ead error|[Ww]rite error|[Tt]imed out|[Tt]imeout|NCCL error|"
+    r"Application timeout|remote process exited|DistNetworkError|Socket"
+)
+
+
+def is_consequence(error: str) -> bool:
+    """Return whether an exception only says that another rank does not answer."""
+    return bool(_CONSEQUENCE.search(error))
+
+
+_TROUBLE = {
+    "gone": "is gone",
+    "stopped": "is stopped",
+    "silent": "gives no sign of life",
+}
+
+
+def _last_seen(state: State | None) -> str:
+    if state is None:
+        return ""
+    return f" ({state.process}); last seen, it {_past(state)}"
+
+
+def _past(state: State) -> str:
+    waits = next((channel.call for channel in state.channels.values() if channel.call), "")
+    return state.place + (f" ({waits})" if waits else "")
+
+
+# ---- different calls ------------------------------------------------------------------------------------------------
+
+
+def _conflicts(states: Mapping[int, State]) -> list[Finding]:
+    """Return the first difference between the calls of ranks in each channel."""
+    findings = []
+    for name in sorted({name for state in states.values() for name in state.channels}):
+        here = {rank: state.channels[name] for rank, state in states.items() if name in state.channels}
+        found = _differ(here) or _blocks_differ(name, here)
+        if found is not None:
+            findings.append(found)
+    return findings
+
+
+def _differ(channels: Mapping[int, Channel]) -> Finding | None:
+    calls = {rank: {call.number: call for call in channel.recent} for rank, channel in channels.items()}
+    for number in sorted(set().union(*calls.values())):
+        made = {rank: noted[number] for rank, noted in sorted(calls.items()) if number in noted}
+        kinds = {rank: _comparable(call) for rank, call in made.items()}
+        if len(set(kinds.values())) > 1:
+            odd = _odd(kinds, calls)
+            rest = [rank for rank in made if rank not in odd]
+            sides = [*((rank, [rank]) for rank in odd), *([(rest[0], rest)] if rest else [])]
+            told = "; ".join(f"{_ranks(group)} in {_shown(made[rank])}" for rank, group in sides)
+            return Finding("conflict", odd, f"ranks differ in call {number}: {told}")
+    return None
+
+
+def _comparable(call: Noted) -> str:
+    operation = call.what.partition(" of ")[0]
+    return call.what if operation in _ALIKE else operation
+
+
+def _shown(call: Noted) -> str:
+    return f"{call.what}{' at ' if call.where else ''}{call.where}"
+
+
+def _blocks_differ(name: str, channels: Mapping[int, Channel]) -> Finding | None:
+    for block in sorted(set().union(*(channel.blocks for channel in channels.values())), key=int):
+        sums = {rank: channel.blocks[block] for rank, channel in sorted(channels.items()) if block in channel.blocks}
+        if len(set(sums.values())) > 1:
+            odd, first = _odd(sums, {}), 64 * int(block)
+            return Finding("conflict", odd, f"{_ranks(odd)} made other calls than the rest from {first} to {first + 63} of {name}")
+    return None
+
+
+def _odd(kinds: Mapping[int, object], calls: Mapping[int, Mapping[int, Noted]]) -> tuple[int, ...]:
+    """Return the ranks that differ from most; all, if there is no majority.
+
+    Where as many ranks make one call as make the other, the one counts that more ranks have made before.
+    """
+    votes = Counter(kinds.values())
+    before = {kind: sum(any(_comparable(c) == kind for c in own.values()) for own in calls.values()) for kind in votes}
+    (most, second, *_) = sorted(votes, key=lambda kind: (votes[kind], before[kind]), reverse=True)
+    if votes[most] == votes[second] and before[most] == before[second]:
+        return tuple(kinds)
+    return tuple(rank for rank, kind in kinds.items() if kind != most)
+
+
+# ---- ranks that others wait for -------------------------------------------------------------------------------------
+
+
+def _late(states: Mapping[int, State], size: int) -> list[Finding]:
+    awaited: dict[int, dict[int, str]] = {}
+    stuck: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        if not state.waits:
+            continue
+        if state.peer is not None:
+            awaited.setdefault(state.peer, {})[rank] = f"{state.doing} {'to' if 'send' in state.doing else 'from'} it"
+        for name, channel in state.channels.items():
+            if channel.entered <= channel.done:
+                continue
+            others = {r: s.channels.get(name) for r, s in states.items() if r != rank and _is_member(r, name, channel, s)}
+            behind = [r for r, other in others.items() if other is None or other.entered < channel.entered]
+            if not behind and len(others) + 1 >= (len(channel.ranks) or 2):
+                stuck.setdefault(name, []).append(rank)
+            for other in behind:
+                awaited.setdefault(other, {})[rank] = f"call {channel.entered}{_of(channel)}"
+    # Who is awaited and waits itself is late because of others, unless all of them wait in a circle.
+    first = [rank for rank in awaited if rank not in {r for waiting in awaited.values() for r in waiting}]
+    if awaited and not first:
+        return [_circle(states, sorted(awaited))]
+    findings = []
+    for rank in first:
+        state, waiting = states.get(rank), awaited[rank]
+        life = "has not come" if state is None else "has ended" if state.life == "ended" else "is late"
+        doing = "" if state is None or state.life == "ended" else f": it {state.place}"
+        kind = "ended" if life == "has ended" else "late"
+        who, what = min(waiting), next(iter(waiting.values()))
+        lasts = max(states[r].idle for r in waiting)
+        text = f"rank {rank} {life}{doing}; {_ranks(sorted(waiting))} wait for it {lasts:.0f} s in {what}"
+        findings.append(Finding(kind, (rank,), text + (f" at {states[who].where}" if states[who].where else "")))
+    if findings:
+        return findings
+    return [
+        Finding("stuck", (), f"{_ranks(ranks)} are in the same call of {name}, and no data arrive: {states[ranks[0]].place}")
+        for name, ranks in stuck.items()
+        if len(ranks) > 1
+    ][:1]
+
+
+def _is_member(rank: int, name: str, channel: Channel, state: State) -> bool:
+    return rank in channel.ranks if channel.ranks else name in state.channels
+
+
+def _of(channel: Channel) -> str:
+    return f", {channel.call}," if channel.call else ""
+
+
+def _circle(states: Mapping[int, State], ranks: Sequence[int]) -> Finding:
+    told = "; ".join(f"rank {rank} {_past(states[rank])}" for rank in ranks if rank in states)
+    return Finding("conflict", tuple(ranks), f"ranks wait for each other in different calls: {told}")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
