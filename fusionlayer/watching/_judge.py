@@ -193,7 +193,8 @@ def _late(states: Mapping[int, State], size: int) -> list[Finding]:
         kind = "ended" if life == "has ended" else "late"
         who, what = min(waiting), next(iter(waiting.values()))
         lasts = max(states[r].idle for r in waiting)
-        text = f"rank {rank} {life}{doing}; {_ranks(sorted(waiting))} wait for it {lasts:.0f} s in {what}"
+        waits = "waits" if len(waiting) == 1 else "wait"
+        text = f"rank {rank} {life}{doing}; {_ranks(sorted(waiting))} {waits} for it {lasts:.0f} s in {what}"
         findings.append(Finding(kind, (rank,), text + (f" at {states[who].where}" if states[who].where else "")))
     if findings:
         return findings

@@ -44,7 +44,7 @@ def of_thread(thread: int) -> Place:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place("", "")
-    doing, peer = "computes", None
+    doing, peer = "is", None
     frames = list(_outward(frame))
     for each in frames:  # the outermost call counts: broadcast_object_list, and not the broadcast within it
         file, name = each.f_code.co_filename, each.f_code.co_name
@@ -53,7 +53,7 @@ def of_thread(thread: int) -> Place:
             peer = _peer(each) if name in ("send", "recv") else None
         elif file == _LOADER and name == "__next__":
             doing = "waits for data"
-        elif file == _BACKWARD and doing == "computes":
+        elif file == _BACKWARD and doing == "is":
             doing = "is in backward"
     return Place(doing, of_frames((each.f_code.co_filename, each.f_lineno) for each in frames), peer)
 

@@ -8,6 +8,7 @@ takes some 20 ms for 2000 calls, so it is read rarely.
 from __future__ import annotations
 
 import pickle
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ _TYPES = {
     **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
 }
 _OURS = "fusionlayer/"
+# Seconds between two looks for the name of a group that has none, at most.
+_NAMES = 60.0
 
 
 class Recorder:
@@ -38,7 +41,7 @@ class Recorder:
         found = (getattr(dist.distributed_c10d, name, None) or _of_torch(name) for name in _DUMPS)
         self._dumps: list[Callable[..., bytes]] = [dump for dump in found if dump is not None]
         self._names: dict[tuple[int, str], str] = {}
-        self._last: dict[str, list[Noted]] = {}
+        self._next_names, self._patience = 0.0, 1.0
 
     def progress(self) -> dict[str, Channel]:
         """Return how far each channel is; it does not look at single calls."""
@@ -47,9 +50,13 @@ class Recorder:
         channels = {}
         for kind, dump in enumerate(self._dumps):
             for number, status in _load(dump(False, False, False)).get("pg_status", {}).items():
-                if (kind, number) not in self._names:
-                    self._read(kind, dump, stacks=False)
                 name = self._names.get((kind, number), "")
+                if name not in groups and time.monotonic() > self._next_names:
+                    # Torch names a group after it was made, and groups of no name are not the program's.
+                    self._next_names = time.monotonic() + self._patience
+                    self._patience = min(2 * self._patience, _NAMES)
+                    self._read(kind, dump, stacks=False)
+                    name = self._names.get((kind, number), "")
                 entered, done = status["last_enqueued_collective"], status["last_completed_collective"]
                 if name in groups and (entered > 0 or done > 0):
                     channels[f"group {name}"] = Channel(groups[name], entered, done)

@@ -86,7 +86,7 @@ class State:
         life: "runs", "ended" or "failed".
         idle: seconds since a call began or ended, when the state was written.
         waits: whether it has waited in a call for longer than is usual.
-        doing: what its training thread does, as a clause: "waits for data", "is in all_reduce", "computes".
+        doing: what its training thread does, as a clause: "waits for data", "is in all_reduce", "is".
         where: line of the program at which it does that.
         peer: rank that a send or a receive waits for; None: it is in none.
         error: of a rank that has failed.
@@ -112,7 +112,7 @@ class State:
     @property
     def place(self) -> str:
         """What the rank does, and where, as a clause."""
-        return f"{self.doing or 'computes'}{' at ' if self.where else ''}{self.where}"
+        return f"{self.doing or 'is'}{' at ' if self.where else ''}{self.where}"
 
 
 def encode(state: State) -> str:

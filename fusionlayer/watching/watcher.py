@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -41,7 +40,9 @@ _STILL = 1.5
 _SHARE = 1 / 300
 # Seconds for which a rank that fails waits until the rank that compares has read why.
 _LINGER = 3.0
+# Lines that the file keeps.
 _KEPT = 200
+_PREFIX = "fusionlayer/watch"
 
 
 class Watcher:
@@ -53,7 +54,6 @@ class Watcher:
         size: number of ranks.
         patience: seconds that a rank may wait in a call before it is asked why, at least.
         path: file for the job's state; None: one of this user's folder.
-        number: of this watcher among those that the processes of the job have made.
 
     Attributes:
         findings: what is wrong with the job now, on the rank that compares; empty while it is well.
@@ -61,15 +61,15 @@ class Watcher:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None, number: int = 0
+        self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None
     ) -> None:
         self.findings: tuple[Finding, ...] = ()
         self.lines: list[str] = []
         self._rank, self._size = rank, size
         self._identity = Identity.own()
         self._thread_watched = threading.get_ident()
+        self._generation = forks.generation()
         self._met_by = store
-        self._prefix = f"fusionlayer/watch/{number}"
         self._store: dist.Store | None = None
         self._recorder = Recorder()
         self._pace = Pace(patience)
@@ -98,9 +98,14 @@ class Watcher:
         self._thread.start()
         forks.at_exit(self.close)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has stopped watching, or belongs to the parent of a forked process."""
+        return self._ending.is_set() or self._generation != forks.generation()
+
     def close(self) -> None:
         """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
-        if self._ending.is_set():
+        if self.is_closed:
             return
         self._ending.set()
         if sys.excepthook == self._note_exception:
@@ -141,7 +146,7 @@ class Watcher:
 
     def _client(self) -> dist.Store:
         if self._store is None:
-            self._store = dist.PrefixStore(self._prefix, monitor.own_store(self._met_by))
+            self._store = dist.PrefixStore(_PREFIX, monitor.own_store(self._met_by))
         return self._store
 
     def _tick(self, now: float) -> None:
@@ -328,7 +333,7 @@ class Watcher:
                 break
             time.sleep(_TICK)
         if compares:
-            failed = [finding for finding in self.findings if finding.kind in ("failed", "gone", "conflict")]
+            failed = [finding for finding in self.findings if finding.kind not in ("late", "stuck", "silent")]
             for finding in failed:
                 if finding.key not in self._told:
                     self._say(finding.text)
@@ -351,22 +356,19 @@ def _with_calls(channel: Channel, before: Channel | None) -> Channel:
 
 
 _watcher: Watcher | None = None
-_made = 0
 
 
-def begin(store: dist.Store, rank: int, size: int, **options: Any) -> Watcher | None:
-    """Watch this process of a job whose ranks have met by a store, unless it is watched already."""
-    global _watcher, _made
-    if size < 2 or (_watcher is not None and not _watcher._ending.is_set()):
-        return _watcher
-    settings = config.load()
-    path = settings.status
-    patience = options.get("patience") or 5.0
-    _made += 1
-    try:
-        _watcher = Watcher(store, rank, size, patience, Path(path) if path else None, _made)
-    except FusionLayerError as error:
-        _logger.warning("this job is not watched: %s", error)
+def begin(store: dist.Store, rank: int, size: int, settings: config.Config, patience: float = 5.0) -> Watcher | None:
+    """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone."""
+    global _watcher
+    if size < 2 or settings.watch is False:
+        return None
+    if _watcher is None or _watcher.is_closed:
+        try:
+            _watcher = Watcher(store, rank, size, patience, Path(settings.status) if settings.status else None)
+        except FusionLayerError as error:
+            _logger.warning("this job is not watched: %s", error)
+            return None
     return _watcher
 
 
@@ -382,7 +384,7 @@ def watch(patience: float = 5.0) -> Watcher | None:
             three times as long as those.
 
     Returns:
-        The watcher, to ``close`` it early; None for a job of one process.
+        The watcher, to ``close`` it early; None for a job of one process, and where the setting ``watch`` is false.
 
     Raises:
         UsageError: torch.distributed is not initialized.
@@ -392,4 +394,4 @@ def watch(patience: float = 5.0) -> Watcher | None:
     if not 0 < patience < float("inf"):
         raise UsageError(f"patience={patience!r}; expected seconds above 0")
     store = dist.distributed_c10d._get_default_store()
-    return begin(store, dist.get_rank(), dist.get_world_size(), patience=patience)
+    return begin(store, dist.get_rank(), dist.get_world_size(), config.load(), patience)
