@@ -189,9 +189,8 @@ class Job:
                 print(json.dumps({"fault": fault, "at": time.time()}), flush=True)
             if step == at and dist.get_rank() == who and fault in FAULTS:
                 FAULTS[fault](self)
-                if fault in REPLACES:
-                    continue
-            dist.all_reduce(torch.ones(WIDTH))
+            if not (step == at and dist.get_rank() == who and fault in REPLACES):
+                dist.all_reduce(torch.ones(WIDTH))
             if step % 10 == 0:
                 over = torch.tensor(float(time.monotonic() > end))
                 dist.all_reduce(over)

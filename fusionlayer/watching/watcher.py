@@ -141,8 +141,12 @@ class Watcher:
                 if not stumbled:
                     _logger.exception("the thread that watches this job met an error, and goes on")
                 stumbled = True
-        with suppress(RuntimeError, OSError):
+        try:
             self._end()
+        except (RuntimeError, OSError):
+            # The store went with the process that has kept it. What this host shows is all that can be known.
+            if self._error and self._is_first():
+                self._conclude(judge(self._states, self._trouble(time.monotonic()), self._size))
 
     def _client(self) -> dist.Store:
         if self._store is None:
@@ -199,8 +203,7 @@ class Watcher:
 
     def _compare(self, now: float, *, reachable: bool = True) -> None:
         """On the first rank that is alive: compare all ranks, and tell what is wrong."""
-        lower = [self._states.get(rank) for rank in range(self._rank)]
-        if not all(state is not None and state.process.trouble(self._identity) for state in lower):
+        if not self._is_first():
             if reachable and self._rank and now - self._read_last >= _BEAT:
                 self._read_states(now, range(self._rank))
             return
@@ -211,6 +214,11 @@ class Watcher:
         trouble = self._trouble(now)
         findings = judge(self._states, trouble, self._size)
         self._tell(now, findings, reachable)
+
+    def _is_first(self) -> bool:
+        """Return whether the processes of all lower ranks are known to be gone or stopped."""
+        lower = [self._states.get(rank) for rank in range(self._rank)]
+        return all(state is not None and state.process.trouble(self._identity) for state in lower)
 
     def _read_states(self, now: float, ranks: range) -> None:
         self._read_last = now
@@ -320,8 +328,11 @@ class Watcher:
             channels=channels if self._error else self._state.channels,
         )
         self._write(now, store)
-        compares = self._rank == 0
         deadline = now + (_LINGER if self._error else 0.0)
+        if self._error and self._rank:
+            while time.monotonic() < deadline and not store.check(["seen"]) and not self._is_first():
+                time.sleep(_TICK)
+        compares = self._is_first()
         while compares:
             self._read_states(now, range(self._size))
             trouble = self._trouble(now)
@@ -333,19 +344,21 @@ class Watcher:
                 break
             time.sleep(_TICK)
         if compares:
-            failed = [finding for finding in self.findings if finding.kind not in ("late", "stuck", "silent")]
-            for finding in failed:
-                if finding.key not in self._told:
-                    self._say(finding.text)
-            if failed or self._error:
-                self._keep(now, "failed")
-            else:
-                with suppress(OSError):
-                    self._path.unlink()
+            self._conclude(list(self.findings))
             store.set("seen", "1")
-        elif self._error:
-            while time.monotonic() < deadline and not store.check(["seen"]):
-                time.sleep(_TICK)
+
+
+    def _conclude(self, findings: list[Finding]) -> None:
+        """Tell what the job has died of, and leave the file; without a cause, remove it."""
+        self.findings = tuple(finding for finding in findings if finding.kind not in ("late", "stuck", "silent"))
+        for finding in self.findings:
+            if finding.key not in self._told:
+                self._say(finding.text)
+        if self.findings or self._error:
+            self._keep(time.monotonic(), "failed")
+        else:
+            with suppress(OSError):
+                self._path.unlink()
 
 
 def _with_calls(channel: Channel, before: Channel | None) -> Channel:
