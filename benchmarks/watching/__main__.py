@@ -75,7 +75,9 @@ def play(fault: str, backend: str, *, uneven: float = 0.0, seconds: float = 600.
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(RANKS)]
         status = Path(folder) / "status.json"
-        processes = [_start(rank, store.port, fault, backend, uneven, seconds, logs[rank], status) for rank in range(RANKS)]
+        processes = [
+            _start(rank, store.port, fault, backend, uneven, seconds, logs[rank], status) for rank in range(RANKS)
+        ]
         begun, struck, blamed = time.monotonic(), None, None
         try:
             while time.monotonic() - begun < (patience if fault else seconds + patience):
@@ -97,7 +99,9 @@ def play(fault: str, backend: str, *, uneven: float = 0.0, seconds: float = 600.
     good = [line for line in lines if _blames(line, fault)]
     took = max(0.0, blamed - min(moments)) if blamed and moments else None
     place = any("program.py:" in line for line in good)
-    return Row(fault or "healthy", backend, took, place, (good or [""])[-1], tuple(li for li in lines if li not in good))
+    return Row(
+        fault or "healthy", backend, took, place, (good or [""])[-1], tuple(li for li in lines if li not in good)
+    )
 
 
 def _start(
@@ -124,7 +128,9 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    return [re.sub(r"^.*fusionlayer watch, [\d:]+: ", "", li) for li in text.splitlines() if "fusionlayer watch, " in li]
+    return [
+        re.sub(r"^.*fusionlayer watch, [\d:]+: ", "", li) for li in text.splitlines() if "fusionlayer watch, " in li
+    ]
 
 
 def _blames(text: str, fault: str) -> bool:
@@ -156,7 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for fault in () if options.healthy else options.only:
             row = play(fault, backend)
             rows.append(row)
-            print(f"{'good' if row.good else 'BAD '} {backend:12}{fault:22}{row.seconds or -1:6.1f} s  {row.line}", flush=True)
+            print(
+                f"{'good' if row.good else 'BAD '} {backend:12}{fault:22}{row.seconds or -1:6.1f} s  {row.line}",
+                flush=True,
+            )
             for other in row.others:
                 print(f"{'':41}also: {other}", flush=True)
         if options.healthy:
@@ -164,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(row)
             print(f"{backend}: {len(row.others)} false alarms in {options.healthy} s {row.others}", flush=True)
     bad = [row for row in rows if not row.good] if not options.healthy else [row for row in rows if row.others]
-    print(json.dumps({"rows": [asdict(row) for row in rows], "bad": len(bad)}) if options.healthy else f"{len(bad)} bad")
+    print(
+        json.dumps({"rows": [asdict(row) for row in rows], "bad": len(bad)}) if options.healthy else f"{len(bad)} bad"
+    )
     return int(len(bad) > 1 or (options.healthy and bool(bad)))
 
 

@@ -146,4 +146,10 @@ def _does(state: State) -> str:
 
 
 def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.0f} h"
+    )

@@ -13,7 +13,15 @@ __all__ = ["Finding", "judge"]
 
 # Calls for which every rank must give tensors of the same shape and type. Others may differ, such as an uneven
 # all-to-all: of these only the operation is compared.
-_ALIKE = ("all_reduce", "broadcast", "reduce", "barrier", "_reduce_scatter_base", "_all_gather_base", "all_reduce_sparse")
+_ALIKE = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "_reduce_scatter_base",
+    "_all_gather_base",
+    "all_reduce_sparse",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,9 @@ def judge(states: Mapping[int, State], trouble: Mapping[int, str], size: int) ->
     if torn and left:
         who = min(torn)
         ended = f"{_ranks(sorted(left))} ended while {_ranks(sorted(torn))} needed {'it' if len(left) == 1 else 'them'}"
-        return [Finding("ended", tuple(sorted(left)), f"{ended} at {torn[who].where}; last, it {states[left[0]].place}")]
+        return [
+            Finding("ended", tuple(sorted(left)), f"{ended} at {torn[who].where}; last, it {states[left[0]].place}")
+        ]
     if torn:
         return [
             Finding("failed", (rank,), f"rank {rank} lost its connection: {state.error} at {state.where}")
@@ -144,7 +154,9 @@ def _blocks_differ(name: str, channels: Mapping[int, Channel]) -> Finding | None
         sums = {rank: channel.blocks[block] for rank, channel in sorted(channels.items()) if block in channel.blocks}
         if len(set(sums.values())) > 1:
             odd, first = _odd(sums, {}), 64 * int(block)
-            return Finding("conflict", odd, f"{_ranks(odd)} made other calls than the rest from {first} to {first + 63} of {name}")
+            return Finding(
+                "conflict", odd, f"{_ranks(odd)} made other calls than the rest from {first} to {first + 63} of {name}"
+            )
     return None
 
 
@@ -175,7 +187,9 @@ def _late(states: Mapping[int, State], size: int) -> list[Finding]:
         for name, channel in state.channels.items():
             if channel.entered <= channel.done:
                 continue
-            others = {r: s.channels.get(name) for r, s in states.items() if r != rank and _is_member(r, name, channel, s)}
+            others = {
+                r: s.channels.get(name) for r, s in states.items() if r != rank and _is_member(r, name, channel, s)
+            }
             behind = [r for r, other in others.items() if other is None or other.entered < channel.entered]
             if not behind and len(others) + 1 >= (len(channel.ranks) or 2):
                 stuck.setdefault(name, []).append(rank)
@@ -199,7 +213,9 @@ def _late(states: Mapping[int, State], size: int) -> list[Finding]:
     if findings:
         return findings
     return [
-        Finding("stuck", (), f"{_ranks(ranks)} are in the same call of {name}, and no data arrive: {states[ranks[0]].place}")
+        Finding(
+            "stuck", (), f"{_ranks(ranks)} are in the same call of {name}, and no data arrive: {states[ranks[0]].place}"
+        )
         for name, ranks in stuck.items()
         if len(ranks) > 1
     ][:1]

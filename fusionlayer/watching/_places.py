@@ -18,7 +18,9 @@ __all__ = ["Place", "line_of", "of_frames", "of_thread"]
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _OTHERS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_COLLECTIVES = tuple(_TORCH + name for name in ("distributed/distributed_c10d.py", "distributed/_functional_collectives"))
+_COLLECTIVES = tuple(
+    _TORCH + name for name in ("distributed/distributed_c10d.py", "distributed/_functional_collectives")
+)
 _LOADER = _TORCH + "utils/data/dataloader.py"
 _BACKWARD = _TORCH + "autograd/graph.py"
 # Functions of these files that every call passes, and that say nothing.

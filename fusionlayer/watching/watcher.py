@@ -60,9 +60,7 @@ class Watcher:
         lines: what was logged so far.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None) -> None:
         self.findings: tuple[Finding, ...] = ()
         self.lines: list[str] = []
         self._rank, self._size = rank, size
@@ -81,7 +79,7 @@ class Watcher:
         # calls, and at other ranks, of the last file written, and of a question to all ranks.
         self._written = self._looked = self._read_at = self._read_last = self._kept_at = -1e9
         self._asked_at: float | None = None
-        self._cost = 0.0
+        self._cost, self._unread = 0.0, False
         self._asked = b""
         self._told: dict[tuple[str, tuple[int, ...]], float] = {}
         self._past: list[tuple[float, str]] = []
@@ -113,9 +111,7 @@ class Watcher:
         self._thread.join(_LINGER + 2)
         forks.not_at_exit(self.close)
 
-    def _note_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, Exception):
             frames = []
             step = trace
@@ -170,13 +166,14 @@ class Watcher:
         waits = in_call and self._pace.is_long(now)
         asked = store.get("ask") if store.check(["ask"]) else b""
         wanted = asked != self._asked or (waits and not waited)
-        if moved and now - self._read_at >= max(_BEAT, self._cost / _SHARE) or wanted:
+        self._unread = self._unread or moved
+        if self._unread and now - self._read_at >= max(_BEAT, self._cost / _SHARE) or wanted:
             self._asked = asked
             begun = time.thread_time()
             channels = self._recorder.detailed(channels, stacks=wanted)
             if not wanted:  # the first time with lines takes a second
                 self._cost = time.thread_time() - begun
-            self._read_at = now
+            self._read_at, self._unread = now, False
         else:
             channels = {name: _with_calls(each, self._state.channels.get(name)) for name, each in channels.items()}
         still = self._pace.is_still
@@ -284,7 +281,8 @@ class Watcher:
         if self._asked_at is None or time.monotonic() - self._asked_at > 3.0:
             return False
         return any(
-            state.life == "runs" and not any(call.where for channel in state.channels.values() for call in channel.recent)
+            state.life == "runs"
+            and not any(call.where for channel in state.channels.values() for call in channel.recent)
             for state in self._states.values()
         )
 
@@ -338,7 +336,9 @@ class Watcher:
             trouble = self._trouble(now)
             self.findings = tuple(judge(self._states, trouble, self._size))
             is_open = any(
-                state.life == "runs" and rank not in trouble for rank, state in self._states.items() if rank != self._rank
+                state.life == "runs" and rank not in trouble
+                for rank, state in self._states.items()
+                if rank != self._rank
             )
             if not is_open or time.monotonic() > deadline or not self._error:
                 break
@@ -346,7 +346,6 @@ class Watcher:
         if compares:
             self._conclude(list(self.findings))
             store.set("seen", "1")
-
 
     def _conclude(self, findings: list[Finding]) -> None:
         """Tell what the job has died of, and leave the file; without a cause, remove it."""
@@ -365,7 +364,12 @@ def _with_calls(channel: Channel, before: Channel | None) -> Channel:
     """Return the channel with the calls that were looked at before."""
     if before is None:
         return channel
-    return replace(channel, recent=before.recent, blocks=before.blocks, call=channel.call or (before.call if channel.entered == before.entered else ""))
+    return replace(
+        channel,
+        recent=before.recent,
+        blocks=before.blocks,
+        call=channel.call or (before.call if channel.entered == before.entered else ""),
+    )
 
 
 _watcher: Watcher | None = None
@@ -403,7 +407,9 @@ def watch(patience: float = 5.0) -> Watcher | None:
         UsageError: torch.distributed is not initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise UsageError("fusionlayer.watch needs torch.distributed; call init_process_group() or fusionlayer.init() first")
+        raise UsageError(
+            "fusionlayer.watch needs torch.distributed; call init_process_group() or fusionlayer.init() first"
+        )
     if not 0 < patience < float("inf"):
         raise UsageError(f"patience={patience!r}; expected seconds above 0")
     store = dist.distributed_c10d._get_default_store()
