@@ -54,6 +54,7 @@ class Row:
         place: whether that line, or a later one, names a line of the program.
         line: it.
         others: lines that blame other ranks.
+        cost: share of a core that the watching thread of a rank has taken, at most; None: the ranks did not end well.
     """
 
     fault: str
@@ -62,10 +63,13 @@ class Row:
     place: bool
     line: str
     others: tuple[str, ...]
+    cost: float | None = None
 
     @property
-    def good(self) -> bool:
-        """Whether culprit and place were named in time."""
+    def is_good(self) -> bool:
+        """Whether culprit and place were named in time; of a healthy job, whether nothing was said."""
+        if self.fault == "healthy":
+            return not self.others and self.cost is not None
         return self.seconds is not None and self.seconds <= LIMIT and self.place
 
 
@@ -150,34 +154,44 @@ def _culprits(line: str) -> tuple[int, ...] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 1 if more than one fault was not named, or a false alarm came."""
+    """Run the command line; return the exit status: 1 if more than one fault was missed, or if there were false alarms."""
     parser = driver.make_parser("watching", __doc__)
     parser.add_argument("--only", type=comma_separated(one_of(tuple(FAULTS))), default=tuple(FAULTS), help="faults")
     parser.add_argument("--backends", type=comma_separated(str), default=("gloo", "fusionlayer"), help="of the jobs")
-    parser.add_argument("--healthy", type=count(), default=0, help="seconds of healthy, uneven training (0)")
+    parser.add_argument("--healthy", type=count(), default=0, help="seconds of healthy, uneven training instead")
     driver.add_options(parser)
     options = parser.parse_args(arguments)
+    environment = driver.begin(options)
     rows = []
     for backend in options.backends:
-        for fault in () if options.healthy else options.only:
-            row = play(fault, backend)
+        for fault in ("",) if options.healthy else options.only:
+            row = play(fault, backend, uneven=0.4 if not fault else 0.0, seconds=float(options.healthy or 600))
             rows.append(row)
-            print(
-                f"{'good' if row.good else 'BAD '} {backend:12}{fault:22}{row.seconds or -1:6.1f} s  {row.line}",
-                flush=True,
-            )
+            mark = "good" if row.is_good else "BAD"
+            print(f"{mark:5}{backend:12}{row.fault:22}{row.seconds or -1:6.1f} s  {row.line}", flush=True)
             for other in row.others:
-                print(f"{'':41}also: {other}", flush=True)
-        if options.healthy:
-            row = play("", backend, uneven=0.4, seconds=float(options.healthy))
-            rows.append(row)
-            print(f"{backend}: {len(row.others)} false alarms in {options.healthy} s {row.others}", flush=True)
-    bad = [row for row in rows if not row.good] if not options.healthy else [row for row in rows if row.others]
-    print(
-        json.dumps({"rows": [asdict(row) for row in rows], "bad": len(bad)}) if options.healthy else f"{len(bad)} bad"
-    )
-    return int(len(bad) > 1 or (options.healthy and bool(bad)))
+                print(f"{'':48}{other}", flush=True)
+    good = sum(row.is_good for row in rows)
+    if options.healthy:
+        title = f"Healthy, uneven training for {options.healthy} s on {RANKS} ranks: false alarms"
+        shown = [
+            {"backend": r.backend, "false alarms": len(r.others), "thread's share of a core": r.cost} for r in rows
+        ]
+    else:
+        title = f"Faults on {RANKS} ranks: {good} of {len(rows)} named with rank and place within {LIMIT:g} s"
+        shown = [
+            {
+                "backend": row.backend,
+                "fault": row.fault,
+                "named after (s)": row.seconds,
+                "what rank 0's log says": row.line,
+            }
+            for row in rows
+        ]
+    theme = "watching-healthy" if options.healthy else "watching"
+    driver.finish(options, theme, title, environment, [asdict(row) for row in rows], shown)
+    return int(len(rows) - good > (0 if options.healthy else 1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.leave(main)

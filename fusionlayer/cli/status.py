@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..watching import Report
+from ..watching import Report, read
 from ..watching import reports as known
-from ..watching import read
 from ..watching._states import State
 from .arguments import above_zero
-from .tables import Column, Table, print_text, screen_width, show
+from .tables import Column, Table, print_text, show
 from .units import BYTES, in_words
 
 __all__ = ["add_parser", "page"]

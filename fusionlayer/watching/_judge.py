@@ -183,42 +183,71 @@ def _late(states: Mapping[int, State], size: int) -> list[Finding]:
         if not state.waits:
             continue
         if state.peer is not None:
-            awaited.setdefault(state.peer, {})[rank] = f"{state.doing} {'to' if 'send' in state.doing else 'from'} it"
+            way = "send to" if "send" in state.doing else "recv from"
+            awaited.setdefault(state.peer, {})[rank] = f"{way} it"
         for name, channel in state.channels.items():
             if channel.entered <= channel.done:
                 continue
             others = {
-                r: s.channels.get(name) for r, s in states.items() if r != rank and _is_member(r, name, channel, s)
+                other: theirs.channels.get(name)
+                for other, theirs in states.items()
+                if other != rank and _is_member(other, name, channel, theirs)
             }
-            behind = [r for r, other in others.items() if other is None or other.entered < channel.entered]
+            behind = [other for other, theirs in others.items() if theirs is None or theirs.entered < channel.entered]
             if not behind and len(others) + 1 >= (len(channel.ranks) or 2):
                 stuck.setdefault(name, []).append(rank)
             for other in behind:
                 awaited.setdefault(other, {})[rank] = f"call {channel.entered}{_of(channel)}"
-    # Who is awaited and waits itself is late because of others, unless all of them wait in a circle.
-    first = [rank for rank in awaited if rank not in {r for waiting in awaited.values() for r in waiting}]
-    if awaited and not first:
+    # Who is awaited and is in a call itself is late because of others, unless all of them wait in a circle.
+    first = [rank for rank in awaited if rank not in states or not _is_in_call(states[rank])]
+    if awaited and not first and all(states[rank].waits for rank in awaited):
         return [_circle(states, sorted(awaited))]
-    findings = []
-    for rank in first:
-        state, waiting = states.get(rank), awaited[rank]
-        life = "has not come" if state is None else "has ended" if state.life == "ended" else "is late"
-        doing = "" if state is None or state.life == "ended" else f": it {state.place}"
-        kind = "ended" if life == "has ended" else "late"
-        who, what = min(waiting), next(iter(waiting.values()))
-        lasts = max(states[r].idle for r in waiting)
-        waits = "waits" if len(waiting) == 1 else "wait"
-        text = f"rank {rank} {life}{doing}; {_ranks(sorted(waiting))} {waits} for it {lasts:.0f} s in {what}"
-        findings.append(Finding(kind, (rank,), text + (f" at {states[who].where}" if states[who].where else "")))
-    if findings:
-        return findings
+    if awaited:
+        return [_awaited(states, rank, awaited[rank]) for rank in sorted(first)]
+    slow = _slow(states)
+    if slow:
+        return slow
     return [
-        Finding(
-            "stuck", (), f"{_ranks(ranks)} are in the same call of {name}, and no data arrive: {states[ranks[0]].place}"
-        )
+        Finding("stuck", (), f"{_ranks(ranks)} are in one call of {name}, and no data arrive: {states[ranks[0]].place}")
         for name, ranks in stuck.items()
         if len(ranks) > 1
     ][:1]
+
+
+def _slow(states: Mapping[int, State]) -> list[Finding]:
+    """Return the links that have become slow; a rank that all of them have in common is to blame for them."""
+    owner = {end: rank for rank, state in states.items() for end in state.ends}
+    pairs = {
+        (rank, owner[link.there]): link
+        for rank, state in sorted(states.items())
+        for link in state.links
+        if link.there in owner
+    }
+    if not pairs:
+        return []
+    common = set.intersection(*(set(pair) for pair in pairs))
+    ranks = tuple(sorted(common if len(pairs) > 1 and common else {rank for pair in pairs for rank in pair}))
+    told = "; ".join(
+        f"from rank {a} to rank {b} {link.rate / 1e6:.3g} MB/s, before {link.before / 1e6:.3g} MB/s"
+        for (a, b), link in list(pairs.items())[:4]
+    )
+    return [Finding("slow", ranks, f"links of {_ranks(ranks)} are slow: {told}")]
+
+
+def _is_in_call(state: State) -> bool:
+    return state.peer is not None or any(channel.entered > channel.done for channel in state.channels.values())
+
+
+def _awaited(states: Mapping[int, State], rank: int, waiting: Mapping[int, str]) -> Finding:
+    """Return the finding against a rank; ``waiting``: the ranks that need it, and their calls."""
+    state, who = states.get(rank), min(waiting)
+    ended = state is not None and state.life == "ended"
+    life = "has not come" if state is None else "has ended" if ended else f"is late: it {state.place}"
+    waits = "waits" if len(waiting) == 1 else "wait"
+    lasts = max(states[each].idle for each in waiting)
+    at = f" at {states[who].where}" if states[who].where else ""
+    text = f"rank {rank} {life}; {_ranks(sorted(waiting))} {waits} for it {lasts:.0f} s in {waiting[who]}{at}"
+    return Finding("ended" if ended else "late", (rank,), text)
 
 
 def _is_member(rank: int, name: str, channel: Channel, state: State) -> bool:
@@ -226,7 +255,7 @@ def _is_member(rank: int, name: str, channel: Channel, state: State) -> bool:
 
 
 def _of(channel: Channel) -> str:
-    return f", {channel.call}," if channel.call else ""
+    return f", {channel.call}" if channel.call else ""
 
 
 def _circle(states: Mapping[int, State], ranks: Sequence[int]) -> Finding:

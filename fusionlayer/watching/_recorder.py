@@ -46,7 +46,9 @@ class Recorder:
     def progress(self) -> dict[str, Channel]:
         """Return how far each channel is; it does not look at single calls."""
         world = dist.distributed_c10d._world
-        groups = {world.pg_names[group]: tuple(sorted(world.pg_group_ranks[group])) for group in list(world.pg_map)}
+        groups = {
+            str(world.pg_names[group]): tuple(sorted(world.pg_group_ranks[group])) for group in list(world.pg_map)
+        }
         channels = {}
         for kind, dump in enumerate(self._dumps):
             for number, status in _load(dump(False, False, False)).get("pg_status", {}).items():

@@ -10,7 +10,7 @@ from .. import records
 from ..errors import ConfigError
 from ..processes import Identity
 
-__all__ = ["Channel", "Connection", "Noted", "State", "decode", "encode"]
+__all__ = ["Channel", "Link", "Noted", "State", "decode", "encode"]
 
 # A longer text is not read. A state takes a few KB.
 _MOST_BYTES = 1 << 20
@@ -53,26 +53,20 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Connection:
-    """What the kernel knows of a TCP connection of this process.
+class Link:
+    """A TCP connection that has become slow.
 
     Attributes:
         here: address and port of this end.
         there: of the other end.
-        sent: bytes that the other end has acknowledged.
-        again: segments that were sent again.
-        busy: seconds in which there was something to send.
-        rate: bytes per second at which the latest data has arrived, as far as the network limited it; 0: unknown.
-        trip: seconds for a message there and back.
+        rate: bytes per second while it has data to send.
+        before: what that was.
     """
 
     here: str
     there: str
-    sent: int
-    again: int
-    busy: float
     rate: float
-    trip: float
+    before: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,8 @@ class State:
         peer: rank that a send or a receive waits for; None: it is in none.
         error: of a rank that has failed.
         channels: by name.
-        links: connections that carry much.
+        ends: addresses and ports of its process.
+        links: connections that have become slow.
         counts: the metrics of this process.
     """
 
@@ -106,7 +101,8 @@ class State:
     peer: int | None = None
     error: str = ""
     channels: Mapping[str, Channel] = field(default_factory=dict)
-    links: tuple[Connection, ...] = ()
+    ends: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""The thread that tells the other ranks where this one is, and on the first rank compares all of them."""
+"""The thread that tells the other ranks where this one is, and on the first rank what is wrong with the job."""
 
 from __future__ import annotations
 
@@ -6,42 +6,36 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
-from .. import config, forks
+from .. import config, counts, forks
 from ..errors import FusionLayerError, UsageError
 from ..processes import Identity
 from ..transport._monitor import monitor
 from . import _places, _report
-from ._judge import Finding, judge
+from ._judge import Finding
+from ._links import Links, counters
 from ._pace import Pace
 from ._recorder import Recorder
-from ._states import Channel, State, decode, encode
+from ._states import Channel, State, encode
+from ._teller import Teller
 
-__all__ = ["Watcher", "begin", "watch"]
+__all__ = ["Watcher", "begin", "counted", "watch"]
 
 _logger = logging.getLogger("fusionlayer")
 
-_TICK = 0.2
-# Seconds between two looks at how far this rank is.
-_LOOK = 1.0
-# Seconds after which a state is written again though nothing has changed, and those after which it is missed.
-_BEAT, _SILENT = 3.0, 10.0
-# Seconds between two states of a rank that waits, or that others may wait for: its place may change.
-_STILL = 1.5
-# Looking at single calls may take this share of the time.
+# Seconds between two looks at the processes of this host, and at how far this rank is.
+_TICK, _LOOK = 0.2, 1.0
+# Seconds between two states that a rank writes: while all is well, and while it waits or others may wait for it.
+_BEAT, _STILL = 3.0, 1.5
+# The share of the time that looking at single calls may take.
 _SHARE = 1 / 300
-# Seconds for which a rank that fails waits until the rank that compares has read why.
+# Seconds for which a rank that fails waits until the first one has read why.
 _LINGER = 3.0
-# Lines that the file keeps.
-_KEPT = 200
 _PREFIX = "fusionlayer/watch"
 
 
@@ -55,40 +49,29 @@ class Watcher:
         patience: seconds that a rank may wait in a call before it is asked why, at least.
         path: file for the job's state; None: one of this user's folder.
 
-    Attributes:
-        findings: what is wrong with the job now, on the rank that compares; empty while it is well.
-        lines: what was logged so far.
+    Raises:
+        ConfigError: there is no place for the file.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None) -> None:
-        self.findings: tuple[Finding, ...] = ()
-        self.lines: list[str] = []
+        process = Identity.own()
         self._rank, self._size = rank, size
-        self._identity = Identity.own()
-        self._thread_watched = threading.get_ident()
+        self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
+        self._watched = threading.get_ident()
         self._generation = forks.generation()
         self._met_by = store
         self._store: dist.Store | None = None
         self._recorder = Recorder()
+        self._links = Links()
         self._pace = Pace(patience)
-        self._serial = 0
-        self._state = State(rank, self._identity, 0)
-        self._states: dict[int, State] = {}
-        self._heard: dict[int, float] = {}
-        # Moments on this process's monotonic clock: of the last state written, of the last look at this rank, at its single
-        # calls, and at other ranks, of the last file written, and of a question to all ranks.
-        self._written = self._looked = self._read_at = self._read_last = self._kept_at = -1e9
-        self._asked_at: float | None = None
-        self._cost, self._unread = 0.0, False
-        self._asked = b""
-        self._told: dict[tuple[str, tuple[int, ...]], float] = {}
-        self._past: list[tuple[float, str]] = []
-        self._started = time.time()
-        self._path = path or _report.folder() / f"job-{self._identity.pid}.json"
-        self._file_lost = False
-        self._error = ""
-        self._error_at = ""
-        self._counts: Callable[[], Mapping[str, float]] = dict
+        self._state = State(rank, process, 0)
+        # Moments on the monotonic clock: of the last state written, look at this rank, look at its single calls, and
+        # look at other ranks.
+        self._written = self._looked = self._detailed = self._read = -1e9
+        # Seconds that looking at single calls takes, and whether there are some that were not looked at.
+        self._cost, self._has_news = 0.0, False
+        self._answered = b""
+        self._error = self._error_at = ""
         self._ending = threading.Event()
         self._hook = sys.excepthook
         sys.excepthook = self._note_exception
@@ -97,9 +80,28 @@ class Watcher:
         forks.at_exit(self.close)
 
     @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong with the job now, on the first rank that is alive; empty while it is well."""
+        return self._teller.findings
+
+    @property
+    def lines(self) -> list[str]:
+        """What was logged so far."""
+        return list(self._teller.lines)
+
+    @property
     def is_closed(self) -> bool:
         """Whether it has stopped watching, or belongs to the parent of a forked process."""
         return self._ending.is_set() or self._generation != forks.generation()
+
+    def counts(self) -> dict[str, float]:
+        """Return what it has counted, by the names of ``fusionlayer.metrics``. Any thread may call it."""
+        return {
+            "retransmits": float(self._links.again),
+            "stalls": float(self._teller.told),
+            "ranks": float(self._size),
+            "ranks_to_blame": float(len({rank for finding in self.findings for rank in finding.ranks})),
+        }
 
     def close(self) -> None:
         """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
@@ -112,14 +114,14 @@ class Watcher:
         forks.not_at_exit(self.close)
 
     def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Note what the process ends with; in place of ``sys.excepthook``, which it calls."""
         if issubclass(kind, Exception):
-            frames = []
-            step = trace
+            frames, step = [], trace
             while step is not None:
                 frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
                 step = step.tb_next
-            self._error_at = _places.of_frames(reversed(frames))
             text = next(iter(str(error).splitlines()), "")
+            self._error_at = _places.of_frames(reversed(frames))
             self._error = f"{kind.__name__}: {text:.200}"
         self._hook(kind, error, trace)
 
@@ -128,11 +130,13 @@ class Watcher:
     def _run(self) -> None:
         stumbled = False
         while not self._ending.wait(_TICK):
+            now = time.monotonic()
             try:
-                self._tick(time.monotonic())
+                self._tick(now)
             except RuntimeError:
                 # The store does not answer. What the processes of this host show is still seen.
-                self._compare(time.monotonic(), reachable=False)
+                if self._teller.is_first and self._teller.sees_trouble:
+                    self._teller.tell(now, None)
             except Exception:
                 if not stumbled:
                     _logger.exception("the thread that watches this job met an error, and goes on")
@@ -140,9 +144,9 @@ class Watcher:
         try:
             self._end()
         except (RuntimeError, OSError):
-            # The store went with the process that has kept it. What this host shows is all that can be known.
-            if self._error and self._is_first():
-                self._conclude(judge(self._states, self._trouble(time.monotonic()), self._size))
+            # The store went with the process that has kept it.
+            if self._error and self._teller.is_first:
+                self._teller.conclude(has_failed=True)
 
     def _client(self) -> dist.Store:
         if self._store is None:
@@ -150,34 +154,40 @@ class Watcher:
         return self._store
 
     def _tick(self, now: float) -> None:
-        store = self._client()
+        store, teller = self._client(), self._teller
         if now - self._looked >= _LOOK:
             self._looked = now
             self._look(now, store)
-        self._compare(now)
+        is_first = teller.is_first
+        if now - self._read >= (_LOOK if is_first else _BEAT):
+            self._read = now
+            teller.read(store, range(self._size if is_first else self._rank), now)
+            teller.hear(self._state, now)
+        elif not teller.sees_trouble:
+            return
+        if is_first:
+            teller.tell(now, store)
 
     def _look(self, now: float, store: dist.Store) -> None:
         """Look where this rank is, and write it if the others should know."""
         channels = self._recorder.progress()
         was_still, waited = self._pace.is_still, self._state.waits
         moved = self._pace.note(now, {name: (each.entered, each.done) for name, each in channels.items()})
-        place = _places.of_thread(self._thread_watched)
+        self._has_news = self._has_news or moved
+        place = _places.of_thread(self._watched)
         in_call = place.peer is not None or any(each.entered > each.done for each in channels.values())
         waits = in_call and self._pace.is_long(now)
         asked = store.get("ask") if store.check(["ask"]) else b""
-        wanted = asked != self._asked or (waits and not waited)
-        self._unread = self._unread or moved
-        if self._unread and now - self._read_at >= max(_BEAT, self._cost / _SHARE) or wanted:
-            self._asked = asked
+        wanted = asked != self._answered or (waits and not waited)
+        if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
             begun = time.thread_time()
             channels = self._recorder.detailed(channels, stacks=wanted)
-            if not wanted:  # the first time with lines takes a second
+            if not wanted:  # lines take longer, and a second for the first time
                 self._cost = time.thread_time() - begun
-            self._read_at, self._unread = now, False
+            self._answered, self._detailed, self._has_news = asked, now, False
         else:
             channels = {name: _with_calls(each, self._state.channels.get(name)) for name, each in channels.items()}
-        still = self._pace.is_still
-        state = replace(
+        self._state = replace(
             self._state,
             idle=self._pace.idle(now),
             waits=waits,
@@ -186,190 +196,44 @@ class Watcher:
             peer=place.peer,
             channels=channels,
         )
-        due = _STILL if still else _BEAT
-        self._state = state
-        if wanted or waits != waited or still != was_still or now - self._written >= due:
-            self._state = replace(state, counts=dict(self._counts()))
-            self._write(now, store)
+        changed = wanted or waits != waited or self._pace.is_still != was_still
+        if changed or now - self._written >= (_STILL if self._pace.is_still else _BEAT):
+            links = self._links.look(now, counters())
+            self._write(store, replace(self._state, links=links, ends=self._links.ends, counts=counts.read()))
 
-    def _write(self, now: float, store: dist.Store) -> None:
-        self._serial += 1
-        self._state = replace(self._state, serial=self._serial)
-        self._written = now
+    def _write(self, store: dist.Store, state: State) -> None:
+        self._state, self._written = replace(state, serial=state.serial + 1), time.monotonic()
         store.set(f"at/{self._rank}", encode(self._state))
 
-    def _compare(self, now: float, *, reachable: bool = True) -> None:
-        """On the first rank that is alive: compare all ranks, and tell what is wrong."""
-        if not self._is_first():
-            if reachable and self._rank and now - self._read_last >= _BEAT:
-                self._read_states(now, range(self._rank))
-            return
-        if reachable and now - self._read_last >= _LOOK:
-            self._read_states(now, range(self._size))
-        elif not self._looks_troubled():
-            return
-        trouble = self._trouble(now)
-        findings = judge(self._states, trouble, self._size)
-        self._tell(now, findings, reachable)
-
-    def _is_first(self) -> bool:
-        """Return whether the processes of all lower ranks are known to be gone or stopped."""
-        lower = [self._states.get(rank) for rank in range(self._rank)]
-        return all(state is not None and state.process.trouble(self._identity) for state in lower)
-
-    def _read_states(self, now: float, ranks: range) -> None:
-        self._read_last = now
-        store = self._client()
-        keys = [f"at/{rank}" for rank in ranks]
-        here = [key for key in keys if store.check([key])] if not store.check(keys) else keys
-        for key, text in zip(here, store.multi_get(here) if here else [], strict=True):
-            rank = int(key[3:])
-            state = decode(text, rank, self._size)
-            if state is not None and (rank not in self._states or state.serial != self._states[rank].serial):
-                self._states[rank], self._heard[rank] = state, now
-        self._states[self._rank], self._heard[self._rank] = self._state, now
-
-    def _looks_troubled(self) -> bool:
-        return any(
-            state.process.trouble(self._identity)
-            for rank, state in self._states.items()
-            if rank != self._rank and state.life == "runs"
-        )
-
-    def _trouble(self, now: float) -> dict[int, str]:
-        found = {}
-        for rank, state in self._states.items():
-            if rank == self._rank or state.life != "runs":
-                continue
-            trouble = state.process.trouble(self._identity)
-            if trouble is None and now - self._heard[rank] > _SILENT:
-                trouble = "silent"
-            if trouble is not None:
-                found[rank] = trouble
-        return found
-
-    def _tell(self, now: float, findings: list[Finding], reachable: bool) -> None:
-        """Log what is new, and what is over; keep the file."""
-        keys = {finding.key for finding in findings}
-        for finding in findings:
-            if finding.key not in self._told:
-                self._told[finding.key] = now
-                if finding.kind == "conflict" and reachable:
-                    self._ask(now)  # for the lines; the finding is told with them, or without
-                    if self._lacks_lines():
-                        del self._told[finding.key]
-                        continue
-                self._say(finding.text)
-        for key in [key for key in self._told if key not in keys]:
-            since = self._told.pop(key)
-            if key[0] in ("late", "stuck", "stopped", "silent", "slow"):
-                who = f"rank {', '.join(map(str, key[1]))}" if key[1] else "the job"
-                self._say(f"{who} goes on, {now - since:.0f} s after that")
-        changed = tuple(findings) != self.findings
-        self.findings = tuple(findings)
-        if changed or now - self._kept_at >= _LOOK:
-            self._keep(now, "failed" if any(f.kind in ("failed", "gone") for f in findings) else "runs")
-
-    def _ask(self, now: float) -> None:
-        """Ask all ranks for their last calls with the lines of the program that have made them."""
-        if self._asked_at is None:
-            self._asked_at = now
-            self._client().set("ask", str(now))
-
-    def _lacks_lines(self) -> bool:
-        """Whether lines were asked for less than three seconds ago, and have not come from all who can answer."""
-        if self._asked_at is None or time.monotonic() - self._asked_at > 3.0:
-            return False
-        return any(
-            state.life == "runs"
-            and not any(call.where for channel in state.channels.values() for call in channel.recent)
-            for state in self._states.values()
-        )
-
-    def _say(self, text: str) -> None:
-        self.lines.append(text)
-        self._past = [*self._past, (time.time(), text)][-_KEPT:]
-        _logger.warning("fusionlayer watch, %s: %s", datetime.now().strftime("%H:%M:%S"), text)
-
-    def _keep(self, now: float, life: str) -> None:
-        self._kept_at = now
-        report = _report.Report(
-            version=_report.VERSION,
-            command=" ".join(sys.argv)[:200],
-            size=self._size,
-            writer=self._identity,
-            started=self._started,
-            written=time.time(),
-            life=life,
-            states=tuple(self._states[rank] for rank in sorted(self._states)),
-            findings=self.findings,
-            past=tuple(self._past),
-        )
-        try:
-            _report.write(report, self._path)
-        except OSError as error:
-            if not self._file_lost:
-                _logger.warning("status %s cannot be written: %s", self._path, error.strerror)
-            self._file_lost = True
-
     def _end(self) -> None:
-        """Write the last state. A rank that compares then tells what has become of the others."""
-        now, store = time.monotonic(), self._client()
-        channels = self._recorder.progress()
+        """Write the last state. The first rank then tells what has become of the job."""
+        store, teller, deadline = self._client(), self._teller, time.monotonic() + _LINGER
+        state = replace(self._state, life="failed" if self._error else "ended", error=self._error)
         if self._error:
-            channels = self._recorder.detailed(channels, stacks=True)
-        self._state = replace(
-            self._state,
-            life="failed" if self._error else "ended",
-            error=self._error,
-            where=self._error_at or self._state.where,
-            channels=channels if self._error else self._state.channels,
-        )
-        self._write(now, store)
-        deadline = now + (_LINGER if self._error else 0.0)
-        if self._error and self._rank:
-            while time.monotonic() < deadline and not store.check(["seen"]) and not self._is_first():
-                time.sleep(_TICK)
-        compares = self._is_first()
-        while compares:
-            self._read_states(now, range(self._size))
-            trouble = self._trouble(now)
-            self.findings = tuple(judge(self._states, trouble, self._size))
-            is_open = any(
-                state.life == "runs" and rank not in trouble
-                for rank, state in self._states.items()
-                if rank != self._rank
-            )
-            if not is_open or time.monotonic() > deadline or not self._error:
+            calls = self._recorder.detailed(self._recorder.progress(), stacks=True)
+            state = replace(state, where=self._error_at or state.where, channels=calls)
+        self._write(store, state)
+        while self._error and time.monotonic() < deadline and not teller.is_first and not store.check(["seen"]):
+            time.sleep(_TICK)
+        if not teller.is_first:
+            return
+        while True:
+            now = time.monotonic()
+            teller.read(store, range(self._size), now)
+            teller.hear(self._state, now)
+            if not self._error or teller.all_have_ended or now > deadline:
                 break
             time.sleep(_TICK)
-        if compares:
-            self._conclude(list(self.findings))
-            store.set("seen", "1")
-
-    def _conclude(self, findings: list[Finding]) -> None:
-        """Tell what the job has died of, and leave the file; without a cause, remove it."""
-        self.findings = tuple(finding for finding in findings if finding.kind not in ("late", "stuck", "silent"))
-        for finding in self.findings:
-            if finding.key not in self._told:
-                self._say(finding.text)
-        if self.findings or self._error:
-            self._keep(time.monotonic(), "failed")
-        else:
-            with suppress(OSError):
-                self._path.unlink()
+        teller.conclude(has_failed=bool(self._error))
+        store.set("seen", "1")
 
 
 def _with_calls(channel: Channel, before: Channel | None) -> Channel:
     """Return the channel with the calls that were looked at before."""
     if before is None:
         return channel
-    return replace(
-        channel,
-        recent=before.recent,
-        blocks=before.blocks,
-        call=channel.call or (before.call if channel.entered == before.entered else ""),
-    )
+    lasts = channel.call or (before.call if channel.entered == before.entered > channel.done else "")
+    return replace(channel, call=lasts, recent=before.recent, blocks=before.blocks)
 
 
 _watcher: Watcher | None = None
@@ -389,22 +253,29 @@ def begin(store: dist.Store, rank: int, size: int, settings: config.Config, pati
     return _watcher
 
 
+def counted() -> dict[str, float]:
+    """Return the ``counts`` of this process's watcher; empty without one."""
+    return {} if _watcher is None else _watcher.counts()
+
+
 def watch(patience: float = 5.0) -> Watcher | None:
     """Watch the job of torch.distributed that this process belongs to; all ranks call it.
 
-    While a rank is late, stopped, gone or in another call, rank 0 logs one line that names it, and the line of the program
-    at which it is. ``fusionlayer status`` shows the job meanwhile. It costs no call anything: torch's flight recorder
-    notes them in any case, and a thread of this process reads it.
+    While a rank is late, stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
+    program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder
+    notes calls in any case, and a thread of this process reads it. The thread that calls this is the one whose place is
+    told.
 
     Args:
-        patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual,
-            three times as long as those.
+        patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual, three
+            times as long as those.
 
     Returns:
         The watcher, to ``close`` it early; None for a job of one process, and where the setting ``watch`` is false.
 
     Raises:
         UsageError: torch.distributed is not initialized.
+        ConfigError: a setting cannot be used.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(

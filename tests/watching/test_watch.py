@@ -173,7 +173,7 @@ def _healthy(rank: int, world: int, folder: str) -> tuple[list[str], int]:
             dist.broadcast(torch.ones(step + 1), step % world)
     assert before == [f.__name__ for f in _torchs()]
     watcher.close()
-    return watcher.lines, watcher._serial
+    return watcher.lines, watcher._state.serial
 
 
 def _torchs() -> Iterator[object]:
