@@ -231,12 +231,13 @@ def serve(port: int = 9401, host: str = "127.0.0.1") -> Closable:
     """
     try:
         client = importlib.import_module("prometheus_client")
+        families = importlib.import_module("prometheus_client.metrics_core")
     except ImportError:
         raise ConfigError(
             'metrics.serve needs prometheus_client, which is not installed: pip install "fusionlayer[metrics]"'
         ) from None
     registry = client.CollectorRegistry()
-    registry.register(_Collector(client.core))
+    registry.register(_Collector(families))
     try:
         server, thread = client.start_http_server(port, host, registry)
     except OSError as error:
@@ -267,20 +268,22 @@ class _Served:
 class _Collector:
     """Gives Prometheus the present numbers when it asks."""
 
-    def __init__(self, core: Any) -> None:
-        self._core = core
+    def __init__(self, families: Any) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Any]:
         found = read()
         for name, metric in METRICS.items():
             if name in found:
-                kind = self._core.CounterMetricFamily if metric.kind == "counter" else self._core.GaugeMetricFamily
+                kind = (
+                    self._families.CounterMetricFamily if metric.kind == "counter" else self._families.GaugeMetricFamily
+                )
                 yield kind(f"fusionlayer_{name}", metric.meaning, value=found[name])
         for name, histogram in histograms().items():
             bounds = [*map(str, histogram.bounds), "+Inf"]
             rising: Sequence[int] = list(accumulate(histogram.counts))
             buckets = list(zip(bounds, rising, strict=True))
-            family = self._core.HistogramMetricFamily
+            family = self._families.HistogramMetricFamily
             yield family(f"fusionlayer_{name}", METRICS[name].meaning, buckets=buckets, sum_value=histogram.total)
 
 

@@ -5,9 +5,9 @@
     python -m benchmarks.watching --healthy 1800
 
 Each round trains a program that knows only torch, `benchmarks.watching.program`, on three ranks, with gloo or with the
-backend "fusionlayer", and does one thing to rank 1. A round is good if within ten seconds rank 0's log, or that of the
-first rank alive, has a line that blames rank 1 and names the line of the program. `--healthy` trains so many seconds with
-steps of uneven length and counts lines: each is a false alarm.
+backend "fusionlayer", and does one thing to rank 1. A round is good if within ten seconds the log of rank 0, or of the
+first rank alive, has a line that blames rank 1 and names the line of the program. `--healthy` trains so many seconds
+with steps of uneven length and counts lines: each is a false alarm.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _culprits(line: str) -> tuple[int, ...] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 1 if more than one fault was missed, or if there were false alarms."""
+    """Run the command line; return the exit status: 1 if over one fault was missed, or if there were false alarms."""
     parser = driver.make_parser("watching", __doc__)
     parser.add_argument("--only", type=comma_separated(one_of(tuple(FAULTS))), default=tuple(FAULTS), help="faults")
     parser.add_argument("--backends", type=comma_separated(str), default=("gloo", "fusionlayer"), help="of the jobs")

@@ -1,7 +1,7 @@
-"""A program that knows only torch, and trains until something is done to it: python -m benchmarks.watching.program FAULT.
+"""A program that knows only torch, and trains until something is done to it; `benchmarks.watching` runs it.
 
-It trains by DDP on gloo, or on the backend "fusionlayer", and all-reduces its loss. At step `at` the rank `who` does what
-the fault's name says. The only line that it owes to fusionlayer is `fl.watch()`.
+It trains by DDP on gloo, or on the backend "fusionlayer", and all-reduces its loss. At step `at` the rank `who` does
+what the fault's name says. The only line that it owes to fusionlayer is `fl.watch()`.
 """
 
 from __future__ import annotations

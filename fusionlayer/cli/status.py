@@ -58,12 +58,12 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(asdict(report), indent=1))
         return 0
     if options.once or not sys.stdout.isatty():
-        page(report, path)
+        page(report)
         return 0
     print(_HOME + _CLEAR, end="")
     while True:
         print(_HOME, end="")
-        page(report, path)
+        page(report)
         print(_CLEAR, end="", flush=True)
         if report.life != "runs":
             return 0
@@ -84,19 +84,14 @@ def _newest() -> Path:
     return found[0]
 
 
-def page(report: Report, path: Path, now: float | None = None) -> None:
+def page(report: Report, now: float | None = None) -> None:
     """Print a report."""
     now = time.time() if now is None else now
     age = now - report.written
-    said = "runs" if report.life == "runs" else report.life
-    if report.life == "runs" and age > 10:
-        said = f"runs, but its file is {age:.0f} s old"
-    print_text(f"{report.command}")
-    print_text(
-        f"{said}; {report.size} ranks, watched for {_span(report.written - report.started)} by {report.writer}; {path}"
-    )
-    print()
-    show([_table(report, now)])
+    said = report.life if report.life != "runs" or age < 10 else f"runs, but was last heard of {age:.0f} s ago"
+    print_text(f"{report.command}: {said}")
+    print_text(f"{report.size} ranks, watched for {_span(report.written - report.started)} by {report.writer}")
+    show([_table(report)])
     if report.findings:
         for finding in report.findings:
             print_text(f"! {finding.text}")
@@ -108,7 +103,7 @@ def page(report: Report, path: Path, now: float | None = None) -> None:
             print_text(f"{time.strftime('%H:%M:%S', time.localtime(at))} {line}")
 
 
-def _table(report: Report, now: float) -> Table:
+def _table(report: Report) -> Table:
     states = sorted(report.states, key=lambda state: state.rank)
     blamed = {rank: finding.kind for finding in report.findings for rank in finding.ranks}
     steps = [state.counts.get("steps") for state in states]
@@ -141,7 +136,14 @@ def _word(state: State, kind: str | None) -> str:
 
 def _does(state: State) -> str:
     call = next((channel.call for channel in state.channels.values() if channel.call), "")
-    return state.error or state.place + (f", {call}" if call and state.waits else "")
+    return state.error or state.place.replace(state.where, _last_part(state.where)) + (
+        f", {call}" if call and state.waits else ""
+    )
+
+
+def _last_part(where: str) -> str:
+    """Return the place without its folders: the lines below the table have them."""
+    return where.rpartition("/")[2]
 
 
 def _span(seconds: float) -> str:

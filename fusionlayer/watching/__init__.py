@@ -1,4 +1,4 @@
-"""Says while a job runs which rank is late, stopped or in another call, and where: for any torch.distributed program."""
+"""Says while a job of torch.distributed runs which rank is late, stopped or in another call, and where."""
 
 from ._report import Report, read, reports
 from .watcher import Watcher, begin, watch

@@ -18,6 +18,8 @@ _SIZE = 256
 _SMALL, _LARGE = struct.Struct("=I"), struct.Struct("=Q")
 # A link is slow if it carries so many times less than it did, while it has data to send for this share of the time.
 _TIMES, _SHARE = 4.0, 0.2
+# The weight of the latest look in what is usual.
+_LEARNING = 0.3
 # Looks in a row in which it must be so.
 _LOOKS = 2
 # Bytes between two looks below which a rate means nothing.
@@ -70,7 +72,7 @@ class Links:
         self.again = 0
         self._before: dict[tuple[str, str], Counters] = {}
         self._at = 0.0
-        self._best: dict[tuple[str, str], float] = {}
+        self._usual: dict[tuple[str, str], float] = {}
         self._slow: dict[tuple[str, str], int] = {}
 
     def look(self, now: float, counts: dict[tuple[str, str], Counters]) -> tuple[Link, ...]:
@@ -85,12 +87,12 @@ class Links:
             sent, busy = each.acknowledged - before.acknowledged, each.busy - before.busy
             if sent < _FEW or busy <= 0:
                 continue
-            rate, best = sent / busy, self._best.get(ends, 0.0)
-            is_slow = busy > _SHARE * passed and rate * _TIMES < best
+            rate, usual = sent / busy, self._usual.get(ends, 0.0)
+            is_slow = busy > _SHARE * passed and rate * _TIMES < usual
             self._slow[ends] = self._slow.get(ends, 0) + 1 if is_slow else 0
             if not is_slow:
-                self._best[ends] = max(rate, 0.95 * best)
+                self._usual[ends] = rate if not usual else usual + _LEARNING * (rate - usual)
             if self._slow[ends] >= _LOOKS:
-                slow.append(Link(*ends, rate, best))
+                slow.append(Link(*ends, rate, usual))
         self._before, self._at = counts, now
         return tuple(slow)
