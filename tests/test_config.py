@@ -61,6 +61,8 @@ WRONG = {
     "transport": "[mpi]",
     "timeout": "soon",
     "stall_warning": "true",
+    "watch": "maybe",
+    "status": "7",
     "timeline": "7",
     "ranks_per_node": "two",
     "lanes": "true",

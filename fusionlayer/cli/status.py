@@ -118,8 +118,10 @@ def _table(report: Report) -> Table:
         columns.append(Column("steps", [f"{value or 0:.0f}" for value in steps], gives_way=1))
     if any(sent):
         columns.append(Column("sent", [in_words(value or 0.0, BYTES) for value in sent], gives_way=2))
+    hosts = [state.process.host for state in states]
+    if len(set(hosts)) > 1:
+        columns.append(Column("host", hosts, text=True, gives_way=5))
     columns += [
-        Column("host", [state.process.host for state in states], text=True, gives_way=5),
         Column("process", [str(state.process.pid) for state in states], gives_way=4),
         Column("does", [_does(state) for state in states], text=True, wraps=True),
     ]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ._states import Channel, Noted, State
+from ._states import BLOCK, Channel, Noted, State
 
 __all__ = ["Finding", "judge"]
 
@@ -32,11 +32,13 @@ class Finding:
         kind: "gone", "stopped", "silent", "failed", "ended", "conflict", "late", "stuck" or "slow".
         ranks: those to blame; empty if there is no evidence against any.
         text: what is wrong, as a clause that names them and their places.
+        calls: where ranks differ, the channel and its first and last call in question, as ``Recorder`` reads it.
     """
 
     kind: str
     ranks: tuple[int, ...]
     text: str
+    calls: str = ""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -120,13 +122,13 @@ def _conflicts(states: Mapping[int, State]) -> list[Finding]:
     findings = []
     for name in sorted({name for state in states.values() for name in state.channels}):
         here = {rank: state.channels[name] for rank, state in states.items() if name in state.channels}
-        found = _differ(here) or _blocks_differ(name, here)
+        found = _differ(name, here) or _blocks_differ(name, here)
         if found is not None:
             findings.append(found)
     return findings
 
 
-def _differ(channels: Mapping[int, Channel]) -> Finding | None:
+def _differ(name: str, channels: Mapping[int, Channel]) -> Finding | None:
     calls = {rank: {call.number: call for call in channel.recent} for rank, channel in channels.items()}
     for number in sorted(set().union(*calls.values())):
         made = {rank: noted[number] for rank, noted in sorted(calls.items()) if number in noted}
@@ -136,7 +138,7 @@ def _differ(channels: Mapping[int, Channel]) -> Finding | None:
             rest = [rank for rank in made if rank not in odd]
             sides = [*((rank, [rank]) for rank in odd), *([(rest[0], rest)] if rest else [])]
             told = "; ".join(f"{_ranks(group)} in {_shown(made[rank])}" for rank, group in sides)
-            return Finding("conflict", odd, f"ranks differ in call {number}: {told}")
+            return Finding("conflict", odd, f"ranks differ in call {number}: {told}", f"{name} {number} {number}")
     return None
 
 
@@ -153,10 +155,9 @@ def _blocks_differ(name: str, channels: Mapping[int, Channel]) -> Finding | None
     for block in sorted(set().union(*(channel.blocks for channel in channels.values())), key=int):
         sums = {rank: channel.blocks[block] for rank, channel in sorted(channels.items()) if block in channel.blocks}
         if len(set(sums.values())) > 1:
-            odd, first = _odd(sums, {}), 64 * int(block)
-            return Finding(
-                "conflict", odd, f"{_ranks(odd)} made other calls than the rest from {first} to {first + 63} of {name}"
-            )
+            odd, first = _odd(sums, {}), BLOCK * int(block)
+            text = f"{_ranks(odd)} made other calls than the rest from {first} to {first + BLOCK - 1} of {name}"
+            return Finding("conflict", odd, text, f"{name} {first} {first + BLOCK - 1}")
     return None
 
 

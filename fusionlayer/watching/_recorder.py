@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from ..transport._monitor import monitor
 from . import _places
-from ._states import Channel, Noted
+from ._states import BLOCK, Channel, Noted
 
 __all__ = ["Recorder"]
 
-_BLOCK = 64
 _TAIL = 32
 # The types of torch whose names in C++ are others.
 _TYPES = {
@@ -42,6 +41,7 @@ class Recorder:
         self._dumps: list[Callable[..., bytes]] = [dump for dump in found if dump is not None]
         self._names: dict[tuple[int, str], str] = {}
         self._next_names, self._patience = 0.0, 1.0
+        self._kept: dict[str, tuple[Noted, ...]] = {}
 
     def progress(self) -> dict[str, Channel]:
         """Return how far each channel is; it does not look at single calls."""
@@ -67,19 +67,32 @@ class Recorder:
             channels[name] = Channel((), sequence, sequence - (call is not None), text)
         return channels
 
-    def detailed(self, channels: Mapping[str, Channel], *, stacks: bool) -> dict[str, Channel]:
-        """Return the channels with their last calls; ``stacks``: with the lines of the program that have made them."""
+    def detailed(self, channels: Mapping[str, Channel], *, stacks: bool, asked: str = "") -> dict[str, Channel]:
+        """Return the channels with their last calls.
+
+        Args:
+            channels: as ``progress`` has returned them.
+            stacks: add the lines of the program that have made the calls.
+            asked: a channel and two numbers of calls between which all are wanted, now and later.
+        """
         calls: dict[str, list[Noted]] = {}
         for kind, dump in enumerate(self._dumps):
             calls |= self._read(kind, dump, stacks=stacks)
         found = dict(channels)
         for name, channel in channels.items():
             noted = calls.get(name.removeprefix("group "), [])
+            if asked.startswith(f"{name} "):
+                self._kept[name] = tuple(_between(noted, asked))
             if noted and not name.startswith(_OURS):
                 last = {each.number: each for each in noted}.get(channel.entered)
                 lasts = last.what if last is not None and channel.entered > channel.done else ""
                 found[name] = Channel(
-                    channel.ranks, channel.entered, channel.done, lasts, tuple(noted[-_TAIL:]), _blocks(noted)
+                    channel.ranks,
+                    channel.entered,
+                    channel.done,
+                    lasts,
+                    (*self._kept.get(name, ()), *noted[-_TAIL:]),
+                    _blocks(noted),
                 )
         return found
 
@@ -108,6 +121,14 @@ def _load(dumped: bytes) -> dict[str, Any]:
     return loaded
 
 
+def _between(noted: list[Noted], asked: str) -> list[Noted]:
+    """Return the calls between two numbers, at most ``BLOCK``, at the end of a text that others have written."""
+    ends = asked.split(" ")[-2:]
+    if not all(end.isdecimal() and len(end) < 19 for end in ends):
+        return []
+    return [call for call in noted if int(ends[0]) <= call.number <= int(ends[1])][:BLOCK]
+
+
 def _describe(entry: Mapping[str, Any]) -> str:
     operation = entry["profiling_name"].rpartition(":")[2]
     types = [_TYPES.get(name, name.lower()) for name in entry["input_dtypes"]]
@@ -125,7 +146,7 @@ def _blocks(noted: list[Noted]) -> dict[str, int]:
     sums: dict[int, int] = {}
     counts: dict[int, int] = defaultdict(int)
     for call in noted:
-        block = call.number // _BLOCK
+        block = call.number // BLOCK
         sums[block] = zlib.crc32(call.what.encode(), sums.get(block, 0))
         counts[block] += 1
-    return {str(block): each for block, each in sums.items() if counts[block] == _BLOCK}
+    return {str(block): each for block, each in sums.items() if counts[block] == BLOCK}

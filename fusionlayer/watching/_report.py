@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +22,10 @@ from ..processes import Identity
 from ._judge import Finding
 from ._states import State
 
-__all__ = ["Report", "folder", "read", "reports", "write"]
+__all__ = ["Report", "folder", "forget_old", "read", "reports", "write"]
 
 VERSION = 1
+_WEEK = 7 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,18 @@ def read(path: Path) -> Report:
 
 
 def reports() -> Sequence[Path]:
-    """Return the files of this user's jobs on this host, the newest first."""
+    """Return the files of this user's jobs on this host: of those that run first, and the newest first."""
+    found = []
+    for path in folder().glob("job-*.json"):
+        with suppress(OSError, ConfigError):  # it may have gone meanwhile
+            report = read(path)
+            found.append((report.life == "runs", report.written, path))
+    return [path for *_, path in sorted(found, reverse=True)]
 
-    def written(path: Path) -> float:
+
+def forget_old() -> None:
+    """Remove the files of jobs that have failed more than a week ago."""
+    for path in folder().glob("job-*.json"):
         with suppress(OSError):
-            return path.stat().st_mtime
-        return 0.0
-
-    return sorted(folder().glob("job-*.json"), key=written, reverse=True)
+            if path.stat().st_mtime < time.time() - _WEEK:
+                path.unlink()

@@ -10,7 +10,10 @@ from .. import records
 from ..errors import ConfigError
 from ..processes import Identity
 
-__all__ = ["Channel", "Link", "Noted", "State", "decode", "encode"]
+__all__ = ["BLOCK", "Channel", "Link", "Noted", "State", "decode", "encode"]
+
+BLOCK = 64
+"""Calls whose checksums are compared together."""
 
 # A longer text is not read. A state takes a few KB.
 _MOST_BYTES = 1 << 20

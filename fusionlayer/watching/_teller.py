@@ -118,7 +118,7 @@ class Teller:
             if finding.key in self._since:
                 continue
             if finding.kind == "conflict" and store is not None:
-                self._ask(now, store)
+                self._ask(finding.calls, now, store)
                 if self._lacks_lines(now):
                     continue
             self._since[finding.key] = now
@@ -147,11 +147,11 @@ class Teller:
             with suppress(OSError):
                 self._path.unlink()
 
-    def _ask(self, now: float, store: dist.Store) -> None:
-        """Ask all ranks, once, for their last calls with the lines of the program that have made them."""
+    def _ask(self, calls: str, now: float, store: dist.Store) -> None:
+        """Ask all ranks, once, for these calls and their last ones, with the lines of the program that made them."""
         if self._asked_at is None:
             self._asked_at = now
-            store.set("ask", "lines")
+            store.set("ask", calls)
 
     def _lacks_lines(self, now: float) -> bool:
         if self._asked_at is None or now - self._asked_at > _LINES:

@@ -55,6 +55,8 @@ class Watcher:
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None) -> None:
         process = Identity.own()
+        if path is None:
+            _report.forget_old()
         self._rank, self._size = rank, size
         self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
         self._watched = threading.get_ident()
@@ -181,7 +183,7 @@ class Watcher:
         wanted = asked != self._answered or (waits and not waited)
         if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
             begun = time.thread_time()
-            channels = self._recorder.detailed(channels, stacks=wanted)
+            channels = self._recorder.detailed(channels, stacks=wanted, asked=asked.decode(errors="replace"))
             if not wanted:  # lines take longer, and a second for the first time
                 self._cost = time.thread_time() - begun
             self._answered, self._detailed, self._has_news = asked, now, False

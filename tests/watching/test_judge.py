@@ -115,7 +115,7 @@ def test_calls_that_are_over_are_compared_by_blocks() -> None:
         channel = replace(states[rank].channels["group 0"], blocks={"3": total, "4": 5})
         states[rank] = replace(states[rank], channels={"group 0": channel})
     (found,) = judge(states, {}, 2)
-    assert "from 192 to 255" in found.text
+    assert "from 192 to 255" in found.text and found.calls == "group 0 192 255"
 
 
 def test_an_exception_is_the_cause_of_connections_that_are_lost() -> None:
