@@ -48,7 +48,8 @@ def main() -> None:
             print(json.dumps(rows), flush=True)
     dist.barrier()
     for transport in over.values():
-        transport.finish()
+        if transport is not gloo:
+            transport.finish()
     fl.shutdown()
 
 
