@@ -116,7 +116,12 @@ def run(cell: Cell, *, isolated: bool, timeout: float) -> list[Row] | None:
         for line in process.stdout:
             rows += [Row(**row) for row in json.loads(line)]
             print(f"{cell.network}, {cell.world} workers: {in_words(rows[-1].size)} is measured", file=sys.stderr)
-        return rows if process.wait() == 0 else None
+        if process.wait() == 0:
+            return rows
+    if {row.size for row in rows} == set(cell.sizes):
+        print(f"{cell.network}, {cell.world} workers: all is measured, but a worker failed at its end", file=sys.stderr)
+        return rows
+    return None
 
 
 def why_no_mpi() -> str | None:
