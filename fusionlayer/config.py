@@ -96,6 +96,16 @@ class Config:
     stall_warning: float = _setting(
         "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0
     )
+    watch: bool | None = _setting(
+        "watch the job, and name on rank 0's log who is late, where and why: true in `fl.init()`, false never; null: "
+        "where the default process group has the backend `fusionlayer`",
+        None,
+    )
+    status: str | None = _setting(
+        "file in which rank 0 keeps the state of a job that is watched, for `fusionlayer status`; null: in a folder of "
+        "this user",
+        None,
+    )
     timeline: str | None = _setting("file for a timeline in Chrome's trace format, `.<rank>` appended", None)
     ranks_per_node: int | None = _setting(
         "ranks that share a node, counted in rank order; null: those that share a host and its network", None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from . import config, forks, launch, libraries
+from . import config, forks, launch, libraries, watching
 from .errors import ConfigError, UsageError, require
 from .transport import Transport, local
 from .transport._socket_options import chosen
@@ -94,6 +94,8 @@ def init(timeout: float | None = None, *, transport: str | None = None, settings
         _job = _Job(place, settings, owns, shared)
         _name_unknown_variables(place)
         forks.at_exit(shutdown)
+        if settings.watch and dist.is_available() and dist.is_initialized():
+            watching.begin(dist.distributed_c10d._get_default_store(), place.rank, place.size, settings)
 
 
 def _place_in_group(environ: Mapping[str, str] = os.environ) -> launch.Place:

@@ -64,6 +64,8 @@ WRONG = {
     "congestion": "[bbr]",
     "timeout": "soon",
     "stall_warning": "true",
+    "watch": "maybe",
+    "status": "7",
     "timeline": "7",
     "ranks_per_node": "two",
     "lanes": "true",
