@@ -221,9 +221,9 @@ def test_auto_takes_the_faster_link_on_all_ranks(slow: str, link: str) -> None:
 
 
 def differ(rank: int, world: int) -> None:
-    with pytest.raises(PlanMismatch, match=r"transport differs over ranks .*\[1\] differ.*rank 1: \"c10d\""):
+    with pytest.raises(PlanMismatch, match=r"setting transport differs over ranks .*\[1\] differ.*rank 1: \"c10d\""):
         C10dTransport(timeout=TIMEOUT, sockets=None if rank == 1 else SocketOptions(2))
-    with pytest.raises(PlanMismatch, match=r"connections differs over ranks .*rank 1: 3"):
+    with pytest.raises(PlanMismatch, match=r"setting connections differs over ranks .*rank 1: 3"):
         own(3 if rank == 1 else 2)
 
 
