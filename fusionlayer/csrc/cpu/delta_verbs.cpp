@@ -13,6 +13,7 @@ namespace fl {
 namespace {
 
 constexpr int kBlockBytes = kDeltaBlock * 4;
+constexpr int kListBytes = kDeltaBlock;  // more than a list and what else is written before the bytes are counted
 alignas(64) const uint8_t kZeros[kBlockBytes] = {};
 
 // The elements of a message, or of its base: zeros where there is none.
@@ -41,7 +42,7 @@ struct Message {
 };
 
 void encode_message(const DeltaShape &shape, const Elements &x, const Elements &base, const Message &out) {
-  uint8_t coded[kBlockBytes + kDeltaSlack];
+  uint8_t coded[kBlockBytes + kListBytes + kDeltaSlack];
   DeltaHead head{kDeltaCoded, 0, 0, 0};
   for (int64_t block = 0; block < shape.blocks(); ++block) {
     const int n = shape.in_block(block);
