@@ -69,7 +69,7 @@ def message(x: Tensor, base: Tensor) -> int:
 
 def entropy(x: Tensor, base: Tensor) -> float:
     """Return the bits of an element of the differences of two bf16 tensors (n,), as independent of one another."""
-    counts = torch.unique(_ordered(x) - _ordered(base), return_counts=True)[1] / x.numel()
+    counts = torch.unique(_ordered(x) - _ordered(base), return_counts=True)[1].double() / x.numel()
     return float(-(counts * counts.log2()).sum())
 
 

@@ -56,9 +56,11 @@ FL_HD int delta_low_bits(int64_t total, int64_t count) {
 
 // The bits of a field for numbers up to `most`.
 FL_HD int delta_width(uint32_t most) {
-  int bits = 0;
-  for (; most; most >>= 1) ++bits;
-  return bits;
+#if defined(__CUDA_ARCH__)
+  return 32 - __clz(int(most));
+#else
+  return most ? 32 - __builtin_clz(most) : 0;
+#endif
 }
 
 // Bits of a difference with as many low bits: a one for each layer that it reaches, a zero, and what layers tell of it.

@@ -41,6 +41,87 @@ FL_INLINE uint64_t part_bytes(uint64_t v, int bits) {
   return (v & one) | (v >> bits & one) << 8;
 }
 
+#if defined(FL_AVX512)
+#define FL_VBMI2 __attribute__((target("avx512vbmi2"), noinline)) inline
+
+// Not all CPUs that have AVX-512 move bytes and halves by masks.
+inline bool moves_halves() {
+  static const bool has = __builtin_cpu_supports("avx512vbmi2");
+  return has;
+}
+
+// join_bytes of eight words, and what they are side by side, on 64 numbers at once.
+FL_VBMI2 void pack_by_vectors(const uint16_t *v, int count, int shift, int bits, uint8_t *to) {
+  const uint64_t kept = low_ones(bits) * 0x0101010101010101;
+  const __m512i low = _mm512_set1_epi16(short(low_ones(bits))), bytes = _mm512_set1_epi64(0x00ff00ff00ff00ff),
+                pairs = _mm512_set1_epi64(0x0000ffff0000ffff), quarters = _mm512_set1_epi64(0x00000000ffffffff);
+  const __m128i down = _mm_cvtsi32_si128(shift), one = _mm_cvtsi32_si128(8 - bits),
+                two = _mm_cvtsi32_si128(16 - 2 * bits), four = _mm_cvtsi32_si128(32 - 4 * bits);
+  for (int i = 0; i < count; i += kWord, to += 8 * bits) {
+    const __m512i a = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(v + i), down), low);
+    const __m512i b = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(v + i + 32), down), low);
+    __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
+    x = _mm512_or_si512(_mm512_and_si512(x, bytes), _mm512_srl_epi64(_mm512_andnot_si512(bytes, x), one));
+    x = _mm512_or_si512(_mm512_and_si512(x, pairs), _mm512_srl_epi64(_mm512_andnot_si512(pairs, x), two));
+    x = _mm512_or_si512(_mm512_and_si512(x, quarters), _mm512_srl_epi64(_mm512_andnot_si512(quarters, x), four));
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(kept, x));
+  }
+}
+
+// The inverse, by part_bytes; `or`s the numbers to those that are there.
+FL_VBMI2 void unpack_by_vectors(const uint8_t *from, int count, int shift, int bits, uint16_t *v) {
+  const uint64_t kept = low_ones(bits) * 0x0101010101010101;
+  const __m512i quarter = _mm512_set1_epi64(int64_t(low_ones(4 * bits))),
+                pair = _mm512_set1_epi64(int64_t(low_ones(2 * bits) * 0x0000000100000001)),
+                single = _mm512_set1_epi64(int64_t(low_ones(bits) * 0x0001000100010001));
+  const __m128i up = _mm_cvtsi32_si128(shift), one = _mm_cvtsi32_si128(8 - bits),
+                two = _mm_cvtsi32_si128(16 - 2 * bits), four = _mm_cvtsi32_si128(32 - 4 * bits);
+  for (int i = 0; i < count; i += kWord, from += 8 * bits) {
+    __m512i x = _mm512_maskz_expand_epi8(kept, _mm512_loadu_si512(from));
+    x = _mm512_or_si512(_mm512_and_si512(x, quarter), _mm512_sll_epi64(_mm512_andnot_si512(quarter, x), four));
+    x = _mm512_or_si512(_mm512_and_si512(x, pair), _mm512_sll_epi64(_mm512_andnot_si512(pair, x), two));
+    x = _mm512_or_si512(_mm512_and_si512(x, single), _mm512_sll_epi64(_mm512_andnot_si512(single, x), one));
+    const __m512i a = _mm512_sll_epi16(_mm512_cvtepu8_epi16(_mm512_castsi512_si256(x)), up);
+    const __m512i b = _mm512_sll_epi16(_mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(x, 1)), up);
+    _mm512_storeu_si512(v + i, _mm512_or_si512(a, _mm512_loadu_si512(v + i)));
+    _mm512_storeu_si512(v + i + 32, _mm512_or_si512(b, _mm512_loadu_si512(v + i + 32)));
+  }
+}
+#endif
+
+// Packs 64 numbers after the other, `bits` above the lowest `shift` of each, 8 at most; kPad behind them are touched.
+template <class T>
+void pack(const T *v, int count, int shift, int bits, uint8_t *to) {
+#if defined(FL_AVX512)
+  if constexpr (sizeof(T) == 2)
+    if (moves_halves()) return pack_by_vectors(v, count, shift, bits, to);
+#endif
+  for (int i = 0; i < count; i += kWord) {
+    alignas(64) uint8_t bytes[kWord];
+    alignas(64) uint64_t joined[8];
+    for (int j = 0; j < kWord; ++j) bytes[j] = uint8_t(v[i + j] >> shift) & uint8_t(low_ones(bits));
+    __builtin_memcpy(joined, bytes, sizeof joined);
+    for (int j = 0; j < 8; ++j) joined[j] = join_bytes(joined[j], bits);
+    for (int j = 0; j < 8; ++j, to += bits) store_word64(to, joined[j]);
+  }
+}
+
+template <class T>
+void unpack(const uint8_t *from, int count, int shift, int bits, T *v) {
+#if defined(FL_AVX512)
+  if constexpr (sizeof(T) == 2)
+    if (moves_halves()) return unpack_by_vectors(from, count, shift, bits, v);
+#endif
+  for (int i = 0; i < count; i += kWord) {
+    alignas(64) uint64_t parted[8];
+    alignas(64) uint8_t bytes[kWord];
+    for (int j = 0; j < 8; ++j, from += bits) parted[j] = load_word(from);
+    for (int j = 0; j < 8; ++j) parted[j] = part_bytes(parted[j], bits);
+    __builtin_memcpy(bytes, parted, sizeof bytes);
+    for (int j = 0; j < kWord; ++j) v[i + j] = T(v[i + j] | T(bytes[j]) << shift);
+  }
+}
+
 class BitWriter {
  public:
   explicit BitWriter(uint8_t *to) : begin_(to), to_(to) {}
@@ -68,15 +149,7 @@ class BitWriter {
     for (; width > 0; shift += 8, width -= 8) {
       fill_byte();
       const int bits = width < 8 ? width : 8;
-      uint8_t *to = to_;
-      for (int i = 0; i < count; i += kWord) {
-        alignas(64) uint8_t bytes[kWord];
-        alignas(64) uint64_t joined[8];
-        for (int j = 0; j < kWord; ++j) bytes[j] = uint8_t(v[i + j] >> shift) & uint8_t(low_ones(bits));
-        __builtin_memcpy(joined, bytes, sizeof joined);
-        for (int j = 0; j < 8; ++j) joined[j] = join_bytes(joined[j], bits);
-        for (int j = 0; j < 8; ++j, to += bits) store_word64(to, joined[j]);
-      }
+      pack(v, count, shift, bits, to_);
       const int64_t written = int64_t(count) * bits;
       to_ += written / 8;
       used_ = int(written % 8);
@@ -163,15 +236,7 @@ class BitReader {
       at_ = (at_ + 7) / 8 * 8;
       const int bits = width < 8 ? width : 8;
       if (left() < int64_t(count) * bits) return false;
-      const uint8_t *from = from_ + at_ / 8;
-      for (int i = 0; i < count; i += kWord) {
-        alignas(64) uint64_t parted[8];
-        alignas(64) uint8_t bytes[kWord];
-        for (int j = 0; j < 8; ++j, from += bits) parted[j] = load_word(from);
-        for (int j = 0; j < 8; ++j) parted[j] = part_bytes(parted[j], bits);
-        __builtin_memcpy(bytes, parted, sizeof bytes);
-        for (int j = 0; j < kWord; ++j) v[i + j] = T(v[i + j] | T(bytes[j]) << shift);
-      }
+      unpack(from_ + at_ / 8, count, shift, bits, v);
       at_ += int64_t(count) * bits;
     }
     return true;

@@ -81,27 +81,27 @@ bool read_values(BitReader &in, int count, int low_bits, T *value) {
 }
 
 #if defined(FL_AVX512)
-FL_INLINE __m512i ordered_halves(__m512i v) {
-  return _mm512_xor_si512(v, _mm512_srli_epi16(_mm512_srai_epi16(v, 15), 1));
+// The elements of whole words that a mask names; returns how many.
+FL_VBMI2 int take_out_by_vectors(const uint64_t *mask, const uint16_t *x, int words, uint16_t *taken) {
+  uint16_t *to = taken;
+  for (int w = 0; w < words; ++w)
+    for (int half = 0; half < 2; ++half, x += 32) {
+      const uint32_t here = uint32_t(mask[w] >> 32 * half);
+      _mm512_storeu_si512(to, _mm512_maskz_compress_epi16(here, _mm512_loadu_si512(x)));
+      to += __builtin_popcount(here);
+    }
+  return int(to - taken);
 }
 
-// The whole words of a block; returns how many differences they took.
-FL_VBMI2 int change_by_vectors(const uint64_t *mask, const uint16_t *value, const uint16_t *base, uint16_t *out,
-                               int words) {
-  const uint16_t *from = value;
-  const __m512i one = _mm512_set1_epi16(1);
+FL_VBMI2 void put_back_by_vectors(const uint64_t *mask, const uint16_t *x, int words, const uint16_t *taken,
+                                  uint16_t *out) {
   for (int w = 0; w < words; ++w)
-    for (int half = 0; half < 2; ++half, base += 32, out += 32) {
+    for (int half = 0; half < 2; ++half, x += 32, out += 32) {
       const uint32_t here = uint32_t(mask[w] >> 32 * half);
-      __m512i v = _mm512_loadu_si512(base);
-      const __m512i folded = _mm512_maskz_expand_epi16(here, _mm512_loadu_si512(from));
-      from += __builtin_popcount(here);
-      const __m512i sign = _mm512_sub_epi16(_mm512_setzero_si512(), _mm512_and_si512(folded, one));
-      const __m512i difference = _mm512_xor_si512(_mm512_srli_epi16(folded, 1), sign);
-      v = ordered_halves(_mm512_add_epi16(ordered_halves(v), difference));
+      const __m512i v = _mm512_mask_expand_epi16(_mm512_loadu_si512(x), here, _mm512_loadu_si512(taken));
+      taken += __builtin_popcount(here);
       _mm512_storeu_si512(out, v);
     }
-  return int(from - value);
 }
 #endif
 
@@ -114,7 +114,11 @@ void change(const uint64_t *mask, const T *value, const T *base, T *out, int n) 
   if constexpr (sizeof(T) == 2)
     if (moves_halves()) {
       w = n / kWord;
-      value += change_by_vectors(mask, value, base, out, w);
+      uint16_t taken[kDeltaBlock + kPad];
+      const int count = take_out_by_vectors(mask, base, w, taken);
+      for (int i = 0; i < count; ++i) taken[i] = delta_unfolded<T, Signed>(value[i], taken[i]);
+      put_back_by_vectors(mask, base, w, taken, out);
+      value += count;
     }
 #endif
   if (out != base) __builtin_memcpy(out + w * kWord, base + w * kWord, size_t(n - w * kWord) * sizeof(T));

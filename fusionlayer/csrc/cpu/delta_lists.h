@@ -5,16 +5,6 @@
 
 namespace fl::FL_ISA {
 
-#if defined(FL_AVX512)
-#define FL_VBMI2 __attribute__((target("avx512vbmi2"), noinline)) inline
-
-// Not all CPUs that have AVX-512 move halves by masks.
-inline bool moves_halves() {
-  static const bool has = __builtin_cpu_supports("avx512vbmi2");
-  return has;
-}
-#endif
-
 // Masks and places ----------------------------------------------------------------------------------------------------
 
 #if defined(FL_AVX512)
@@ -51,7 +41,13 @@ inline int places_of(const uint64_t *words, int n, uint16_t *place) {
 class Marks {
  public:
   explicit Marks(int n) : words_(words_of(n)) { __builtin_memset(mark_, 0, size_t(words_) * kWord); }
-  FL_INLINE void set(int i) { mark_[i] = 1; }
+
+  // Marks the places that steps lead to from in front of the first one; returns how far they go.
+  FL_INLINE int walk(const uint16_t *step, int count) {
+    uint8_t *to = mark_ - 1;
+    for (int i = 0; i < count; ++i) *(to += step[i]) = 1;
+    return int(to - mark_) + 1;
+  }
 
   void write(uint64_t *words) const {
     for (int w = 0; w < words_; ++w) {
@@ -97,14 +93,11 @@ inline void write_list(BitWriter &out, const uint64_t *mask, int n, int count) {
   __builtin_memset(gap + count, 0, kPad * sizeof *gap);
   out.put_fields(gap, count, 0, bits);
   Marks marks(count + ((n - count) >> bits));
-  int next = 0;
-  for (int i = 0; i < count; ++i) {
-    next += gap[i] >> bits;
-    marks.set(next++);
-  }
+  for (int i = 0; i < count; ++i) gap[i] = uint16_t((gap[i] >> bits) + 1);
+  const int length = marks.walk(gap, count);
   uint64_t unary[kDeltaWords];
   marks.write(unary);
-  out.put_mask(unary, next);
+  out.put_mask(unary, length);
 }
 
 // The mask of a list; false where it is not coherent.
@@ -132,18 +125,14 @@ inline bool read_list(BitReader &in, int n, int count, uint64_t *mask) {
     const int64_t begin = in.at();
     if (!in.take_ones(count, most, unary)) return false;
     places_of(unary, words_of(int(in.at() - begin)), place);
-    uint32_t reach = gap[0] += uint16_t(place[0] << bits);
+    uint32_t reach = gap[0] = uint16_t(gap[0] + (place[0] << bits) + 1);
     for (int i = 1; i < count; ++i) {
-      gap[i] = uint16_t(gap[i] + ((place[i] - place[i - 1] - 1) << bits));
-      reach += gap[i] + 1u;
+      gap[i] = uint16_t(gap[i] + ((place[i] - place[i - 1] - 1) << bits) + 1);
+      reach += gap[i];
     }
-    if (reach >= uint32_t(n)) return false;
+    if (reach > uint32_t(n)) return false;
     Marks marks(n);
-    int next = 0;
-    for (int i = 0; i < count; ++i) {
-      next += gap[i];
-      marks.set(next++);
-    }
+    marks.walk(gap, count);
     marks.write(mask);
   }
   if (turned) invert(mask, n, mask);
