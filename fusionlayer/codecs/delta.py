@@ -31,7 +31,7 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
     and never gives other values. All bits are kept, those of a NaN too.
 
     Each 16,384 elements are coded by themselves. An unchanged block takes 2 bytes. Else gaps tell which elements
-    changed, and small numbers by how many steps of their type, each in about as many bits as they carry. The kernels run on the CPU; tensors on CUDA are copied
+    changed, and small numbers by how many steps of their type. The kernels run on the CPU; tensors on CUDA are copied
     there and back.
     """
 
