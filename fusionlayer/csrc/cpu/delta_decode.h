@@ -31,8 +31,8 @@ void descend(const uint64_t *mask, const T *above, const uint64_t *lowest, int c
     if (moves_halves()) return descend_by_vectors<kBits>(mask, above, lowest, count, number);
 #endif
   for (int i = 0; i < count; ++i) {
-    const bool up = mask[i / kWord] >> i % kWord & 1;
-    T v = up ? *above : T(1);
+    const T up = T(mask[i / kWord] >> i % kWord & 1);
+    T v = T(1 + (T(*above - 1) & T(0 - up)));  // without a branch, which nobody could foresee
     above += up;
     if constexpr (kBits) v = T(v << 1 | (lowest[i / kWord] >> i % kWord & 1));
     number[i] = v;
