@@ -111,6 +111,15 @@ MUTANTS: list[Mutant] = [
     *_of(
         "csrc/cpu/",
         ("code_runs.h", "<< j / kParts * kLowBits", "<< j % 4 * kLowBits", "codes of 2 bits without a vector unit"),
+        ("delta_decode.h", "number[i] = v;", "number[i] = T(v + kBits * (v > 3));", "layers without a vector unit"),
+        (
+            "delta_lists.h",
+            "const bool turned = 2 * count > n;",
+            "const bool turned = false;",
+            "which are told, the fewer or the others",
+        ),
+        ("delta_verbs.cpp", "if (digest != decoder.head().base)", "if (false)", "another base is never noticed"),
+        ("crc32c.cpp", "power_factor(8 * kFold - 32)", "power_factor(8 * kFold)", "checksums of vectors"),
     ),
     *_of(
         "csrc/sockets/",
@@ -480,6 +489,10 @@ LIKELY = {
     "csrc/core/chunked.h": "codecs/test_chunked_topk.py",
     "csrc/core/int_group.h": "codecs/test_int.py native/test_cpu_core.py",
     "csrc/cpu/code_runs.h": "codecs/test_isa.py native/test_cpu_core.py",
+    "csrc/cpu/delta_decode.h": "codecs/test_isa.py codecs/test_delta.py",
+    "csrc/cpu/delta_lists.h": "codecs/test_delta.py",
+    "csrc/cpu/delta_verbs.cpp": "codecs/test_delta.py",
+    "csrc/cpu/crc32c.cpp": "native/test_cpu_core.py",
     "transport/_sum.py": "transport/test_local.py",
     "transport/_introduction.py": "transport/test_star.py transport/test_sockets.py",
     "transport/_reconnecting.py": "transport/test_sockets.py",

@@ -318,8 +318,8 @@ FL_API uint32_t fl_crc32c(uint32_t crc, const void *data, int64_t n);
 FL_API int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out);
 
 /* out[m * numel .. (m + 1) * numel) = base with in[m] applied, to the bit; `out` may be `base`. FL_OTHER_BASE where the
- * digest of base is not the message's. FL_BAD_MESSAGE where the message contradicts itself or makes of base what has
- * another digest than the sender's elements; `out` then holds anything. */
+ * digest of base is not the message's; base is as it was. FL_BAD_MESSAGE where the message contradicts itself or makes of
+ * base what has another digest than the sender's elements. With any error an `out` apart from base holds anything. */
 FL_API int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out);
 
 /* Choose the instruction set: "avx512", "avx2", "baseline" or "auto"; FL_UNSUPPORTED where the CPU or the build lacks it. */
