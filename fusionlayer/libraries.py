@@ -36,7 +36,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 MAX_PLANES = 5
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
 SEEDS = (1 << 64) - 1  # the bits of a seed
