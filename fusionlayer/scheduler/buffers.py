@@ -41,6 +41,7 @@ class Buffer(ABC):
         in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
 
     Attributes:
+        nbytes: of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and ``run`` has not summed them yet.
     """
 
@@ -55,6 +56,7 @@ class Buffer(ABC):
         in_place: bool = True,
     ) -> None:
         self.bucket = bucket
+        self.nbytes = bucket.nbytes
         self.codec = codec
         self._prescale = prescale
         self._postscale = postscale
