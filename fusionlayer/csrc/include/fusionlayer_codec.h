@@ -88,10 +88,15 @@ enum fl_codec {
    * many bytes as the elements have, or the index where that is more. numel < 2^30. Bytes of plane 1 behind the last block
    * are not written. docs/wire_format.md has the rest */
   FL_DELTA = 10,
-  /* CPU alone. plane 0: one f32 scale per group, the mean of its magnitudes; plane 1: a bit for each element, its sign,
-   * from the lowest bit of a byte on, as many bytes as hold them. param[1] = group size, a power of two in 32..4096 */
-  FL_ONEBIT = 11
+  /* plane 0: one f32 scale per group, the mean of its magnitudes; plane 1: a bit for each element, its sign, from the
+   * lowest bit of a byte on, as many bytes as hold them. param[1] = group size, a power of two in 32..4096 */
+  FL_ONEBIT = 11,
+  /* planes 0 and 1: f32 steps and origins of groups; plane 2: integer codes. param[0] = bits, 4 or 8; param[1] = group
+   * size, a power of two in 32..1024; param[2] = flags, FL_QSDP_*. Offsets are multiples of the group size */
+  FL_QSDP = 12
 };
+
+enum { FL_QSDP_STOCHASTIC = 1 /* values go up or down at random; else the grid is shifted at random */ };
 
 enum {
   FL_INT_HADAMARD = 1,
