@@ -81,7 +81,12 @@ MUTANTS: list[Mutant] = [
         "codecs/",
         ("dgc.py", "return limit / norm.clamp_min(limit)", "return limit / norm", "short gradients grow"),
         ("_sparse.py", 'or memory.device.type != "cpu" or', "or", "a kept threshold makes the host wait for a device"),
-        ("taco.py", 'self.scales == "folded"', "True", "sums of rotated values with an alpha of another scale"),
+        (
+            "taco.py",
+            'self.hadamard and self.scales == "folded"',
+            "self.hadamard",
+            "sums of rotated values with an alpha of another scale",
+        ),
         ("_packed.py", "out[start:stop].zero_()", "pass", "what lies between tensors enters a scale"),
         ("_sparse.py", "max(1, math.floor(self.density * numel))", "max(1, math.ceil(self.density * numel))", "k of n"),
         ("_low_rank.py", "return rows, -(-numel // rows)", "return rows, numel // rows + 1", "shapes of flat tensors"),
@@ -119,7 +124,13 @@ MUTANTS: list[Mutant] = [
             "const bool turned = false;",
             "which are told, the fewer or the others",
         ),
-        ("delta_verbs.cpp", "if (digest != decoder.head().base)", "if (false)", "another base is never noticed"),
+        (
+            "delta_verbs.cpp",
+            "if (in_place) {\n    parallel_for",
+            "if (false) {\n    parallel_for",
+            "a base changes before it is looked at",
+        ),
+        ("delta_codec.h", "uint64_t above[kDeltaWords + 1]", "uint64_t above[kDeltaWords]", "a mask of a whole block"),
         ("crc32c.cpp", "power_factor(8 * kFold - 32)", "power_factor(8 * kFold)", "checksums of vectors"),
     ),
     *_of(

@@ -125,9 +125,10 @@ int low_bits_for(const T *value, int count) {
 
 // Layers --------------------------------------------------------------------------------------------------------------
 
-// What numbers of a layer are: those above 1, as a mask, and the lowest bits, as another.
+// What numbers of a layer are: those above 1, as a mask, and the lowest bits, as another. Vectors clear half a word behind
+// the mask, which is all of a word behind that of a whole block.
 struct DeltaLayer {
-  uint64_t above[kDeltaWords], lowest[kDeltaWords];
+  uint64_t above[kDeltaWords + 1], lowest[kDeltaWords];
 };
 
 #if defined(FL_AVX512)
