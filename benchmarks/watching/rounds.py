@@ -175,5 +175,5 @@ def _culprits(line: str) -> tuple[int, ...] | None:
     if line.startswith("ranks wait for each other"):
         # The odd one comes first.
         return (int(re.findall(r"rank (\d+) ", line)[0]),)
-    found = re.match(r"(?:links of )?ranks? (\d+(?:, \d+)*) (?!goes? )", line)
+    found = re.match(r"(?:links of )?ranks? (\d+(?:, \d+)*) (?!go(?:es)? )", line)
     return tuple(int(rank) for rank in found[1].split(", ")) if found else None
