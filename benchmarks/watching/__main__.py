@@ -55,14 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {
                 "backend": row.backend,
                 "fault": row.fault,
-                "named after (s)": row.seconds,
+                "named after (s)": _rounded(row.seconds),
                 "what rank 0's log says": row.line,
             }
             for row in rows
         ]
     theme = "watching-healthy" if options.healthy else "watching"
-    driver.finish(options, theme, title, environment, [asdict(row) for row in rows], shown)
+    found = [{**asdict(row), "named": row.is_good} for row in rows]
+    driver.finish(options, theme, title, environment, found, shown)
     return int(len(rows) - good > (0 if options.healthy else 1))
+
+
+def _rounded(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f}"
 
 
 if __name__ == "__main__":

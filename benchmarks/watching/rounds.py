@@ -25,7 +25,9 @@ RANKS = 3
 WHO = 1
 AT = 40
 LIMIT = 10.0
-_PATIENCE = 45.0
+_PATIENCE = 60.0
+# Seconds that the processes of a healthy job may take to start and to end.
+_STARTING = 300.0
 _LAB = Network(RANKS, rate="1gbit")
 # Faults in which no rank alone is wrong: what must be named is one of these sets.
 _ALSO = {"waits_for_nobody": ((1,), (2,))}
@@ -78,7 +80,7 @@ def play(fault: str, backend: str, *, uneven: float = 0.0, seconds: float = 600.
         ]
         begun, struck, blamed = time.monotonic(), None, None
         try:
-            while time.monotonic() - begun < (patience if fault else seconds + patience):
+            while time.monotonic() - begun < (patience if fault else seconds + _STARTING):
                 time.sleep(0.1)
                 text = "".join(log.read_text(errors="replace") for log in logs)
                 struck = struck or (fault and '"fault"' in text and time.time())
@@ -173,5 +175,5 @@ def _culprits(line: str) -> tuple[int, ...] | None:
     if line.startswith("ranks wait for each other"):
         # The odd one comes first.
         return (int(re.findall(r"rank (\d+) ", line)[0]),)
-    found = re.match(r"(?:links of )?ranks? ([\d, ]+) (?!goes)", line)
+    found = re.match(r"(?:links of )?ranks? (\d+(?:, \d+)*) (?!go(?:es)? )", line)
     return tuple(int(rank) for rank in found[1].split(", ")) if found else None

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import config, counts
 from ..errors import ConfigError
 from ..seeds import derive_seed
+from ..watching import Watcher
 from . import arguments, calls, hints, profiling
 from .call_queue import CallQueue
 from .choices import CallChoices
@@ -69,6 +70,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     Raises:
         ConfigError: the settings cannot be used.
         PlanMismatch: ranks have other policies.
+
+    Attributes:
+        watcher: of the job, where this is the default group; it ends with the group.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         size = len(ranks)
         super().__init__(rank, size)
         self.policy = policy
+        self.watcher: Watcher | None = None
         self._rank, self._size = rank, size
         self._ranks = tuple(ranks)
         self._store = store
@@ -176,12 +181,16 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End the group after the calls that were made."""
         counts.retire(self)
+        if self.watcher is not None:
+            self.watcher.close()
         if self._queue is not None:
             self._queue.close(wait=True)
         self._native.shut(abort=False)
 
     def abort(self) -> None:
         """End the group at once; calls under way fail."""
+        if self.watcher is not None:
+            self.watcher.close()
         if self._queue is not None:
             self._queue.close(wait=False)
         self._native.shut(abort=True)

@@ -75,7 +75,7 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
     policy = _policy_of(None if native is not None else given)
     group = CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
     if not dist.is_initialized():  # it becomes the default group
-        watching.begin(options.store, options.group_rank, len(ranks), config.load())
+        group.watcher = watching.begin(options.store, options.group_rank, len(ranks), config.load(), asked=False)
     return group
 
 

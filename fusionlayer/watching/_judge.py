@@ -24,6 +24,10 @@ _ALIKE = (
 )
 
 
+# Seconds for which calls in a circle last before anybody is told: one of the ranks has waited for long by then.
+_LASTING = 3.0
+
+
 @dataclass(frozen=True)
 class Finding:
     """What is wrong with a job.
@@ -203,7 +207,7 @@ def _late(states: Mapping[int, State], size: int) -> list[Finding]:
                 awaited.setdefault(other, {})[rank] = f"call {channel.entered}{_of(channel)}"
     # Who is awaited and is in a call itself is late because of others, unless all of them wait in a circle.
     first = [rank for rank in awaited if rank not in states or not _is_in_call(states[rank])]
-    if awaited and not first and all(states[rank].waits for rank in awaited):
+    if awaited and not first and all(states[rank].idle > _LASTING for rank in awaited):
         return [_circle(states, sorted(awaited))]
     if awaited:
         return [_awaited(states, rank, awaited[rank]) for rank in sorted(first)]

@@ -46,9 +46,8 @@ class Recorder:
     def progress(self) -> dict[str, Channel]:
         """Return how far each channel is; it does not look at single calls."""
         world = dist.distributed_c10d._world
-        groups = {
-            str(world.pg_names[group]): tuple(sorted(world.pg_group_ranks[group])) for group in list(world.pg_map)
-        }
+        names, ranks = dict(world.pg_names), dict(world.pg_group_ranks)  # others make and destroy groups meanwhile
+        groups = {str(name): tuple(sorted(ranks[group])) for group, name in names.items() if group in ranks}
         channels = {}
         for kind, dump in enumerate(self._dumps):
             for number, status in _load(dump(False, False, False)).get("pg_status", {}).items():

@@ -127,8 +127,9 @@ class Teller:
         for key in [key for key in self._since if key not in {finding.key for finding in findings}]:
             since = self._since.pop(key)
             if key[0] in _PASSING:
-                who = f"rank {', '.join(map(str, key[1]))}" if key[1] else "the job"
-                self._say(f"{who} goes on, {now - since:.0f} s after that")
+                names = ", ".join(map(str, key[1]))
+                who = f"ranks {names} go" if len(key[1]) > 1 else f"rank {names} goes" if names else "the job goes"
+                self._say(f"{who} on, {now - since:.0f} s after that")
         changed = tuple(findings) != self.findings
         self.findings = tuple(findings)
         if changed or now - self._kept_at >= _KEEP:

@@ -51,6 +51,9 @@ class Watcher:
 
     Raises:
         ConfigError: there is no place for the file.
+
+    Attributes:
+        store: as given.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None) -> None:
@@ -61,7 +64,7 @@ class Watcher:
         self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
         self._watched = threading.get_ident()
         self._generation = forks.generation()
-        self._met_by = store
+        self.store = store
         self._store: dist.Store | None = None
         self._recorder = Recorder()
         self._links = Links()
@@ -109,6 +112,9 @@ class Watcher:
         """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
         if self.is_closed:
             return
+        kind, error, trace = sys.exc_info()
+        if kind is not None and error is not None:  # it is closed because of that, as in a finally clause
+            self._note(kind, error, trace)
         self._ending.set()
         if sys.excepthook == self._note_exception:
             sys.excepthook = self._hook
@@ -117,6 +123,10 @@ class Watcher:
 
     def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Note what the process ends with; in place of ``sys.excepthook``, which it calls."""
+        self._note(kind, error, trace)
+        self._hook(kind, error, trace)
+
+    def _note(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, Exception):
             frames, step = [], trace
             while step is not None:
@@ -125,7 +135,6 @@ class Watcher:
             text = next(iter(str(error).splitlines()), "")
             self._error_at = _places.of_frames(reversed(frames))
             self._error = f"{kind.__name__}: {text:.200}"
-        self._hook(kind, error, trace)
 
     # ---- on the thread ----------------------------------------------------------------------------------------------
 
@@ -152,7 +161,7 @@ class Watcher:
 
     def _client(self) -> dist.Store:
         if self._store is None:
-            self._store = dist.PrefixStore(_PREFIX, monitor.own_store(self._met_by))
+            self._store = dist.PrefixStore(_PREFIX, monitor.own_store(self.store))
         return self._store
 
     def _tick(self, now: float) -> None:
@@ -243,11 +252,18 @@ def _with_calls(channel: Channel, before: Channel | None) -> Channel:
 _watcher: Watcher | None = None
 
 
-def begin(store: dist.Store, rank: int, size: int, settings: config.Config, patience: float = 5.0) -> Watcher | None:
-    """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone."""
+def begin(
+    store: dist.Store, rank: int, size: int, settings: config.Config, patience: float = 5.0, *, asked: bool = True
+) -> Watcher | None:
+    """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone.
+
+    ``asked``: whether the program has asked for it. A FileStore keeps every write, so nobody else begins with one.
+    """
     global _watcher
-    if size < 2 or settings.watch is False:
+    if size < 2 or settings.watch is False or (not asked and not settings.watch and _is_file(store)):
         return None
+    if _watcher is not None and not _watcher.is_closed and _watcher.store is not store:
+        _watcher.close()  # of a process group that was destroyed
     if _watcher is None or _watcher.is_closed:
         try:
             _watcher = Watcher(store, rank, size, patience, Path(settings.status) if settings.status else None)
@@ -255,6 +271,12 @@ def begin(store: dist.Store, rank: int, size: int, settings: config.Config, pati
             _logger.warning("this job is not watched: %s", error)
             return None
     return _watcher
+
+
+def _is_file(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
 
 
 def counted() -> dict[str, float]:
