@@ -185,6 +185,12 @@ class Traffic:
             lane.close()
         self._timeline.close()
 
+    def abandon(self) -> None:
+        """Give up, and wait until no lane works any more: then nothing changes gradients, results or error feedback."""
+        self.give_up()
+        for lane in self._lanes:
+            lane.join()
+
     def check(self, what: str | None = None) -> None:
         """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""
         if self.failure is not None:

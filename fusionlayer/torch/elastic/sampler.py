@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.utils.data
 
-from ..basics import rank, size
+from ... import context
+from .. import basics
 
 __all__ = ["ElasticSampler"]
 
@@ -62,7 +63,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Deal what is left of the epoch out to the ranks that there are now."""
-        self.num_replicas, self.rank = size(), rank()
+        job = basics if basics.is_initialized() else context
+        self.num_replicas, self.rank = job.size(), job.rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
