@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from torch.distributed import Store
@@ -77,7 +77,7 @@ class Former:
                 self._me,
             )
             try:
-                found = self._lead(report, blamed) if leader == self._me else self._follow(leader, report)
+                found = self._lead(report, blamed) if leader == self._me else self._follow(leader, report, silent)
             except _Lost:
                 silent.add(leader.id)
                 continue
@@ -92,8 +92,8 @@ class Former:
 
     # ---- by another's lead ------------------------------------------------------------------------------------------
 
-    def _follow(self, leader: Member, report: Report) -> Generation:
-        """Report to ``leader`` and return what it forms, or a newer generation that it knows.
+    def _follow(self, leader: Member, report: Report, silent: Collection[str]) -> Generation | Report:
+        """Report to ``leader`` and return what it forms; or a report of a newer one that has ended already.
 
         Raises:
             _Lost: the leader is lost, or does not answer.
@@ -108,7 +108,10 @@ class Former:
                 if newest.number > base.number:
                     if newest.rank_of(self._me.id) is None:
                         raise self._excluded(newest)
-                    return newest
+                    # One whose store is lost already is only what the next one follows.
+                    keeper = newest.members[0]
+                    has_ended = keeper.id in silent or self._is_gone(keeper)
+                    return replace(report, generation=newest) if has_ended else newest
                 time.sleep(_POLL)
                 if time.monotonic() > look:
                     look = time.monotonic() + _LOOK

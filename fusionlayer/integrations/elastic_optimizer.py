@@ -19,10 +19,12 @@ from ..plan import FusionPlan
 from ..planning.codec_rules import AUTO
 from ..scheduler import Engine
 from ..transport import Transport
+from ..wire import digest
 from .distributed import Distributed
+from .local import Local
 from .parameters import local_part
 from .reduction import WITH_RESULTS, GradientReduction, StepState
-from .sends import sent_by
+from .sends import FollowsSyncs, sent_by
 
 __all__ = ["ElasticallyStepping", "check_elastic"]
 
@@ -31,13 +33,24 @@ def check_elastic(optimizer: Optimizer, **given: Any) -> None:
     """Raise ``ConfigError`` if an optimizer or one of the arguments ``given`` cannot lose a rank in a step."""
     why = {
         "group": "an elastic job has one group, of all members",
-        "sync": "local steps do not know yet how to lose a rank",
         "overlap_forward": "a step whose update waits for the next forward cannot be taken back",
         "plan": "it is for one number of ranks",
         "policy": "it may have 'auto', which measures steps of one number of ranks",
         "autotune": "it measures steps of one number of ranks",
     }
     named = {name: reason for name, reason in why.items() if given[name]}
+    sync: Local | None = given["sync"]
+    if sync is not None and (
+        sync.overlaps
+        or sync.fragments > 1
+        or sync.states
+        or sync.alpha
+        or sync.adapts
+        or sync.after
+        or sync.feedback_decay < 1
+        or isinstance(optimizer, FollowsSyncs)
+    ):
+        named[f"sync={sync}"] = "syncs have to be whole and waited for, as those of averaging, diloco and muloco are"
     if given["codec"] == AUTO:
         named["codec='auto'"] = "it measures steps of one number of ranks"
     if sent_by(optimizer) is not None:
@@ -129,36 +142,48 @@ class ElasticallyStepping(Distributed):
         """Exchange gradients, again if members were lost meanwhile, until all who are left have the results."""
         if self._fl_state in WITH_RESULTS or not self._fl_members.has_joined:
             return
-        results: dict[str, Tensor] = {}
-        counts = False
+        results = self._fl_transact(self._fl_exchange)
+        taken = [(p.grad, results[name]) for p, name in self._fl_names.items() if name in results]
+        if taken:
+            gradients, averages = zip(*taken, strict=True)
+            torch._foreach_copy_(gradients, averages)
+        self._fl_state = StepState.REDUCED
+
+    def _fl_transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what ``exchange`` does, once all members have it; none where this is the only one.
+
+        If a rank is lost meanwhile, the rest forms the next generation, and ``exchange`` is called again.
+
+        Args:
+            exchange: makes a step of the engine, and returns its results by name. Error feedback apart, it changes
+                nothing that a second call would find.
+        """
+        members = self._fl_members
+        counts, results = False, {}
         while not counts:
             engine = self._fl_engine
             if engine is None:
-                self._fl_members.agree_alone()
+                members.agree_alone()
                 self._fl_at += 1
+                results = {}
                 break
             self._fl_at = before = engine.step
             results = {}
             try:
-                self._fl_exchange(engine, results)
+                results = exchange(engine)
+                engine.put(members.agree)()
                 engine.memory.forget()
                 self._fl_at = engine.step
                 counts = True
             except TransportError as error:
                 if engine.failure is None:
                     raise
-                counts = self._fl_recover(error, engine, before, has_results=len(results) == len(self._fl_names))
-        self._fl_members.step += 1
-        taken = [(parameter, results[name]) for parameter, name in self._fl_names.items() if name in results]
-        if taken:
-            torch._foreach_copy_(
-                [local_part(parameter.grad) for parameter, _ in taken if parameter.grad is not None],
-                [result for parameter, result in taken if parameter.grad is not None],
-            )
-        self._fl_state = StepState.REDUCED
+                counts = self._fl_recover(error, engine, before, has_results=bool(results))
+        members.step += 1
+        return results
 
-    def _fl_exchange(self, engine: Engine, results: dict[str, Tensor]) -> None:
-        """End a step of the engine; return when all members have its results, which are in ``results`` then."""
+    def _fl_exchange(self, engine: Engine) -> dict[str, Tensor]:
+        """End a step of the engine; return its results by name."""
         sparse = self._fl_sparse
         assert sparse is not None
         if engine.plan is None and self._fl_plan is not None and not engine.pending:
@@ -171,13 +196,12 @@ class ElasticallyStepping(Distributed):
         self._fl_submit_rest(engine, sparse)
         sparse.end()
         self._fl_end_step(engine)
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for index in sorted(engine.untaken):
-            found.update(engine.take(index))
+            results.update(engine.take(index))
         if self._fl_check is not None:
             self._fl_check.settle()
-        results.update(found)
-        engine.put(self._fl_members.agree)()
+        return results
 
     def _fl_recover(self, error: TransportError, engine: Engine, step: int, *, has_results: bool) -> bool:
         """Form the next generation after a failure; return whether the step counts, whose results are here.
@@ -190,6 +214,7 @@ class ElasticallyStepping(Distributed):
         """
         members = self._fl_members
         engine.abandon()
+        self._fl_state = StepState.IDLE
         before, after = engine.memory.state_before(), engine.memory.state_dict()
         done = members.step + has_results
         while True:
@@ -226,6 +251,13 @@ class ElasticallyStepping(Distributed):
                     raise
                 error = again
 
+    def _fl_more(self) -> dict[str, Any]:
+        """Return what else a newcomer needs."""
+        return {}
+
+    def _fl_begin_with(self, more: Mapping[str, Any]) -> None:
+        """Begin with what a member has returned from ``_fl_more``."""
+
     def _fl_connect_anew(self) -> None:
         """Reduce gradients over the present members, from the step and the error feedback that are to go on."""
         roster = self._fl_roster
@@ -237,8 +269,10 @@ class ElasticallyStepping(Distributed):
         if engine is not None:
             engine.step = self._fl_at
             engine.memory.load_state_dict(self._fl_kept)
-            if self._fl_plan is not None:
-                self.adopt_plan(self._fl_plan)
+            plan, alike = self._fl_plan, []
+            engine.put(lambda transport: alike.append(_is_known_to_all(plan, transport)))()
+            if plan is not None and alike[0]:
+                self.adopt_plan(plan)
 
     def _fl_bring(self, transport: Transport) -> None:
         """Give newcomers the state of the first member, without loss; all others only wait."""
@@ -254,6 +288,15 @@ class ElasticallyStepping(Distributed):
         members.all_have_state()
 
 
+def _is_known_to_all(plan: FusionPlan | None, transport: Transport) -> bool:
+    """Return whether all ranks have this plan from the last generation; a newcomer has none."""
+    mine = torch.frombuffer(bytearray(digest(b"" if plan is None else plan.to_bytes())), dtype=torch.uint8)
+    every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8)
+    with transport.doing("a comparison of the last generation's plans"):
+        transport.all_gather(mine, every)
+    return bool((every == mine).all())
+
+
 def _tensors_of(optimizer: ElasticallyStepping) -> list[Tensor]:
     """Return the tensors that all members hold alike, in the same order on all of them."""
     replicas = optimizer._fl_replicas
@@ -265,6 +308,7 @@ def _send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -
     members = optimizer._fl_members
     state = super(Distributed, optimizer).state_dict()
     told = {"optimizer": state, "shared": members.states(), "step": members.step, "at": optimizer._fl_at}
+    told["more"] = optimizer._fl_more()
     buffer = io.BytesIO()
     torch.save(told, buffer)
     whole = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -307,6 +351,7 @@ def _receive_state(optimizer: ElasticallyStepping, transport: Transport) -> None
     super(Distributed, optimizer).load_state_dict(told["optimizer"])
     members.load_states(told["shared"])
     members.step, optimizer._fl_at = told["step"], told["at"]
+    optimizer._fl_begin_with(told["more"])
     optimizer._fl_state = StepState.IDLE
     super(Distributed, optimizer).zero_grad()
 

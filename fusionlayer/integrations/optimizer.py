@@ -30,6 +30,7 @@ from ..timeline import Timeline
 from . import overlap
 from .construction import GradientOptions, make_engine, make_planning
 from .distributed import Distributed
+from .elastic_local import ElasticallyLocal
 from .elastic_optimizer import ElasticallyStepping, check_elastic
 from .enrolment import Roster
 from .local import Local, check_sync, state_tensors
@@ -303,7 +304,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
     engine, timeline = connect(names)
     base = type(optimizer)
-    front = ElasticallyStepping if elastic else Distributed if sync is None else LocallyStepping
+    fronts = (ElasticallyStepping, ElasticallyLocal) if elastic else (Distributed, LocallyStepping)
+    front = fronts[sync is not None]
     # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(base.__name__, (front, base), {"__doc__": base.__doc__, "__module__": __name__})

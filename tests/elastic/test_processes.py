@@ -47,7 +47,7 @@ def check_averages(ends: list[dict[str, Any]], weights: dict[int, float]) -> Non
 def test_any_rank_may_be_lost_and_another_comes(tmp_path: Path) -> None:
     """Rank 0, which keeps the store, and rank 2 are killed in the middle of a backward; a process joins for each."""
     signals = {(0, "lost"): signal.SIGKILL, (2, "lost"): signal.SIGKILL}
-    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 4, signals=signals, backend=None, timeout=90)
+    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None, timeout=90)
     ends = check(outcomes, (0, 2))
     assert [end["place"] for end in ends] == [(0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
     assert [end["dealt"] for end in ends] == [(3, rank, 20) for rank in range(3)]
@@ -61,8 +61,8 @@ def test_any_rank_may_be_lost_and_another_comes(tmp_path: Path) -> None:
 @exhaustive(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
 def test_all_who_began_may_be_lost_one_by_one(tmp_path: Path) -> None:
     signals = {(rank, "lost"): signal.SIGKILL for rank in (0, 2, 3, 4)}
-    outcomes = outcomes_of(train, 8, str(tmp_path), 4, 6, signals=signals, backend=None, timeout=120)
-    assert sum(o.kind == "died" for o in outcomes) >= 3
+    outcomes = outcomes_of(train, 8, str(tmp_path), 4, 5, signals=signals, backend=None, timeout=120)
+    assert sum(o.kind == "died" for o in outcomes) >= 2
     ends = [o.value for o in outcomes if o.kind == "returned"]
     assert len({end["digest"] for end in ends}) == 1 and not any(o.kind == "raised" for o in outcomes)
 
@@ -162,7 +162,7 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     begin(rank, folder, world)
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    told(lambda: fl.DistributedOptimizer(sgd, model, sync=fl.Local()))
+    told(lambda: fl.DistributedOptimizer(sgd, model, sync=fl.Local.streaming()))
     told(lambda: fl.DistributedOptimizer(sgd, model, overlap_forward=model))
     told(lambda: fl.DistributedOptimizer(sgd, model, codec="auto"))
     told(lambda: fl.ShardedOptimizer(torch.optim.SGD, model.parameters(), lr=0.1))
@@ -179,7 +179,7 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(tmp_path: Path) -> N
     expected = [
         "FUSIONLAYER_JOIN=nowhere and no elastic=True",
         "FUSIONLAYER_JOIN=nowhere: no host:port; expected host:port of a member",
-        "sync in an elastic job",
+        "sync=Local(every=30,",
         "overlap_forward in an elastic job",
         "codec='auto' in an elastic job",
         "ShardedOptimizer in a job that fusionlayer.init(elastic=True) has begun",
@@ -190,5 +190,3 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(tmp_path: Path) -> N
     ]
     assert len(found) == len(expected), found
     assert all(text.startswith(start) for text, start in zip(found, expected, strict=True)), found
-
-

@@ -50,7 +50,7 @@ class Weighted(nn.Module):
 
 
 def train(rank: int, world: int, folder: str, first: int, changes: int) -> dict[str, Any]:
-    """Train until some steps after so many changes; return who took part in each step, and what came of it.
+    """Train until ``first`` ranks are there after so many changes, and some steps more; return who took part in each step, and what came of it.
 
     Rank r has the gradient 2^r, so an update tells whose gradients it has. A rank other than 1 reaches the checkpoint
     "lost" in the middle of a backward, once it has made enough steps; the test may kill it there. Ranks from ``first``
@@ -72,6 +72,7 @@ def train(rank: int, world: int, folder: str, first: int, changes: int) -> dict[
     own = 0
     while ended is None or members.step < ended:
         before = float(model.parts[0].detach()[0])
+        those = members.processes
         loss = model()
         if rank != 1 and own == 6 + 4 * rank:
             hook = model.parts[0].register_hook(lambda gradient: checkpoint("lost"))
@@ -84,10 +85,12 @@ def train(rank: int, world: int, folder: str, first: int, changes: int) -> dict[
         schedule.step()
         own += 1
         update = before - float(model.parts[0].detach()[0])
-        seen.append({"step": members.step, "pids": members.processes, "update": update})
-        if members.changed():
+        seen.append(
+            {"step": members.step, "pids": [pid for pid in members.processes if pid in those], "update": update}
+        )
+        if members.changed() and rank == 1:
             Path(folder, f"lost{sum(each.name.startswith('lost') for each in Path(folder).iterdir())}").touch()
-        if members.generation >= changes and ended is None:
+        if members.generation >= changes and members.size == first and ended is None:
             ended = members.step + 5
     return {
         "pid": os.getpid(),

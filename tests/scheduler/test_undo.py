@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from fusionlayer.transport import Transport
 from tests.ranks import over_threads
 from tests.tiers import tiered
 
-from .engines import gradients, make_engine, run_step
+from .engines import MODEL, gradients, make_engine, run_step
 
 pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
 
 WORLD, STEPS = 3, 3
+SHAPES = ((30, 10), (5,), (16, 8), (25, 40), (1,), (21, 37))
+MATRICES = [replace(tensor, shape=shape) for tensor, shape in zip(MODEL, SHAPES, strict=True)]
 
 
 def flattened(state: Any, path: str = "") -> dict[str, Any]:
@@ -48,6 +51,7 @@ def test_a_step_is_taken_back_and_made_once_more(codec: str, options: dict[str, 
         def engine_with(memory: Memory, step: int, plan: Any = None) -> Engine:
             made = make_engine(
                 transport.duplicate(),
+                MATRICES,
                 codec=codecs.get(codec, **options),
                 plan=plan,
                 memory=memory,
