@@ -3,8 +3,8 @@
     python -m benchmarks.membership --out benchmarks/results
 
 Four workers train with ``fl.init(elastic=True)``. Every few seconds one of them is killed by SIGKILL, in turn the one
-that has rank 0, and the others after it; a moment later a new process joins. The same job without kills comes
-before, and once more with another seed, which tells how far losses differ anyway.
+that has rank 0, and the others after it; a moment later a new process joins. Then the same job makes as many steps
+undisturbed, and once more with another seed, which tells how far losses differ anyway.
 
 Each worker waits some milliseconds in each step as if a device computed, so that steps do not get faster with a worker
 less on few cores. New processes fork from a server that has imported torch: what a host does until a worker can join is
@@ -53,10 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kills, every, after = (2, 2.0, 1.0) if options.smoke else (options.kills, options.every, options.after)
     environment = driver.begin(options, FIRST)
     _context.set_forkserver_preload(["benchmarks.membership.worker"])
-    rows = []
-    for name, number, seed in (("undisturbed", 0, 0), ("undisturbed, another seed", 0, 1), ("kills", kills, 0)):
-        lines, events = run(options.model, seed, number, kills * every, every, after, options.pause / 1000)
+    rows: list[dict[str, Any]] = []
+    last: int | None = None
+    for name, number, seed in (("kills", kills, 0), ("undisturbed", 0, 0), ("undisturbed, another seed", 0, 1)):
+        lines, events = run(options.model, seed, number, every, after, options.pause / 1000, last)
         rows.append(row_of(name, lines, events))
+        last = max(line["end"] for written in lines.values() for line in written if "end" in line)
     title = f"{kills} of {FIRST} workers are killed, one every {every:g} s, and others come: {options.model}, int4"
     shown = [{key: value for key, value in row.items() if key != "events"} for row in rows]
     driver.finish(options, "membership", title, environment, rows, shown, more=[scaled(rows)])
@@ -64,9 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(
-    model: str, seed: int, kills: int, seconds: float, every: float, after: float, pause: float
+    model: str, seed: int, kills: int, every: float, after: float, pause: float, last: int | None
 ) -> tuple[dict[int, list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Run one job; return what each worker has written, by its process, and when whom the job lost and got."""
+    """Run one job; return what each worker has written, by its process, and when whom the job lost and got.
+
+    Args:
+        model, seed: of the workload.
+        kills: how many workers are killed.
+        every, after: seconds from kill to kill, and from a kill until another worker comes.
+        pause: seconds that a step waits.
+        last: the step after which the job ends; None: some steps after the last change.
+    """
     events: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -93,12 +103,13 @@ def run(
                 events.append({"what": "join", "at": time.monotonic()})
                 comer = start()
                 _await(lambda comer=comer: _steps(folder, comer) > 0, workers)  # type: ignore[misc]
-            _sleep_until(begun + seconds)
-            last = max(_steps(folder, each) for each in workers)
-            Path(folder, "stop.new").write_text(str(last + 20))
+            if last is None:
+                _sleep_until(begun + kills * every)
+                last = max(_steps(folder, each) for each in workers) + 20
+            Path(folder, "stop.new").write_text(str(last))
             Path(folder, "stop.new").rename(folder / "stop")
             for worker in workers:
-                worker.join(_PATIENCE)
+                worker.join(300.0)
         finally:
             for worker in workers:
                 if worker.is_alive():

@@ -72,7 +72,7 @@ def _largest(lines: Lines) -> int:
 
 def scaled(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the share of undisturbed steps per second: measured, and by stalls with a kill a minute."""
-    calm, rough = rows[0], rows[-1]
+    rough, calm, other = rows
     stalls = rough["events"]["stalls"]
     lost = sum(statistics.mean(found) for found in stalls.values() if found)
     line = {
@@ -80,6 +80,6 @@ def scaled(rows: Sequence[Mapping[str, Any]]) -> str:
         "stalls of one loss and one arrival, s": f"{lost:.2f}",
         "share with one of each a minute": f"{1 - lost / 60:.1%}",
         "loss above undisturbed": f"{rough['validation loss'] - calm['validation loss']:+.4f}",
-        "loss of another seed above it": f"{rows[1]['validation loss'] - calm['validation loss']:+.4f}",
+        "loss of another seed above it": f"{other['validation loss'] - calm['validation loss']:+.4f}",
     }
     return table("In short", [line])

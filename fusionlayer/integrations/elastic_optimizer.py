@@ -159,7 +159,8 @@ class ElasticallyStepping(Distributed):
                 nothing that a second call would find.
         """
         members = self._fl_members
-        counts, results = False, {}
+        counts = False
+        results: dict[str, Tensor] = {}
         while not counts:
             engine = self._fl_engine
             if engine is None:

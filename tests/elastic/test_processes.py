@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 import fusionlayer as fl
 from fusionlayer.errors import TransportError
 from fusionlayer.transport import Transport
-from tests.harness import Outcome, outcomes_of, run_ranks
+from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
 from tests.synthetic import gradient
 from tests.tiers import exhaustive
 
@@ -141,6 +142,56 @@ def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
             assert calm[:4] == rough[:4] and rough[3] == 9, cases[case]
             assert calm[0] == ends[0][case]["none"][0]
             assert calm[4] == 0 and rough[4] >= 3, "each fault has begun a generation"
+
+
+# ---- local steps ----------------------------------------------------------------------------------------------------
+
+
+def train_locally(rank: int, world: int, folder: str, first: int) -> dict[str, Any]:
+    """Train with local steps; rank 0 is lost in its seventh step, a process joins, and all sync ten times then."""
+    lost, every = Path(folder, "lost"), 3
+    while rank >= first and not lost.exists():
+        time.sleep(0.01)
+    begin(rank, folder, first)
+    members = fl.membership()
+    torch.manual_seed(rank)
+    model = nn.Linear(40, 8)
+    sync = fl.Local(every=every, lr=0.7, momentum=0.9)
+    optimizer: Any = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, codec="int8", sync=sync)
+    generator, made, ended = torch.Generator().manual_seed(rank), 0, None
+    target = torch.randn(40, 8, generator=torch.Generator().manual_seed(99))
+    losses = []
+    while ended is None or members.step < ended:
+        if rank == 0 and made == 7:
+            checkpoint("lost")
+        x = torch.randn(16, 40, generator=generator)
+        loss = (model(x) - x @ target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        made += 1
+        if members.size < first and rank == 1:
+            lost.touch()
+        if members.generation >= 2 and members.size == first and ended is None:
+            ended = members.step + 10
+    optimizer.synchronize()
+    momenta = optimizer._fl_local.state_dict(optimizer._fl_roster.names)["momentum"]
+    return {
+        "digest": digest(model),
+        "finished": members.step,
+        "momentum": {name: x.tolist() for name, x in momenta.items()},
+        "losses": losses,
+    }
+
+
+def test_local_steps_go_on_between_those_who_are_left_and_who_come(tmp_path: Path) -> None:
+    outcomes = outcomes_of(
+        train_locally, 4, str(tmp_path), 3, signals={(0, "lost"): signal.SIGKILL}, backend=None, timeout=90
+    )
+    ends = check(outcomes, (0,))
+    assert all(end["momentum"] == ends[0]["momentum"] for end in ends) and ends[0]["momentum"]
+    assert ends[0]["losses"][-1] < ends[0]["losses"][0]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Weighted(nn.Module):
 
 
 def train(rank: int, world: int, folder: str, first: int, changes: int) -> dict[str, Any]:
-    """Train until ``first`` ranks are there after so many changes, and some steps more; return who took part in each step, and what came of it.
+    """Train until ``first`` ranks are there after so many changes, and some steps more; return what came of each step.
 
     Rank r has the gradient 2^r, so an update tells whose gradients it has. A rank other than 1 reaches the checkpoint
     "lost" in the middle of a backward, once it has made enough steps; the test may kill it there. Ranks from ``first``
@@ -59,7 +60,7 @@ def train(rank: int, world: int, folder: str, first: int, changes: int) -> dict[
     if rank >= first:
         awaited = Path(folder, f"lost{rank - first}")
         while not awaited.exists():
-            os.sched_yield()
+            time.sleep(0.01)
     begin(rank, folder, first)
     members = fl.membership()
     model = Weighted(2.0**rank)

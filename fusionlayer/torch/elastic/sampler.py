@@ -63,8 +63,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Deal what is left of the epoch out to the ranks that there are now."""
-        job = basics if basics.is_initialized() else context
-        self.num_replicas, self.rank = job.size(), job.rank()
+        by_name = basics.is_initialized()
+        self.num_replicas = basics.size() if by_name else context.size()
+        self.rank = basics.rank() if by_name else context.rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
