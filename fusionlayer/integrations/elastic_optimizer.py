@@ -75,6 +75,7 @@ class ElasticallyStepping(Distributed):
     """
 
     _fl_members: Members
+    _fl_facts: tuple[object, ...] = ()
     _fl_is_attached = False
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -304,6 +305,13 @@ def _tensors_of(optimizer: ElasticallyStepping) -> list[Tensor]:
     return [local_part(x.detach()) for x in (*replicas.named.values(), *replicas.buffers.values())]
 
 
+def _facts_of(optimizer: ElasticallyStepping) -> Tensor:
+    """Return (32,) uint8 that differ where a newcomer's first step with the members would be a ``PlanMismatch``."""
+    settings = vars(context.settings())
+    facts = [optimizer._fl_facts, *(settings[key] for key in _AGREED), optimizer._fl_replicas.lines]
+    return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
+
+
 def _send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -> None:
     """Send parameters, buffers, the optimizer's state and those of shared objects."""
     members = optimizer._fl_members
@@ -313,9 +321,8 @@ def _send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -
     buffer = io.BytesIO()
     torch.save(told, buffer)
     whole = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    shapes = torch.tensor([whole.numel(), *(x.numel() for x in _tensors_of(optimizer))])
-    transport.send(torch.tensor([shapes.numel()]), to)
-    transport.send(shapes, to)
+    transport.send(_facts_of(optimizer), to)
+    transport.send(torch.tensor([whole.numel()]), to)
     transport.send(whole, to)
     for x in _tensors_of(optimizer):
         if x.numel():
@@ -328,18 +335,17 @@ def _receive_state(optimizer: ElasticallyStepping, transport: Transport) -> None
     Raises:
         ConfigError: this process has another model, or shares other objects.
     """
-    members, tensors = optimizer._fl_members, _tensors_of(optimizer)
-    count = torch.zeros(1, dtype=torch.int64)
-    transport.recv(count, 0)
-    shapes = torch.zeros(int(count), dtype=torch.int64)
-    transport.recv(shapes, 0)
-    sizes = shapes.tolist()
-    if sizes[1:] != [x.numel() for x in tensors]:
+    members, tensors, mine = optimizer._fl_members, _tensors_of(optimizer), _facts_of(optimizer)
+    theirs = torch.empty_like(mine)
+    transport.recv(theirs, 0)
+    if not torch.equal(mine, theirs):
         raise ConfigError(
-            f"this process has {len(tensors)} parameters and buffers of {sum(x.numel() for x in tensors)} elements, "
-            f"the members have {len(sizes) - 1} of {sum(sizes[1:])}; start it with the members' script and options"
+            f"this process has other parameters, options or settings than the members ({len(tensors)} parameters and "
+            f"buffers of {sum(x.numel() for x in tensors)} elements); start it with their script and environment"
         )
-    whole = torch.empty(sizes[0], dtype=torch.uint8)
+    size = torch.zeros(1, dtype=torch.int64)
+    transport.recv(size, 0)
+    whole = torch.empty(int(size), dtype=torch.uint8)
     transport.recv(whole, 0)
     with torch.no_grad():
         for x in tensors:
@@ -356,5 +362,19 @@ def _receive_state(optimizer: ElasticallyStepping, transport: Transport) -> None
     optimizer._fl_state = StepState.IDLE
     super(Distributed, optimizer).zero_grad()
 
+
+_AGREED = (
+    "codec",
+    "codec_options",
+    "algorithm",
+    "ahead",
+    "planner",
+    "planner_options",
+    "error_feedback",
+    "feedback_bits",
+    "lanes",
+    "checksum",
+)
+"""Settings that are the same on all members."""
 
 _live: weakref.WeakSet[ElasticallyStepping] = weakref.WeakSet()

@@ -312,6 +312,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     assert isinstance(optimizer, Distributed)
     optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
     optimizer._fl_replicas = replicas
+    if isinstance(optimizer, ElasticallyStepping):
+        optimizer._fl_facts = (options, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
     if sync is not None:
         assert isinstance(optimizer, LocallyStepping)
         optimizer._fl_local = LocalSteps(sync, clock_of(roster.device))

@@ -194,6 +194,35 @@ def test_local_steps_go_on_between_those_who_are_left_and_who_come(tmp_path: Pat
     assert ends[0]["losses"][-1] < ends[0]["losses"][0]
 
 
+# ---- who does not fit -----------------------------------------------------------------------------------------------
+
+
+def meet_another(rank: int, world: int, folder: str, codec: str) -> int:
+    """Train until a process that has another codec has come and gone; return how many generations that took."""
+    while rank == world - 1 and not Path(folder, "begun").exists():
+        time.sleep(0.01)
+    begin(rank, folder, world - 1)
+    model = nn.Linear(40, 8)
+    codec = codec if rank == world - 1 else "int8"
+    optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, codec=codec)
+    members = fl.membership()
+    ended: int | None = None
+    while ended is None or members.step < ended:
+        model(torch.ones(2, 40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        Path(folder, "begun").touch()
+        if members.generation >= 2 and members.size == world - 1 and ended is None:
+            ended = members.step + 2
+    return members.generation
+
+
+def test_who_comes_with_other_options_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    outcomes = outcomes_of(meet_another, 3, str(tmp_path), "int4", backend=None, timeout=60)
+    assert [o.kind for o in outcomes] == ["returned", "returned", "raised"], outcomes
+    assert outcomes[2].error[0] == "ConfigError" and "other parameters, options or settings" in outcomes[2].error[1]
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
