@@ -14,7 +14,7 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from ..config import Config
-from ..errors import ConfigError, PlanMismatch, TransportError
+from ..errors import ConfigError, PlanMismatch, TransportError, kind_of
 from ..launch import Place
 from ..processes import Identity, node_name
 from ..transport import Transport, local
@@ -154,7 +154,7 @@ class Members:
         for name, each in objects.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")) and not _is_dealing(each):
                 raise ConfigError(
-                    f"share({name}=...): got a {type(each).__name__}; expected an object with state_dict() and "
+                    f"share({name}=...): got {kind_of(each)}; expected an object with state_dict() and "
                     "load_state_dict(), or a DistributedSampler"
                 )
         self._shared.update(objects)
