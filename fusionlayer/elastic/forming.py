@@ -189,7 +189,7 @@ class Former:
 
     def _visitors(self) -> list[Member]:
         """Return the processes that ask to join and still live."""
-        found = []
+        found: dict[str, Member] = {}  # one may have asked twice
         for number in range(1, self._desk.add(TICKETS, 0) + 1):
             key = f"knock/{number}"
             if number not in self._handled and self._desk.check([key]):
@@ -197,8 +197,8 @@ class Former:
                 member = decode_member(self._desk.get(key))
                 self._desk.delete_key(key)
                 if not self._is_gone(member):
-                    found.append(member)
-        return found
+                    found[member.id] = member
+        return [*found.values()]
 
     def _is_gone(self, member: Member) -> bool:
         """Return whether the process of a member has ended, as far as can be seen from here."""
