@@ -65,7 +65,9 @@ def test_all_who_began_may_be_lost_one_by_one(tmp_path: Path) -> None:
     outcomes = outcomes_of(train, 8, str(tmp_path), 4, 5, signals=signals, backend=None, timeout=120)
     assert sum(o.kind == "died" for o in outcomes) >= 2
     ends = [o.value for o in outcomes if o.kind == "returned"]
-    assert len({end["digest"] for end in ends}) == 1 and not any(o.kind == "raised" for o in outcomes)
+    assert len(ends) >= 4 and len({end["digest"] for end in ends}) == 1
+    late = [o.error[1] for o in outcomes if o.kind == "raised"]
+    assert all("no member was found" in text or "cannot join" in text for text in late), late
 
 
 # ---- a step is taken back, and made once more -----------------------------------------------------------------------

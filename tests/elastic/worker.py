@@ -69,6 +69,7 @@ def train(rank: int, world: int, folder: str, first: int, changes: int) -> dict[
     sampler = torch.utils.data.DistributedSampler(range(60), fl.size(), fl.rank(), shuffle=False)
     members.share(schedule=schedule, sampler=sampler)
     seen: list[dict[str, Any]] = []
+    end = Path(folder, "end")
     ended: int | None = None
     own = 0
     while ended is None or members.step < ended:
@@ -91,8 +92,11 @@ def train(rank: int, world: int, folder: str, first: int, changes: int) -> dict[
         )
         if members.changed() and rank == 1:
             Path(folder, f"lost{sum(each.name.startswith('lost') for each in Path(folder).iterdir())}").touch()
-        if members.generation >= changes and members.size == first and ended is None:
-            ended = members.step + 5
+        if members.generation >= changes and members.size == first and ended is None and rank == 1:
+            Path(folder, "end.new").write_text(str(members.step + 5))
+            Path(folder, "end.new").rename(end)
+        if end.exists():
+            ended = int(end.read_text())
     return {
         "pid": os.getpid(),
         "seen": seen,
