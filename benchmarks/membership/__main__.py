@@ -4,7 +4,7 @@
 
 Four workers train with ``fl.init(elastic=True)``. Every few seconds one of them is killed by SIGKILL, in turn the one
 that has rank 0, and the others after it; a moment later a new process joins. Then the same job makes as many steps
-undisturbed, and once more with another seed, which tells how far losses differ anyway.
+undisturbed, once more with another seed, which tells how far losses differ anyway, and without ``elastic=True``.
 
 Each worker waits some milliseconds in each step as if a device computed, so that steps do not get faster with a worker
 less on few cores. New processes fork from a server that has imported torch: what a host does until a worker can join is
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = driver.make_parser("membership", __doc__)
     parser.add_argument("--model", type=one_of(tuple(MODELS)), default="gpt-small", help="(gpt-small)")
     parser.add_argument("--kills", type=count(), default=20, help="workers that are killed, one after the other (20)")
-    parser.add_argument("--every", type=float, default=3.0, help="seconds from one kill to the next (3)")
-    parser.add_argument("--after", type=float, default=1.2, help="seconds until another comes (1.2)")
+    parser.add_argument("--every", type=float, default=2.5, help="seconds from one kill to the next (2.5)")
+    parser.add_argument("--after", type=float, default=1.0, help="seconds until another comes (1)")
     parser.add_argument("--pause", type=float, default=20.0, help="milliseconds that a step waits (20)")
     driver.add_options(parser, timed=True, smoke=True)
     options = parser.parse_args(arguments)
@@ -55,8 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _context.set_forkserver_preload(["benchmarks.membership.worker"])
     rows: list[dict[str, Any]] = []
     last: int | None = None
-    for name, number, seed in (("kills", kills, 0), ("undisturbed", 0, 0), ("undisturbed, another seed", 0, 1)):
-        lines, events = run(options.model, seed, number, every, after, options.pause / 1000, last)
+    jobs = (("kills", kills, 0), ("undisturbed", 0, 0), ("undisturbed, another seed", 0, 1), ("not elastic", 0, 0))
+    for name, number, seed in jobs:
+        elastic = name != "not elastic"
+        lines, events = run(options.model, seed, number, every, after, options.pause / 1000, last, elastic)
         rows.append(row_of(name, lines, events))
         last = max(line["end"] for written in lines.values() for line in written if "end" in line)
     title = f"{kills} of {FIRST} workers are killed, one every {every:g} s, and others come: {options.model}, int4"
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(
-    model: str, seed: int, kills: int, every: float, after: float, pause: float, last: int | None
+    model: str, seed: int, kills: int, every: float, after: float, pause: float, last: int | None, elastic: bool
 ) -> tuple[dict[int, list[dict[str, Any]]], list[dict[str, Any]]]:
     """Run one job; return what each worker has written, by its process, and when whom the job lost and got.
 
@@ -76,6 +78,7 @@ def run(
         every, after: seconds from kill to kill, and from a kill until another worker comes.
         pause: seconds that a step waits.
         last: the step after which the job ends; None: some steps after the last change.
+        elastic: whether it may lose workers.
     """
     events: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -83,7 +86,7 @@ def run(
         workers: list[BaseProcess] = []
 
         def start() -> BaseProcess:
-            worker = _context.Process(target=work, args=(name, len(workers), model, seed, pause))
+            worker = _context.Process(target=work, args=(name, len(workers), model, seed, pause, elastic))
             worker.start()
             workers.append(worker)
             return worker

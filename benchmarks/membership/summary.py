@@ -72,11 +72,12 @@ def _largest(lines: Lines) -> int:
 
 def scaled(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the share of undisturbed steps per second: measured, and by stalls with a kill a minute."""
-    rough, calm, other = rows
+    rough, calm, other, plain = rows
     stalls = rough["events"]["stalls"]
     lost = sum(statistics.mean(found) for found in stalls.values() if found)
     line = {
         "steps/s, share of undisturbed": f"{rough['steps/s'] / calm['steps/s']:.1%}",
+        "undisturbed, share of not elastic": f"{calm['steps/s'] / plain['steps/s']:.1%}",
         "stalls of one loss and one arrival, s": f"{lost:.2f}",
         "share with one of each a minute": f"{1 - lost / 60:.1%}",
         "loss above undisturbed": f"{rough['validation loss'] - calm['validation loss']:+.4f}",

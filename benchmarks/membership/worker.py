@@ -24,7 +24,7 @@ TIMEOUT = 30.0
 _VALIDATED = 16
 
 
-def main(folder: str, rank: int, model: str, seed: int, pause: float) -> None:
+def main(folder: str, rank: int, model: str, seed: int, pause: float, elastic: bool) -> None:
     """Train until the step that the file ``stop`` names; write ``<pid>.jsonl``, a line for each step.
 
     Args:
@@ -33,6 +33,7 @@ def main(folder: str, rank: int, model: str, seed: int, pause: float) -> None:
         model: name of a workload.
         seed: of weights and data.
         pause: seconds that each step waits, as for a device that computes.
+        elastic: whether ranks may be lost.
     """
     torch.set_num_threads(1)
     os.environ.update(TMPDIR=folder, FUSIONLAYER_ROSTER=f"{folder}/roster", GLOO_SOCKET_IFNAME="lo")
@@ -41,32 +42,32 @@ def main(folder: str, rank: int, model: str, seed: int, pause: float) -> None:
         os.environ.update(PMI_RANK=str(rank), PMI_SIZE=str(FIRST), PMIX_NAMESPACE=f"benchmark-{seed}")
     else:
         os.environ["FUSIONLAYER_JOIN"] = f"{folder}/roster"
-    fl.init(TIMEOUT, elastic=True)
-    members = fl.membership()
+    fl.init(TIMEOUT, elastic=elastic)
+    members = fl.membership() if elastic else None
     workload = make_workload(model, seed, rank)
     net, plain = workload.begin()
     optimizer = fl.DistributedOptimizer(plain, net, codec=CODEC, error_feedback=True)
-    orders, seen = Path(folder, "stop"), -1
+    orders, seen, step = Path(folder, "stop"), -1, 0
     with open(f"{folder}/{os.getpid()}.jsonl", "w", buffering=1) as log:
         while True:
-            if orders.exists() and members.step >= int(orders.read_text()):
+            if orders.exists() and step >= int(orders.read_text()):
                 break
             began = time.monotonic()
-            loss = net(*workload.batch(members.step))
+            loss = net(*workload.batch(step))
             loss.backward()
             time.sleep(pause)
             optimizer.step()
             ended = time.monotonic()
             optimizer.zero_grad()
-            line: dict[str, Any] = {"step": members.step, "at": ended, "seconds": ended - began}
-            line.update(generation=members.generation, rank=fl.rank(), size=fl.size(), loss=loss.item())
-            if members.generation != seen:
-                seen = members.generation
+            step = step + 1 if members is None else members.step
+            generation = 0 if members is None else members.generation
+            line: dict[str, Any] = {"step": step, "at": ended, "seconds": ended - began}
+            line.update(generation=generation, rank=fl.rank(), size=fl.size(), loss=loss.item())
+            if generation != seen:
+                seen = generation
                 line["digest"] = _digest(net)
             log.write(json.dumps(line) + "\n")
-        log.write(
-            json.dumps({"end": members.step, "digest": _digest(net), "validation": validation(net, model)}) + "\n"
-        )
+        log.write(json.dumps({"end": step, "digest": _digest(net), "validation": validation(net, model)}) + "\n")
     fl.shutdown()
 
 
