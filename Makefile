@@ -1,6 +1,7 @@
 # `make install` makes .venv and the package in it; every other target but `gpu...` installs first what it needs.
 PYTHON ?= python3
 ARGS ?=
+EXTRAS ?= dev
 RESULTS ?= benchmarks/results
 
 VENV := .venv
@@ -29,7 +30,7 @@ install: $(INSTALLED) ## .venv with torch, the tools and the package (editable);
 $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # What the demo needs, in the same .venv, and no tools. Where `make install` has been, `demo` keeps to that.

@@ -178,10 +178,10 @@ def build_cpu(werror: bool) -> Path:
     def compile_step(source: Path, variant: str, *extra: str) -> Step:
         output = folder / "cpu" / f"{source.stem}{variant}.o"
         command = (*cxx, *flags, *extra, "-c", str(source), "-o", str(output))
-        return Step(output, command, (source, *headers("cpu")), tool)
+        return Step(output, command, (source, *headers(source.parent.name)), tool)
 
     kernels = sources("cpu/kernels*.cpp")
-    steps = [compile_step(source, "", *built) for source in sources("cpu/*.cpp") if source not in kernels]
+    steps = [compile_step(source, "", *built) for source in sources("cpu/*.cpp", "sockets/*.cpp") if source not in kernels]
     # Beside the others, the baseline runs only on CPUs without AVX2. It takes longest to compile.
     variants = {isa: ("-O1",) if isa == "baseline" and len(isas) > 1 else ISA_FLAGS[isa] for isa in isas}
     for isa, extra in variants.items():

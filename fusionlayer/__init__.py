@@ -40,8 +40,10 @@ from .planning.autotune import Autotune
 from .planning.codec_rules import CodecRule, CodecRules
 from .publishing import Follower, subscribe
 from .scheduler import planners
+from .watching import watch
 
 if TYPE_CHECKING:
+    from . import metrics
     from .integrations import checkpoint, deepspeed, fsdp, megatron, moe, pipeline, tensor_parallel
 
 __version__ = "0.1.0"
@@ -91,6 +93,7 @@ __all__ = [
     "local_size",
     "megatron",
     "membership",
+    "metrics",
     "moe",
     "pipeline",
     "planners",
@@ -103,6 +106,7 @@ __all__ = [
     "switcher",
     "tensor_parallel",
     "transport",
+    "watch",
 ]
 
 backend.register()
@@ -117,4 +121,6 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: the parts of torch that they need take more than a second, and most jobs do without them.
     if name in ("checkpoint", "deepspeed", "fsdp", "megatron", "moe", "pipeline", "tensor_parallel"):
         return importlib.import_module(f".integrations.{name}", __name__)
+    if name == "metrics":
+        return importlib.import_module(".metrics", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,8 @@ from .registry import closest, nearest
 
 __all__ = ["TRANSPORTS", "VARIABLES", "Config", "blame", "describe", "load", "unknown_variables"]
 
-TRANSPORTS = ("c10d", "mpi", "horovod")
+TRANSPORTS = ("c10d", "sockets", "auto", "mpi", "horovod")
+MOST_CONNECTIONS = 64
 
 
 def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
@@ -79,12 +80,31 @@ class Config:
         None,
     )
     transport: str = _setting(
-        "what moves bytes between processes: `c10d` (gloo and NCCL), `mpi` (mpi4py; start by mpirun) or `horovod`",
+        "what moves bytes between processes: `c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), "
+        "`auto` (`sockets` in place of gloo where a measurement at the start finds them faster), `mpi` (mpi4py; start "
+        "by mpirun) or `horovod`",
         "c10d",
+    )
+    connections: int = _setting("TCP connections of `sockets` to each other rank, over all interfaces together", 4)
+    interfaces: tuple[str, ...] = _setting(
+        "names of this host's interfaces over which `sockets` connect; none: the one that other ranks can reach", ()
+    )
+    congestion: str | None = _setting(
+        "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
     )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
     stall_warning: float = _setting(
         "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0
+    )
+    watch: bool | None = _setting(
+        "watch the job, and name on rank 0's log who is late, where and why: true in `fl.init()`, false never; null: "
+        "where the default process group has the backend `fusionlayer`",
+        None,
+    )
+    status: str | None = _setting(
+        "file in which rank 0 keeps the state of a job that is watched, for `fusionlayer status`; null: in a folder of "
+        "this user",
+        None,
     )
     timeline: str | None = _setting("file for a timeline in Chrome's trace format, `.<rank>` appended", None)
     ranks_per_node: int | None = _setting(
@@ -112,6 +132,12 @@ class Config:
             raise ConfigError(f"check_replicas={self.check_replicas}; expected a number of steps, or 0 for never")
         if self.feedback_bits not in (32, 8):
             raise ConfigError(f"feedback_bits={self.feedback_bits}; expected 32 or 8")
+        if not 1 <= self.connections <= MOST_CONNECTIONS:
+            raise ConfigError(f"connections={self.connections}; expected a number from 1 to {MOST_CONNECTIONS}")
+        if self.connections < len(self.interfaces):
+            raise ConfigError(
+                f"connections={self.connections} for {len(self.interfaces)} interfaces; expected one for each at least"
+            )
         for name in ("ranks_per_node", "lanes", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1, or null")
@@ -179,6 +205,8 @@ def _value(variable: str, text: str, hint: Any) -> Any:
             return _WORDS[text.lower()]
         if float in kinds or int in kinds:
             return int(text) if int in kinds else float(text)
+        if typing.get_origin(hint) is tuple:
+            return [name.strip() for name in text.strip("[]").split(",")]
         return yaml.safe_load(text)
     except (ValueError, KeyError, yaml.YAMLError):
         # Every setting with a fraction is a time.

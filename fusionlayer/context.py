@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from . import config, forks, launch, libraries
+from . import config, forks, launch, libraries, watching
 from .elastic import Members
 from .errors import ConfigError, UsageError, require
 from .transport import Transport, local
+from .transport._socket_options import chosen
 from .transport.c10d import C10dTransport, make_default_group
 
 __all__ = [
@@ -33,6 +34,9 @@ __all__ = [
 
 
 _logger = logging.getLogger("fusionlayer")
+
+# The transports whose processes meet by torch.distributed.
+_BY_TORCH = ("c10d", "sockets", "auto")
 
 
 @dataclass
@@ -54,16 +58,24 @@ _named: set[str] = set()
 _lock = threading.RLock()
 
 
-def init(timeout: float | None = None, *, settings: config.Config | None = None, elastic: bool = False) -> None:
+def init(
+    timeout: float | None = None,
+    *,
+    transport: str | None = None,
+    settings: config.Config | None = None,
+    elastic: bool = False,
+) -> None:
     """Join the job in which torchrun, mpirun, horovodrun, srun or Ray Train has started this process. Call it first.
 
     If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
-    and, where available, NCCL for CUDA tensors. With ``transport`` "mpi" or "horovod" in the settings no group is made
+    and, where available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer
+    makes connections of its own beside it. With "mpi" or "horovod" in the settings no group is made
     or used, and that library determines the ranks. Without a launcher the job is this process alone. A second call does
     nothing. Within ``transport.local.run`` the call does nothing either.
 
     Args:
         timeout: seconds that a collective waits for its peers; overrides the configuration.
+        transport: what moves bytes, "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
         settings: used instead of the settings from file and environment.
         elastic: ranks may be lost, and others may join, while the job goes on (docs/elastic.md). No process group of
             torch is made then. A process that joins later has FUSIONLAYER_JOIN in its environment.
@@ -81,11 +93,12 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None,
         if settings is not None:
             require(settings, config.Config, "settings", "a fusionlayer.config.Config")
         settings = settings or config.load()
-        if timeout is not None:
-            settings = config.Config(**{**vars(settings), "timeout": timeout})
+        given = {"timeout": timeout, "transport": transport}
+        settings = config.Config(**vars(settings) | {name: value for name, value in given.items() if value is not None})
         if settings.threads is not None:
             libraries.set_threads(settings.threads)
-        begun = settings.transport == "c10d" and dist.is_available() and dist.is_initialized()
+        by_torch = settings.transport in _BY_TORCH
+        begun = by_torch and dist.is_available() and dist.is_initialized()
         place = _place_in_group() if begun else launch.find_place()
         if elastic or os.environ.get("FUSIONLAYER_JOIN"):
             _job = _join_members(settings, place, begun, elastic)
@@ -94,7 +107,7 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None,
             return
         owns = False
         shared: dict[tuple[dist.ProcessGroup | None, int | None], Transport] = {}
-        if settings.transport != "c10d":
+        if not by_torch:
             opened = _open_by_library(settings)
             shared[None, settings.ranks_per_node] = opened
             place = _place_in(opened, place, settings.transport)
@@ -107,6 +120,8 @@ def init(timeout: float | None = None, *, settings: config.Config | None = None,
         _job = _Job(place, settings, owns, shared)
         _name_unknown_variables(place)
         forks.at_exit(shutdown)
+        if settings.watch and dist.is_available() and dist.is_initialized():
+            watching.begin(dist.distributed_c10d._get_default_store(), place.rank, place.size, settings)
 
 
 def _join_members(settings: config.Config, place: launch.Place, begun: bool, elastic: bool) -> _Job:
@@ -123,7 +138,7 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
         )
     if settings.transport != "c10d":
         raise ConfigError(
-            f"elastic=True with transport {settings.transport!r}, whose ranks cannot change; expected c10d"
+            f"elastic=True with transport {settings.transport!r}, not tried with ranks that change; expected c10d"
         )
     if address:
         members = Members.newcomer(address, settings, roster)
@@ -214,8 +229,8 @@ def shutdown() -> None:
             callback()
         job, _job = _job, None
         forks.not_at_exit(shutdown)
-        for transport in job.transports.values():
-            transport.finish()
+        for opened in job.transports.values():
+            opened.finish()
         if job.members is not None:
             job.members.leave()
         if job.owns_process_group and dist.is_initialized():
@@ -352,5 +367,6 @@ def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node
                     stall_warning=settings.stall_warning,
                     node=None if each is None else f"node {dist.get_rank() // each}",
                     checksum=settings.checksum,
+                    sockets=chosen(settings),
                 )
         return job.transports[group, each]

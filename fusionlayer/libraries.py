@@ -24,6 +24,8 @@ __all__ = [
     "SEEDS",
     "BuildInfo",
     "Chooser",
+    "LinkMessage",
+    "LinkResult",
     "Messages",
     "Spec",
     "build_info",
@@ -36,7 +38,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 MAX_PLANES = 5
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
 SEEDS = (1 << 64) - 1  # the bits of a seed
@@ -69,6 +71,23 @@ class Messages(ctypes.Structure):
         ("stride", ctypes.c_int64),
         ("count", ctypes.c_int64),
     ]
+
+
+class LinkMessage(ctypes.Structure):
+    """``fl_link_message`` of ``fusionlayer_sockets.h``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("nbytes", ctypes.c_int64),
+        ("key", ctypes.c_uint64),
+        ("peer", ctypes.c_int32),
+    ]
+
+
+class LinkResult(ctypes.Structure):
+    """``fl_link_result`` of ``fusionlayer_sockets.h``."""
+
+    _fields_ = [("peer", ctypes.c_int32), ("nbytes", ctypes.c_int64)]
 
 
 class Chooser(ctypes.Structure):
@@ -170,6 +189,17 @@ def cpu() -> ctypes.CDLL:
     spec, messages = ctypes.POINTER(Spec), ctypes.POINTER(Messages)
     library.fl_delta_encode.argtypes = [spec, _POINTER, _POINTER, messages]
     library.fl_delta_decode.argtypes = [spec, messages, _POINTER, _POINTER]
+    several, result = ctypes.POINTER(LinkMessage), ctypes.POINTER(LinkResult)
+    library.fl_link_open.argtypes = [_I32, _I32, _I32, ctypes.c_char_p, _I64]
+    library.fl_link_open.restype = _POINTER
+    library.fl_link_add.argtypes = [_POINTER, _I32, _I32, _I32]
+    library.fl_link_exchange.argtypes = [_POINTER, several, _I32, several, _I32, _I64, result]
+    library.fl_link_wait.argtypes = [_POINTER, _I64, result]
+    library.fl_link_tend.argtypes = [_POINTER]
+    library.fl_link_tend.restype = _I64
+    library.fl_link_states.argtypes = library.fl_link_sent.argtypes = [_POINTER, _POINTER]
+    library.fl_link_close.argtypes = [_POINTER, _I32]
+    library.fl_link_forget.argtypes = library.fl_link_free.argtypes = [_POINTER]
     library.fl_set_threads(max(1, min(torch.get_num_threads(), 8)))
     wanted = os.environ.get("FUSIONLAYER_ISA")
     if wanted:

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -24,7 +25,7 @@ from . import forks
 from .clock import Clock, Stamp
 from .errors import ConfigError
 
-__all__ = ["Timeline", "carried", "here"]
+__all__ = ["Timeline", "carried", "here", "hear", "unhear"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -118,6 +119,31 @@ class _Device:
         return start, end
 
 
+Listener = Callable[[str, float, Mapping[str, Any]], object]
+_listeners: tuple[Listener, ...] = ()
+_timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
+# Guards both: any thread makes timelines and listens to them.
+_listeners_lock = threading.Lock()
+
+
+def hear(listener: Listener) -> None:
+    """Call ``listener(name, seconds, details)`` at the end of each span of any timeline, on the span's thread."""
+    global _listeners
+    with _listeners_lock:
+        _listeners = (*_listeners, listener)
+        for timeline in _timelines:
+            timeline.enabled = timeline.is_open
+
+
+def unhear(listener: Listener) -> None:
+    """Call a listener no more; spans that nobody hears and no file keeps are not made."""
+    global _listeners
+    with _listeners_lock:
+        _listeners = tuple(other for other in _listeners if other != listener)
+        for timeline in _timelines:
+            timeline.enabled = timeline.is_open and (timeline.has_file or bool(_listeners))
+
+
 class Timeline:
     """Writes one event for each span. Any thread may record.
 
@@ -136,16 +162,25 @@ class Timeline:
         ConfigError: the file cannot be opened.
 
     Attributes:
-        enabled: whether anything is written.
+        enabled: whether spans are written, or somebody hears of them.
+        is_open: whether it has not been closed.
     """
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._rank = rank
         self._file = _File.join(f"{path}.{rank}", rank) if path else None
-        self.enabled = self._file is not None
         self._device: _Device | None = None
-        if self.enabled:
+        self.is_open = True
+        with _listeners_lock:
+            _timelines.add(self)
+            self.enabled = self.has_file or bool(_listeners)
+        if self.has_file:
             forks.at_exit(self.close)
+
+    @property
+    def has_file(self) -> bool:
+        """Whether spans are written to a file."""
+        return self._file is not None
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return a context that records the time and CPU time of its body, on the calling thread's row.
@@ -171,8 +206,8 @@ class Timeline:
         """Let spans have the times of a device, if its ``clock`` is one's; this waits for the device."""
         if self.enabled and clock.lags:
             self._device = _Device(clock)
-            assert self._file is not None
-            self._file.write(_metadata("device", self._rank, 0, name=str(clock.device)))
+            if self._file is not None:
+                self._file.write(_metadata("device", self._rank, 0, name=str(clock.device)))
 
     def now(self) -> Stamp:
         """Return the present moment for ``record``: ``perf_counter_ns``, or a stamp of the device's clock."""
@@ -212,6 +247,8 @@ class Timeline:
     def _put(
         self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], busy: int | None = None
     ) -> None:
+        for listener in _listeners:
+            listener(name, (end - start) / 1e9, details)
         file = self._file
         if file is not None:
             cpu = "" if busy is None else f', "tdur": {busy / 1000}'
@@ -229,7 +266,7 @@ class Timeline:
         self.settle()
         self._device = None
         file, self._file = self._file, None
-        self.enabled = False
+        self.enabled = self.is_open = False
         if file is not None:
             file.leave()
             forks.not_at_exit(self.close)

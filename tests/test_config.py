@@ -59,8 +59,13 @@ WRONG = {
     "check_replicas": "often",
     "checksum": "'yes'",
     "transport": "[mpi]",
+    "connections": "many",
+    "interfaces": "eth0",
+    "congestion": "[bbr]",
     "timeout": "soon",
     "stall_warning": "true",
+    "watch": "maybe",
+    "status": "7",
     "timeline": "7",
     "ranks_per_node": "two",
     "lanes": "true",
@@ -86,6 +91,8 @@ def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, name: str) -> None
         ("feedback_bits: 4", "feedback_bits=4; expected 32 or 8"),
         ("threads: 0", "threads=0; expected at least 1"),
         ("transport: mpii", "config .*: unknown transport 'mpii'; did you mean 'mpi'[?]"),
+        ("connections: 65", "connections=65; expected a number from 1 to 64"),
+        ("connections: 1\ninterfaces: [eth0, eth1]", "connections=1 for 2 interfaces; expected one for each"),
         ("timeout: 0", "timeout=0.0; expected seconds above 0"),
         ("stall_warning: -1", "stall_warning=-1.0; expected seconds above 0"),
         ("timeout: .nan", "timeout=nan; expected seconds above 0"),
@@ -115,6 +122,8 @@ def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) ->
     settings = from_file(tmp_path, text, **{f"FUSIONLAYER_{key}": value for key, value in variables.items()})
     # The file's options, policy and plan are of other codecs.
     assert settings == Config("int4", autotune=False, autotune_options={"every": 9}, lanes=None, threads=2)
+    for given in ("eth0,eth1", "[eth0, eth1]"):
+        assert from_file(tmp_path, text, FUSIONLAYER_INTERFACES=given).interfaces == ("eth0", "eth1")
     mine = from_file(tmp_path, text, FUSIONLAYER_PLANNER="wfbp", FUSIONLAYER_PLAN="mine.yaml", FUSIONLAYER_REPLAN="off")
     assert (mine.planner, mine.plan, mine.policy, mine.replan) == ("wfbp", "mine.yaml", "p.yaml", False)
     assert {f"FUSIONLAYER_{field.name.upper()}" for field in fields(Config)} < set(config.VARIABLES)

@@ -27,7 +27,7 @@ from fusionlayer.scheduler.planners._base import registry
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [DOCS / name for name in ("choosing.md", "adding_a_codec.md", "adding_a_planner.md")]
+PAGES = [DOCS / name for name in ("choosing.md", "watching.md", "adding_a_codec.md", "adding_a_planner.md")]
 PAGES += sorted(page for folder in ("start", "guides", "concepts") for page in (DOCS / folder).glob("*.md"))
 SMALL = ["--steps", "2", "--width", "32", "--layers", "1"]
 COMMANDS = {

@@ -2,6 +2,8 @@
 
     python -m benchmarks.collective [--rates none,100mbit,1gbit] [--worlds 2,4] [--hosts 2] [--out benchmarks/results]
     python -m benchmarks.collective --smoke
+    python -m benchmarks.collective --links 1gbit,100mbit/50ms/0.0005/reno,100mbit/100ms/0.001/bbr --worlds 2 \
+        --collectives none --functions all_reduce,all_gather,all_to_all --codecs raw,int8,int4 --connections 1,4
 
 A size is that of the f32 tensor that each worker brings; KB and MB are 1024 and 1024 * 1024 bytes. Times are medians
 over rounds of what one call takes, on the worker that is last; "times as fast" is the median of the rounds' ratios to
@@ -48,7 +50,9 @@ def main() -> int:
                 failed.append(f"{cell.network}, {cell.world} workers")
                 continue
             lines += summarize(cell, rows)
-            place = {"rate": cell.rate, "hosts": cell.hosts, "world": cell.world, **pressure()}
+            link: dict[str, object] = {"delay": cell.delay, "loss": cell.loss, "congestion": cell.congestion}
+            link |= {"interfaces": cell.interfaces} if cell.interfaces else {}
+            place = {"rate": cell.rate, **link, "hosts": cell.hosts, "world": cell.world, **pressure()}
             results += [{**place, **asdict(row)} for row in rows]
     except KeyboardInterrupt:
         failed.append("interrupted")
@@ -57,18 +61,36 @@ def main() -> int:
     if not results:
         return 1
     title = f"Collectives: {options.rounds} rounds, f32 on CPUs"
-    driver.finish(options, "collective", title, environment, results, lines)
+    driver.finish(options, options.theme, title, environment, results, lines)
     return 1 if failed else 0
 
 
 def cells(options: argparse.Namespace, *, emulated: bool, mpi: bool) -> Iterator[Cell]:
     """Yield what the command line asks for and this machine can have: without emulated networks, loopback alone."""
     sizes, rounds, codecs, collectives = options.sizes, options.rounds, options.codecs, options.collectives
-    for rate in options.rates:
+    for link in options.links:
         for world in options.worlds:
-            hosts = 1 if rate is None else options.hosts
-            if rate is None or emulated:
-                yield Cell(rate, hosts, world // hosts, sizes, rounds, codecs, collectives, mpi, options.turn_seconds)
+            hosts = options.hosts if link.limited else 1
+            if emulated or not link.limited:
+                yield Cell(
+                    rate=link.rate,
+                    hosts=hosts,
+                    workers=world // hosts,
+                    sizes=sizes,
+                    rounds=rounds,
+                    codecs=codecs,
+                    collectives=collectives,
+                    mpi=mpi,
+                    turn_seconds=options.turn_seconds,
+                    delay=link.delay,
+                    loss=link.loss,
+                    congestion=link.congestion,
+                    interfaces=link.interfaces,
+                    functions=options.functions,
+                    connections=options.connections,
+                    only=options.only,
+                    most_seconds=options.most_seconds,
+                )
 
 
 def run(cell: Cell, *, isolated: bool, timeout: float) -> list[Row] | None:
@@ -80,7 +102,7 @@ def run(cell: Cell, *, isolated: bool, timeout: float) -> list[Row] | None:
         timeout: seconds until the workers are ended.
     """
     worker = [sys.executable, "-m", f"{__package__}.worker", json.dumps(asdict(cell))]
-    network = Network(cell.hosts, cell.rate, isolated)
+    network = cell.lab(isolated)
     rows: list[Row] = []
     with launch(
         worker, network, workers=cell.workers, timeout=timeout, mpi=cell.mpi, stdout=subprocess.PIPE

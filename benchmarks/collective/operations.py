@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.transport import Transport
+from fusionlayer.transport._socket_options import SocketOptions
+from fusionlayer.transport.c10d import C10dTransport
 
 from .cell import Cell
 
-__all__ = ["YARDSTICK", "Operation", "operations"]
+__all__ = ["YARDSTICK", "Operation", "functions", "operations", "transports"]
 
 YARDSTICK = "gloo all_reduce"
 """The operation that the others are compared with."""
@@ -30,12 +32,14 @@ class Operation:
         codec: what travels; "" where the operation takes no codec.
         bus_factor: bytes that each worker must send, uncompressed, per byte of the tensor.
         call: takes the tensor.
+        against: as for ``Row``.
     """
 
     name: str
     codec: str
     bus_factor: float
     call: Callable[[Tensor], object]
+    against: str = ""
 
 
 def operations(cell: Cell, transport: Transport, numel: int) -> Iterator[Operation]:
@@ -53,10 +57,42 @@ def operations(cell: Cell, transport: Transport, numel: int) -> Iterator[Operati
     yield Operation("gloo all_gather", "", share, lambda x: all_gather(out, x[:piece]))
     if cell.mpi:
         yield Operation("MPI Allreduce", "", 2 * share, _mpi_all_reduce())
+    if cell.mpi and cell.functions:
+        yield from _mpi_exchanges(out, share)
     for collective in cell.collectives:
         for codec in cell.codecs:
             reduce = partial(fl.collectives.get(collective), codec=fl.codecs.get(codec).bare, transport=transport)
             yield Operation(collective, codec, 2 * share, reduce)
+
+
+def transports(cell: Cell, gloo: C10dTransport) -> dict[str, Transport]:
+    """Return what the cell's functions are tried over, by name: gloo, and connections of our own. Collective."""
+    made: dict[str, Transport] = {"over gloo": gloo}
+    devices = cell.lab().devices if cell.interfaces else ()
+    for text in cell.connections:
+        count, _, congestion = text.partition("/")
+        options = SocketOptions(int(count), devices if int(count) > 1 else (), congestion or None)
+        words = f"over {count} connection{'s' if int(count) > 1 else ''}" + (f" of {congestion}" if congestion else "")
+        made[words] = C10dTransport(None, gloo.timeout, sockets=options)
+    return made
+
+
+def functions(cell: Cell, over: Mapping[str, Transport], numel: int) -> Iterator[Operation]:
+    """Yield the cell's functions with every codec, over each transport, for tensors of ``numel`` elements."""
+    for function in cell.functions:
+        for codec in cell.codecs:
+            for name, transport in over.items():
+                call = partial(getattr(fl, function), codec=codec, group=transport)
+                size = transport.size
+                share = (size - 1) / size
+                piece = numel // size
+                takes: Callable[[Tensor], object] = {
+                    "all_reduce": call,
+                    "all_gather": lambda x, call=call, piece=piece: call(x[:piece]),
+                    "all_to_all": lambda x, call=call, rows=piece * size: call(x[:rows]),
+                }[function]
+                factor = 2 * share if function == "all_reduce" else share
+                yield Operation(f"{function} {name}", codec, factor, takes, f"gloo {function}")
 
 
 def _mpi_all_reduce() -> Callable[[Tensor], object]:
@@ -66,3 +102,18 @@ def _mpi_all_reduce() -> Callable[[Tensor], object]:
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x.numpy())
 
     return all_reduce
+
+
+def _mpi_exchanges(out: Tensor, share: float) -> Iterator[Operation]:
+    from mpi4py import MPI
+
+    piece = len(out) // MPI.COMM_WORLD.size
+
+    def all_to_all(x: Tensor) -> None:
+        MPI.COMM_WORLD.Alltoall(x[: len(out)].numpy(), out.numpy())
+
+    def all_gather(x: Tensor) -> None:
+        MPI.COMM_WORLD.Allgather(x[:piece].numpy(), out.numpy())
+
+    yield Operation("MPI Alltoall", "", share, all_to_all, "gloo all_to_all")
+    yield Operation("MPI Allgather", "", share, all_gather, "gloo all_gather")

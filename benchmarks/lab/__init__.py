@@ -1,6 +1,7 @@
 """Emulated networks on one machine: hosts are network namespaces, their links are shaped by the kernel."""
 
+from .flaps import Flap
 from .launcher import launch, why_not
 from .network import Network, Obstacle
 
-__all__ = ["Network", "Obstacle", "launch", "why_not"]
+__all__ = ["Flap", "Network", "Obstacle", "launch", "why_not"]

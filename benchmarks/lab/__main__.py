@@ -10,10 +10,11 @@ from contextlib import suppress
 
 from benchmarks.lab import kept
 from benchmarks.lab.check import measure
+from benchmarks.lab.flaps import EVENTS, Flap
 from benchmarks.lab.job import INTERRUPTED
 from benchmarks.lab.launcher import launch, why_not
 from benchmarks.lab.mpi import why_no_mpi
-from benchmarks.lab.network import Network, Obstacle
+from benchmarks.lab.network import Network, Obstacle, seconds_of
 
 __all__ = ["main"]
 
@@ -33,7 +34,10 @@ Nothing of this machine's own network is touched, and nothing is left behind. Wo
   python -m benchmarks.lab down
 """
 _PLACES = "host 0 is 10.77.0.1, host 1 is 10.77.0.2, and so on"
-_FIELDS = ("hosts", "rate", "delay", "loss", "corruption", "congestion", "allow_cpu_bound")
+_FIELDS = (
+    *("hosts", "rate", "interfaces", "rates", "delay", "loss", "reordering", "corruption", "congestion"),
+    "allow_cpu_bound",
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,6 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--mpi", action="store_true", help="mpirun of Open MPI starts the workers")
     run.add_argument("--timeout", type=float, default=600.0, help="seconds until all workers are ended (default 600)")
     run.add_argument("--bytes", action="store_true", help="at the end, say how many bytes each host has sent")
+    run.add_argument(
+        "--flap",
+        action="append",
+        default=[],
+        metavar="HOST:DEVICE:FROM-TO[:EVENT]",
+        help="this host's interface is down for this time after the start, such as 1:eth1:2s-5s, or after a worker has "
+        f"made the file EVENT in the folder ${EVENTS}; may be given again",
+    )
     run.add_argument("command", nargs="+", help="what each worker runs, after --")
 
     up = commands.add_parser("up", help="make a lab that stays", epilog=_PLACES)
@@ -70,8 +82,19 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network")
     group.add_argument("--hosts", type=int, help="number of hosts (default 2)")
     group.add_argument("--rate", help="of each host's link, both ways, such as 100mbit (default: not limited)")
+    group.add_argument(
+        "--interfaces",
+        type=_words,
+        metavar="RATE,RATE",
+        help="every host has eth0, eth1 and so on, of these rates, such as 30mbit,100mbit",
+    )
+    group.add_argument(
+        "--rates", type=_words, metavar="RATE,RATE", help="of each host's link, where hosts differ, one for each"
+    )
     group.add_argument("--delay", help="of every frame on its way between two hosts, such as 1ms (default: none)")
+    group.add_argument("--rtt", help="round trip, such as 50ms: the same as a delay of half of it")
     group.add_argument("--loss", type=float, help="chance of a frame to be lost, such as 0.01 (default 0)")
+    group.add_argument("--reordering", type=float, help="chance of a frame to be overtaken by later ones (default 0)")
     group.add_argument(
         "--corruption",
         type=float,
@@ -86,9 +109,20 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _network_options(options: argparse.Namespace) -> dict[str, object]:
     """Return the options of the network that were given."""
-    return {field: value for field in _FIELDS if (value := getattr(options, field)) is not None}
+    given = {field: value for field in _FIELDS if (value := getattr(options, field)) is not None}
+    if options.rtt is not None:
+        if "delay" in given:
+            raise ValueError(f"--delay {options.delay} and --rtt {options.rtt}; give one of them")
+        given["delay"] = f"{seconds_of('rtt', options.rtt) / 2 * 1e3:g}ms"
+    if "rates" in given and "hosts" not in given:
+        given["hosts"] = len(options.rates)
+    return given
 
 
 def _possible(options: argparse.Namespace, mpi: bool = False) -> Network:
@@ -118,18 +152,26 @@ def _run(options: argparse.Namespace) -> int:
         mpi=options.mpi,
         host=options.host,
         count_bytes=options.bytes,
+        flaps=[Flap.parse(text) for text in options.flap],
     ) as process:
         return process.wait()
 
 
 def _check(options: argparse.Namespace) -> int:
+    """Measure each interface of the first two hosts; where hosts differ, the links from the first to all others."""
     network = _possible(options)
     load = os.getloadavg()[0]
-    rows = measure(network, options.seconds).rows()
-    widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in rows[0]}
     print(f"{network}; load {load:.1f} before")
-    for row in [{column: column for column in widths}, *rows]:
-        print("  ".join(text.ljust(widths[column]) for column, text in row.items()).rstrip())
+    links = [(0, peer) for peer in range(1, network.hosts)] if network.rates else [(0, 1)]
+    if network.interfaces:
+        links = [(number, 1) for number in range(len(network.interfaces))]
+    for number, peer in links:
+        if len(links) > 1:
+            print(f"{network.devices[number]} of hosts 0 and {peer}:")
+        rows = measure(network, options.seconds, number, peer).rows()
+        widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in rows[0]}
+        for row in [{column: column for column in widths}, *rows]:
+            print("  ".join(text.ljust(widths[column]) for column, text in row.items()).rstrip())
     return 0
 
 

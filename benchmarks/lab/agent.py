@@ -24,6 +24,7 @@ from typing import IO
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # this file runs as a script, wherever the workers are to run
 
+from benchmarks.lab.flaps import EVENTS, Flapping  # noqa: E402
 from benchmarks.lab.hosts import Host, existing_hosts, make_hosts  # noqa: E402
 from benchmarks.lab.job import TIMED_OUT, Job  # noqa: E402
 from benchmarks.lab.mpi import mpirun  # noqa: E402
@@ -83,11 +84,13 @@ class Mpirun(Worker):
                     os.kill(int(process.name), signal.SIGABRT)
 
 
-def supervise(starting: Iterable[Worker], timeout: float, broken: Callable[[], bool]) -> int:
+def supervise(
+    starting: Iterable[Worker], timeout: float, broken: Callable[[], bool], flap: Callable[[], object]
+) -> int:
     """Return the status of the first worker that failed, 0 if none did; afterwards none of them runs.
 
     The first failure ends the others, after a moment in which they can say what they saw. What the first one wrote to
-    stderr comes last. So does a network that is ``broken``.
+    stderr comes last. So does a network that is ``broken``. ``flap`` is called all the time.
     """
     workers: list[Worker] = []
     end = time.monotonic() + timeout
@@ -102,6 +105,7 @@ def supervise(starting: Iterable[Worker], timeout: float, broken: Callable[[], b
                 return TIMED_OUT
             if network_lost := broken():
                 break
+            flap()
             if time.monotonic() > end:
                 if first is not None or timed_out:
                     break
@@ -127,7 +131,7 @@ def supervise(starting: Iterable[Worker], timeout: float, broken: Callable[[], b
     return first.status or 1
 
 
-def starting(job: Job, hosts: Sequence[Host], scratch: Path | None) -> Iterable[Worker]:
+def starting(job: Job, hosts: Sequence[Host], scratch: Path | None, events: Path | None) -> Iterable[Worker]:
     """Yield the workers of ``job`` as they start, with the environment that torchrun, or Open MPI, would give them."""
     size = len(hosts) * job.workers
     common = {
@@ -137,6 +141,7 @@ def starting(job: Job, hosts: Sequence[Host], scratch: Path | None) -> Iterable[
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": str(29500 if job.network.isolated else _free_port()),
         "PYTHONFAULTHANDLER": "1",
+        **({EVENTS: str(events)} if events else {}),
     }
     if scratch is not None:
         command, more = mpirun(job.command, hosts, job.workers, scratch)
@@ -162,32 +167,41 @@ def _free_port() -> int:
 
 
 def _sent(host: Host) -> int:
-    command = [*host.enter, "ip", "-json", "-statistics", "link", "show", "dev", host.device]
+    command = [*host.enter, "ip", "-json", "-statistics", "link", "show"]
     links = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    count: int = links[0]["stats64"]["tx"]["bytes"]
-    return count
+    return sum(link["stats64"]["tx"]["bytes"] for link in links if link["ifname"] in host.devices)
 
 
 def _run(job: Job) -> int:
     switch = None
     if job.kept or not job.network.isolated:
-        hosts = existing_hosts(list(job.namespaces))
+        hosts = existing_hosts(list(job.namespaces), job.network)
     else:
         hosts, switch = make_hosts(job.network)
     used = hosts if job.host is None else [hosts[job.host]]
     with ExitStack() as stack:
         before = [_sent(host) for host in used] if job.count_bytes else []
-        scratch = None
+        scratch = events = None
+        if job.flaps:
+            events = _folder(stack)
         if job.mpi:
-            folder = tempfile.TemporaryDirectory(prefix="fusionlayer-lab-", ignore_cleanup_errors=True)
-            scratch = Path(stack.enter_context(folder))
+            scratch = _folder(stack)
             stack.callback(_end_all)  # before the folder goes: what Open MPI has started elsewhere may write there
+        flapping = Flapping(job.flaps, hosts, events)
         status = supervise(
-            starting(job, used, scratch), job.timeout, lambda: switch is not None and switch.poll() is not None
+            starting(job, used, scratch, events),
+            job.timeout,
+            broken=lambda: switch is not None and switch.poll() is not None,
+            flap=lambda: [print(told, file=sys.stderr, flush=True) for told in flapping.step()],
         )
         for host, count in zip(used, before, strict=False):
             print(f"{host.name} ({host.address}) sent {_sent(host) - count} bytes", file=sys.stderr)
     return status
+
+
+def _folder(stack: ExitStack) -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="fusionlayer-lab-", ignore_cleanup_errors=True)
+    return Path(stack.enter_context(folder))
 
 
 def _end_all() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.lab.network import Network, Obstacle
 from benchmarks.lab.switch import start_switch
 
-__all__ = ["Host", "existing_hosts", "make_hosts"]
+__all__ = ["Host", "address_of", "existing_hosts", "make_hosts"]
 
 _QUEUE = 0.05
 """Seconds of sending that may wait in a shaper."""
@@ -24,15 +24,20 @@ class Host:
 
     Attributes:
         name: what it calls itself where that matters.
-        address: IPv4.
-        device: its network device.
+        address: IPv4, of its first device.
+        devices: its network devices.
         namespace: number of the open file, of process 1, that is its network namespace; None: that of this process.
     """
 
     name: str
     address: str
-    device: str
+    devices: tuple[str, ...]
     namespace: int | None = None
+
+    @property
+    def device(self) -> str:
+        """Its first network device."""
+        return self.devices[0]
 
     @property
     def path(self) -> str:
@@ -45,11 +50,16 @@ class Host:
         return () if self.namespace is None else ("nsenter", f"--net={self.path}", "--")
 
 
-def existing_hosts(namespaces: list[int]) -> list[Host]:
+def existing_hosts(namespaces: list[int], network: Network) -> list[Host]:
     """Return the hosts whose network namespaces are these open files; none: the one host that this process is in."""
     if not namespaces:
-        return [Host("node0", "127.0.0.1", "lo")]
-    return [Host(f"node{i}", f"10.77.0.{i + 1}", "eth0", namespace) for i, namespace in enumerate(namespaces)]
+        return [Host("node0", "127.0.0.1", ("lo",))]
+    return [Host(f"node{i}", address_of(i), network.devices, namespace) for i, namespace in enumerate(namespaces)]
+
+
+def address_of(host: int, interface: int = 0) -> str:
+    """Return the IPv4 address of a host's interface; both count from 0."""
+    return f"10.77.{interface}.{host + 1}"
 
 
 def make_hosts(network: Network) -> tuple[list[Host], subprocess.Popen[str] | None]:
@@ -59,27 +69,26 @@ def make_hosts(network: Network) -> tuple[list[Host], subprocess.Popen[str] | No
         Obstacle: the machine refuses something.
     """
     _run("ip", "link", "set", "lo", "up")
-    hosts = existing_hosts([_new_namespace() for _ in range(network.hosts)] if network.hosts > 1 else [])
+    hosts = existing_hosts([_new_namespace() for _ in range(network.hosts)] if network.hosts > 1 else [], network)
     if network.congestion is not None:
         for host in hosts:
             _choose_congestion(host, network.congestion)
     if network.hosts == 1:
         return hosts, None
-    impaired = network.delay_seconds > 0 or network.loss > 0 or network.corruption > 0
-    # Netem repairs the checksum before it flips a bit, so TCP would notice: corruption needs the other switch.
-    netem = impaired and network.corruption == 0 and _has_netem()
-    if impaired and not netem:
-        switch = start_switch(network, [host.path for host in hosts])
-        for host in hosts:
-            _run(*host.enter, "ip", "link", "set", "eth0", "gso_max_size", str(_burst(network)))
-    else:
-        switch = None
-        _join_by_bridge(hosts, network, netem)
-    for host in hosts:
-        _run(*host.enter, "ip", "link", "set", "lo", "up")
-        _run(*host.enter, "ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-        _run(*host.enter, "ip", "link", "set", "eth0", "up")
-        _shape("eth0", network, host.enter)
+    # Netem repairs the checksum before it flips a bit, so TCP would notice; and it holds back all frames but some.
+    netem = network.impaired and not network.corruption and not network.reordering and _has_netem()
+    switch = start_switch(network, [host.path for host in hosts]) if network.impaired and not netem else None
+    for number, device in enumerate(network.devices):
+        if switch is None:
+            _join_by_bridge(hosts, network, number, netem)
+        for i, host in enumerate(hosts):
+            rate = network.rate_of(i, number)
+            if switch is not None:
+                _run(*host.enter, "ip", "link", "set", device, "gso_max_size", str(_burst(rate)))
+            _run(*host.enter, "ip", "link", "set", "lo", "up")
+            _run(*host.enter, "ip", "address", "add", f"{address_of(i, number)}/24", "dev", device)
+            _run(*host.enter, "ip", "link", "set", device, "up")
+            _shape(device, rate, host.enter)
     return hosts, switch
 
 
@@ -95,42 +104,43 @@ def _new_namespace() -> int:
         return os.open(f"/proc/{keeper.pid}/ns/net", os.O_RDONLY)
 
 
-def _join_by_bridge(hosts: list[Host], network: Network, netem: bool) -> None:
-    _run("ip", "link", "add", "switch", "type", "bridge")
-    _run("ip", "link", "set", "switch", "up")
-    longest = ("gso_max_size", str(_burst(network)))
+def _join_by_bridge(hosts: list[Host], network: Network, number: int, netem: bool) -> None:
+    """Join the interfaces of this number of all hosts."""
+    bridge, device = f"switch{number}", network.devices[number]
+    _run("ip", "link", "add", bridge, "type", "bridge")
+    _run("ip", "link", "set", bridge, "up")
     for i, host in enumerate(hosts):
-        port = f"port{i}"
+        rate = network.rate_of(i, number)
+        longest = ("gso_max_size", str(_burst(rate)))
+        port = f"port{i}" if number == 0 else f"port{i}.{number}"
         veth = (*longest, "type", "veth", "peer", "name", port, *longest)
-        _run("ip", "link", "add", "eth0", "netns", host.path, *veth)
-        _run("ip", "link", "set", port, "master", "switch", "up")
+        _run("ip", "link", "add", device, "netns", host.path, *veth)
+        _run("ip", "link", "set", port, "master", bridge, "up")
         if netem and network.loss > 0:  # one chance for each frame, rather than for a packet of many
-            _run(*host.enter, "ip", "link", "set", "eth0", "gso_max_segs", "1")
-        _shape(port, network, leaf=_netem(network) if netem else None)
+            _run(*host.enter, "ip", "link", "set", device, "gso_max_segs", "1")
+        _shape(port, rate, leaf=_netem(network) if netem else None)
 
 
-def _burst(network: Network) -> int:
+def _burst(rate: float | None) -> int:
     """Return how many bytes an idle link passes faster than its rate, and the longest packet that TCP hands to it.
 
     Longer packets cost less CPU, but a shaper lets one through as soon as it owes nothing. So it is what leaves in
     1/8 ms, but three full frames at least, which is what slow links need to reach their rate.
     """
-    rate = network.bits_per_second
     return 65536 if rate is None else int(min(65536, max(4608, rate / 8 * 125e-6)))
 
 
-def _shape(device: str, network: Network, enter: tuple[str, ...] = (), leaf: tuple[str, ...] | None = None) -> None:
+def _shape(device: str, rate: float | None, enter: tuple[str, ...] = (), leaf: tuple[str, ...] | None = None) -> None:
     """Limit what ``device`` sends to the rate; what it has let pass goes through ``leaf``.
 
     htb rather than tbf: while both directions of a link are full, tbf falls to nine tenths of its rate.
     """
     add = (*enter, "tc", "qdisc", "add", "dev", device)
-    rate = network.bits_per_second
     if rate is None:
         if leaf:
             _run(*add, "root", *leaf)
         return
-    burst = str(_burst(network))
+    burst = str(_burst(rate))
     limits = ("rate", f"{rate:.0f}bit", "burst", burst, "cburst", burst, "quantum", burst)
     _run(*add, "root", "handle", "1:", "htb", "default", "1")
     _run(*enter, "tc", "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *limits)

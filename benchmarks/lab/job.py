@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from benchmarks.lab.flaps import Flap
 from benchmarks.lab.network import Network
 
 __all__ = ["INTERRUPTED", "TIMED_OUT", "Job"]
@@ -30,6 +31,7 @@ class Job:
         count_bytes: say at the end what each host has sent.
         namespaces: open files that are the network namespaces of the hosts of a kept lab.
         kept: the hosts are those of a kept lab.
+        flaps: interfaces that go down meanwhile.
     """
 
     command: tuple[str, ...]
@@ -41,6 +43,7 @@ class Job:
     count_bytes: bool = False
     namespaces: tuple[int, ...] = ()
     kept: bool = False
+    flaps: tuple[Flap, ...] = ()
 
     def to_json(self) -> str:
         """Return what ``from_json`` reads."""
@@ -50,4 +53,5 @@ class Job:
     def from_json(cls, text: str) -> Job:
         """Return the job that ``to_json`` wrote."""
         data = json.loads(text)
-        return cls(**{**data, "network": Network(**data["network"])})
+        flaps = tuple(Flap(**flap) for flap in data["flaps"])
+        return cls(**{**data, "network": Network(**data["network"]), "flaps": flaps})

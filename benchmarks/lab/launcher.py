@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.lab.flaps import Flap
 from benchmarks.lab.job import Job
 from benchmarks.lab.kept import Lab
 from benchmarks.lab.mpi import why_no_mpi
@@ -31,6 +32,7 @@ def launch(
     mpi: bool = False,
     host: int | None = None,
     count_bytes: bool = False,
+    flaps: Sequence[Flap] = (),
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
@@ -50,11 +52,12 @@ def launch(
         mpi: Open MPI starts the workers.
         host: the only host, from 0, that has workers; None: all have.
         count_bytes: at the end, say on stderr how many bytes each host has sent.
+        flaps: interfaces that go down meanwhile; each change is told on stderr.
         stdout: as for ``subprocess.Popen``.
         stderr: as for ``subprocess.Popen``.
 
     Raises:
-        ValueError: there is no such host, or Open MPI was asked for without namespaces.
+        ValueError: there is no such host or interface, or Open MPI was asked for without namespaces.
         Obstacle: a lab that was kept is gone.
     """
     wanted = network.network if isinstance(network, Lab) else network
@@ -64,7 +67,9 @@ def launch(
         raise ValueError(f"workers={workers}; expected 1 or more")
     if mpi and not wanted.isolated:
         raise ValueError("mpi without namespaces; call mpirun itself")
-    job = Job(tuple(command), wanted, workers, timeout, mpi, host, count_bytes)
+    for flap in flaps:
+        flap.check(wanted)
+    job = Job(tuple(command), wanted, workers, timeout, mpi, host, count_bytes, flaps=tuple(flaps))
     files: tuple[int, ...] = ()
     with ExitStack() as stack:
         if isinstance(network, Lab):

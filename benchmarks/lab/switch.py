@@ -19,16 +19,23 @@ _TUN = Path("/dev/net/tun")
 
 
 def start_switch(network: Network, namespaces: list[str]) -> subprocess.Popen[str]:
-    """Return the switch that joins the hosts in ``namespaces``: each has now the device eth0.
+    """Return the switch that joins the hosts in ``namespaces``: each has the network's devices now.
 
     Raises:
         Obstacle: no C compiler, or this user may make no TAP devices.
     """
     if not os.access(_TUN, os.R_OK | os.W_OK):
         reason = "may not be opened by this user" if _TUN.exists() else "is missing"
-        raise Obstacle(f"{_TUN} {reason}; corruption needs it, and so do delay and loss without netem in the kernel")
-    chances = (repr(network.loss), repr(network.corruption))
-    arguments = (f"{network.bits_per_second or 0:.0f}", f"{network.delay_seconds * 1e9:.0f}", *chances, *namespaces)
+        raise Obstacle(
+            f"{_TUN} {reason}; corruption and reordering need it, and so do delay and loss without netem in the kernel"
+        )
+    ports = [
+        (device, f"{network.rate_of(host, number) or 0:.0f}", namespace)
+        for number, device in enumerate(network.devices)
+        for host, namespace in enumerate(namespaces)
+    ]
+    chances = (repr(network.loss), repr(network.corruption), repr(network.reordering))
+    arguments = (f"{network.delay_seconds * 1e9:.0f}", *chances, *(word for port in ports for word in port))
     switch = subprocess.Popen(
         [build(), *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -52,7 +59,7 @@ def build() -> Path:
         return program
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise Obstacle("no C compiler (cc, gcc or clang) to build the switch that delay, loss and corruption need here")
+        raise Obstacle("no C compiler (cc, gcc or clang) to build the switch that this network needs here")
     partial = program.with_name(f"{program.name}.{os.getpid()}-{os.urandom(4).hex()}")
     command = [compiler, "-O2", "-o", str(partial), str(_SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

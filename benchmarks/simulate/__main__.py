@@ -2,14 +2,17 @@
 
     python -m benchmarks.simulate measure --model gpt --rates 100mbit,1gbit --out profiles
     python -m benchmarks.simulate validate RESULTS.json --profile profiles/gpt_HARDWARE_DATE.yaml --update
+    python -m benchmarks.simulate links RESULTS.json --profile profiles/gpt_HARDWARE_DATE.yaml
 
 `measure` takes about two minutes on two cores; it needs network namespaces. `validate` reads a result file of
 benchmarks.training; with --update the profile remembers the errors, and `fusionlayer simulate` shows them as a band.
+`links` reads one of benchmarks.collective --links, and predicts single calls on long and lossy links.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +25,7 @@ from fusionlayer.errors import FusionLayerError
 from fusionlayer.planning.cost_model import parse_rate
 from fusionlayer.planning.profile import Profile
 
+from .links import predicted_calls, read_calls
 from .measure import FULL, QUICK, measure
 from .validate import compare, read_cells, summarize
 
@@ -49,6 +53,11 @@ def main() -> int:
     validating.add_argument("--update", action="store_true", help="store the errors in the profile")
     driver.add_options(validating)
     validating.set_defaults(run=_validate)
+    linking = commands.add_parser("links", help="compare a profile's predictions with calls on long and lossy links")
+    linking.add_argument("results", type=Path, nargs="+", metavar="RESULTS.json", help="of benchmarks.collective")
+    linking.add_argument("--profile", type=Path, required=True, metavar="PROFILE.yaml")
+    driver.add_options(linking)
+    linking.set_defaults(run=_links)
     options = parser.parse_args()
     try:
         options.run(options)
@@ -90,6 +99,14 @@ def _validate(options: argparse.Namespace) -> None:
     if options.update:
         comment = COMMENT.format(command=profile.environment.get("command", "hand"))
         replace(profile, validation=known).to_yaml(options.profile, comment)
+
+
+def _links(options: argparse.Namespace) -> None:
+    profile = Profile.from_yaml(options.profile)
+    rows = [row for path in options.results for row in predicted_calls(read_calls(path), profile)]
+    errors = [abs(row["predicted ms"] / row["measured ms"] - 1) for row in rows]
+    title = f"Predicted beside measured calls on long links: error {statistics.median(errors):.0%} in the median"
+    driver.finish(options, "simulate-links", title, driver.begin(options), rows)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ COLOURS = {
     "update": "#5b7fb5",
     "wait": "#e5e7eb",
 }
+FIXED = "'DejaVu Sans Mono', Menlo, Consolas, monospace"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
@@ -59,9 +60,13 @@ class Canvas:
         anchor: str = "start",
         colour: str = INK,
         bold: bool = False,
+        fixed: bool = False,
     ) -> None:
-        """Write one line; ``y`` is its base line."""
+        """Write one line; ``y`` is its base line; ``fixed``: all characters are equally wide, as in a terminal."""
         weight = ' font-weight="600"' if bold else ""
+        if fixed:
+            weight += f' font-family="{escape(FIXED)}"'
+            words = words.replace(" ", "\N{NO-BREAK SPACE}")  # others are taken together
         self._lines.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{colour}"{weight}>'
             f"{escape(words)}</text>"

@@ -263,8 +263,19 @@ def choosing() -> Canvas:
     return canvas
 
 
+def status() -> Canvas:
+    """A terminal of 80 columns: what `fusionlayer status` has shown of a job in which rank 2 was late."""
+    lines = Path(__file__).with_name("status.txt").read_text().splitlines()
+    canvas = Canvas(700, 40 + 18 * len(lines), "fusionlayer status: four ranks, of which rank 2 waits for data")
+    canvas.box(10, 10, 680, 20 + 18 * len(lines), "#111827", radius=8)
+    for number, line in enumerate(lines):
+        odd = line.startswith("!") or " late " in line[:16]
+        canvas.text(22, 34 + 18 * number, line, 13.4, colour="#fbbf24" if odd else "#e5e7eb", fixed=True)
+    return canvas
+
+
 DRAWINGS: dict[str, Callable[[], Canvas]] = {
-    function.__name__: function for function in (step, two_shot, ahead, two_level, choosing)
+    function.__name__: function for function in (step, two_shot, ahead, two_level, choosing, status)
 }
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .. import config
 from ..transport import Transport
+from ..transport._socket_options import chosen
 from ..transport.c10d import C10dTransport
 
 __all__ = ["connect"]
@@ -58,6 +59,7 @@ def connect(
         stall_warning=settings.stall_warning,
         node=None if each is None else f"node {rank // each}",
         checksum=settings.checksum,
+        sockets=chosen(settings),
         nccl=device is not None,
         place=alone,
     )

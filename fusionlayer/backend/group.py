@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import config
+from .. import config, counts
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from . import arguments, calls, hints, profiling
@@ -102,6 +102,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._queue: CallQueue | None = None
         # Guards _queue: the first compressed collective makes it, and any thread may make that call.
         self._queue_lock = threading.Lock()
+        counts.register(self)
 
     # ---- what torch asks a group ------------------------------------------------------------------------------------
 
@@ -131,6 +132,11 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         """Counts of compressed calls so far."""
         queue = self._queue
         return Traffic(Counter(self._calls), self._messages.bytes_sent + (0 if queue is None else queue.bytes_sent))
+
+    def counts(self) -> dict[str, float]:
+        """Return the number of compressed calls, and the bytes that this rank has sent in them."""
+        seen = self.traffic
+        return {"backend_calls": float(seen.calls.total()), "backend_bytes_sent": float(seen.bytes_sent)}
 
     def agree(self, policy: CallPolicy) -> None:
         """Compare a policy over the ranks of the group; raise ``PlanMismatch`` if theirs differ."""
@@ -169,6 +175,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the group after the calls that were made."""
+        counts.retire(self)
         if self._queue is not None:
             self._queue.close(wait=True)
         self._native.shut(abort=False)

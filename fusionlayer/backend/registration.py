@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import _fusionlayer_autoload
 
-from .. import config
+from .. import config, watching
 from ..errors import UsageError, kind_of
 from . import arguments
 from .policy import CallPolicy
@@ -73,7 +73,10 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     native = arguments.native_options(given)
     policy = _policy_of(None if native is not None else given)
-    return CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
+    group = CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
+    if not dist.is_initialized():  # it becomes the default group
+        watching.begin(options.store, options.group_rank, len(ranks), config.load())
+    return group
 
 
 def create_alone(

@@ -10,13 +10,13 @@ import torch
 
 from .. import __version__, libraries
 from ..errors import FusionLayerError
-from . import autotune, bench, doctor, explain, plan, profile, simulate, trace
+from . import autotune, bench, doctor, explain, plan, profile, simulate, status, trace
 from .arguments import Parser
 from .outputs import drop_output
 
 __all__ = ["main", "make_parser"]
 
-_COMMANDS = (doctor, bench, profile, plan, explain, simulate, trace, autotune)
+_COMMANDS = (doctor, bench, profile, plan, explain, simulate, trace, autotune, status)
 
 _EPILOG = """\
 What works here, and how fast is it?
@@ -28,6 +28,9 @@ Which plan suits my model and my network?
     fusionlayer plan --profile profiles/PROFILE.yaml --workers 8 -o plan.yaml
     fusionlayer explain plan.yaml --profile profiles/PROFILE.yaml
     fusionlayer simulate profiles/PROFILE.yaml --workers 2,8,64
+
+Who is late in a running job, and where?
+    fusionlayer status
 
 Where does the time of a step go?
     FUSIONLAYER_TIMELINE=trace.json python train.py
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("the following arguments are required: COMMAND")
     options.arguments = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
-        status: int = options.run(options) or 0
+        code: int = options.run(options) or 0
         sys.stdout.flush()
     except FusionLayerError as error:
         print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return status
+    return code
 
 
 def _print_version(_: argparse.Namespace) -> None:

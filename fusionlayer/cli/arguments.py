@@ -23,6 +23,7 @@ from ..scheduler import planners
 __all__ = [
     "Parser",
     "above_zero",
+    "chance",
     "add_cluster",
     "add_device",
     "as_options",
@@ -111,6 +112,14 @@ def seconds(text: str) -> float:
     value = _number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; expected seconds of at least 0")
+    return value
+
+
+def chance(text: str) -> float:
+    """Read a number from 0 to below 1."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a chance from 0 to below 1, such as 0.001")
     return value
 
 

@@ -15,7 +15,7 @@ from ..planning.collective_phases import ALGORITHMS
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
-from .arguments import above_zero, join, names, numbers, planner, positive, seconds
+from .arguments import above_zero, chance, join, names, numbers, planner, positive, seconds
 from .outputs import add_plot, check_picture, keep_picture
 from .pictures import draw_speedups
 from .progress import Progress
@@ -32,6 +32,8 @@ examples:
     fusionlayer simulate profile.yaml --workers 2,8,64 --codec int8,int4
     fusionlayer simulate profile.yaml --rate 1gbit --overlap-forward \\
         --plot scaling.svg
+    fusionlayer simulate profile.yaml --rate 100mbit --rtt 0.05 --loss 0.0005 \\
+        --connections 8
 
 exposed  what of the step is not computing: training waits for the network
 band     the range of measured over projected steps when the profile was
@@ -69,6 +71,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")
     parser.add_argument("--latency", type=seconds, metavar="SECONDS", help="of a message (default: as measured)")
+    parser.add_argument("--rtt", type=seconds, default=0.0, metavar="SECONDS", help="round trip between hosts, on top")
+    parser.add_argument(
+        "--loss",
+        type=chance,
+        default=0.0,
+        metavar="P",
+        help="of a TCP segment between hosts, such as 0.001 (default 0)",
+    )
+    parser.add_argument(
+        "--connections",
+        type=positive,
+        metavar="K",
+        help="of our own to each other rank, transport sockets (default: gloo's one)",
+    )
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
     add_columns(parser)
     add_plot(parser, "speed-ups against workers")
@@ -82,7 +98,16 @@ def run(options: argparse.Namespace) -> None:
         check_picture(options.plot)
     profile = Profile.from_yaml(options.profile)
     rate = options.rate or profile.fastest_rate
-    scenario = Scenario(rate, options.per_host, options.cores, options.latency, curves=options.curves)
+    scenario = Scenario(
+        rate,
+        options.per_host,
+        options.cores,
+        options.latency,
+        curves=options.curves,
+        rtt=options.rtt,
+        loss=options.loss,
+        connections=options.connections,
+    )
     if options.cores is not None and profile.machine.on_device:
         raise ConfigError(f"--cores {options.cores:g} with a profile of {profile.machine.device}; leave it out")
     workers = [count for count in options.workers if count % options.per_host == 0]
@@ -182,6 +207,9 @@ class Projection:
             "title": self.profile.title,
             "rate": self.scenario.rate,
             "per_host": self.scenario.per_host,
+            "rtt": self.scenario.rtt,
+            "loss": self.scenario.loss,
+            "connections": self.scenario.connections,
             "steps": [
                 {
                     "workers": cell.workers,
@@ -264,7 +292,10 @@ class Projection:
         cluster = self.scenario.cluster(self.profile, self.workers[-1])
         latency = f"latency {cluster.between.latency * 1e6:.0f} us"
         computing = "a device" if self.profile.machine.on_device else f"cores per worker {cluster.cores:g}"
-        return f"{self.scenario.rate}, {latency}, {computing}{hosts}"
+        over = self.scenario.connections
+        lossy = f", loss {self.scenario.loss:g}" if self.scenario.loss else ""
+        lossy += f", {over} connection{'s' if over > 1 else ''}" if over is not None else ""
+        return f"{self.scenario.rate}, {latency}{lossy}, {computing}{hosts}"
 
     def reliability(self) -> str:
         """Return a sentence on how far the projection may be trusted."""

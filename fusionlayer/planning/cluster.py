@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..errors import ConfigError
@@ -62,8 +63,11 @@ class Scenario:
         per_host: ranks of a host.
         cores: cores that each rank has for itself; None: as many as where the profile was measured.
         latency: seconds of a message; None: as measured.
-        latency_factor: multiplies the latency.
+        latency_factor: multiplies the latency, and the round trip.
         curves: take measured curves instead of alpha-beta costs if the rate was measured.
+        rtt: seconds of a round trip between hosts, beyond what was measured.
+        loss: chance of a segment to be lost between hosts, with congestion control that halves its window for it.
+        connections: TCP connections to each other rank, of our own; None: gloo's one.
     """
 
     rate: str
@@ -72,11 +76,27 @@ class Scenario:
     latency: float | None = None
     latency_factor: float = 1.0
     curves: bool = False
+    rtt: float = 0.0
+    loss: float = 0.0
+    connections: int | None = None
 
     def __post_init__(self) -> None:
         parse_rate(self.rate)
+        if not (0 <= self.rtt < math.inf and 0 <= self.loss < 1):
+            raise ConfigError(
+                f"rtt={self.rtt!r}, loss={self.loss!r}; expected seconds and a chance below 1, at least 0"
+            )
+        if self.connections is not None and self.connections < 1:
+            raise ConfigError(f"connections={self.connections}; expected 1 or more")
+        if self.curves and self.is_distant:
+            raise ConfigError("a round trip, loss and connections cannot be put into measured curves; leave out one")
         if self.curves and (self.latency is not None or self.latency_factor != 1):
             raise ConfigError("a given latency cannot be put into measured curves; leave out one of them")
+
+    @property
+    def is_distant(self) -> bool:
+        """Whether the link differs from the measured one by more than its rate and latency."""
+        return self.rtt > 0 or self.loss > 0 or self.connections is not None
 
     def cluster(self, profile: Profile, workers: int) -> Cluster:
         """Return the cluster with so many ranks."""
@@ -84,6 +104,8 @@ class Scenario:
         if self.latency is not None or self.latency_factor != 1:
             base = link.latency if self.latency is None else self.latency
             link = link.with_latency(base * self.latency_factor)
+        if self.is_distant:
+            link = link.at_distance(self.rtt * self.latency_factor, self.loss, self.connections)
         if self.per_host > 1 and profile.inside is None:
             raise ConfigError(f"{self.per_host} workers on a host, and the profile has no costs of a link inside one")
         cores = profile.machine.cores_per_worker if self.cores is None else self.cores

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, LinkCost
 
-__all__ = ["ALGORITHMS", "BETWEEN", "Phase", "message_phases"]
+__all__ = ["ALGORITHMS", "BETWEEN", "Phase", "exchange_phases", "message_phases"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _transfer(
     return [Phase(copying, 0.0, _TO_HOST), *phases, Phase(copying, 0.0, _FROM_HOST)]
 
 
-def _exchange(cluster: Cluster, nbytes: float) -> list[Phase]:
+def exchange_phases(cluster: Cluster, nbytes: float) -> list[Phase]:
     """Return the transfer of a message of ``nbytes`` to every other rank, all in flight together."""
     near, far = cluster.per_host - 1, cluster.workers - cluster.per_host
     within, between = cluster.within, cluster.between
@@ -165,7 +165,7 @@ def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
 
 def _one_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """All-gather of whole messages and a local sum; sparse gradients travel like this too."""
-    gather = _exchange(cluster, codec.nbytes(n))
+    gather = exchange_phases(cluster, codec.nbytes(n))
     return [_work(codec.encode, n), *gather, _work(codec.sum, cluster.workers * n)]
 
 
@@ -175,23 +175,23 @@ def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
     Boundaries, sizes and histograms are exchanged in between. The codec ``oktopk`` keeps what boundaries and histograms
     tell for so many sums that these cost next to nothing.
     """
-    numbers = _exchange(cluster, 8)
+    numbers = exchange_phases(cluster, 8)
     histogram = _relay(cluster, 2 * _share(cluster) * _HISTOGRAM_BYTES, 2 * (cluster.workers - 1), transports_own=True)
     found = [] if codec.collective == "oktopk" else histogram
-    piece = _exchange(cluster, codec.nbytes(n) / cluster.workers)
+    piece = exchange_phases(cluster, codec.nbytes(n) / cluster.workers)
     reduced = [_work(codec.encode, n), *found, *numbers, *piece, _work(codec.decode, n)]
     return [*reduced, *(4 * found), *numbers, *piece, _work(codec.decode, n)]
 
 
 def _two_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """All-to-all of pieces, sum, all-gather of sums."""
-    exchange = _exchange(cluster, codec.nbytes(n) / cluster.workers)
+    exchange = exchange_phases(cluster, codec.nbytes(n) / cluster.workers)
     return [_work(codec.encode, n), *exchange, _work(codec.recode, n), *exchange, _work(codec.decode, n)]
 
 
 def _zipped(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """All-to-all, sum, all-gather of messages in two parts each, which take more round trips than ``two_shot``."""
-    exchange = [*_exchange(cluster, codec.nbytes(n) / cluster.workers), *_exchange(cluster, 1)]
+    exchange = [*exchange_phases(cluster, codec.nbytes(n) / cluster.workers), *exchange_phases(cluster, 1)]
     return [_work(codec.encode, n), *exchange, _work(codec.recode, n), *exchange, _work(codec.decode, n)]
 
 
@@ -205,9 +205,9 @@ def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> li
             f"algorithm 'integer_sum' adds over at most {0xFFFF // LARGEST} ranks, these are "
             f"{cluster.workers}; choose another algorithm"
         )
-    codes = _exchange(cluster, codec.nbytes(n) / cluster.workers)
-    sums = _exchange(cluster, n * bits / 8 / cluster.workers)
-    agreed = [*_exchange(cluster, 4), _work(codec.encode, n)]
+    codes = exchange_phases(cluster, codec.nbytes(n) / cluster.workers)
+    sums = exchange_phases(cluster, n * bits / 8 / cluster.workers)
+    agreed = [*exchange_phases(cluster, 4), _work(codec.encode, n)]
     return [*agreed, *codes, _work(codec.sum, n), *sums, _work(codec.decode, n)]
 
 
@@ -221,7 +221,7 @@ def _omnireduce(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> lis
     """Two exchanges of a byte for each block select blocks; their values travel around a ring in bf16."""
     size, nbytes = cluster.workers, codec.nbytes(n)
     chosen = nbytes / 2
-    union = _exchange(cluster, n / _OMNIREDUCE_BLOCK / size)
+    union = exchange_phases(cluster, n / _OMNIREDUCE_BLOCK / size)
     half = _relay(cluster, _share(cluster) * nbytes, (size - 1) * segments(chosen, size))
     # Choosing blocks from the whole tensor counts as encoding, the ring's sums of them as recoding.
     return [_work(codec.encode, n), *union, *union, *_hops(chosen, 0, size, codec, half)]

@@ -42,6 +42,7 @@ class Buffer(ABC):
 
     Attributes:
         remember: called with names of tensors before encoding changes what is kept of them; None: nobody asks.
+        nbytes: of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and ``run`` has not summed them yet.
     """
 
@@ -56,6 +57,7 @@ class Buffer(ABC):
         in_place: bool = True,
     ) -> None:
         self.bucket = bucket
+        self.nbytes = bucket.nbytes
         self.codec = codec
         self._prescale = prescale
         self._postscale = postscale

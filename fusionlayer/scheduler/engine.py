@@ -291,6 +291,7 @@ class Engine:
             TransportError: a peer was lost, stopped or too late.
         """
         traffic, course, cadence = self._traffic, self._course, self._cadence
+        traffic.steps += 1
         if cadence.skips and not cadence.due:
             traffic.check()
             cadence.step += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +19,10 @@ __all__ = ["FEEDBACK_BITS", "Memory"]
 
 FEEDBACK_BITS = (32, 8)
 """The bits that an element of a residual may take between two steps."""
+
+
+memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+"""All that this process has."""
 
 
 class Memory:
@@ -41,6 +47,7 @@ class Memory:
         self._before: dict[str, dict[str, Any]] = {}
         self._spare: dict[str, Tensor] = {}
         self._states: dict[str, TensorState] = {}
+        memories.add(self)
         # With 8 bits: the residuals, in place of those of the states; views of what a bucket keeps, if there is one.
         self._packed: dict[str, PackedPart] = {}
         self._codecs: dict[str, StatefulCodec] = {}
@@ -129,6 +136,12 @@ class Memory:
             packed = self._packed.get(name)
             if packed is not None:
                 packed.scales.mul_(factor)
+
+    def norm(self) -> float:
+        """Return the 2-norm of all residuals of 32 bits. It reads all of them; those of 8 bits do not count."""
+        with torch.no_grad():
+            kept = [state.residual for state in list(self._states.values()) if state.residual is not None]
+            return math.sqrt(sum(float(torch.linalg.vector_norm(residual)) ** 2 for residual in kept))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies by parameter name: residuals, and the codecs' "tensors" and "numbers".

@@ -34,6 +34,7 @@ class Sender:
         jobs: of the buckets that were sent in the present step, by number.
         order: in which buckets leave.
         watch: gets the times of the buckets; None: nobody does.
+        nbytes: of the gradients sent so far, uncompressed.
         cause: the first error of any bucket, or None; written by the lanes.
     """
 
@@ -45,6 +46,7 @@ class Sender:
         self.jobs: dict[int, Job] = {}
         self.watch: StepTimer | None = None
         self.cause: BaseException | None = None
+        self.nbytes = 0
         self.begin_anew(0)
 
     def begin_anew(self, buckets: int) -> None:
@@ -67,6 +69,7 @@ class Sender:
         lane = self._lanes[len(self.jobs) % len(self._lanes)]
         ready = self._timeline.now() if self._timeline.enabled else None
         work = partial(self._run, index, buffer, step, seed, ready, done)
+        self.nbytes += buffer.nbytes
         self.jobs[index] = lane.put(work, abandoned=done)
 
     def _run(

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .. import counts
 from ..clock import Clock
 from ..errors import again
 from ..plan import FusionPlan
@@ -40,6 +41,7 @@ class Traffic:
     Attributes:
         rank, size: this rank, and the number of ranks.
         sender: sends buckets over the lanes.
+        steps: that have ended.
         results: of buckets that were sent, until they are taken.
         failure: the error that a step has failed with, or None. The lanes are then closed, and every call raises it.
     """
@@ -73,6 +75,8 @@ class Traffic:
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.sender = Sender(self._lanes, clock, timeline, learns_order)
         self.results = Results(clock, timeline)
+        self.steps = 0
+        counts.register(self)
 
     def queue(self, work: Callable[[Transport], None]) -> Job:
         """Queue ``work`` on the first lane; all ranks call it in the same place."""
@@ -181,6 +185,7 @@ class Traffic:
 
     def give_up(self) -> None:
         """Close the transports at once: what is under way fails here and on the other ranks."""
+        counts.retire(self)
         for lane in self._lanes:
             lane.close()
         self._timeline.close()
@@ -190,6 +195,14 @@ class Traffic:
         self.give_up()
         for lane in self._lanes:
             lane.join()
+
+    def counts(self) -> Mapping[str, float]:
+        """Return the steps that have ended, and the bytes of their gradients: as a ring sends them, and as sent."""
+        return {
+            "steps": self.steps,
+            "bytes_raw": 2 * (self.size - 1) / self.size * self.sender.nbytes,
+            "bytes_sent": sum(lane.transport.bytes_sent for lane in self._lanes),
+        }
 
     def check(self, what: str | None = None) -> None:
         """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""

@@ -31,6 +31,7 @@ class Board:
         size: number of ranks.
 
     Attributes:
+        name: as given.
         others: all ranks but this one.
         keys: keys under the prefix that others have set, and that nobody needs once all ranks have left.
         farewell: what this rank's last state says besides; None while it makes calls. Any thread may set it.
@@ -40,13 +41,13 @@ class Board:
         self.others = [other for other in range(size) if other != rank]
         self.keys: set[str] = set()
         self.farewell: Mapping[str, Any] | None = None
-        self._name, self._rank, self._size = name, rank, size
+        self.name, self._rank, self._size = name, rank, size
         self._store: dist.Store
         self._has_complained = False
 
     def use(self, store: dist.Store) -> None:
         """Read and write by this client of the store from now on."""
-        self._store = dist.PrefixStore(self._name, store)
+        self._store = dist.PrefixStore(self.name, store)
 
     def begin(self) -> None:
         """Make the keys that all ranks share. Every rank calls it before it writes anything else."""

@@ -267,26 +267,32 @@ class LinkedTransport(Transport):
         self._dropped = weakref.finalize(self, _abandon, links, watch)
         self._dropped.atexit = False
 
-    def _tell(self, store: dist.Store) -> list[tuple[str, bool | None]]:
-        """Tell the other ranks this one's node and setting of checksums; return those of all ranks."""
-        store.set(f"told/{self.rank}", json.dumps([self._node, self._checksum]))
+    def _common(self) -> dict[str, object]:
+        """Return the settings that must be equal on all ranks."""
+        return {"checksum": self._checksum}
+
+    def _tell(self, store: dist.Store) -> list[tuple[str, dict[str, object]]]:
+        """Tell the other ranks this one's node and its common settings; return those of all ranks."""
+        store.set(f"told/{self.rank}", json.dumps([self._node, self._common()]))
         return [json.loads(store.get(f"told/{rank}")) for rank in range(self.size)]
 
-    def _settle(self, nodes: Sequence[str], checksums: Sequence[bool | None]) -> None:
-        """Decide whose messages carry a checksum, from what each rank has told: its node and its setting.
+    def _settle(self, nodes: Sequence[str], commons: Sequence[Mapping[str, object]]) -> None:
+        """Decide whose messages carry a checksum, from what each rank has told: its node and its common settings.
 
         Raises:
             PlanMismatch: the settings differ. Every rank raises it, since all know the same.
         """
-        differ = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
-        if differ:
-            self.close()
-            settings = ", ".join(f"rank {rank}: {json.dumps(checksum)}" for rank, checksum in enumerate(checksums))
-            raise PlanMismatch(
-                f"checksum differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({settings}); "
-                "give every rank the same setting",
-                ranks=differ,
-            )
+        for name in self._common():
+            values = [common[name] for common in commons]
+            differ = [rank for rank, value in enumerate(values) if value != values[0]]
+            if differ:
+                self.close()
+                settings = ", ".join(f"rank {rank}: {json.dumps(value)}" for rank, value in enumerate(values))
+                raise PlanMismatch(
+                    f"{name} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({settings}); "
+                    "give every rank the same setting",
+                    ranks=differ,
+                )
         self._group_by_node(nodes)
         self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from .. import forks
+from ._calls import Call
 from ._causes import Cause
 
 __all__ = ["STORE_PATIENCE", "monitor"]
@@ -44,6 +45,9 @@ class Watched(Protocol):
 
     def store_failed(self) -> None:
         """Handle a tick that could not reach the store. Runs on the monitor's thread."""
+
+    def where(self) -> tuple[str, int, Call | None]:
+        """Return the transport's name, the number of its last collective, and the call that it is in. Any thread."""
 
     def write_state(self) -> None:
         """Write where this rank is, for the other ranks to read."""
@@ -147,6 +151,12 @@ class _Monitor:
         for watch in watches:
             with suppress(RuntimeError):
                 watch.write_state()
+
+    def calls(self) -> list[tuple[str, int, Call | None]]:
+        """Return where each transport of this process is. Any thread may call it."""
+        with self._lock:
+            watches = list(self._watches)
+        return [watch.where() for watch in watches]
 
     def wake(self) -> None:
         """Let the thread tick all watches now. Any thread may call it."""

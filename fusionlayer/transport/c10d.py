@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -16,11 +16,14 @@ import torch.distributed as dist
 
 from ..errors import UsageError, require
 from ..processes import Identity
+from ._faster import is_faster
 from ._gloo import GlooLink
 from ._link import Link, LinkError
 from ._linked import LinkedTransport
 from ._nccl import NcclLink
 from ._rendezvous import Connecting, Rendezvous
+from ._socket_options import SocketOptions
+from ._sockets import SocketLink
 
 __all__ = ["C10dTransport"]
 
@@ -35,10 +38,14 @@ class _GroupRendezvous(Rendezvous):
     Attributes:
         nccl: whether CUDA tensors travel by NCCL.
         gloo: whether CPU tensors travel by gloo.
+        sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
+        pays: whether they are faster than gloo; None: that was not measured yet.
     """
 
     nccl: bool
     gloo: bool
+    sockets: SocketOptions | None = None
+    pays: bool | None = None
 
 
 class C10dTransport(LinkedTransport):
@@ -56,6 +63,8 @@ class C10dTransport(LinkedTransport):
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
         checksum: whether messages carry a checksum; None: those between nodes do, NCCL's excepted. NCCL carries none,
             so with True CUDA tensors travel through pinned host memory.
+        sockets: makes all tensors travel by connections of our own, those of CUDA through pinned host memory. Given on
+            all ranks, with one number of connections; None: by gloo and NCCL.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -70,8 +79,9 @@ class C10dTransport(LinkedTransport):
         stall_warning: float = 60.0,
         node: str | None = None,
         checksum: bool | None = None,
+        sockets: SocketOptions | None = None,
     ) -> None:
-        self._open(_next_rendezvous(group), timeout, stall_warning, node, checksum)
+        self._open(replace(_next_rendezvous(group), sockets=sockets), timeout, stall_warning, node, checksum)
 
     @classmethod
     def among(
@@ -83,6 +93,7 @@ class C10dTransport(LinkedTransport):
         stall_warning: float = 60.0,
         node: str | None = None,
         checksum: bool | None = None,
+        sockets: SocketOptions | None = None,
         nccl: bool = False,
         place: tuple[dist.Store, int] | None = None,
         known: Mapping[int, Identity] = MappingProxyType({}),
@@ -99,6 +110,7 @@ class C10dTransport(LinkedTransport):
             stall_warning: as for the constructor.
             node: as for the constructor.
             checksum: as for the constructor.
+            sockets: as for the constructor.
             nccl: whether CUDA tensors travel by NCCL.
             place: the store by which the ranks find each other, and this process's rank; None: those of the default
                 group.
@@ -118,6 +130,7 @@ class C10dTransport(LinkedTransport):
             nccl=nccl,
             gloo=True,
             known=known,
+            sockets=sockets,
         )
         made = cls.__new__(cls)
         made._open(rendezvous, timeout, stall_warning, node, checksum)
@@ -125,14 +138,49 @@ class C10dTransport(LinkedTransport):
 
     _rendezvous: _GroupRendezvous
 
+    def _common(self) -> dict[str, object]:
+        sockets = self._rendezvous.sockets
+        name = "c10d" if sockets is None else "auto" if sockets.only_if_faster else "sockets"
+        return {**super()._common(), "transport": name, "connections": sockets and sockets.connections}
+
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
-        nccl = self._rendezvous.nccl and not self._checksum
-        if self._rendezvous.gloo or not nccl:
-            place = (self.rank, self.size, self.timeout, self._node)
-            yield "cpu", GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
+        sockets = self._rendezvous.sockets
+        nccl = self._rendezvous.nccl and not self._checksum and (sockets is None or sockets.only_if_faster)
+        if sockets is not None and not sockets.only_if_faster:
+            yield "cpu", self._own_link(connecting, sockets)
+        elif sockets is not None:
+            yield "cpu", self._faster_link(connecting, sockets)
+        elif self._rendezvous.gloo or not nccl:
+            yield "cpu", self._gloo_link(connecting)
         if nccl:
             store, device = connecting.waiting_store(), torch.device("cuda", torch.cuda.current_device())
             yield "cuda", connecting.run(lambda _: NcclLink(store, self.rank, self.size, self.timeout, device))
+
+    def _gloo_link(self, connecting: Connecting) -> GlooLink:
+        place = (self.rank, self.size, self.timeout, self._node)
+        return GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
+
+    def _own_link(self, connecting: Connecting, sockets: SocketOptions) -> SocketLink:
+        return SocketLink(connecting, self.rank, self.size, self.timeout, self._checked, sockets)
+
+    def _faster_link(self, connecting: Connecting, sockets: SocketOptions) -> Link:
+        """Return a link of our own where it is faster than gloo, and that of gloo elsewhere: the same on all ranks."""
+        own: SocketLink | None = None
+        gloo: GlooLink | None = None
+        pays = self._rendezvous.pays
+        if pays is not False:
+            own = self._own_link(connecting, sockets)
+            pays = False if own.is_alone else pays
+        if pays is not True:
+            gloo = self._gloo_link(connecting)
+        if own is not None and gloo is not None and pays is None:
+            pays = is_faster(own, gloo, self.rank, self.size)
+        self._rendezvous = replace(self._rendezvous, pays=pays)
+        taken, dropped = (own, gloo) if pays else (gloo, own)
+        if dropped is not None:
+            dropped.close()
+        assert taken is not None
+        return taken
 
 
 def make_default_group(

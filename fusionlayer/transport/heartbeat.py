@@ -272,6 +272,11 @@ class Watch:
         """Return why this rank leaves, or will, if a transport of the process has failed. Any thread."""
         return monitor.cause and monitor.cause.among(self.processes.of) or None
 
+    def where(self) -> tuple[str, int, Call | None]:
+        """Return the transport's name, the number of its last collective, and the call that it is in. Any thread."""
+        progress = self._progress
+        return self.board.name, progress.sequence, progress.call
+
     # What follows runs on the monitor's thread.
 
     def tick(self) -> None:

@@ -7,7 +7,6 @@ sends alone, perhaps hours after the last one. They also tell at once that a pee
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -18,7 +17,7 @@ import struct
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +27,7 @@ from ..errors import TransportError
 from ..processes import node_name
 from ._base import Transport
 from ._interfaces import own_address, reachable_names
+from ._introduction import PATIENCE, Reception, introduce
 from ._link import damaged
 
 __all__ = ["Center", "Connection", "connect", "damaged"]
@@ -35,15 +35,6 @@ __all__ = ["Center", "Connection", "connect", "damaged"]
 # Length and checksum of a message, then a checksum of these two.
 _PREFIX = struct.Struct("<III")
 _OWN = 8  # its bytes before its own checksum
-_RANK = struct.Struct("<I")
-_NONCE_BYTES = 16
-_PROOF_BYTES = 32
-# A caller's rank, its nonce, and the proof that it has the job's secret.
-_HELLO = struct.Struct(f"<I{_NONCE_BYTES}s{_PROOF_BYTES}s")
-# Seconds that a peer may take to connect and to prove which rank it is.
-_PATIENCE = 5.0
-# Callers beside the ranks that are listened to at once: each needs a file descriptor.
-_MOST_STRANGERS = 64
 _MOST_LETTER_BYTES = 1 << 20
 _NEAR = "this host"
 # Size asked for a socket's buffers. All messages that are under way at once fit, so that a sender need not wait for the
@@ -262,11 +253,32 @@ def connect(transport: Transport) -> Center | Connection:
         text = json.dumps({"secret": secret.hex(), "port": port, "hosts": _hosts(place), "near": name}).encode()
         transport.broadcast(torch.tensor([len(text)]), 0)
         transport.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-        callers = _Reception((listener, near_listener), secret, transport.size)
+        reception = Reception((listener, near_listener), secret, range(1, transport.size))
         try:
-            return Center(callers.receive(deadline, transport.timeout))
+            return Center(_receive(reception, transport.size, deadline, transport.timeout))
         finally:
-            callers.close()
+            reception.close()
+
+
+def _receive(reception: Reception, size: int, deadline: float, timeout: float) -> dict[int, Connection]:
+    """Return the connections of all other ranks.
+
+    Raises:
+        TransportError: some did not come until ``deadline``, ``timeout`` seconds after the start.
+    """
+    ends: dict[int, Connection] = {}
+    while len(ends) < size - 1:
+        now = time.monotonic()
+        if now > deadline:
+            missing = [rank for rank in range(1, size) if rank not in ends]
+            for connection in ends.values():
+                connection.close()
+            raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing)
+        for rank, end in reception.admit(min(deadline - now, 0.5)):
+            if rank in ends:  # its earlier call took too long for it
+                ends[rank].close()
+            ends[rank] = Connection(end)
+    return ends
 
 
 def _listener(place: str) -> socket.socket:
@@ -289,7 +301,7 @@ def _enlarge(end: socket.socket) -> None:
 def _reach_near(name: str) -> socket.socket:
     end = socket.socket(socket.AF_UNIX)
     try:
-        end.settimeout(_PATIENCE)
+        end.settimeout(PATIENCE)
         end.connect(f"\0{name}")
     except OSError:
         end.close()
@@ -304,7 +316,7 @@ def _reach(host: str, port: int) -> socket.socket:
         end = socket.socket(family, kind, protocol)
         try:
             _enlarge(end)
-            end.settimeout(_PATIENCE)
+            end.settimeout(PATIENCE)
             end.connect(place)
             return end
         except OSError as error:
@@ -321,131 +333,6 @@ def _near_listener(name: str) -> socket.socket:
     return listener
 
 
-def _prove(secret: bytes, who: bytes, rank: int, nonces: bytes) -> bytes:
-    """Return what only a holder of the secret can say to these two nonces, which nobody has said before."""
-    return hmac.digest(secret, who + _RANK.pack(rank) + nonces, "sha256")
-
-
-class _Caller:
-    """A connection that has not proved yet to be that of a rank."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
-        self.heard = b""
-        self.until = time.monotonic() + _PATIENCE
-
-
-class _Reception:
-    """Takes the calls of all other ranks, and none of anybody else.
-
-    It waits for all callers at once, so silent ones keep nobody waiting. A caller has ``_PATIENCE`` seconds; when there
-    are too many, the oldest must go. A rank that was sent away like that calls again.
-    """
-
-    def __init__(self, listeners: Sequence[socket.socket], secret: bytes, size: int) -> None:
-        self._secret = secret
-        self._size = size
-        self._most = size + _MOST_STRANGERS
-        self._callers: dict[socket.socket, _Caller] = {}
-        self._ends: dict[int, Connection] = {}
-        self._selector = selectors.DefaultSelector()
-        for listener in listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
-
-    def receive(self, deadline: float, timeout: float) -> dict[int, Connection]:
-        """Return the connections of all other ranks.
-
-        Raises:
-            TransportError: some did not come until ``deadline``, ``timeout`` seconds after the start.
-        """
-        while len(self._ends) < self._size - 1:
-            now = time.monotonic()
-            if now > deadline:
-                missing = [rank for rank in range(1, self._size) if rank not in self._ends]
-                for connection in self._ends.values():
-                    connection.close()
-                raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing)
-            for caller in [caller for caller in self._callers.values() if caller.until < now]:
-                self._send_away(caller)
-            for key, _ in self._selector.select(min(deadline - now, 0.5)):
-                caller = self._callers.get(key.fileobj)  # type: ignore[call-overload]
-                if caller is not None:
-                    self._listen_to(caller)
-                elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
-                    self._accept(key.fileobj)  # type: ignore[arg-type]
-        return self._ends
-
-    def close(self) -> None:
-        """Send away those who have not proved to be ranks."""
-        for caller in list(self._callers.values()):
-            self._send_away(caller)
-        self._selector.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            end, _ = listener.accept()
-        except OSError:  # it has gone again, or there are no descriptors left for it
-            return
-        end.setblocking(False)
-        if len(self._callers) >= self._most:
-            self._send_away(next(iter(self._callers.values())))
-        caller = self._callers[end] = _Caller(end)
-        self._selector.register(end, selectors.EVENT_READ)
-        with suppress(OSError):
-            end.send(caller.nonce)
-
-    def _listen_to(self, caller: _Caller) -> None:
-        try:
-            heard = caller.end.recv(_HELLO.size - len(caller.heard))
-        except BlockingIOError:
-            return
-        except OSError:
-            heard = b""
-        caller.heard += heard
-        if not heard:
-            self._send_away(caller)
-        elif len(caller.heard) == _HELLO.size:
-            rank, nonce, proof = _HELLO.unpack(caller.heard)
-            nonces = caller.nonce + nonce
-            knows = hmac.compare_digest(proof, _prove(self._secret, b"rank", rank, nonces))
-            if not knows or not 0 < rank < self._size:
-                self._send_away(caller)
-                return
-            self._selector.unregister(caller.end)
-            del self._callers[caller.end]
-            with suppress(OSError):  # a rank that is gone again calls again, or its next call finds out
-                caller.end.send(_prove(self._secret, b"center", rank, nonces))
-                if rank in self._ends:  # its earlier call took too long for it
-                    self._ends[rank].close()
-                self._ends[rank] = Connection(caller.end)
-
-    def _send_away(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.end)
-        del self._callers[caller.end]
-        caller.end.close()
-
-
-def _introduce(end: socket.socket, secret: bytes, rank: int, deadline: float) -> bool:
-    """Prove to rank 0 that this is a rank; return whether the other end has proved to be rank 0."""
-    until = min(deadline, time.monotonic() + _PATIENCE)
-
-    def read(length: int) -> bytes:
-        heard = b""
-        while len(heard) < length:
-            end.settimeout(max(until - time.monotonic(), 0.001))
-            more = end.recv(length - len(heard))
-            if not more:
-                raise OSError("the connection was closed before both ends knew each other")
-            heard += more
-        return heard
-
-    theirs, mine = read(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-    end.sendall(_HELLO.pack(rank, mine, _prove(secret, b"rank", rank, theirs + mine)))
-    return hmac.compare_digest(read(_PROOF_BYTES), _prove(secret, b"center", rank, theirs + mine))
-
-
 def _call(address: dict[str, Any], rank: int, *, near: bool, deadline: float) -> socket.socket:
     """Return a connection to rank 0 by the first of its addresses that works."""
     hosts = list(address["hosts"])
@@ -460,7 +347,7 @@ def _call(address: dict[str, Any], rank: int, *, near: bool, deadline: float) ->
                 why = error
                 continue
             try:
-                if _introduce(end, secret, rank, deadline):
+                if introduce(end, secret, rank, deadline):
                     return end
                 why = OSError("another program answers there")
             except OSError as error:

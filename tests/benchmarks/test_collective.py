@@ -12,18 +12,18 @@ import pytest
 from benchmarks.collective import __main__ as command
 from benchmarks.collective.cell import Cell, Row, in_words
 from benchmarks.collective.operations import YARDSTICK
-from benchmarks.collective.options import parse
-from benchmarks.collective.summary import summarize, wire_share
+from benchmarks.collective.options import Link, parse
+from benchmarks.collective.summary import cpu_per_gigabyte, summarize, wire_share
 from tests.examples.places import needs_namespaces
 from tests.tiers import tiered
 
 KB, MB = 1 << 10, 1 << 20
 
 
-def cell(rate: str | None = None, codecs: tuple[str, ...] = ("raw",), mpi: bool = False) -> Cell:
+def cell(rate: str | None = None, codecs: tuple[str, ...] = ("raw",), mpi: bool = False, **more: Any) -> Cell:
     """Return a cell of two workers."""
-    hosts = 1 if rate is None else 2
-    return Cell(rate, hosts, 2 // hosts, (64 * KB,), 2, codecs, ("dense", "one_shot", "two_shot"), mpi)
+    hosts = 1 if rate is None and "interfaces" not in more else 2
+    return Cell(rate, hosts, 2 // hosts, (64 * KB,), 2, codecs, ("dense", "one_shot", "two_shot"), mpi, **more)
 
 
 def row(name: str, seconds: list[float], sent: float = 1e6, bus_factor: float = 1.0) -> Row:
@@ -43,6 +43,15 @@ class TestArithmetic:
         assert wire_share(cell("100mbit"), row("x", [0.1, 0.08, 0.16])) == pytest.approx(0.8)
         assert wire_share(cell(None), row("x", [0.1])) is None
 
+    def test_interfaces_are_held_to_the_sum_of_their_rates(self) -> None:
+        two = cell(interfaces=("30mbit", "50mbit"), delay="25ms", loss=0.001, congestion="bbr")
+        assert wire_share(two, row("x", [0.1])) == pytest.approx(1.0)
+        assert two.network == "30mbit+50mbit, 50 ms, 0.001 lost, bbr, 2 hosts"
+
+    def test_cpu_time_is_that_of_what_was_sent(self) -> None:
+        assert cpu_per_gigabyte(row("x", [1.0, 1.0], sent=2e6)) == pytest.approx(0.5)
+        assert cpu_per_gigabyte(row("x", [1.0], sent=0.0)) is None
+
     def test_bandwidths_are_those_of_nccl_tests(self) -> None:
         line = summarize(cell(), [row(YARDSTICK, [0.01, 0.02, 0.03], bus_factor=1.5)])[0]
         assert (line["ms"], line["min..max"]) == ("20.00", "10.00..30.00")
@@ -59,6 +68,15 @@ class TestArithmetic:
         assert int8["operation"] == "two_shot int8"
         assert yardstick["times as fast"] == half["times as fast"] == ""
 
+    def test_each_function_is_compared_with_its_own_kind_as_far_as_both_were_measured(self) -> None:
+        gathers = [
+            row("gloo all_gather", [1.0, 3.0], bus_factor=0.5),
+            row("all_gather over gloo+raw", [0.5], bus_factor=0.5),
+        ]
+        gathers[1].against = "gloo all_gather"
+        assert summarize(cell(), gathers)[1]["times as fast"] == "2.00 [2.00..2.00]"
+        assert summarize(cell(), gathers[1:])[0]["times as fast"] == ""
+
 
 @pytest.mark.short
 class TestCommandLine:
@@ -72,6 +90,16 @@ class TestCommandLine:
         assert options.sizes == (64 * KB, 3 * MB)
         assert options.worlds == (2, 6)
         assert "int" not in options.codecs and "int8" in options.codecs
+
+    def test_understands_links(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = self.read(monkeypatch, "--links", "1gbit,100mbit/50ms/0.0005/bbr,30mbit+100mbit/1ms", "--worlds", "2")
+        assert options.links == (
+            Link("1gbit"),
+            Link("100mbit", "25ms", 0.0005, "bbr"),
+            Link(None, "0.5ms", interfaces=("30mbit", "100mbit")),
+        )
+        assert self.read(monkeypatch, "--rates", "none,1gbit").links == (Link(), Link("1gbit"))
+        assert self.read(monkeypatch, "--collectives", "none").collectives == ()
 
     def test_smoke_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         options = self.read(monkeypatch, "--smoke")
@@ -87,6 +115,14 @@ class TestCommandLine:
             ("--rates 10gbit", "choose up to 1gbit"),
             ("--worlds 1", "at least 2"),
             ("--worlds 3", "choose a multiple"),
+            ("--links 100mbit/50", "such as 1ms; expected RATE/RTT/LOSS/CONGESTION"),
+            ("--links 1gbit/1ms/2", "expected a chance from 0 to below 1"),
+            ("--links 1gbit/1ms/0/reno/5", "more than four parts"),
+            ("--links 1gbit --worlds 3", "choose a multiple"),
+            ("--connections 2", "say which are tried over them"),
+            ("--connections 2/ --functions all_reduce", "the name of a congestion control"),
+            ("--connections 0 --functions all_reduce", "from 1 to 64"),
+            ("--only (", "expected a regular expression"),
             ("--codecs int9", "choose from"),
         ],
     )
@@ -166,7 +202,7 @@ class TestCommand:
 def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     """On a network of their own nothing else is counted, so what is sent is known to a few percent: headers."""
     mpi = rate is not None and command.why_no_mpi() is None
-    where = cell(rate, codecs=("raw", "int8"), mpi=mpi)
+    where = cell(rate, codecs=("raw", "int8"), mpi=mpi, functions=("all_gather",), connections=("2",))
     rows = command.run(where, isolated=True, timeout=50)
     assert rows is not None
     sent = {row.name: min(row.sent) / (64 * KB) for row in rows}
@@ -176,17 +212,39 @@ def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
         "gloo all_reduce again": 1.0,
         "gloo all_to_all": 0.5,
         "gloo all_gather": 0.5,
-        **({"MPI Allreduce": 1.0} if mpi else {}),
+        **({"MPI Allreduce": 1.0, "MPI Alltoall": 0.5, "MPI Allgather": 0.5} if mpi else {}),
         "dense raw": 1.0,  # no "dense int8": that collective does not take it
         "one_shot raw": 1.0,
         "one_shot int8": 0.25,
         "two_shot raw": 1.0,
         "two_shot int8": 0.25,
+        "all_gather over gloo raw": 0.5,
+        "all_gather over 2 connections raw": 0.5,
+        "all_gather over gloo int8": 0.125,
+        "all_gather over 2 connections int8": 0.125,
     }
     assert list(sent) == list(expected)
     for name, share in expected.items():
         assert workers_per_device * share <= sent[name] <= workers_per_device * share * 1.15, (name, sent)
     assert all(len(row.seconds) == where.rounds and min(row.seconds) > 0 for row in rows)
+
+
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
+def test_connections_are_counted_over_all_interfaces() -> None:
+    """One that carries a third of the rate has a share of the bytes; an operation that takes long has fewer rounds."""
+    where = cell(
+        interfaces=("10mbit", "20mbit"),
+        functions=("all_to_all",),
+        connections=("2",),
+        only="^all_to_all over 2",
+        most_seconds=0,
+    )
+    (found,) = command.run(where, isolated=True, timeout=50) or ()
+    assert found.name == "all_to_all over 2 connections raw" and found.against == "gloo all_to_all"
+    assert len(found.seconds) == 1, "two rounds were asked for, and no seconds for them"
+    assert 0.5 <= found.sent[0] / (64 * KB) <= 0.6
 
 
 @pytest.mark.medium

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab import Network, launch, why_not
+from benchmarks.lab import Flap, Network, launch, why_not
+from benchmarks.lab.__main__ import main
 from benchmarks.lab.check import measure
 
 from .labs import ROOT, command_of, mark, marked, needs_switch, netns, run, wait_until
@@ -85,6 +86,39 @@ else:
     peer.close()
 """
 
+WATCH = """
+import os, pathlib, socket, subprocess, time
+def is_up():
+    told = subprocess.run(["ip", "link", "show", "eth1"], capture_output=True, text=True).stdout
+    return "UP" in told.partition("<")[2].partition(">")[0].split(",")
+def wait(up):
+    end = time.monotonic() + 30
+    while is_up() != up:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+def hello(interface):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind((f"10.77.{interface}.2", 4000))
+        listener.settimeout(30)
+        print(f"over eth{interface}:", listener.recv(100).decode())
+if os.environ["RANK"] == "1":
+    assert is_up()
+    pathlib.Path(os.environ["LAB_EVENTS"], "now").touch()
+    wait(False)
+    print("eth1 is down after now")
+    hello(0)
+    wait(True)
+    print("eth1 is up again")
+    hello(1)
+    pathlib.Path(os.environ["LAB_EVENTS"], "end").touch()
+else:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
+        while not pathlib.Path(os.environ["LAB_EVENTS"], "end").exists():
+            for interface in (0, 1):
+                speaker.sendto(b"hello", (f"10.77.{interface}.2", 4000))
+            time.sleep(0.05)
+"""
+
 
 def links() -> str:
     """Return the network devices of this machine."""
@@ -146,6 +180,38 @@ class TestLink:
         status, output = run([sys.executable, "-c", GATHER], Network(3, "20mbit", delay=delay))
         assert status == 0, output
         assert 1e6 < int(output.removeprefix("bits per second ")) < 20.5e6
+
+    def test_each_interface_has_a_network_and_a_rate_of_its_own(self) -> None:
+        script = "ip -brief -4 address; tc class show dev eth0; tc class show dev eth1"
+        status, output = run(["sh", "-c", script], Network(2, interfaces=("30mbit", "90mbit")))
+        assert status == 0, output
+        addresses = sorted(re.findall(r"10\.77\.\d\.\d/24", output))
+        assert addresses == [f"10.77.{interface}.{host}/24" for interface in (0, 1) for host in (1, 2)]
+        assert (output.count("rate 30Mbit"), output.count("rate 90Mbit")) == (2, 2)
+
+    def test_hosts_differ_in_rate(self) -> None:
+        seen = measure(Network(3, rates=("40mbit", "40mbit", "20mbit")), seconds=1, peer=2)
+        assert seen.rate == 20e6
+        assert 10e6 < seen.datagrams < 20e6, "the slower of the two links decides"
+        assert seen.lost == seen.overtaken == 0
+
+    @pytest.mark.parametrize("delay", [None, pytest.param("1ms", marks=[needs_switch])])
+    def test_an_interface_is_down_for_as_long_as_it_was_said(self, delay: str | None) -> None:
+        network = Network(2, delay=delay, interfaces=("100mbit", "100mbit"))
+        with launch(
+            [sys.executable, "-c", WATCH],
+            network,
+            timeout=40,
+            flaps=[Flap.parse("1:eth1:0s-1s:now")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
+            assert process.stdout is not None
+            output = process.stdout.read()
+            assert process.wait() == 0, output
+        changes = ["eth1 is down after now", "over eth0: hello", "eth1 is up again", "over eth1: hello"]
+        assert [line for line in output.splitlines() if "node1:" not in line] == changes
+        assert output.count("node1: eth1 is down") == output.count("node1: eth1 is up") == 1
 
     def test_workers_of_one_host_do_not_load_its_link(self) -> None:
         status, output = run(
@@ -236,6 +302,13 @@ class TestWorkers:
         ({"loss": 1.0}, "loss=1; expected a chance from 0 to below 1"),
         ({"corruption": -0.1}, "corruption=-0.1; expected a chance from 0 to 1"),
         ({"congestion": "not one"}, "congestion='not one'; expected the kernel's name"),
+        ({"reordering": 2.0}, "reordering=2; expected a chance from 0 to 1"),
+        ({"hosts": 3, "rates": ("1mbit", "2mbit")}, "rates of 2 hosts, and hosts=3; give one for each host"),
+        ({"rate": "1mbit", "interfaces": ("1mbit",)}, "rate='1mbit' and interfaces=.*; give one of them"),
+        ({"interfaces": ("1mbit", "fast")}, "interfaces='fast'; expected a number with kbit, mbit or gbit"),
+        ({"interfaces": ("1mbit",) * 9}, "9 interfaces; expected at most 8"),
+        ({"interfaces": ("2gbit", "1mbit")}, "interfaces='2gbit'; above 1gbit the cores"),
+        ({"rate": ""}, "rate=''; expected a number"),
         ({"hosts": 2, "isolated": False}, "more than one host needs them"),
     ],
 )
@@ -247,6 +320,45 @@ def test_impossible_networks_are_refused(arguments: dict[str, Any], complaint: s
 @pytest.mark.short
 def test_a_rate_that_the_cores_limit_can_be_allowed() -> None:
     assert Network(2, "10gbit", allow_cpu_bound=True).bits_per_second == 10e9
+
+
+@pytest.mark.short
+def test_flaps_are_read_or_refused() -> None:
+    assert Flap.parse("1:eth1:2s-2500ms") == Flap(1, "eth1", 2.0, 2.5)
+    assert Flap.parse("0:eth0:0s-:half-way") == Flap(0, "eth0", 0.0, None, "half-way")
+    refused = {
+        "eth1": "expected HOST:DEVICE:FROM-TO",
+        "1:eth1:3s-2s": "a time to come back that is after 3s",
+        "1:eth1:3-4": "a number with us, ms or s",
+    }
+    for text, complaint in refused.items():
+        with pytest.raises(ValueError, match=complaint):
+            Flap.parse(text)
+    for flap, complaint in {
+        "2:eth0:1s-": "a flap of host 2; expected 0 to 1",
+        "1:eth1:1s-": "these hosts have eth0",
+    }.items():
+        with pytest.raises(ValueError, match=complaint), launch(["true"], Network(2), flaps=[Flap.parse(flap)]):
+            pass
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("run --rtt 2ms --delay 1ms -- true", "--delay 1ms and --rtt 2ms; give one of them"),
+        ("run --rtt soon -- true", "rtt='soon'; expected a number with us, ms or s"),
+        ("run --rates 1mbit,2mbit --flap 2:eth0:1s- -- true", "a flap of host 2; expected 0 to 1"),
+        ("check --interfaces 1mbit,x", "interfaces='x'; expected a number"),
+    ],
+)
+def test_commands_that_cannot_be_are_refused(
+    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.lab.__main__.why_not", lambda network, mpi=False: None)
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.short

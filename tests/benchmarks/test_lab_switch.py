@@ -66,6 +66,16 @@ class TestLinks:
         assert (length, wrong) == (2_000_000, 0)
         assert again > 0
 
+    def test_lost_and_reordered_frames_are_as_many_as_asked(self) -> None:
+        seen = measure(Network(2, "20mbit", delay="1ms", loss=0.05, reordering=0.1), seconds=1)
+        # Of 2000 datagrams, give or take four standard deviations.
+        assert 0.03 < seen.lost < 0.07
+        assert 0.07 < seen.overtaken < 0.13
+
+    def test_interfaces_are_networks_of_their_own(self) -> None:
+        seen = measure(Network(2, delay="1ms", interfaces=("10mbit", "20mbit")), seconds=1, interface=1)
+        assert 10e6 < seen.datagrams < 20e6
+
     def test_corrupting(self) -> None:
         length, wrong, _ = transfer(Network(2, corruption=0.05))
         assert length == 2_000_000

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.report import Environment
 from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.links import predicted_calls, read_calls
 from benchmarks.simulate.measure import measure
 from benchmarks.simulate.validate import compare, read_cells, summarize
 from benchmarks.simulate.worker import Job
@@ -39,6 +40,49 @@ def cell(method: str, seconds: float, rate: str | None = "1gbit", hosts: int = 2
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["simulate", *map(str, arguments)])
     return main()
+
+
+def call(operation: str, codec: str = "raw", **more: Any) -> dict[str, Any]:
+    link = {"rate": "100mbit", "delay": "25ms", "loss": 0.0005, "congestion": "reno", "world": 2}
+    return {"operation": operation, "codec": codec, "size": 1 << 20, "seconds": [1.0], **link, **more}
+
+
+@pytest.mark.short
+class TestLinks:
+    def predicted(self, path: Path, *rows: dict[str, Any]) -> list[float]:
+        return [row["predicted ms"] / 1e3 for row in predicted_calls(rows, Profile.from_yaml(path))]
+
+    def test_a_call_is_an_agreement_and_its_messages(self, path: Path) -> None:
+        near = Profile.from_yaml(path).link("100mbit")
+        over_gloo, over_two = near.at_distance(0.05, 0.0005), near.at_distance(0.05, 0.0005, 2)
+        gather, alltoall = self.predicted(path, call("all_gather over gloo"), call("all_to_all over 2 connections"))
+        assert gather == pytest.approx(over_gloo.exchange(24) + over_gloo.exchange(1 << 19), rel=0.02)
+        assert alltoall == pytest.approx(over_two.exchange(24) + over_two.exchange(1 << 19), rel=0.02)
+
+    def test_bbr_does_not_slow_down_for_a_loss_and_codes_are_shorter(self, path: Path) -> None:
+        reno, bbr, int4 = self.predicted(
+            path,
+            call("all_reduce over gloo"),
+            call("all_reduce over gloo", congestion="bbr"),
+            call("all_reduce over gloo", "int4"),
+        )
+        assert bbr < reno and int4 < reno / 2
+
+    def test_other_results_are_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "r.json"
+        file.write_text(json.dumps({"rows": [call("gloo all_gather")]}))
+        with pytest.raises(ConfigError, match="expected results of benchmarks.collective --links"):
+            read_calls(file)
+        file.write_text(json.dumps({"rows": [call("gloo all_gather"), call("all_gather over gloo")]}))
+        assert [row["operation"] for row in read_calls(file)] == ["all_gather over gloo"]
+
+    def test_the_command_prints_what_is_predicted_beside_what_was_measured(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "r.json"
+        file.write_text(json.dumps({"rows": [call("all_gather over 4 connections", "int4")]}))
+        assert run(monkeypatch, "links", file, "--profile", path) == 0
+        assert "4 connections" in capsys.readouterr().out
 
 
 @pytest.mark.short

@@ -54,6 +54,29 @@ def test_a_process_of_its_own(path: Path) -> None:
     assert done.stdout.startswith("example: 1gbit, latency 200 us")
 
 
+def test_a_long_lossy_way_costs_round_trips_and_rate(validated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def steps(*more: str) -> Any:
+        assert (
+            main(["simulate", str(validated), "--workers", "2", "--rate", "1gbit", "--codec", "int4", "--json", *more])
+            == 0
+        )
+        found = json.loads(capsys.readouterr().out)
+        return {step["method"]: step for step in found["steps"]}, found
+
+    near, _ = steps()
+    far, told = steps("--rtt", "0.1", "--loss", "0.001")
+    several, _ = steps("--rtt", "0.1", "--loss", "0.001", "--connections", "8")
+    assert (told["rtt"], told["loss"], told["connections"]) == (0.1, 0.001, None)
+    for method in ("ddp", "int4"):
+        assert near[method]["step_seconds"] < several[method]["step_seconds"] < far[method]["step_seconds"]
+        assert far[method]["extrapolated"] == ["round trip, loss or connections"] and near[method]["extrapolated"] == []
+    assert (
+        main(["simulate", str(validated), "--workers", "2", "--rtt", "0.1", "--loss", "0.001", "--connections", "2"])
+        == 0
+    )
+    assert "loss 0.001, 2 connections" in capsys.readouterr().out
+
+
 def test_tables(validated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(validated), "--workers", "2,64", "--rate", "100mbit", "--codec", "int4"]) == 0
     output = capsys.readouterr().out

@@ -79,10 +79,11 @@ def test_the_demo_installs_what_runs_and_tests_get_the_library_of_all_gpus(tmp_p
 @pytest.mark.parametrize("failing", ["", "test", "test-exhaustive"])
 def test_ci_runs_both_tiers_to_their_end_and_fails_with_either(failing: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    make = tmp_path / "make"
-    make.write_text(f'#!/bin/sh\necho "$PWD $*" >> {log}\n[ "$1" != "{failing}" ] || exit 3\n')
-    make.chmod(0o755)
+    for name in ("make", "apt-get"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$PWD $*" >> {log}.{name}\n[ "$1" != "{failing}" ] || exit 3\n')
+        (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "CI": "true", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([ROOT / ".ci/run"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, timeout=30)
     assert done.returncode == (3 if failing else 0)
-    assert log.read_text().splitlines() == [f"{ROOT} test", f"{ROOT} test-exhaustive"]
+    assert Path(f"{log}.make").read_text().splitlines() == [f"{ROOT} test", f"{ROOT} test-exhaustive"]
+    assert os.getuid() != 0 or "slurm-wlm" in Path(f"{log}.apt-get").read_text()

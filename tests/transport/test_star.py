@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from fusionlayer.transport import Transport, star
+from fusionlayer.transport import Transport, _introduction, star
 from fusionlayer.transport.star import Center, Connection, connect
 from tests.ranks import over_threads
 
@@ -105,13 +105,13 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
     openings = [
         b"",
         b"x",
-        b"x" * star._HELLO.size,
+        b"x" * _introduction._HELLO.size,
         (1).to_bytes(4, "little") + bytes(48),
         b"GET / HTTP/1.1\r\n\r\n" * 99,
     ]
 
     def intrude(self: socket.socket, place: object) -> None:
-        for number in range(4 * star._MOST_STRANGERS):
+        for number in range(4 * _introduction._MOST_STRANGERS):
             stranger = socket.socket(self.family)
             original(stranger, place)
             stranger.sendall(openings[number % len(openings)])
@@ -119,14 +119,14 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
         original(self, place)
 
     monkeypatch.setattr(socket.socket, "connect", intrude)
-    accept = star._Reception._accept
+    accept = _introduction.Reception._accept
     waiting: list[int] = []
 
-    def count(self: star._Reception, listener: socket.socket) -> None:
+    def count(self: _introduction.Reception, listener: socket.socket) -> None:
         accept(self, listener)
         waiting.append(len(self._callers))
 
-    monkeypatch.setattr(star._Reception, "_accept", count)
+    monkeypatch.setattr(_introduction.Reception, "_accept", count)
 
     def body(transport: Transport) -> list[int]:
         end = connect(transport)
@@ -137,7 +137,7 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
 
     before = len(os.listdir("/proc/self/fd"))
     assert over_threads(3, body, timeout=20) == [[1, 2], [], []]
-    assert len(strangers) == 8 * star._MOST_STRANGERS and max(waiting) <= star._MOST_STRANGERS + 3
+    assert len(strangers) == 8 * _introduction._MOST_STRANGERS and max(waiting) <= _introduction._MOST_STRANGERS + 3
     for stranger in strangers:
         stranger.settimeout(10)
         with suppress(ConnectionError):
@@ -149,10 +149,12 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
 
 def test_rank_0_must_prove_that_it_is_rank_0() -> None:
     here, there = socket.socketpair()
-    here.sendall(bytes(star._NONCE_BYTES))
-    answer = threading.Thread(target=lambda: here.recv(star._HELLO.size) and here.sendall(bytes(star._PROOF_BYTES)))
+    here.sendall(bytes(_introduction._NONCE_BYTES))
+    answer = threading.Thread(
+        target=lambda: here.recv(_introduction._HELLO.size) and here.sendall(bytes(_introduction._PROOF_BYTES))
+    )
     answer.start()
-    assert not star._introduce(there, b"secret", 1, time.monotonic() + 10)
+    assert not _introduction.introduce(there, b"secret", 1, time.monotonic() + 10)
     answer.join()
     here.close()
     there.close()

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 6
+#define FL_ABI_VERSION 7
 #define FL_MAX_PLANES 5
 
 enum fl_status {

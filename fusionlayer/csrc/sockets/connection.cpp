@@ -1,0 +1,260 @@
+#include "connection.h"
+
+#include <fcntl.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace fl::sockets {
+namespace {
+
+// Bytes that the kernel takes before those before them have left, in all connections to a peer, and in one of them. A
+// connection that could hold more would take chunks that a faster one could have sent earlier.
+constexpr int kUnsent = 256 << 10;
+constexpr int kLeastUnsent = 16 << 10;
+constexpr int kMostUnsent = 128 << 10;
+// Bytes to read from one connection before the others have their turn.
+constexpr size_t kTurn = 512 << 10;
+constexpr uint8_t kFruitless = 2;
+
+uint8_t nowhere[64 << 10];  // what nobody wants is written here, by any thread, and never read
+
+void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
+
+}  // namespace
+
+void Connection::open(int fd, int connections) {
+  close();
+  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+  set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, std::clamp(kUnsent / connections, kLeastUnsent, kMostUnsent));
+  set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+  set(fd, IPPROTO_TCP, TCP_KEEPCNT, 6);
+  fd_ = fd;
+  readable = writable = true;
+  stalled = bid_farewell = repeated = false;
+  begin_ = end_ = head_left_ = body_left_ = 0;
+  left_ = received_ = told_ = acknowledged_ = 0;
+  flight_bytes_ = untold_bytes_ = 0;
+  own_.reset();
+}
+
+void Connection::close() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+  readable = writable = false;
+}
+
+Step Connection::read(Peer &peer) {
+  size_t turn = 0;
+  while (turn < kTurn) {
+    iovec parts[2];
+    int count = 0;
+    size_t room = 0;
+    if (left_) {
+      parts[count++] = target_ ? iovec{target_, left_} : iovec{nowhere, std::min<size_t>(left_, sizeof nowhere)};
+      room += parts[0].iov_len;
+    }
+    if (!left_ || room == left_) {  // what follows comes along: the next frame, and the start of its payload
+      parts[count++] = {staging_ + end_, left_ ? std::min<size_t>(kStaging - end_, 4096) : kStaging - end_};
+      room += parts[count - 1].iov_len;
+    }
+    const ssize_t got = readv(fd_, parts, count);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      readable = false;
+      break;
+    }
+    if (got <= 0) return Step::lost;
+    turn += size_t(got);
+    heard_ += uint64_t(got);
+    size_t rest = size_t(got);
+    if (left_) {
+      const size_t part = std::min<size_t>(rest, left_);
+      if (target_) target_ += part;
+      left_ -= uint32_t(part);
+      rest -= part;
+      if (left_ == 0)
+        if (const Step step = end_payload(peer); step != Step::some) return step;
+    }
+    end_ += rest;
+    if (const Step step = take(peer); step != Step::some) return step;
+  }
+  return turn ? Step::some : Step::none;
+}
+
+// Takes whole frames from what was read, and the parts of payloads that came with them.
+Step Connection::take(Peer &peer) {
+  while (true) {
+    if (left_ == 0) {
+      if (end_ - begin_ < sizeof frame_) break;
+      std::memcpy(&frame_, staging_ + begin_, sizeof frame_);
+      begin_ += sizeof frame_;
+      if (frame_.own != frame_.digest()) {
+        peer.damaged_bytes = sizeof frame_;
+        return Step::damaged;
+      }
+      if (!frame_.makes_sense() || (frame_.kind == Kind::chunk && peer.checked != (frame_.checked == 1)))
+        return Step::nonsense;
+      if (frame_.received - acknowledged_ > flight_.size()) return Step::nonsense;
+      for (; acknowledged_ != frame_.received; ++acknowledged_) {
+        flight_bytes_ -= flight_.front().message->nbytes(flight_.front().index);
+        peer.outgoing.note_acknowledged(flight_.front());
+        flight_.pop_front();
+      }
+      peer.outgoing.note_delivered(frame_.delivered);
+      if (frame_.kind == Kind::farewell) peer.has_left = true;
+      if (frame_.kind != Kind::chunk) continue;
+      if (const Step step = start_payload(peer); step != Step::some) return step;
+    }
+    const size_t part = std::min<size_t>(end_ - begin_, left_);
+    if (part == 0) break;
+    if (target_) {
+      std::memcpy(target_, staging_ + begin_, part);
+      target_ += part;
+    }
+    begin_ += part;
+    left_ -= uint32_t(part);
+    if (left_ == 0)
+      if (const Step step = end_payload(peer); step != Step::some) return step;
+  }
+  std::memmove(staging_, staging_ + begin_, end_ - begin_);
+  end_ -= begin_;
+  begin_ = 0;
+  return Step::some;
+}
+
+Step Connection::start_payload(Peer &peer) {
+  left_ = frame_.nbytes;
+  target_ = nullptr;
+  const Incoming::Place place = peer.incoming.place(frame_, &target_);
+  is_kept_ = place == Incoming::Place::wanted || place == Incoming::Place::stored;
+  if (place == Incoming::Place::nonsense) return Step::nonsense;
+  // The sender has taken this chunk from another connection, where it may be stuck half way.
+  for (int index = 0; is_kept_ && index < peer.count; ++index)
+    if (&peer.connections[index] != this) peer.connections[index].turn_away(frame_.serial, frame_.index);
+  if (place == Incoming::Place::stored) {
+    own_ = Bytes(new uint8_t[left_]);
+    target_ = own_.get();
+  }
+  return Step::some;
+}
+
+Step Connection::end_payload(Peer &peer) {
+  ++received_;
+  untold_bytes_ += frame_.nbytes;
+  if (!is_kept_) return Step::some;
+  is_kept_ = false;
+  const uint8_t *payload = own_ ? own_.get() : target_ - frame_.nbytes;
+  if (frame_.checked && fl_crc32c(0, payload, frame_.nbytes) != frame_.checksum) {
+    peer.damaged_bytes = frame_.length;
+    return Step::damaged;
+  }
+  if (peer.incoming.arrive(frame_, std::move(own_)))
+    for (int index = 0; index < peer.count; ++index)
+      if (&peer.connections[index] != this) peer.connections[index].turn_away(frame_.serial);
+  return Step::some;
+}
+
+void Connection::turn_away(uint64_t serial, int64_t index) {
+  if (!left_ || !is_kept_ || frame_.serial != serial || (index >= 0 && frame_.index != uint32_t(index))) return;
+  is_kept_ = false;
+  target_ = nullptr;
+  own_.reset();
+}
+
+void Connection::begin(Peer &peer, Piece piece) {
+  const OutMessage &message = *piece.message;
+  Frame frame;
+  frame.kind = Kind::chunk;
+  frame.checked = peer.checked;
+  frame.nbytes = message.nbytes(piece.index);
+  frame.serial = message.serial;
+  frame.key = message.key;
+  frame.length = message.length;
+  frame.index = piece.index;
+  frame.chunk = message.chunk;
+  frame.back = message.back;
+  if (peer.checked) frame.checksum = fl_crc32c(0, message.at(piece.index), frame.nbytes);
+  piece_ = std::move(piece);
+  begin(peer, frame, piece_.message->at(piece_.index));
+}
+
+void Connection::begin(Peer &peer, Kind kind) {
+  Frame frame;
+  frame.kind = kind;
+  bid_farewell = kind == Kind::farewell;
+  begin(peer, frame, nullptr);
+}
+
+void Connection::begin(Peer &peer, const Frame &frame, const uint8_t *payload) {
+  head_ = frame;
+  head_.received = told_ = received_;
+  head_.delivered = peer.told_delivered = peer.incoming.delivered();
+  head_.own = head_.digest();
+  untold_bytes_ = 0;
+  head_left_ = sizeof head_;
+  body_left_ = payload ? frame.nbytes : 0;
+}
+
+Step Connection::write(Peer &peer) {
+  while (is_writing()) {
+    iovec parts[2];
+    msghdr message{};
+    message.msg_iov = parts;
+    if (head_left_)
+      parts[message.msg_iovlen++] = {reinterpret_cast<uint8_t *>(&head_) + sizeof head_ - head_left_, head_left_};
+    if (body_left_) {
+      const uint8_t *payload = piece_.message->at(piece_.index) + head_.nbytes - body_left_;
+      parts[message.msg_iovlen++] = {const_cast<uint8_t *>(payload), body_left_};
+    }
+    const ssize_t given = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (given < 0 && errno == EINTR) continue;
+    if (given < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      writable = false;
+      return Step::none;
+    }
+    if (given < 0) return Step::lost;
+    const size_t of_head = std::min<size_t>(size_t(given), head_left_);
+    head_left_ -= of_head;
+    body_left_ -= size_t(given) - of_head;
+  }
+  if (piece_.message) {
+    sent_ += head_.nbytes;
+    flight_bytes_ += head_.nbytes;
+    peer.outgoing.note_written(piece_);
+    flight_.push_back(std::move(piece_));
+    piece_ = {};
+  }
+  return Step::some;
+}
+
+void Connection::abandon(Outgoing &outgoing) {
+  for (const Piece &piece : flight_) outgoing.repeat(piece);
+  if (piece_.message) outgoing.repeat(piece_);
+}
+
+void Connection::drop() {
+  flight_.clear();
+  piece_ = {};
+  head_left_ = body_left_ = 0;
+}
+
+bool Connection::is_in_trouble() const {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  return getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_retransmits >= kFruitless;
+}
+
+bool Peer::is_reachable() const {
+  return std::any_of(connections, connections + count, [](const Connection &each) { return each.is_open(); });
+}
+
+}  // namespace fl::sockets

@@ -1,0 +1,174 @@
+"""How the two ends of a new connection prove to each other that they belong to the job, before anything else is read.
+
+Each end sends a random number, and proves by HMAC-SHA256 of both numbers that it has the job's secret. What strangers
+send is never more than read and compared.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+__all__ = ["PATIENCE", "Reception", "introduce"]
+
+_NUMBER = struct.Struct("<I")
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+# A caller's number, its nonce, and the proof that it has the job's secret.
+_HELLO = struct.Struct(f"<I{_NONCE_BYTES}s{_PROOF_BYTES}s")
+# Seconds that a peer may take to connect and to prove who it is.
+PATIENCE = 5.0
+# Callers who have proved nothing yet that are listened to at once: each needs a file descriptor.
+_MOST_STRANGERS = 64
+
+
+class _Caller:
+    """A connection that has not proved yet to be the job's."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.heard = b""
+        self.until = time.monotonic() + PATIENCE
+
+
+class Reception:
+    """Takes the calls of the job's processes, and none of anybody else.
+
+    It waits for all callers at once, so silent ones keep nobody waiting. A caller has ``PATIENCE`` seconds; when there
+    are too many, the oldest must go. A process that was sent away like that calls again.
+
+    Args:
+        listeners: where callers come. They stay open.
+        secret: what the job's processes know.
+        numbers: by which callers say who they are.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], secret: bytes, numbers: Collection[int]) -> None:
+        self._secret = secret
+        self._numbers = numbers
+        self._most = len(numbers) + 1 + _MOST_STRANGERS
+        self._callers: dict[socket.socket, _Caller] = {}
+        # Guards _wake: a descriptor that was closed may be another file's by now.
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def admit(self, patience: float) -> list[tuple[int, socket.socket]]:
+        """Wait for ``patience`` seconds at most; return connections that have proved to be the job's, with numbers."""
+        admitted: list[tuple[int, socket.socket]] = []
+        now = time.monotonic()
+        for caller in [caller for caller in self._callers.values() if caller.until < now]:
+            self._send_away(caller)
+        for key, _ in self._selector.select(patience):
+            if key.fileobj == self._wake:
+                os.eventfd_read(self._wake)
+                continue
+            known = self._callers.get(key.fileobj)  # type: ignore[call-overload]
+            if known is not None:
+                admitted += self._listen_to(known)
+            elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
+                self._accept(key.fileobj)  # type: ignore[arg-type]
+        return admitted
+
+    def wake(self) -> None:
+        """End the wait of a thread that is in ``admit``. Any thread may call it; after ``close`` it does nothing."""
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Send away those who have proved nothing. No thread may be in ``admit``. A second call does nothing."""
+        with self._lock:
+            wake, self._wake = self._wake, -1
+        if wake < 0:
+            return
+        for caller in list(self._callers.values()):
+            self._send_away(caller)
+        self._selector.close()
+        os.close(wake)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            end, _ = listener.accept()
+        except OSError:  # it has gone again, or there are no descriptors left for it
+            return
+        end.setblocking(False)
+        if len(self._callers) >= self._most:
+            self._send_away(next(iter(self._callers.values())))
+        caller = self._callers[end] = _Caller(end)
+        self._selector.register(end, selectors.EVENT_READ)
+        with suppress(OSError):
+            end.send(caller.nonce)
+
+    def _listen_to(self, caller: _Caller) -> list[tuple[int, socket.socket]]:
+        try:
+            heard = caller.end.recv(_HELLO.size - len(caller.heard))
+        except BlockingIOError:
+            return []
+        except OSError:
+            heard = b""
+        caller.heard += heard
+        if not heard:
+            self._send_away(caller)
+        if not heard or len(caller.heard) < _HELLO.size:
+            return []
+        number, nonce, proof = _HELLO.unpack(caller.heard)
+        nonces = caller.nonce + nonce
+        knows = hmac.compare_digest(proof, _prove(self._secret, b"caller", number, nonces))
+        if not knows or number not in self._numbers:
+            self._send_away(caller)
+            return []
+        self._selector.unregister(caller.end)
+        del self._callers[caller.end]
+        try:
+            caller.end.send(_prove(self._secret, b"host", number, nonces))
+        except OSError:  # it has gone again, and calls again
+            caller.end.close()
+            return []
+        return [(number, caller.end)]
+
+    def _send_away(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.end)
+        del self._callers[caller.end]
+        caller.end.close()
+
+
+def introduce(end: socket.socket, secret: bytes, number: int, deadline: float) -> bool:
+    """Prove to a ``Reception`` that this is caller ``number``; return whether it has proved to be the job's.
+
+    Raises:
+        OSError: the connection was lost, or no answer has come within ``PATIENCE`` seconds or until ``deadline``.
+    """
+    until = min(deadline, time.monotonic() + PATIENCE)
+
+    def read(length: int) -> bytes:
+        heard = b""
+        while len(heard) < length:
+            end.settimeout(max(until - time.monotonic(), 0.001))
+            more = end.recv(length - len(heard))
+            if not more:
+                raise OSError("the connection was closed before both ends knew each other")
+            heard += more
+        return heard
+
+    theirs, mine = read(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    end.sendall(_HELLO.pack(number, mine, _prove(secret, b"caller", number, theirs + mine)))
+    return hmac.compare_digest(read(_PROOF_BYTES), _prove(secret, b"host", number, theirs + mine))
+
+
+def _prove(secret: bytes, who: bytes, number: int, nonces: bytes) -> bytes:
+    """Return what only a holder of the secret can say to these two nonces, which nobody has said before."""
+    return hmac.digest(secret, who + _NUMBER.pack(number) + nonces, "sha256")

@@ -1,0 +1,98 @@
+"""How fast this process's TCP connections carry, from what the kernel counts: asking costs the job nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from typing import NamedTuple
+
+from ._states import Link
+
+__all__ = ["Counters", "Links", "counters"]
+
+# struct tcp_info of linux/tcp.h: its first 104 bytes, and the places of the 64-bit numbers behind them.
+_AGAIN, _ACKED, _BUSY, _WINDOW = 100, 120, 168, 176
+_SIZE = 256
+_SMALL, _LARGE = struct.Struct("=I"), struct.Struct("=Q")
+# A link is slow if it carries so many times less than it did, while it has data to send for this share of the time.
+_TIMES, _SHARE = 4.0, 0.2
+# The weight of the latest look in what is usual.
+_LEARNING = 0.3
+# Looks in a row in which it must be so.
+_LOOKS = 2
+# Bytes between two looks below which a rate means nothing.
+_FEW = 1 << 16
+
+
+class Counters(NamedTuple):
+    """Of a connection: bytes acknowledged, segments sent again, and seconds in which it had data to send."""
+
+    acknowledged: int
+    again: int
+    busy: float
+
+
+def counters() -> dict[tuple[str, str], Counters]:
+    """Return the counts of this process's established TCP connections, by address and port of both ends."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as end:
+                    if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                        ends = _name(end.getsockname()), _name(end.getpeername())
+                        found[ends] = _read(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE))
+    return found
+
+
+def _name(address: tuple[str, int]) -> str:
+    return f"{address[0].removeprefix('::ffff:')}:{address[1]}"
+
+
+def _read(info: bytes) -> Counters:
+    if len(info) < _WINDOW + 8:
+        return Counters(0, 0, 0.0)
+    # While the other end takes nothing the link is not to blame.
+    busy = _LARGE.unpack_from(info, _BUSY)[0] - _LARGE.unpack_from(info, _WINDOW)[0]
+    return Counters(_LARGE.unpack_from(info, _ACKED)[0], _SMALL.unpack_from(info, _AGAIN)[0], busy / 1e6)
+
+
+class Links:
+    """Finds connections that have become slow. One thread uses it.
+
+    Attributes:
+        ends: addresses and ports of this process's ends, by which others know whose they are.
+        again: segments that were sent again so far, over all connections that are open.
+    """
+
+    def __init__(self) -> None:
+        self.ends: tuple[str, ...] = ()
+        self.again = 0
+        self._before: dict[tuple[str, str], Counters] = {}
+        self._at = 0.0
+        self._usual: dict[tuple[str, str], float] = {}
+        self._slow: dict[tuple[str, str], int] = {}
+
+    def look(self, now: float, counts: dict[tuple[str, str], Counters]) -> tuple[Link, ...]:
+        """Take the ``counters`` of this moment; return the links that are slow."""
+        passed, slow = now - self._at, []
+        self.ends = tuple(sorted({here for here, _ in counts}))[:64]
+        self.again = sum(each.again for each in counts.values())
+        for ends, each in counts.items():
+            before = self._before.get(ends)
+            if before is None or passed <= 0:
+                continue
+            sent, busy = each.acknowledged - before.acknowledged, each.busy - before.busy
+            if sent < _FEW or busy <= 0:
+                continue
+            rate, usual = sent / busy, self._usual.get(ends, 0.0)
+            is_slow = busy > _SHARE * passed and rate * _TIMES < usual
+            self._slow[ends] = self._slow.get(ends, 0) + 1 if is_slow else 0
+            if not is_slow:
+                self._usual[ends] = rate if not usual else usual + _LEARNING * (rate - usual)
+            if self._slow[ends] >= _LOOKS:
+                slow.append(Link(*ends, rate, usual))
+        self._before, self._at = counts, now
+        return tuple(slow)

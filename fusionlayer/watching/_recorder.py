@@ -1,0 +1,152 @@
+"""Reads which collectives this process has made: from torch's flight recorder, and from the transports' watches.
+
+Torch notes every call of gloo and of NCCL, those of C++ such as DDP's included, so no function of torch is replaced and
+a call costs nothing more. Its short form takes a tenth of a millisecond and says how far each group is. The long one
+takes some 20 ms for 2000 calls, so it is read rarely.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ..transport._monitor import monitor
+from . import _places
+from ._states import BLOCK, Channel, Noted
+
+__all__ = ["Recorder"]
+
+_TAIL = 32
+# The types of torch whose names in C++ are others.
+_TYPES = {
+    **{"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"},
+    **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
+}
+_OURS = "fusionlayer/"
+# Seconds between two looks for the name of a group that has none, at most.
+_NAMES = 60.0
+
+
+class Recorder:
+    """Tells how far this rank is in each process group and each transport. One thread uses it."""
+
+    def __init__(self) -> None:
+        found = (getattr(dist.distributed_c10d, name, None) or _of_torch(name) for name in _DUMPS)
+        self._dumps: list[Callable[..., bytes]] = [dump for dump in found if dump is not None]
+        self._names: dict[tuple[int, str], str] = {}
+        self._next_names, self._patience = 0.0, 1.0
+        self._kept: dict[str, tuple[Noted, ...]] = {}
+
+    def progress(self) -> dict[str, Channel]:
+        """Return how far each channel is; it does not look at single calls."""
+        world = dist.distributed_c10d._world
+        groups = {
+            str(world.pg_names[group]): tuple(sorted(world.pg_group_ranks[group])) for group in list(world.pg_map)
+        }
+        channels = {}
+        for kind, dump in enumerate(self._dumps):
+            for number, status in _load(dump(False, False, False)).get("pg_status", {}).items():
+                name = self._names.get((kind, number), "")
+                if name not in groups and time.monotonic() > self._next_names:
+                    # Torch names a group after it was made, and groups of no name are not the program's.
+                    self._next_names = time.monotonic() + self._patience
+                    self._patience = min(2 * self._patience, _NAMES)
+                    self._read(kind, dump, stacks=False)
+                    name = self._names.get((kind, number), "")
+                entered, done = status["last_enqueued_collective"], status["last_completed_collective"]
+                if name in groups and (entered > 0 or done > 0):
+                    channels[f"group {name}"] = Channel(groups[name], entered, done)
+        for name, sequence, call in monitor.calls():
+            text = "" if call is None else f"{call.purpose or call.what}"
+            channels[name] = Channel((), sequence, sequence - (call is not None), text)
+        return channels
+
+    def detailed(self, channels: Mapping[str, Channel], *, stacks: bool, asked: str = "") -> dict[str, Channel]:
+        """Return the channels with their last calls.
+
+        Args:
+            channels: as ``progress`` has returned them.
+            stacks: add the lines of the program that have made the calls.
+            asked: a channel and two numbers of calls between which all are wanted, now and later.
+        """
+        calls: dict[str, list[Noted]] = {}
+        for kind, dump in enumerate(self._dumps):
+            calls |= self._read(kind, dump, stacks=stacks)
+        found = dict(channels)
+        for name, channel in channels.items():
+            noted = calls.get(name.removeprefix("group "), [])
+            if asked.startswith(f"{name} "):
+                self._kept[name] = tuple(_between(noted, asked))
+            if noted and not name.startswith(_OURS):
+                last = {each.number: each for each in noted}.get(channel.entered)
+                lasts = last.what if last is not None and channel.entered > channel.done else ""
+                found[name] = Channel(
+                    channel.ranks,
+                    channel.entered,
+                    channel.done,
+                    lasts,
+                    (*self._kept.get(name, ()), *noted[-_TAIL:]),
+                    _blocks(noted),
+                )
+        return found
+
+    def _read(self, kind: int, dump: Callable[..., bytes], *, stacks: bool) -> dict[str, list[Noted]]:
+        calls: dict[str, list[Noted]] = defaultdict(list)
+        for entry in _load(dump(True, stacks, False)).get("entries", []):
+            name = entry["process_group"][0]
+            self._names[kind, str(entry["pg_id"])] = name
+            if not entry["is_p2p"]:
+                calls[name].append(Noted(entry["collective_seq_id"], _describe(entry), _line(entry)))
+        return calls
+
+
+_DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
+
+
+def _of_torch(name: str) -> Callable[..., bytes] | None:
+    """Return a function of torch's C++ part, None where this torch was built without it."""
+    from torch._C import _distributed_c10d
+
+    return getattr(_distributed_c10d, name, None)
+
+
+def _load(dumped: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = pickle.loads(dumped)  # of this process itself
+    return loaded
+
+
+def _between(noted: list[Noted], asked: str) -> list[Noted]:
+    """Return the calls between two numbers, at most ``BLOCK``, at the end of a text that others have written."""
+    ends = asked.split(" ")[-2:]
+    if not all(end.isdecimal() and len(end) < 19 for end in ends):
+        return []
+    return [call for call in noted if int(ends[0]) <= call.number <= int(ends[1])][:BLOCK]
+
+
+def _describe(entry: Mapping[str, Any]) -> str:
+    operation = entry["profiling_name"].rpartition(":")[2]
+    types = [_TYPES.get(name, name.lower()) for name in entry["input_dtypes"]]
+    sizes = [f"({', '.join(map(str, size))})" for size in entry["input_sizes"]]
+    tensors = ", ".join(f"{size} {kind}" for size, kind in zip(sizes, types, strict=False))
+    return f"{operation} of {tensors}" if tensors else operation
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return _places.of_frames((frame["filename"], frame["line"]) for frame in entry.get("frames", ()))
+
+
+def _blocks(noted: list[Noted]) -> dict[str, int]:
+    """Return a checksum for each block of calls with consecutive numbers that is whole."""
+    sums: dict[int, int] = {}
+    counts: dict[int, int] = defaultdict(int)
+    for call in noted:
+        block = call.number // BLOCK
+        sums[block] = zlib.crc32(call.what.encode(), sums.get(block, 0))
+        counts[block] += 1
+    return {str(block): each for block, each in sums.items() if counts[block] == BLOCK}

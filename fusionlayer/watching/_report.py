@@ -1,0 +1,116 @@
+"""The file in which the rank that compares keeps the state of the job, for `fusionlayer status`.
+
+A file and no socket: it takes no port and no secret, reading it costs the job nothing, a process that hangs can neither
+refuse it nor keep its reader waiting, and it stays when the job has failed. It appears whole, by a rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from .. import records
+from ..errors import ConfigError
+from ..processes import Identity
+from ._judge import Finding
+from ._states import State
+
+__all__ = ["Report", "folder", "forget_old", "read", "reports", "write"]
+
+VERSION = 1
+_WEEK = 7 * 86400.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """A job as its first living rank sees it.
+
+    Attributes:
+        version: of the file.
+        command: of the process, shortened.
+        size: number of ranks.
+        writer: process that keeps the file.
+        started: seconds since 1970 when it began to watch.
+        written: when it wrote this.
+        life: "runs", "ended" or "failed".
+        states: the last of each rank that has written one.
+        findings: what is wrong now.
+        past: lines that were logged, with their times.
+    """
+
+    version: int
+    command: str
+    size: int
+    writer: Identity
+    started: float
+    written: float
+    life: str = "runs"
+    states: tuple[State, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    past: tuple[tuple[float, str], ...] = ()
+
+
+def folder() -> Path:
+    """Return the folder of this user's reports. It may not exist.
+
+    Raises:
+        ConfigError: it is another user's.
+    """
+    root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    place = Path(root) / f"fusionlayer-{os.getuid()}"
+    with suppress(FileNotFoundError):
+        found = place.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+            raise ConfigError(f"{place} is not a folder of this user alone; name a file by FUSIONLAYER_STATUS")
+    return place
+
+
+def write(report: Report, path: Path) -> None:
+    """Replace the file; only this user may read it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(asdict(report), file)
+    draft.replace(path)
+
+
+def read(path: Path) -> Report:
+    """Return the report in a file; raise ``ConfigError`` if it has none."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"status {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"status {path} is no report of a job: it is no JSON") from error
+    if isinstance(data, dict) and data.get("version", VERSION) != VERSION:
+        raise ConfigError(f"status {path} has version {data['version']}, expected {VERSION}; use the same fusionlayer")
+    report = records.build(Report, data, f"status {path}")
+    if report.life == "runs" and report.writer.trouble(Identity.own()) == "gone":
+        lost = Finding("gone", (), f"the process that kept this file is gone ({report.writer}); this is its last word")
+        report = replace(report, life="failed", findings=(*report.findings, lost))
+    return report
+
+
+def reports() -> Sequence[Path]:
+    """Return the files of this user's jobs on this host: of those that run first, and the newest first."""
+    found = []
+    for path in folder().glob("job-*.json"):
+        with suppress(OSError, ConfigError):  # it may have gone meanwhile
+            report = read(path)
+            found.append((report.life == "runs", report.written, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def forget_old() -> None:
+    """Remove the files of jobs that have failed more than a week ago."""
+    for path in folder().glob("job-*.json"):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - _WEEK:
+                path.unlink()

@@ -1,0 +1,189 @@
+"""Compares the ranks of a job, logs what is wrong with it, and keeps the file of its state.
+
+Every rank has a teller: that of the first rank which is alive tells, and the others are ready to.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..processes import Identity
+from . import _report
+from ._judge import Finding, judge
+from ._states import State, decode
+
+__all__ = ["Teller"]
+
+_logger = logging.getLogger("fusionlayer")
+
+# Seconds after which a rank that has written nothing is silent: it writes every three.
+_SILENT = 10.0
+# Seconds between two files.
+_KEEP = 1.0
+# Seconds that a difference between calls waits for the lines of the program that have made them.
+_LINES = 3.0
+# Lines that the file keeps.
+_KEPT = 200
+# What is over as soon as the job goes on, and no cause of its end.
+_PASSING = ("late", "stuck", "stopped", "silent", "slow")
+
+
+class Teller:
+    """What this rank knows of the others. One thread uses it; any thread may read the attributes.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        process: this process.
+        path: file for the job's state.
+
+    Attributes:
+        findings: what is wrong now; empty while the job is well.
+        lines: what was logged so far.
+        told: how often something new was told.
+    """
+
+    def __init__(self, rank: int, size: int, process: Identity, path: Path) -> None:
+        self.findings: tuple[Finding, ...] = ()
+        self.lines: list[str] = []
+        self.told = 0
+        self._rank, self._size, self._process, self._path = rank, size, process, path
+        self._states: dict[int, State] = {}
+        self._heard: dict[int, float] = {}
+        self._since: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._past: list[tuple[float, str]] = []
+        self._started = time.time()
+        self._kept_at = -1e9
+        self._asked_at: float | None = None
+        self._file_lost = False
+
+    def hear(self, state: State, now: float) -> None:
+        """Take what a rank has written last."""
+        known = self._states.get(state.rank)
+        if known is None or known.serial != state.serial or state.rank == self._rank:
+            self._states[state.rank], self._heard[state.rank] = state, now
+
+    def read(self, store: dist.Store, ranks: Iterable[int], now: float) -> None:
+        """Read what other ranks have written; raise RuntimeError if the store does not answer."""
+        keys = {f"at/{rank}": rank for rank in ranks if rank != self._rank}
+        here = list(keys) if keys and store.check(list(keys)) else [key for key in keys if store.check([key])]
+        for key, text in zip(here, store.multi_get(here) if here else [], strict=True):
+            state = decode(text, keys[key], self._size)
+            if state is not None:
+                self.hear(state, now)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the processes of all lower ranks are known to be gone or stopped."""
+        lower = [self._states.get(rank) for rank in range(self._rank)]
+        return all(state is not None and state.process.trouble(self._process) for state in lower)
+
+    @property
+    def sees_trouble(self) -> bool:
+        """Whether a process of this host is gone or stopped, and its rank has not said that it ends."""
+        return any(state.process.trouble(self._process) for state in self._others if state.life == "runs")
+
+    @property
+    def all_have_ended(self) -> bool:
+        """Whether every other rank has written its last state, or will write none."""
+        return all(state.life != "runs" or state.process.trouble(self._process) for state in self._others)
+
+    @property
+    def _others(self) -> list[State]:
+        return [state for rank, state in self._states.items() if rank != self._rank]
+
+    def compare(self, now: float) -> list[Finding]:
+        """Return what is wrong."""
+        trouble = {}
+        for state in self._others:
+            found = state.process.trouble(self._process) if state.life == "runs" else None
+            if found is None and state.life == "runs" and now - self._heard[state.rank] > _SILENT:
+                found = "silent"
+            if found is not None:
+                trouble[state.rank] = found
+        return judge(self._states, trouble, self._size)
+
+    def tell(self, now: float, store: dist.Store | None) -> None:
+        """Compare, log what is new and what is over, and keep the file; ``store``: None if it does not answer."""
+        findings = self.compare(now)
+        for finding in findings:
+            if finding.key in self._since:
+                continue
+            if finding.kind == "conflict" and store is not None:
+                self._ask(finding.calls, now, store)
+                if self._lacks_lines(now):
+                    continue
+            self._since[finding.key] = now
+            self.told += 1
+            self._say(finding.text)
+        for key in [key for key in self._since if key not in {finding.key for finding in findings}]:
+            since = self._since.pop(key)
+            if key[0] in _PASSING:
+                who = f"rank {', '.join(map(str, key[1]))}" if key[1] else "the job"
+                self._say(f"{who} goes on, {now - since:.0f} s after that")
+        changed = tuple(findings) != self.findings
+        self.findings = tuple(findings)
+        if changed or now - self._kept_at >= _KEEP:
+            self._keep(now, "failed" if {"failed", "gone"} & {finding.kind for finding in findings} else "runs")
+
+    def conclude(self, has_failed: bool) -> None:
+        """Tell what the job has died of, and leave the file; remove the file of one that has ended well."""
+        now = time.monotonic()
+        self.findings = tuple(finding for finding in self.compare(now) if finding.kind not in _PASSING)
+        for finding in self.findings:
+            if finding.key not in self._since:
+                self._say(finding.text)
+        if self.findings or has_failed:
+            self._keep(now, "failed")
+        else:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _ask(self, calls: str, now: float, store: dist.Store) -> None:
+        """Ask all ranks, once, for these calls and their last ones, with the lines of the program that made them."""
+        if self._asked_at is None:
+            self._asked_at = now
+            store.set("ask", calls)
+
+    def _lacks_lines(self, now: float) -> bool:
+        if self._asked_at is None or now - self._asked_at > _LINES:
+            return False
+        return any(
+            state.life == "runs"
+            and not any(call.where for channel in state.channels.values() for call in channel.recent)
+            for state in self._states.values()
+        )
+
+    def _say(self, text: str) -> None:
+        self.lines.append(text)
+        self._past = [*self._past, (time.time(), text)][-_KEPT:]
+        _logger.warning("fusionlayer watch, %s: %s", datetime.now().strftime("%H:%M:%S"), text)
+
+    def _keep(self, now: float, life: str) -> None:
+        self._kept_at = now
+        report = _report.Report(
+            version=_report.VERSION,
+            command=" ".join(sys.argv)[:200],
+            size=self._size,
+            writer=self._process,
+            started=self._started,
+            written=time.time(),
+            life=life,
+            states=tuple(self._states[rank] for rank in sorted(self._states)),
+            findings=self.findings,
+            past=tuple(self._past),
+        )
+        try:
+            _report.write(report, self._path)
+        except OSError as error:
+            if not self._file_lost:
+                _logger.warning("status %s cannot be written: %s", self._path, error.strerror)
+            self._file_lost = True

@@ -1,0 +1,289 @@
+"""The thread that tells the other ranks where this one is, and on the first rank what is wrong with the job."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from .. import config, counts, forks
+from ..errors import FusionLayerError, UsageError
+from ..processes import Identity
+from ..transport._monitor import monitor
+from . import _places, _report
+from ._judge import Finding
+from ._links import Links, counters
+from ._pace import Pace
+from ._recorder import Recorder
+from ._states import Channel, State, encode
+from ._teller import Teller
+
+__all__ = ["Watcher", "begin", "counted", "watch"]
+
+_logger = logging.getLogger("fusionlayer")
+
+# Seconds between two looks at the processes of this host, and at how far this rank is.
+_TICK, _LOOK = 0.2, 1.0
+# Seconds between two states that a rank writes: while all is well, and while it waits or others may wait for it.
+_BEAT, _STILL = 3.0, 1.5
+# The share of the time that looking at single calls may take.
+_SHARE = 1 / 300
+# Seconds for which a rank that fails waits until the first one has read why.
+_LINGER = 3.0
+_PREFIX = "fusionlayer/watch"
+
+
+class Watcher:
+    """Watches one process of a job. Make it by ``watch``.
+
+    Args:
+        store: by which the ranks have met; the watcher uses a client of its own, and keeps the store.
+        rank: this rank.
+        size: number of ranks.
+        patience: seconds that a rank may wait in a call before it is asked why, at least.
+        path: file for the job's state; None: one of this user's folder.
+
+    Raises:
+        ConfigError: there is no place for the file.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None) -> None:
+        process = Identity.own()
+        if path is None:
+            _report.forget_old()
+        self._rank, self._size = rank, size
+        self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
+        self._watched = threading.get_ident()
+        self._generation = forks.generation()
+        self._met_by = store
+        self._store: dist.Store | None = None
+        self._recorder = Recorder()
+        self._links = Links()
+        self._pace = Pace(patience)
+        self._state = State(rank, process, 0)
+        # Moments on the monotonic clock: of the last state written, look at this rank, look at its single calls, and
+        # look at other ranks.
+        self._written = self._looked = self._detailed = self._read = -1e9
+        # Seconds that looking at single calls takes, and whether there are some that were not looked at.
+        self._cost, self._has_news = 0.0, False
+        self._answered = b""
+        self._error = self._error_at = ""
+        self._ending = threading.Event()
+        self._hook = sys.excepthook
+        sys.excepthook = self._note_exception
+        self._thread = threading.Thread(target=self._run, name="fusionlayer watch", daemon=True)
+        self._thread.start()
+        forks.at_exit(self.close)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong with the job now, on the first rank that is alive; empty while it is well."""
+        return self._teller.findings
+
+    @property
+    def lines(self) -> list[str]:
+        """What was logged so far."""
+        return list(self._teller.lines)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has stopped watching, or belongs to the parent of a forked process."""
+        return self._ending.is_set() or self._generation != forks.generation()
+
+    def counts(self) -> dict[str, float]:
+        """Return what it has counted, by the names of ``fusionlayer.metrics``. Any thread may call it."""
+        return {
+            "retransmits": float(self._links.again),
+            "stalls": float(self._teller.told),
+            "ranks": float(self._size),
+            "ranks_to_blame": float(len({rank for finding in self.findings for rank in finding.ranks})),
+        }
+
+    def close(self) -> None:
+        """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
+        if self.is_closed:
+            return
+        self._ending.set()
+        if sys.excepthook == self._note_exception:
+            sys.excepthook = self._hook
+        self._thread.join(_LINGER + 2)
+        forks.not_at_exit(self.close)
+
+    def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Note what the process ends with; in place of ``sys.excepthook``, which it calls."""
+        if issubclass(kind, Exception):
+            frames, step = [], trace
+            while step is not None:
+                frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+                step = step.tb_next
+            text = next(iter(str(error).splitlines()), "")
+            self._error_at = _places.of_frames(reversed(frames))
+            self._error = f"{kind.__name__}: {text:.200}"
+        self._hook(kind, error, trace)
+
+    # ---- on the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        stumbled = False
+        while not self._ending.wait(_TICK):
+            now = time.monotonic()
+            try:
+                self._tick(now)
+            except RuntimeError:
+                # The store does not answer. What the processes of this host show is still seen.
+                if self._teller.is_first and self._teller.sees_trouble:
+                    self._teller.tell(now, None)
+            except Exception:
+                if not stumbled:
+                    _logger.exception("the thread that watches this job met an error, and goes on")
+                stumbled = True
+        try:
+            self._end()
+        except (RuntimeError, OSError):
+            # The store went with the process that has kept it.
+            if self._error and self._teller.is_first:
+                self._teller.conclude(has_failed=True)
+
+    def _client(self) -> dist.Store:
+        if self._store is None:
+            self._store = dist.PrefixStore(_PREFIX, monitor.own_store(self._met_by))
+        return self._store
+
+    def _tick(self, now: float) -> None:
+        store, teller = self._client(), self._teller
+        if now - self._looked >= _LOOK:
+            self._looked = now
+            self._look(now, store)
+        is_first = teller.is_first
+        if now - self._read >= (_LOOK if is_first else _BEAT):
+            self._read = now
+            teller.read(store, range(self._size if is_first else self._rank), now)
+            teller.hear(self._state, now)
+        elif not teller.sees_trouble:
+            return
+        if is_first:
+            teller.tell(now, store)
+
+    def _look(self, now: float, store: dist.Store) -> None:
+        """Look where this rank is, and write it if the others should know."""
+        channels = self._recorder.progress()
+        was_still, waited = self._pace.is_still, self._state.waits
+        moved = self._pace.note(now, {name: (each.entered, each.done) for name, each in channels.items()})
+        self._has_news = self._has_news or moved
+        place = _places.of_thread(self._watched)
+        in_call = place.peer is not None or any(each.entered > each.done for each in channels.values())
+        waits = in_call and self._pace.is_long(now)
+        asked = store.get("ask") if store.check(["ask"]) else b""
+        wanted = asked != self._answered or (waits and not waited)
+        if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
+            begun = time.thread_time()
+            channels = self._recorder.detailed(channels, stacks=wanted, asked=asked.decode(errors="replace"))
+            if not wanted:  # lines take longer, and a second for the first time
+                self._cost = time.thread_time() - begun
+            self._answered, self._detailed, self._has_news = asked, now, False
+        else:
+            channels = {name: _with_calls(each, self._state.channels.get(name)) for name, each in channels.items()}
+        self._state = replace(
+            self._state,
+            idle=self._pace.idle(now),
+            waits=waits,
+            doing=place.doing,
+            where=place.where,
+            peer=place.peer,
+            channels=channels,
+        )
+        changed = wanted or waits != waited or self._pace.is_still != was_still
+        if changed or now - self._written >= (_STILL if self._pace.is_still else _BEAT):
+            links = self._links.look(now, counters())
+            self._write(store, replace(self._state, links=links, ends=self._links.ends, counts=counts.read()))
+
+    def _write(self, store: dist.Store, state: State) -> None:
+        self._state, self._written = replace(state, serial=state.serial + 1), time.monotonic()
+        store.set(f"at/{self._rank}", encode(self._state))
+
+    def _end(self) -> None:
+        """Write the last state. The first rank then tells what has become of the job."""
+        store, teller, deadline = self._client(), self._teller, time.monotonic() + _LINGER
+        state = replace(self._state, life="failed" if self._error else "ended", error=self._error)
+        if self._error:
+            calls = self._recorder.detailed(self._recorder.progress(), stacks=True)
+            state = replace(state, where=self._error_at or state.where, channels=calls)
+        self._write(store, state)
+        while self._error and time.monotonic() < deadline and not teller.is_first and not store.check(["seen"]):
+            time.sleep(_TICK)
+        if not teller.is_first:
+            return
+        while True:
+            now = time.monotonic()
+            teller.read(store, range(self._size), now)
+            teller.hear(self._state, now)
+            if not self._error or teller.all_have_ended or now > deadline:
+                break
+            time.sleep(_TICK)
+        teller.conclude(has_failed=bool(self._error))
+        store.set("seen", "1")
+
+
+def _with_calls(channel: Channel, before: Channel | None) -> Channel:
+    """Return the channel with the calls that were looked at before."""
+    if before is None:
+        return channel
+    lasts = channel.call or (before.call if channel.entered == before.entered > channel.done else "")
+    return replace(channel, call=lasts, recent=before.recent, blocks=before.blocks)
+
+
+_watcher: Watcher | None = None
+
+
+def begin(store: dist.Store, rank: int, size: int, settings: config.Config, patience: float = 5.0) -> Watcher | None:
+    """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone."""
+    global _watcher
+    if size < 2 or settings.watch is False:
+        return None
+    if _watcher is None or _watcher.is_closed:
+        try:
+            _watcher = Watcher(store, rank, size, patience, Path(settings.status) if settings.status else None)
+        except FusionLayerError as error:
+            _logger.warning("this job is not watched: %s", error)
+            return None
+    return _watcher
+
+
+def counted() -> dict[str, float]:
+    """Return the ``counts`` of this process's watcher; empty without one."""
+    return {} if _watcher is None else _watcher.counts()
+
+
+def watch(patience: float = 5.0) -> Watcher | None:
+    """Watch the job of torch.distributed that this process belongs to; all ranks call it.
+
+    While a rank is late, stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
+    program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder
+    notes calls in any case, and a thread of this process reads it. The thread that calls this is the one whose place is
+    told.
+
+    Args:
+        patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual, three
+            times as long as those.
+
+    Returns:
+        The watcher, to ``close`` it early; None for a job of one process, and where the setting ``watch`` is false.
+
+    Raises:
+        UsageError: torch.distributed is not initialized.
+        ConfigError: a setting cannot be used.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            "fusionlayer.watch needs torch.distributed; call init_process_group() or fusionlayer.init() first"
+        )
+    if not 0 < patience < float("inf"):
+        raise UsageError(f"patience={patience!r}; expected seconds above 0")
+    store = dist.distributed_c10d._get_default_store()
+    return begin(store, dist.get_rank(), dist.get_world_size(), config.load(), patience)

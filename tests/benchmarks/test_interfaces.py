@@ -1,0 +1,55 @@
+"""The benchmark of interfaces that go down: its arithmetic, and a run of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import interfaces
+from benchmarks.lab import Flap, Network
+from tests.examples.places import needs_namespaces
+
+NETWORK = Network(2, interfaces=("8mbit", "16mbit"))
+
+
+@pytest.mark.short
+def test_each_phase_is_held_to_the_rates_of_what_is_up() -> None:
+    """eth0 sends 1 MB/s, eth1 2 MB/s but for three seconds."""
+    sent = [[second, 1e6 * second, 2e6 * (min(second, 3) + max(0, second - 6))] for second in range(10)]
+    calls = [[0.0, 1.0], [1.0, 4.5], [4.5, 5.0], [7.0, 8.0]]
+    found = {"samples": sent, "calls": calls, "equal": True}
+    before, down, after = interfaces.phases(found, NETWORK, Flap(1, "eth1", 3.0, 6.0), 9.0)
+    assert [row["eth1, Mbit/s"] for row in (before, down, after)] == [16.0, 0.0, 16.0]
+    assert [row["of the rates"] for row in (before, down, after)] == ["100.0%"] * 3
+    assert [row["longest call, s"] for row in (before, down, after)] == [3.5, 0.5, 1.0]
+    assert [row["calls"] for row in (before, down, after)] == [2, 1, 1]
+
+
+@pytest.mark.short
+def test_an_interface_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["interfaces", "--down", "eth2"])
+    with pytest.raises(SystemExit):
+        interfaces.main()
+    assert "these hosts have eth0, eth1" in capsys.readouterr().err
+
+
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
+def test_results_stay_equal_while_an_interface_is_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["interfaces", "--smoke", "--out", str(tmp_path)])
+    assert interfaces.main() == 0
+    (path,) = tmp_path.glob("interfaces_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["phase"] for row in rows] == ["both up", "eth1 down", "both up again"]
+    assert all(row["bits equal"] for row in rows)
+    assert rows[0]["calls"] > 0
+    assert (tmp_path / "plots" / "interfaces.svg").exists()
+    assert "node1: eth1 is down" in capfd.readouterr().err

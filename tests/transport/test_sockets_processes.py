@@ -1,0 +1,231 @@
+"""The transport over connections of our own, between processes: the conformance table, the fault table, the choice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fusionlayer as fl
+from fusionlayer.config import Config
+from fusionlayer.errors import PlanMismatch
+from fusionlayer.transport import C10dTransport
+from fusionlayer.transport._gloo import GlooLink
+from fusionlayer.transport._socket_options import SocketOptions
+from fusionlayer.transport._sockets import SocketLink
+from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.tiers import tiered
+
+from .conformance import CHECKS
+from .test_faults import exchange, fail_then_raise, stay_until_the_others_end, survivors
+
+pytestmark = pytest.mark.medium
+
+TIMEOUT = 15.0
+
+
+def own(connections: int = 2, timeout: float = TIMEOUT, **options: Any) -> C10dTransport:
+    return C10dTransport(timeout=timeout, sockets=SocketOptions(connections), **options)
+
+
+def conform(rank: int, world: int, connections: int, checksum: bool | None) -> None:
+    transport = own(connections, checksum=checksum)
+    assert isinstance(transport._links["cpu"], SocketLink)
+    for check in CHECKS:
+        try:
+            check(transport)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+    transport.close()
+
+
+CASES = [(2, 1, None), (2, 4, True), (3, 3, None), (4, 2, True)]
+
+
+@pytest.mark.parametrize("world, connections, checksum", tiered(CASES, lambda *case: case in CASES[:3]))
+def test_conformance(world: int, connections: int, checksum: bool | None) -> None:
+    run_ranks(conform, world, connections, checksum, timeout=60)
+
+
+def exchange_after_checkpoint(rank: int, world: int, n: int, timeout: float) -> None:
+    transport = own(timeout=timeout)
+    transport.barrier()
+    checkpoint("exchange")
+    fail_then_raise(transport, lambda: exchange(transport, n))
+
+
+@pytest.mark.parametrize("lost, store", tiered([(1, "file"), (2, "tcp"), (0, "tcp")], lambda lost, store: lost == 0))
+def test_a_killed_rank_is_gone(lost: int, store: str) -> None:
+    signals = {(lost, "exchange"): signal.SIGKILL}
+    outcomes = outcomes_of(exchange_after_checkpoint, 3, 10_000, 30.0, signals=signals, store=store)
+    survivors(outcomes, lost, f"rank {lost} is gone (process ", (lost,))
+
+
+@pytest.mark.parametrize("n", tiered([10_000, 50_000_000], lambda n: n > 1 << 20))
+def test_a_stopped_rank_is_stopped(n: int) -> None:
+    """Also one that leaves half of a long message on its way."""
+    signals = {(1, "exchange"): signal.SIGSTOP}
+    outcomes = outcomes_of(exchange_after_checkpoint, 3, n, 3.0, signals=signals)
+    assert outcomes[1].kind == "hung"
+    survivors(outcomes, 1, "rank 1 is stopped (process ", (1,))
+
+
+def kill_while_it_moves(rank: int, world: int, how: str) -> None:
+    transport = own(timeout=20)
+    transport.barrier()
+    x = torch.zeros(1 << 22)
+    if rank == 1:
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    def for_ever() -> None:
+        while True:
+            if how == "exchange":
+                exchange(transport, 1 << 24)
+            elif how == "all_reduce":
+                transport.all_reduce(x)
+            elif rank == 0:
+                transport.send(x, 1)
+            else:
+                transport.recv(x, 0)
+
+    fail_then_raise(transport, for_ever)
+
+
+@pytest.mark.parametrize("how", tiered(["exchange", "all_reduce", "send"], lambda how: how == "exchange"))
+def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
+    outcomes = outcomes_of(kill_while_it_moves, 2, how, timeout=15)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert outcomes[0].error[0] == "TransportError", outcomes[0]
+    assert "rank 1 is gone" in outcomes[0].error[1]
+
+
+def close_early(rank: int, world: int) -> None:
+    transport = own(timeout=60)
+    transport.barrier()
+    if rank == 1:
+        transport.close()
+        stay_until_the_others_end()
+        return
+    fail_then_raise(transport, lambda: exchange(transport, 10))
+
+
+def test_a_rank_that_closes_is_named() -> None:
+    survivors(outcomes_of(close_early, 3), 1, "rank 1 closed its transport after collective 1", (1,))
+
+
+def interrupt_a_call(rank: int, world: int) -> None:
+    transport = own(timeout=60)
+    transport.barrier()
+    if rank == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if rank == 0:
+        time.sleep(60)
+    try:
+        fail_then_raise(transport, lambda: exchange(transport, 10))
+    except KeyboardInterrupt:
+        os.kill(os.getppid(), 0)
+        raise
+
+
+def test_a_rank_that_waits_can_be_interrupted_and_is_named() -> None:
+    """gloo would end the wait at its deadline alone."""
+    outcomes = outcomes_of(interrupt_a_call, 3, timeout=20)
+    assert outcomes[1].error[0] == "KeyboardInterrupt"
+    assert outcomes[2].attributes["ranks"] == (1,) and "rank 1 raised KeyboardInterrupt" in outcomes[2].error[1]
+
+
+def leave_at_once(rank: int, world: int) -> float:
+    transport = own(4)
+    x = torch.full((1 << 20,), rank + 1.0)
+    transport.all_reduce(x)
+    return x.sum().item()
+
+
+def test_a_process_that_ends_right_after_its_last_call_delivers_it() -> None:
+    assert run_ranks(leave_at_once, 3) == [6.0 * (1 << 20)] * 3
+
+
+def use_in_a_child(rank: int, world: int) -> None:
+    transport = own()
+    transport.barrier()
+    child = os.fork()
+    if not child:
+        try:
+            transport.barrier()
+        except fl.UsageError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    transport.barrier()
+
+
+def test_a_forked_child_leaves_the_connections_to_its_parent() -> None:
+    run_ranks(use_in_a_child, 2)
+
+
+def sums(rank: int, world: int, transport: str) -> list[torch.Tensor]:
+    fl.init(transport=transport, settings=Config(connections=3, timeout=TIMEOUT))
+    kept = []
+    for codec in ("raw", "int8", "int4"):
+        x = torch.randn(300_001, generator=torch.Generator().manual_seed(rank))
+        fl.all_reduce(x, codec)
+        kept.append(x)
+    every = torch.empty(world * 1000)
+    fl.all_gather(every, torch.randn(1000, generator=torch.Generator().manual_seed(rank)))
+    link = type(fl.context.transport()._links["cpu"]).__name__  # type: ignore[attr-defined]
+    assert link == {"c10d": "GlooLink", "sockets": "SocketLink"}[transport]
+    fl.shutdown()
+    return [*kept, every]
+
+
+def test_results_have_the_bits_of_gloo() -> None:
+    for own_results, of_gloo in zip(run_ranks(sums, 2, "sockets"), run_ranks(sums, 2, "c10d"), strict=True):
+        for mine, theirs in zip(own_results, of_gloo, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def choose(rank: int, world: int, slow: str) -> list[str]:
+    """As if the ranks were on hosts of their own, and one kind of link were slow on one rank."""
+    from fusionlayer.transport import _sockets
+
+    if slow != "alone":
+        _sockets.node_name = lambda: f"host {rank}"  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        kind = {"gloo": GlooLink, "own": SocketLink}[slow]
+        fast = kind.exchange
+
+        def exchange_slowly(self: Any, *args: Any) -> None:
+            fast(self, *args)
+            time.sleep(0.05 * (rank == 1))
+
+        kind.exchange = exchange_slowly  # type: ignore[method-assign]
+    transport = C10dTransport(timeout=TIMEOUT, sockets=SocketOptions(2, only_if_faster=True))
+    second = transport.duplicate()
+    x = torch.ones(70_000)
+    for each in (transport, second):
+        each.all_reduce(x)
+    assert (x == 4).all()
+    return [type(each._links["cpu"]).__name__ for each in (transport, second)]
+
+
+@pytest.mark.parametrize(
+    "slow, link", tiered([("gloo", "SocketLink"), ("own", "GlooLink"), ("alone", "GlooLink")], lambda *_: True)
+)
+def test_auto_takes_the_faster_link_on_all_ranks(slow: str, link: str) -> None:
+    assert run_ranks(choose, 2, slow) == [[link, link]] * 2
+
+
+def differ(rank: int, world: int) -> None:
+    with pytest.raises(PlanMismatch, match=r"transport differs over ranks .*\[1\] differ.*rank 1: \"c10d\""):
+        C10dTransport(timeout=TIMEOUT, sockets=None if rank == 1 else SocketOptions(2))
+    with pytest.raises(PlanMismatch, match=r"connections differs over ranks .*rank 1: 3"):
+        own(3 if rank == 1 else 2)
+
+
+def test_settings_that_differ_over_ranks_are_told() -> None:
+    run_ranks(differ, 3)

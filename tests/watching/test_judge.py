@@ -1,0 +1,161 @@
+"""Who is to blame, from where ranks are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusionlayer.processes import Identity
+from fusionlayer.watching._judge import judge
+from fusionlayer.watching._pace import Pace
+from fusionlayer.watching._states import Channel, Noted, State, decode, encode
+
+pytestmark = pytest.mark.short
+
+ME = Identity.own()
+
+
+def ranks(*entered: int, done: int = 7, where: str = "train.py:9") -> dict[int, State]:
+    """Return ranks of one group; those that have entered more calls than are done have waited for long."""
+    every = tuple(range(len(entered)))
+    return {
+        rank: State(
+            rank,
+            ME,
+            1,
+            idle=6.0,
+            waits=calls > done,
+            doing="is in all_reduce" if calls > done else "is",
+            where=where if calls > done else f"data.py:{rank}",
+            channels={"group 0": Channel(every, calls, done, "all_reduce of (4) float32" if calls > done else "")},
+        )
+        for rank, calls in enumerate(entered)
+    }
+
+
+def with_calls(states: dict[int, State], *whats: str, first: int = 7) -> dict[int, State]:
+    """Return the ranks with the calls that each has made, "a, b"."""
+    found = {}
+    for (rank, state), what in zip(states.items(), whats, strict=True):
+        calls = tuple(Noted(first + i, each, f"train.py:{rank}{i}") for i, each in enumerate(what.split(", ")))
+        channel = replace(state.channels["group 0"], recent=calls)
+        found[rank] = replace(state, channels={"group 0": channel})
+    return found
+
+
+def test_a_healthy_job_has_no_finding() -> None:
+    assert judge(ranks(7, 7, 7), {}, 3) == []
+    busy = ranks(8, 8, 7)
+    assert judge({rank: replace(state, waits=False) for rank, state in busy.items()}, {}, 3) == []
+
+
+def test_the_rank_that_has_not_come_is_late_and_its_line_is_named() -> None:
+    (found,) = judge(ranks(8, 7, 8), {}, 3)
+    assert (found.kind, found.ranks) == ("late", (1,))
+    assert "is at data.py:1" in found.text and "ranks 0, 2 wait" in found.text and "train.py:9" in found.text
+    loading = ranks(8, 8, 7)
+    loading[2] = replace(loading[2], doing="waits for data")
+    (found,) = judge(loading, {}, 3)
+    assert found.ranks == (2,) and "waits for data at data.py:2" in found.text
+
+
+def test_who_waits_for_another_is_not_blamed() -> None:
+    states = ranks(8, 7, 7)
+    other = Channel((1, 2), 3, 2, "all_gather of (2) float32")
+    states[1] = replace(states[1], waits=True, channels={**states[1].channels, "group 1": other})
+    states[2] = replace(states[2], channels={**states[2].channels, "group 1": replace(other, entered=2)})
+    assert [found.ranks for found in judge(states, {}, 3)] == [(2,)]
+
+
+def test_ranks_that_wait_for_each_other_are_told_so() -> None:
+    states = ranks(8, 7)
+    group = Channel((0, 1), 4, 3, "barrier")
+    states[0] = replace(states[0], channels={**states[0].channels, "group 1": replace(group, entered=3)})
+    states[1] = replace(states[1], waits=True, channels={**states[1].channels, "group 1": group})
+    (found,) = judge(states, {}, 2)
+    assert (found.kind, found.ranks) == ("conflict", (0, 1)) and "barrier" in found.text
+
+
+def test_a_receive_blames_the_rank_that_it_waits_for() -> None:
+    states = ranks(7, 7, 7)
+    states[0] = replace(states[0], waits=True, peer=2, doing="is in recv")
+    (found,) = judge(states, {}, 3)
+    assert found.ranks == (2,) and "in recv from it" in found.text
+
+
+@pytest.mark.parametrize("kind", ["gone", "stopped", "silent"])
+def test_a_process_in_trouble_comes_before_those_that_wait_for_it(kind: str) -> None:
+    (found,) = judge(ranks(8, 7, 8), {1: kind}, 3)
+    assert (found.kind, found.ranks) == (kind, (1,)) and "data.py:1" in found.text
+
+
+def test_the_odd_call_is_named_with_its_line() -> None:
+    same, other = "all_reduce of (4) float32", "all_reduce of (5) float32"
+    (found,) = judge(with_calls(ranks(8, 8, 8), same, f"{other}", same), {}, 3)
+    assert (found.kind, found.ranks) == ("conflict", (1,))
+    assert "rank 1 in all_reduce of (5) float32 at train.py:10" in found.text and "ranks 0, 2" in found.text
+
+
+def test_of_two_ranks_the_one_is_odd_whose_call_nobody_has_made_before() -> None:
+    same, other = "all_reduce of (4) float32", "all_reduce of (4) float64"
+    (found,) = judge(with_calls(ranks(8, 8), f"{same}, {same}", f"{same}, {other}"), {}, 2)
+    assert found.ranks == (1,)
+    (found,) = judge(with_calls(ranks(8, 8), f"{same}, barrier", f"{same}, {other}"), {}, 2)
+    assert found.ranks == (0, 1)
+
+
+def test_calls_whose_shapes_may_differ_are_alike() -> None:
+    assert judge(with_calls(ranks(7, 7), "all_to_all of (4) float32", "all_to_all of (6) float32"), {}, 2) == []
+
+
+def test_calls_that_are_over_are_compared_by_blocks() -> None:
+    states = ranks(900, 1000, done=1000)
+    for rank, total in enumerate((11, 12)):
+        channel = replace(states[rank].channels["group 0"], blocks={"3": total, "4": 5})
+        states[rank] = replace(states[rank], channels={"group 0": channel})
+    (found,) = judge(states, {}, 2)
+    assert "from 192 to 255" in found.text and found.calls == "group 0 192 255"
+
+
+def test_an_exception_is_the_cause_of_connections_that_are_lost() -> None:
+    states = ranks(8, 7, 8)
+    states[0] = replace(states[0], life="failed", error="RuntimeError: Connection closed by peer [::1]")
+    states[1] = replace(states[1], life="failed", error="ValueError: bad label", where="train.py:3")
+    (found,) = judge(states, {}, 3)
+    assert (found.kind, found.ranks) == ("failed", (1,)) and "bad label at train.py:3" in found.text
+    states[1] = replace(states[1], life="ended", error="")
+    (found,) = judge(states, {}, 3)
+    assert (found.kind, found.ranks) == ("ended", (1,))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b'{"rank": 1}', b"\xff\xfe", b'{"rank": {}, "process": 1}'])
+def test_what_no_rank_has_written_is_no_state(text: bytes) -> None:
+    assert decode(text, 1, 2) is None
+
+
+def test_a_state_comes_back_as_it_was_written_and_only_from_its_rank() -> None:
+    state = with_calls(ranks(8, 8), "barrier", "barrier")[1]
+    assert decode(encode(state).encode(), 1, 2) == state
+    assert decode(encode(state).encode(), 0, 2) is None
+    assert decode(encode(replace(state, peer=2)).encode(), 1, 2) is None
+
+
+def test_a_wait_is_long_only_if_it_is_longer_than_usual() -> None:
+    pace = Pace(5.0)
+    for step in range(50):
+        pace.note(step * 1.0, {"group 0": (step, step)})
+    assert not pace.is_long(53.0) and pace.is_long(54.5)
+    slow = Pace(5.0)
+    for step in range(50):
+        slow.note(step * 4.0, {"group 0": (step, step)})
+    assert not slow.is_long(49 * 4.0 + 11) and slow.is_long(49 * 4.0 + 13)
+
+
+def test_one_long_wait_does_not_become_usual() -> None:
+    pace = Pace(5.0)
+    now = 0.0
+    for step in range(50):
+        now += 60.0 if step == 20 else 1.0
+        pace.note(now, {"group 0": (step, step)})
+    assert pace.is_long(now + 6.0)

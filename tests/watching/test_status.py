@@ -1,0 +1,108 @@
+"""`fusionlayer status`: the file that the first rank keeps, and its table."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from fusionlayer.cli import main
+from fusionlayer.errors import ConfigError
+from fusionlayer.processes import Identity
+from fusionlayer.watching import _report
+from fusionlayer.watching._judge import Finding
+from fusionlayer.watching._report import Report
+from fusionlayer.watching._states import Channel, State
+
+pytestmark = pytest.mark.short
+
+ME = Identity.own()
+
+
+def report(**more: object) -> Report:
+    """Return the report of a job in which rank 1 is late."""
+    states = [
+        State(
+            rank,
+            ME,
+            3,
+            idle=7.4,
+            waits=rank != 1,
+            doing="waits for data" if rank == 1 else "is in all_reduce",
+            where="examples/a_long_folder/train_a_large_model.py:31",
+            channels={"group 0": Channel((0, 1, 2), 58 - (rank == 1), 57, "all_reduce of (4160) float32")},
+            counts={"steps": 57.0, "bytes_sent": 3.1e9},
+        )
+        for rank in range(3)
+    ]
+    text = "rank 1 is late: it waits for data at train.py:31; ranks 0, 2 wait for it 7 s in call 58"
+    made = Report(1, "train.py --lr 3", 3, ME, 1000.0, 1100.0, "runs", tuple(states), (Finding("late", (1,), text),))
+    return replace(made, past=((1099.0, text),), **more)  # type: ignore[arg-type]
+
+
+def test_the_table_fits_80_columns_and_names_the_late_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "status.json"
+    _report.write(report(), path)
+    assert main(["status", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    (late,) = [line for line in shown.splitlines() if line.split()[:2] == ["1", "late"]]
+    assert "57" in late and "waits for data" in late
+    assert "! rank 1 is late" in shown
+
+
+def test_json_has_all_that_is_known_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "status.json"
+    _report.write(report(), path)
+    assert main(["status", "--json", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(report())))
+    assert _report.read(path) == report()
+
+
+def test_a_job_whose_rank_0_was_killed_is_told_as_failed(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    _report.write(report(writer=replace(ME, started="1")), path)
+    found = _report.read(path)
+    assert found.life == "failed" and found.findings[-1].kind == "gone" and len(found.states) == 3
+
+
+def test_only_this_user_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = _report.folder() / "job-1.json"
+    _report.write(report(), path)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert [*_report.reports()] == [path]
+    path.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="not a folder of this user alone"):
+        _report.folder()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "no JSON"),
+        ('{"version": 9}', "version 9, expected 1"),
+        ('{"version": 1}', "lacks"),
+        ("[]", "keys and values"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "status.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        _report.read(path)
+
+
+def test_without_a_job_it_says_how_to_watch_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert main(["status"]) == 1
+    assert "FUSIONLAYER_WATCH=1" in capsys.readouterr().err
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,187 @@
+"""Jobs that know only torch, and one rank to which something happens: the first rank alive names it, and its line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import fusionlayer as fl
+from fusionlayer import watching
+from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.tiers import tiered
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(150)]
+
+CULPRIT = 1
+HERE = Path(__file__).name
+
+
+class Told(Exception):
+    """Carries what a rank has logged out of it: the others are stuck, so it must not meet them any more."""
+
+
+class _Slow(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(100)  # line: late
+        return torch.zeros(1)
+
+
+def _late() -> None:
+    next(iter(DataLoader(_Slow())))
+
+
+def _stopped() -> None:
+    checkpoint("stops")
+
+
+def _killed() -> None:
+    checkpoint("dies")
+
+
+def _other_type() -> None:
+    dist.all_reduce(torch.ones(8, dtype=torch.int32))  # line: other_type
+    time.sleep(100)
+
+
+def _other_call() -> None:
+    dist.barrier()  # line: other_call
+    time.sleep(100)
+
+
+def _leaves() -> None:
+    fl.watch().close()
+    time.sleep(100)
+
+
+def _recv() -> None:
+    dist.recv(torch.ones(8), 0)  # line: recv
+
+
+CASES = {
+    "late": (_late, r"rank 1 is late: it waits for data"),
+    "stopped": (_stopped, r"rank 1 is stopped"),
+    "killed": (_killed, r"rank 1 is gone"),
+    "other_type": (_other_type, r"ranks differ in call \d+: rank 1 in all_reduce of \(8\) int32"),
+    "other_call": (_other_call, r"ranks differ in call \d+: rank 1 in barrier"),
+    "leaves": (_leaves, r"rank 1 has ended"),
+    "recv": (_recv, r"rank 1 is late: it is in recv|wait for each other"),
+}
+
+
+def _line(mark: str) -> str | None:
+    source = inspect.getsource(inspect.getmodule(_line)).splitlines()  # type: ignore[arg-type]
+    found = [n for n, line in enumerate(source, 1) if line.endswith(f"# line: {mark}")]
+    return f"{HERE}:{found[0]}" if found else None
+
+
+def _job(rank: int, world: int, case: str, folder: str) -> None:
+    os.environ["FUSIONLAYER_STATUS"] = f"{folder}/status.json"
+    watcher = fl.watch(patience=1.5)
+    assert watcher is not None
+    for _ in range(5):
+        dist.all_reduce(torch.ones(8))
+    checkpoint("trained")
+    time.sleep(1.5)  # so that each has written where it is
+    if rank == CULPRIT:
+        CASES[case][0]()
+        time.sleep(100)
+    work = dist.all_reduce(torch.ones(8), async_op=True)
+    for _ in range(600):
+        if rank == 0 and any("rank 1" in line for line in watcher.lines):
+            time.sleep(1.2)  # the file is written once more
+            raise Told("\n".join(watcher.lines))
+        time.sleep(0.1)
+    raise AssertionError(f"nothing was told: {watcher.lines} {work}")
+
+
+@pytest.mark.parametrize("case", tiered(CASES, lambda case: case in ("late", "stopped", "other_type")))
+def test_the_culprit_is_named_with_its_line_while_others_wait(case: str, tmp_path: Path) -> None:
+    signals = {(CULPRIT, "stops"): signal.SIGSTOP, (CULPRIT, "dies"): signal.SIGKILL}
+    outcome = outcomes_of(_one_waits, 3, case, str(tmp_path), signals=signals, timeout=90)[0]
+    assert outcome.error[0] == "Told", (outcome.error, outcome.trace)
+    told = outcome.error[1]
+    assert re.search(CASES[case][1], told), told
+    line = _line(case)
+    assert line is None or line in told, told
+    report = watching.read(tmp_path / "status.json")
+    assert report.findings and len(report.states) == 3
+
+
+def _one_waits(rank: int, world: int, case: str, folder: str) -> None:
+    done = Path(folder) / "done"
+    if rank:
+        threading.Thread(target=_end_with, args=(done,), daemon=True).start()
+    try:
+        _job(rank, world, case, folder)
+    finally:
+        done.touch()
+    time.sleep(100)
+
+
+def _end_with(file: Path) -> None:
+    """End the process when the file appears, wherever its other threads are stuck."""
+    while not file.exists():
+        time.sleep(0.1)
+    os._exit(0)
+
+
+def _first_lost(rank: int, world: int, folder: str) -> None:
+    os.environ["FUSIONLAYER_STATUS"] = f"{folder}/status.json"
+    watcher = fl.watch(patience=1.5)
+    assert watcher is not None
+    dist.all_reduce(torch.ones(8))
+    time.sleep(4)  # until the others have read who rank 0 is
+    checkpoint("lost")
+    for _ in range(600):
+        if watcher.lines:
+            raise Told("\n".join(watcher.lines))
+        time.sleep(0.1)
+
+
+@pytest.mark.exhaustive(
+    guarded_by="tests/watching/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait"
+)
+def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path) -> None:
+    outcomes = outcomes_of(_first_lost, 2, str(tmp_path), signals={(0, "lost"): signal.SIGSTOP}, timeout=60)
+    assert outcomes[1].error[0] == "Told" and "rank 0 is stopped" in outcomes[1].error[1]
+
+
+def _healthy(rank: int, world: int, folder: str) -> tuple[list[str], int]:
+    os.environ["FUSIONLAYER_STATUS"] = f"{folder}/status.json"
+    before = [f.__name__ for f in _torchs()]
+    watcher = fl.watch(patience=1.5)
+    assert watcher is not None
+    noise = torch.Generator().manual_seed(rank)
+    for step in range(40):
+        time.sleep(0.1 * float(torch.rand((), generator=noise)) + (0.9 if step == 20 and rank == 2 else 0.0))
+        dist.all_reduce(torch.ones(8))
+        if step % 7 == 0:
+            dist.broadcast(torch.ones(step + 1), step % world)
+    assert before == [f.__name__ for f in _torchs()]
+    watcher.close()
+    return watcher.lines, watcher._state.serial
+
+
+def _torchs() -> Iterator[object]:
+    yield from (dist.all_reduce, dist.broadcast, dist.ProcessGroup.allreduce)
+
+
+def test_uneven_training_gives_no_alarm_and_writes_seldom(tmp_path: Path) -> None:
+    for lines, written in run_ranks(_healthy, 3, str(tmp_path), timeout=60):
+        assert lines == []
+        assert written <= 12
+    assert not (tmp_path / "status.json").exists()
