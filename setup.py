@@ -181,7 +181,9 @@ def build_cpu(werror: bool) -> Path:
         return Step(output, command, (source, *headers(source.parent.name)), tool)
 
     kernels = sources("cpu/kernels*.cpp")
-    steps = [compile_step(source, "", *built) for source in sources("cpu/*.cpp", "sockets/*.cpp") if source not in kernels]
+    steps = [
+        compile_step(source, "", *built) for source in sources("cpu/*.cpp", "sockets/*.cpp") if source not in kernels
+    ]
     # Beside the others, the baseline runs only on CPUs without AVX2. It takes longest to compile.
     variants = {isa: ("-O1",) if isa == "baseline" and len(isas) > 1 else ISA_FLAGS[isa] for isa in isas}
     for isa, extra in variants.items():

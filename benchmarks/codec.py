@@ -33,6 +33,7 @@ import fusionlayer as fl
 from benchmarks import driver
 from fusionlayer import native
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.delta import Delta
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.codecs.zip import window_base
 from fusionlayer.integrations.weights import Weights
@@ -142,6 +143,29 @@ def two_level_rows(x: Tensor) -> Iterator[Row]:
     yield Row("qwd", "encode_difference", dtype, read, partial(differences.encode_difference, main, x, payload))
     apply = partial(differences.decode_add, payload, weights, dtype=torch.float32)
     yield Row("qwd", "decode_add", dtype, payload.nbytes + 2 * x.nbytes, apply)
+
+
+def change_rows(x: Tensor) -> Iterator[Row]:
+    """Yield rows of ``delta`` with a base: weights of standard deviation 0.02, and those a step of AdamW before.
+
+    A step moves each weight in f32 by at most the learning rate, all amounts alike. Both tensors are read, or one is
+    read and one written.
+    """
+    numel, dtype = x.numel(), str(x.dtype).removeprefix("torch.")
+    codec, main = fl.codecs.get("delta").bare, 0.02 * x.float()
+    assert isinstance(codec, Delta)
+    draw = torch.rand(numel, generator=torch.Generator().manual_seed(1)).to(x.device)
+    for lr in CHANGES:
+        base, new = main.to(x.dtype), (main + lr * (2 * draw - 1)).to(x.dtype)
+        payload = torch.zeros(codec.wire(numel, x.dtype).capacity, dtype=torch.uint8, device=x.device)
+        codec.encode_change(new, base, payload)
+        used, out = codec.used_bytes(payload, numel, x.dtype), torch.empty_like(x)
+        name, nbytes, ratio = f"delta, lr {lr:g}", 2 * x.nbytes + used, x.nbytes / used
+        yield Row(name, "encode_change", dtype, nbytes, partial(codec.encode_change, new, base, payload), ratio, True)
+        yield Row(name, "apply_change", dtype, nbytes, partial(codec.apply_change, payload, base, out), waits=True)
+
+
+CHANGES = (1e-3, 1e-4, 1e-5, 1e-6)
 
 
 def torch_int4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,6 +374,7 @@ def main() -> None:
                 rows += codec_rows(name, fl.codecs.get(name).bare, values)
                 rows += dynamiq_rows(values) if name == "dynamiq" else ()
                 rows += two_level_rows(values) if name == "tlq_hs" else ()
+                rows += change_rows(values) if name == "delta" else ()
         if "int4" in args.codecs:
             scale, packed = torch_int4(x)
             nbytes = x.nbytes + 4 * scale.numel() + packed.numel()

@@ -121,8 +121,9 @@ def test_a_link_is_slow_if_it_carries_far_less_while_it_has_data_to_send() -> No
         assert not look(second, 1e7 * second, 0.5 * second)  # 20 MB/s while busy
     assert not look(6, 5.1e7, 2.51)  # idle, and as fast
     assert not look(7, 5.2e7, 3.51)  # 1 MB/s, once
-    assert look(8, 5.3e7, 4.51)
-    assert not look(9, 6.3e7, 5.01)
+    assert not look(8, 5.3e7, 4.51)
+    assert look(9, 5.4e7, 5.51)
+    assert not look(10, 6.4e7, 6.01)
 
 
 def test_a_port_that_is_taken_is_told() -> None:

@@ -29,6 +29,7 @@ from benchmarks.quiet import pressure
 
 from .cell import Cell, Row, in_words
 from .options import parse
+from .picture import draw_shares
 from .summary import summarize
 
 
@@ -43,12 +44,14 @@ def main() -> int:
     if no_mpi:
         print(f"no rows of MPI: {no_mpi}", file=sys.stderr)
     results, lines, failed = [], [], []
+    measured: list[tuple[Cell, list[Row]]] = []
     try:
         for cell in cells(options, emulated=no_namespaces is None, mpi=no_mpi is None):
             rows = run(cell, isolated=no_namespaces is None, timeout=options.timeout)
             if rows is None:
                 failed.append(f"{cell.network}, {cell.world} workers")
                 continue
+            measured.append((cell, rows))
             lines += summarize(cell, rows)
             link: dict[str, object] = {"delay": cell.delay, "loss": cell.loss, "congestion": cell.congestion}
             link |= {"interfaces": cell.interfaces} if cell.interfaces else {}
@@ -61,7 +64,9 @@ def main() -> int:
     if not results:
         return 1
     title = f"Collectives: {options.rounds} rounds, f32 on CPUs"
-    driver.finish(options, options.theme, title, environment, results, lines)
+    limited = any(cell.lab().bits_per_second for cell, _ in measured)
+    pictures = {options.theme: lambda: draw_shares(measured)} if options.functions and limited else {}
+    driver.finish(options, options.theme, title, environment, results, lines, pictures=pictures)
     return 1 if failed else 0
 
 
@@ -111,7 +116,12 @@ def run(cell: Cell, *, isolated: bool, timeout: float) -> list[Row] | None:
         for line in process.stdout:
             rows += [Row(**row) for row in json.loads(line)]
             print(f"{cell.network}, {cell.world} workers: {in_words(rows[-1].size)} is measured", file=sys.stderr)
-        return rows if process.wait() == 0 else None
+        if process.wait() == 0:
+            return rows
+    if {row.size for row in rows} == set(cell.sizes):
+        print(f"{cell.network}, {cell.world} workers: all is measured, but a worker failed at its end", file=sys.stderr)
+        return rows
+    return None
 
 
 def why_no_mpi() -> str | None:

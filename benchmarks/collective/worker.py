@@ -48,7 +48,8 @@ def main() -> None:
             print(json.dumps(rows), flush=True)
     dist.barrier()
     for transport in over.values():
-        transport.finish()
+        if transport is not gloo:
+            transport.finish()
     fl.shutdown()
 
 
@@ -94,7 +95,7 @@ def _start(
             row.seconds, row.sent, row.cpu_seconds = ([figure] for figure in first)
             yield operation, row, 0
         else:
-            yield operation, row, max(1, min(cell.rounds, int(cell.most_seconds / (calls * seconds))))
+            yield operation, row, max(1, int(min(cell.rounds, cell.most_seconds / (calls * seconds))))
 
 
 def turn(

@@ -32,7 +32,7 @@ from benchmarks.training.summary import interval
 from examples.gpt import Config
 from fusionlayer.cli import drawing
 
-from .variants import BASELINE, VARIANTS, counted, parts_of
+from .variants import BASELINE, DTYPES, VARIANTS, counted, parts_of
 from .worker import Job, as_json
 
 __all__ = ["columns", "main", "picture", "rows"]
@@ -42,7 +42,7 @@ SECOND = "int4, flat"
 
 
 def rows(
-    measured: Mapping[str, Sequence[Mapping[str, float]]], config: Config, nodes: int, per_node: int
+    measured: Mapping[str, Sequence[Mapping[str, float]]], config: Config, nodes: int, per_node: int, dtype: str = "f32"
 ) -> list[dict[str, Any]]:
     """Return a row for each variant: speed-ups over ``BASELINE`` and ``SECOND``, and bytes beside those counted."""
     parts, found = parts_of(config, nodes * per_node), []
@@ -56,7 +56,7 @@ def rows(
             "rounds": list(rounds),
         }
         if variant.weights is not None:
-            row["counted"], row["message"] = counted(variant, parts, nodes, per_node)
+            row["counted"], row["message"] = counted(variant, parts, nodes, per_node, DTYPES[dtype])
         for other, key in ((BASELINE, "speedup"), (SECOND, "over_flat")):
             if other in measured:
                 ratios = [b["seconds"] / a["seconds"] for a, b in zip(rounds, measured[other], strict=True)]
@@ -121,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in shape.items():
         parser.add_argument(f"--{name}", type=count(), default=value, help=f"of the model ({value})")
     parser.add_argument("--batch", type=count(), default=2, help="pieces of text in a rank's step (2)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="f32", help="of FSDP2's weights in transit (f32)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (1e-3)")
     driver.add_options(parser, timed=True)
     options = parser.parse_args(arguments)
     try:
@@ -133,19 +135,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = driver.begin(options, options.nodes * options.ranks)
     names = list(dict.fromkeys([BASELINE, *(VARIANTS if options.variants is None else options.variants)]))
     before = pressure()
-    measured = _measure(Job(names, options.rounds, asdict(config), options.batch), network, options.ranks)
+    job = Job(names, options.rounds, asdict(config), options.batch, options.dtype, options.lr)
+    measured = _measure(job, network, options.ranks)
     if measured is None:
         return 1
     busy = {"before": before, "after": pressure()}
-    found = [{**row, "pressure": busy} for row in rows(measured, config, options.nodes, options.ranks)]
+    made = rows(measured, config, options.nodes, options.ranks, options.dtype)
+    found = [{**row, "pressure": busy} for row in made]
     shown = [columns(row) for row in found]
     size = options.nodes * options.ranks
     elements = size * sum(part.shard for part in parts_of(config, size))
     title = (
         f"Sharded step: {options.nodes} nodes of {options.ranks} ranks, {network.rate} between nodes, GPT of "
-        f"{elements / 1e6:.1f} M weights, {options.rounds} rounds"
+        f"{elements / 1e6:.1f} M weights that travel in {options.dtype}, learning rate {options.lr:g}, "
+        f"{options.rounds} rounds"
     )
     name = f"sharded-{options.nodes}x{options.ranks}"
+    if (options.dtype, options.rate) != ("f32", "100mbit"):
+        name += f"-{options.dtype}-{options.rate}"
     driver.finish(options, name, title, environment, found, shown, pictures={name: lambda: picture(found)})
     return 0
 

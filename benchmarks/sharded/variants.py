@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fusionlayer as fl
 from examples.gpt import GPT, Config
@@ -16,9 +16,9 @@ from fusionlayer.codecs import Codec
 from fusionlayer.functional import make_codec
 from fusionlayer.integrations.weights import Weights, both_ways
 
-__all__ = ["BASELINE", "VARIANTS", "Part", "Trainer", "Variant", "counted", "parts_of"]
+__all__ = ["BASELINE", "DTYPES", "VARIANTS", "Part", "Trainer", "Variant", "counted", "parts_of"]
 
-LEARNING_RATE = 1e-3
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Variant:
     kept: bool = False
     optimizer: bool = False
 
-    def trainer(self, config: Config, seed: int) -> Trainer:
-        """Return the model of a seed in training; all ranks make it together."""
+    def trainer(self, config: Config, seed: int, dtype: str, lr: float) -> Trainer:
+        """Return the model of a seed in training, its weights in transit of a type of ``DTYPES``; all ranks make it."""
         torch.manual_seed(seed)
         model = GPT(config)
-        return _Optimizer(self, model) if self.optimizer else _FSDP(self, model)
+        return _Optimizer(self, model, lr) if self.optimizer else _FSDP(self, model, DTYPES[dtype], lr)
 
     @property
     def both(self) -> tuple[Weights, Codec]:
@@ -61,6 +61,10 @@ VARIANTS = {
         Variant(BASELINE),
         Variant("FSDP2, kept", kept=True),
         Variant("raw", "raw", "raw"),
+        Variant("zip", "zip", "zip"),
+        Variant("delta + zip", "delta", "zip"),
+        Variant("qwd + zip", "qwd", "zip"),
+        Variant("delta + tlq_hs", "delta", "tlq_hs"),
         Variant("int4, flat", "int4", "int4", flat=True),
         Variant("qwd + int4, flat", "qwd", "int4", flat=True),
         Variant("zero++", "zero++"),
@@ -92,16 +96,18 @@ class Trainer(ABC):
 
 
 class _FSDP(Trainer):
-    def __init__(self, variant: Variant, model: GPT) -> None:
+    def __init__(self, variant: Variant, model: GPT, dtype: torch.dtype, lr: float) -> None:
         self.model = model
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
         for part in (*model.blocks, model):
-            fully_shard(part, reshard_after_forward=False if variant.kept or part is model else None)
+            reshard = False if variant.kept or part is model else None
+            fully_shard(part, mp_policy=policy, reshard_after_forward=reshard)
         self._compression = None
         if variant.weights is not None:
             nodes = 1 if variant.flat else None
             given = {} if variant.gradients is None else {"gradients": variant.gradients}
             self._compression = fl.fsdp.compress(model, variant.weights, **given, nodes=nodes)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 
     @property
     def payload(self) -> int | None:
@@ -109,14 +115,14 @@ class _FSDP(Trainer):
 
 
 class _Optimizer(Trainer):
-    def __init__(self, variant: Variant, model: GPT) -> None:
+    def __init__(self, variant: Variant, model: GPT, lr: float) -> None:
         self.model = model
         self.optimizer = fl.ShardedOptimizer(
             model.parameters(),
             torch.optim.AdamW,
             weights=variant.weights,
             gradients=variant.gradients,
-            lr=LEARNING_RATE,
+            lr=lr,
         )
 
     @property
@@ -150,8 +156,12 @@ def _shard(parameters: Iterator[nn.Parameter], size: int) -> int:
     return sum(-(-p.shape[0] // size) * (p.numel() // p.shape[0]) for p in parameters)
 
 
-def counted(variant: Variant, parts: Sequence[Part], nodes: int, per_node: int) -> tuple[float, float]:
+def counted(
+    variant: Variant, parts: Sequence[Part], nodes: int, per_node: int, dtype: torch.dtype = torch.float32
+) -> tuple[float, float]:
     """Return what leaves a node in a step, by counting messages, and the whole model's message; bytes.
+
+    Weights travel in ``dtype``. Of codecs whose messages depend on the values it is the most.
 
     The latter is the mean of one of its weights and one of its gradients. In two levels a rank sends each half's
     message to its twin in every other node, without them to every rank there.
@@ -165,7 +175,8 @@ def counted(variant: Variant, parts: Sequence[Part], nodes: int, per_node: int) 
     leaving = whole = 0
     for part in parts:
         gathers = 1 if weights.differences or variant.kept else part.gathers
-        gathered, reduced = (codec.wire(part.shard).capacity for codec in (weights.codec, gradients))
+        gathered = weights.codec.wire(part.shard, dtype).capacity
+        reduced = gradients.wire(part.shard).capacity
         leaving += per_node * (gathers * gather_to * gathered + reduce_to * reduced)
         whole += nodes * per_node * (gathered + reduced) // 2
     return leaving, whole

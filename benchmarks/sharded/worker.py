@@ -35,6 +35,8 @@ class Job:
         rounds: that count; two before them do not, as the first step of a variant sends whole weights.
         config: of the model, as a mapping.
         batch: pieces of text in a rank's step.
+        dtype: of weights in transit, a name of ``DTYPES``.
+        lr: learning rate.
         seed: of weights, data and order.
     """
 
@@ -42,6 +44,8 @@ class Job:
     rounds: int
     config: Mapping[str, int | bool]
     batch: int
+    dtype: str = "f32"
+    lr: float = 1e-3
     seed: int = 0
 
 
@@ -68,7 +72,9 @@ def measure(job: Job) -> dict[str, list[dict[str, float]]]:
     messages that a rank sent, inside its node too, "loss" the mean over ranks.
     """
     config = Config(**job.config)  # type: ignore[arg-type]
-    trainers: dict[str, Trainer] = {name: VARIANTS[name].trainer(config, job.seed) for name in job.variants}
+    trainers: dict[str, Trainer] = {
+        name: VARIANTS[name].trainer(config, job.seed, job.dtype, job.lr) for name in job.variants
+    }
     device = carrier(fl.local_size(), fl.size(), os.environ.get("GLOO_SOCKET_IFNAME"))
     corpus = Corpus()
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}

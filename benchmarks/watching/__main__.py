@@ -12,145 +12,16 @@ with steps of uneven length and counts lines: each is a false alarm.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import torch.distributed as dist
+from dataclasses import asdict
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
 
 from .program import FAULTS
+from .rounds import LIMIT, RANKS, play, why_no_lab
 
-__all__ = ["Row", "main", "play"]
-
-RANKS = 3
-WHO = 1
-AT = 40
-LIMIT = 10.0
-_PATIENCE = 45.0
-# Faults in which no rank alone is wrong: what must be named is one of these sets.
-_ALSO = {"waits_for_nobody": ((1,), (2,), (1, 2), (0, 1, 2), (0, 1))}
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of a fault.
-
-    Attributes:
-        fault: its name.
-        backend: of the job.
-        seconds: from the fault to the first line that blames the culprit; None: there was none.
-        place: whether that line, or a later one, names a line of the program.
-        line: it.
-        others: lines that blame other ranks.
-        cost: share of a core that the watching thread of a rank has taken, at most; None: the ranks did not end well.
-    """
-
-    fault: str
-    backend: str
-    seconds: float | None
-    place: bool
-    line: str
-    others: tuple[str, ...]
-    cost: float | None = None
-
-    @property
-    def is_good(self) -> bool:
-        """Whether culprit and place were named in time; of a healthy job, whether nothing was said."""
-        if self.fault == "healthy":
-            return not self.others and self.cost is not None
-        return self.seconds is not None and self.seconds <= LIMIT and self.place
-
-
-def play(fault: str, backend: str, *, uneven: float = 0.0, seconds: float = 600.0, patience: float = _PATIENCE) -> Row:
-    """Run one job."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(RANKS)]
-        status = Path(folder) / "status.json"
-        processes = [
-            _start(rank, store.port, fault, backend, uneven, seconds, logs[rank], status) for rank in range(RANKS)
-        ]
-        begun, struck, blamed = time.monotonic(), None, None
-        try:
-            while time.monotonic() - begun < (patience if fault else seconds + patience):
-                time.sleep(0.1)
-                text = "".join(log.read_text(errors="replace") for log in logs)
-                struck = struck or (fault and '"fault"' in text and time.time())
-                blamed = blamed or (_blames(text, fault) and time.time())
-                if all(process.poll() is not None for process in processes):
-                    break
-                if blamed and time.time() - blamed > 3.0:
-                    break
-                if struck and time.time() - struck > 2 * LIMIT:
-                    break
-        finally:
-            _end(processes)
-        text = "".join(log.read_text(errors="replace") for log in logs)
-    moments = [json.loads(line)["at"] for line in text.splitlines() if line.startswith('{"fault"')]
-    lines = list(dict.fromkeys(_lines(text)))
-    good = [line for line in lines if _blames(line, fault)]
-    took = max(0.0, blamed - min(moments)) if blamed and moments else None
-    place = any("program.py:" in line for line in good)
-    return Row(
-        fault or "healthy", backend, took, place, (good or [""])[-1], tuple(li for li in lines if li not in good)
-    )
-
-
-def _start(
-    rank: int, port: int, fault: str, backend: str, uneven: float, seconds: float, log: Path, status: Path
-) -> subprocess.Popen[bytes]:
-    environ = {
-        **os.environ,
-        **{"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
-        **{"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"},
-        **{"GLOO_SOCKET_IFNAME": "lo", "FUSIONLAYER_STATUS": str(status), "PYTHONUNBUFFERED": "1"},
-    }
-    what = [fault or "none", str(WHO), str(AT), str(uneven), str(seconds), backend, "1"]
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "benchmarks.watching.program", *what]
-        return subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
-    for process in processes:
-        process.wait()
-
-
-def _lines(text: str) -> list[str]:
-    return [
-        re.sub(r"^.*fusionlayer watch, [\d:]+: ", "", li) for li in text.splitlines() if "fusionlayer watch, " in li
-    ]
-
-
-def _blames(text: str, fault: str) -> bool:
-    wanted = _ALSO.get(fault, ((WHO,),))
-    return any(_culprits(line) in wanted for line in _lines(text) or text.splitlines())
-
-
-def _culprits(line: str) -> tuple[int, ...] | None:
-    """Return the ranks that a line blames."""
-    if line.startswith("ranks differ"):
-        odd = re.match(r"ranks differ in call \d+: rank (\d+) in", line)
-        return (int(odd[1]),) if odd else None
-    if line.startswith("ranks wait for each other"):
-        return tuple(int(rank) for rank in re.findall(r"rank (\d+) ", line))
-    found = re.match(r"ranks? ([\d, ]+) (?!goes)", line)
-    return tuple(int(rank) for rank in found[1].split(", ")) if found else None
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,9 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     driver.add_options(parser)
     options = parser.parse_args(arguments)
     environment = driver.begin(options)
+    faults = [fault for fault in options.only if fault != "slow_interface" or not why_no_lab()]
     rows = []
     for backend in options.backends:
-        for fault in ("",) if options.healthy else options.only:
+        for fault in ("",) if options.healthy else faults:
             row = play(fault, backend, uneven=0.4 if not fault else 0.0, seconds=float(options.healthy or 600))
             rows.append(row)
             mark = "good" if row.is_good else "BAD"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 __all__ = ["FAULTS"]
 
-WIDTH = 64
+WIDTH = int(os.environ.get("WATCHED_WIDTH", "64"))
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -141,12 +142,18 @@ def backward_hangs(job: Job) -> None:
     x.sum().backward()
 
 
+def slow_interface(job: Job) -> None:
+    """Let the link of this host carry a tenth; in the lab, whose links carry 1 Gbit/s."""
+    shape = "tc qdisc replace dev eth0 root tbf rate 100mbit burst 64kb latency 400ms"
+    subprocess.run(shape.split(), check=True)
+
+
 FAULTS: dict[str, Callable[[Job], None]] = {
     each.__name__: each
     for each in (
         *(slow_loader, endless_compute, sleeps, killed, stopped, exits, exits_hard, raises, out_of_memory, full_disk),
         *(wrong_shape, wrong_type, wrong_type_same_bytes, wrong_operation, wrong_order, extra_call, branch),
-        *(other_group, lock, checkpoint_hangs, waits_for_nobody, backward_hangs),
+        *(other_group, lock, checkpoint_hangs, waits_for_nobody, backward_hangs, slow_interface),
     )
 }
 

@@ -90,7 +90,8 @@ class ChangeCodec(ZippedCodec):
         """Fill ``out`` (n,) with the ``x`` of ``encode_change``, to the bit; ``out`` may be ``base`` (n,).
 
         Raises:
-            WireError: ``base`` is not the sender's, and nothing was written, or the message was damaged.
+            WireError: ``base`` is not the sender's, and is as it was, or the message was damaged. An ``out`` apart from
+                ``base`` holds anything then.
         """
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from .. import native
 from ..errors import ConfigError
+from ._base import Codec
 from ._block import BlockCodec
+from ._capabilities import TransformCodec
 
 __all__ = ["Taco"]
 
@@ -18,7 +21,7 @@ _TAU, _EPSILON = 448.0, 1e-6
 
 
 @dataclass(frozen=True)
-class Taco(BlockCodec, name="taco"):
+class Taco(TransformCodec, BlockCodec, name="taco"):
     """Blocks rotated by a Hadamard matrix of their size, then sent as FP8 or INT8 with a scale (TACO, section 4).
 
     8 + 32 / block_size bits per element travel, with dual scales 8 + 64 / block_size.
@@ -67,6 +70,20 @@ class Taco(BlockCodec, name="taco"):
     def block(self) -> int:
         """The block size."""
         return self.block_size
+
+    @cached_property
+    def untransformed(self) -> Codec:
+        """This codec without the rotation, for sums of rotated values; itself with dual scales: alpha is of values."""
+        return replace(self, hadamard=False) if self._sums_rotated else self
+
+    @property
+    def transform_run(self) -> int:
+        """The block size where rotated values are summed, else 1."""
+        return self.block_size if self._sums_rotated else 1
+
+    @property
+    def _sums_rotated(self) -> bool:
+        return self.hadamard and self.scales == "folded"
 
     @property
     def _format(self) -> str:

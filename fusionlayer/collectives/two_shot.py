@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..codecs import AgreeingCodec, Codec
+from ..codecs import AgreeingCodec, Codec, TransformCodec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import collective, split_evenly
@@ -35,7 +35,8 @@ def two_shot(
     5. Decode: all ranks, owners included, decode the same bytes.
 
     Each rank sends 2 (size - 1) / size of a message of the whole tensor. The owner of a piece keeps in its ``residual``
-    what step 3 loses, so error feedback covers both quantisations.
+    what step 3 loses, so error feedback covers both quantisations. Without ``residual``, and without headers, step 3
+    sums transformed values as they are, so that no message is transformed back before step 5.
 
     With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go through the steps at a
     time, and others are encoded, recoded or decoded meanwhile (TACO, section 4.4.2). Blocks stay the same, so the
@@ -45,6 +46,9 @@ def two_shot(
         codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, size = transport.rank, transport.size
     out = x if out is None else out
+    sums, run_length = codec, 1
+    if residual is None and not codec.header and isinstance(codec, TransformCodec):
+        sums, run_length = codec.untransformed, codec.transform_run
 
     def run(index: int, part: slice) -> Piece:
         numel = part.stop - part.start
@@ -63,10 +67,10 @@ def two_shot(
             residual=None if residual is None else residual[part],
         )
         yield partial(transport.all_to_all, outgoing, incoming)
-        codec.recode(
+        sums.recode(
             incoming,
             outgoing[rank],
-            mine.stop - mine.start,
+            -(-(mine.stop - mine.start) // run_length) * run_length,
             dtype=x.dtype,
             seed=derive_seed(seed, rank, 1),
             offset=mine.start,

@@ -16,7 +16,7 @@ MEASURED = LossCosts(
         LossCost("int4", 1.57, _1, 1, "overlapped(every=2)", 2, 2, 1),
         LossCost("int4", 1.6, _1, 3, "overlapped(every=4)", 4, 4, 1),
         LossCost("int4", 10.24, _2, 1, "overlapped(every=4)", 4, 4, 1, workers=4),
-        LossCost("int4", 3.41, _1, 1, "overlapped(every=8)", 8, 8, 1),
+        LossCost("int4", 3.14, _1, 2, "overlapped(every=8)", 8, 8, 1),
         LossCost("int4", 5.98, _1, 1, "streaming()", 30, 3, 5),
         LossCost("int8", -0.19, _1, 3),
         LossCost("onebit", 5.58, _3, 3),

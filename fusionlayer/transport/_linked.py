@@ -289,8 +289,8 @@ class LinkedTransport(Transport):
                 self.close()
                 settings = ", ".join(f"rank {rank}: {json.dumps(value)}" for rank, value in enumerate(values))
                 raise PlanMismatch(
-                    f"{name} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({settings}); "
-                    "give every rank the same setting",
+                    f"setting {name} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 "
+                    f"({settings}); give every rank the same setting",
                     ranks=differ,
                 )
         self._group_by_node(nodes)

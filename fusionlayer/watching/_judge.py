@@ -168,6 +168,8 @@ def _odd(kinds: Mapping[int, object], calls: Mapping[int, Mapping[int, Noted]]) 
     """
     votes = Counter(kinds.values())
     before = {kind: sum(any(_comparable(c) == kind for c in own.values()) for own in calls.values()) for kind in votes}
+    if len(votes) == 1:
+        return tuple(kinds)
     (most, second, *_) = sorted(votes, key=lambda kind: (votes[kind], before[kind]), reverse=True)
     if votes[most] == votes[second] and before[most] == before[second]:
         return tuple(kinds)
@@ -236,7 +238,7 @@ def _slow(states: Mapping[int, State]) -> list[Finding]:
 
 
 def _is_in_call(state: State) -> bool:
-    return state.peer is not None or any(channel.entered > channel.done for channel in state.channels.values())
+    return bool(_open_calls(state))
 
 
 def _awaited(states: Mapping[int, State], rank: int, waiting: Mapping[int, str]) -> Finding:
@@ -260,8 +262,18 @@ def _of(channel: Channel) -> str:
 
 
 def _circle(states: Mapping[int, State], ranks: Sequence[int]) -> Finding:
-    told = "; ".join(f"rank {rank} {_past(states[rank])}" for rank in ranks if rank in states)
-    return Finding("conflict", tuple(ranks), f"ranks wait for each other in different calls: {told}")
+    """Return the finding for ranks that all wait for each other; the odd ones are those in another call than most."""
+    calls = {rank: next(iter(_open_calls(states[rank])), ("", 0)) for rank in ranks}
+    odd = _odd(calls, {})
+    rest = [rank for rank in ranks if rank not in odd]
+    told = "; ".join(f"rank {rank} {_past(states[rank])}" for rank in [*odd, *rest])
+    return Finding("conflict", odd, f"ranks wait for each other in different calls: {told}")
+
+
+def _open_calls(state: State) -> list[tuple[str, int]]:
+    """Return the calls that a rank is in: channels and numbers."""
+    peer = [] if state.peer is None else [(f"{state.doing} {state.peer}", 0)]
+    return [*peer, *((name, each.entered) for name, each in state.channels.items() if each.entered > each.done)]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

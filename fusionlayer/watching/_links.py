@@ -17,11 +17,12 @@ _AGAIN, _ACKED, _BUSY, _WINDOW = 100, 120, 168, 176
 _SIZE = 256
 _SMALL, _LARGE = struct.Struct("=I"), struct.Struct("=Q")
 # A link is slow if it carries so many times less than it did, while it has data to send for this share of the time.
-_TIMES, _SHARE = 4.0, 0.2
+_TIMES, _SHARE = 3.0, 0.2
+_OVER = 1.5
 # The weight of the latest look in what is usual.
-_LEARNING = 0.3
+_LEARNING = 0.1
 # Looks in a row in which it must be so.
-_LOOKS = 2
+_LOOKS = 3
 # Bytes between two looks below which a rate means nothing.
 _FEW = 1 << 16
 
@@ -88,8 +89,10 @@ class Links:
             if sent < _FEW or busy <= 0:
                 continue
             rate, usual = sent / busy, self._usual.get(ends, 0.0)
-            is_slow = busy > _SHARE * passed and rate * _TIMES < usual
-            self._slow[ends] = self._slow.get(ends, 0) + 1 if is_slow else 0
+            was = self._slow.get(ends, 0)
+            # What was slow three times is so until it is as fast again, more or less.
+            is_slow = rate * _OVER < usual if was >= _LOOKS else busy > _SHARE * passed and rate * _TIMES < usual
+            self._slow[ends] = was + 1 if is_slow else 0
             if not is_slow:
                 self._usual[ends] = rate if not usual else usual + _LEARNING * (rate - usual)
             if self._slow[ends] >= _LOOKS:

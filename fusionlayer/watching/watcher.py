@@ -189,6 +189,7 @@ class Watcher:
             self._answered, self._detailed, self._has_news = asked, now, False
         else:
             channels = {name: _with_calls(each, self._state.channels.get(name)) for name, each in channels.items()}
+        slow, known = self._links.look(now, counters()), self._state.links
         self._state = replace(
             self._state,
             idle=self._pace.idle(now),
@@ -197,11 +198,12 @@ class Watcher:
             where=place.where,
             peer=place.peer,
             channels=channels,
+            ends=self._links.ends,
+            links=slow,
         )
-        changed = wanted or waits != waited or self._pace.is_still != was_still
+        changed = bool(slow) != bool(known) or wanted or waits != waited or self._pace.is_still != was_still
         if changed or now - self._written >= (_STILL if self._pace.is_still else _BEAT):
-            links = self._links.look(now, counters())
-            self._write(store, replace(self._state, links=links, ends=self._links.ends, counts=counts.read()))
+            self._write(store, replace(self._state, counts=counts.read()))
 
     def _write(self, store: dist.Store, state: State) -> None:
         self._state, self._written = replace(state, serial=state.serial + 1), time.monotonic()

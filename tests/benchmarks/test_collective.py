@@ -13,6 +13,7 @@ from benchmarks.collective import __main__ as command
 from benchmarks.collective.cell import Cell, Row, in_words
 from benchmarks.collective.operations import YARDSTICK
 from benchmarks.collective.options import Link, parse
+from benchmarks.collective.picture import draw_shares
 from benchmarks.collective.summary import cpu_per_gigabyte, summarize, wire_share
 from tests.examples.places import needs_namespaces
 from tests.tiers import tiered
@@ -67,6 +68,18 @@ class TestArithmetic:
         assert int8["times as fast"] == "4.00 [2.00..4.00]"
         assert int8["operation"] == "two_shot int8"
         assert yardstick["times as fast"] == half["times as fast"] == ""
+
+    def test_the_picture_has_a_bar_for_each_way_of_a_call(self) -> None:
+        rows = [
+            row("gloo all_reduce", [0.2]),
+            row("all_reduce over gloo+raw", [0.4]),
+            row("all_reduce over 2+raw", [0.1]),
+        ]
+        (axes,) = draw_shares([(cell("100mbit"), rows), (cell(None), rows)]).axes
+        assert [bar.get_width() for bar in axes.patches if bar.get_height() and bar.get_width()] == pytest.approx(
+            [40, 20, 80]
+        )
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["gloo all_reduce", "all_reduce raw"]
 
     def test_each_function_is_compared_with_its_own_kind_as_far_as_both_were_measured(self) -> None:
         gathers = [

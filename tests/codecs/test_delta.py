@@ -58,26 +58,42 @@ class Bits:
     """A block's bytes, as docs/wire_format.md reads them."""
 
     def __init__(self, data: bytes) -> None:
-        self.left = data
+        self.number, self.size, self.at = int.from_bytes(data, "little"), 8 * len(data), 0
 
-    def take(self, nbytes: int) -> bytes:
-        assert nbytes <= len(self.left)
-        taken, self.left = self.left[:nbytes], self.left[nbytes:]
+    def take(self, width: int) -> int:
+        assert self.at + width <= self.size
+        taken = self.number >> self.at & ((1 << width) - 1)
+        self.at += width
         return taken
 
     def fields(self, count: int, width: int) -> list[int]:
-        number = int.from_bytes(self.take(-(-count * width // 8)), "little")
-        return [number >> (i * width) & ((1 << width) - 1) for i in range(count)]
+        values = [0] * count
+        for shift in range(0, width, 8):
+            self.at = -(-self.at // 8) * 8
+            values = [value | self.take(min(8, width - shift)) << shift for value in values]
+        return values
 
     def places(self, n: int, count: int) -> list[int]:
-        width = low_bits(n - count, count)
-        low = self.fields(count, width)
-        ones = (i for i in itertools.count() if self.left[i // 8] >> i % 8 & 1)
-        bits = list(itertools.islice(ones, count))
-        self.take(bits[-1] // 8 + 1)
-        zeros = [bit - last - 1 for last, bit in zip([-1, *bits], bits, strict=False)]
-        gaps = [q << width | rest for q, rest in zip(zeros, low, strict=True)]
+        if count in (0, n):
+            return list(range(count))
+        if 2 * count > n:
+            others = set(self.places(n, n - count))
+            return [place for place in range(n) if place not in others]
+        low = self.fields(count, width := low_bits(n - count, count))
+        gaps = []
+        for rest in low:
+            zeros = next(zeros for zeros in itertools.count() if self.take(1))
+            gaps.append(zeros << width | rest)
         return [int(place) for place in np.cumsum(np.array(gaps) + 1) - 1]
+
+    def numbers(self, count: int) -> list[int]:
+        above = self.take(count.bit_length())
+        numbers = [1] * count
+        if above:
+            places, lowest = self.places(count, above), [self.take(1) for _ in range(above)]
+            for place, bit, more in zip(places, lowest, self.numbers(above), strict=True):
+                numbers[place] = 2 * more + bit
+        return numbers
 
 
 def low_bits(total: int, count: int) -> int:
@@ -107,22 +123,13 @@ def by_the_book(payload: Tensor, base: Tensor) -> Tensor:
         elif entry:
             bits = Bits(data[at : at + entry])
             at += entry
-            count = int.from_bytes(bits.take(2), "little")
-            packed, last = bits.take(2)
-            low, layers = packed & 31, packed >> 5
-            reach = [count, *(int.from_bytes(bits.take(2), "little") for _ in range(layers))]
-            places = list(range(len(own))) if count == len(own) else bits.places(len(own), count)
-            values = bits.fields(count, low)
-            reaching = list(range(count))
-            for before, now in itertools.pairwise(reach):
-                reaching = [reaching[i] for i in bits.places(before, now)]
-                for i in reaching:
-                    values[i] += 1 << low
-            for i, more in zip(reaching, bits.fields(len(reaching), last), strict=True):
-                values[i] += more << low
-            assert not bits.left
+            count, low = bits.take(len(own).bit_length()), bits.take(5)
+            places = bits.places(len(own), count)
+            lowest = bits.fields(count, low)
+            values = [number - 1 << low | rest for number, rest in zip(bits.numbers(count), lowest, strict=True)]
+            assert 0 <= bits.size - bits.at < 8
             for place, value in zip(places, values, strict=True):
-                folded = value + (count < len(own))
+                folded = value + 1
                 difference = -(folded + 1 >> 1) if folded & 1 else folded >> 1
                 own[place] = ordered((ordered(int(own[place]), width) + difference) % (1 << width), width)
     assert at == 2 * blocks + rest

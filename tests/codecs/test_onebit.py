@@ -8,15 +8,11 @@ from torch import Tensor, nn
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
-from fusionlayer.codecs import TorchCodec, onebit
-from fusionlayer.codecs.onebit import _pack, _unpack
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import make_model, train, weights
 from tests.ranks import over_threads
-from tests.synthetic import awkward, gradient
-
-from .conformance import DTYPES, blank
+from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
 
@@ -41,42 +37,6 @@ def test_bits_for_each_element() -> None:
     n = 1 << 20
     form = codecs.get("onebit").bare.wire(n)
     assert sum(section.plane.nbytes for section in form.sections) * 8 / n == 1 + 32 / 1024
-
-
-@pytest.mark.parametrize("count", [1, 8, 9, 1000])
-def test_bits_are_packed_as_by_shifts(count: int) -> None:
-    bits = gradient(count, 2) < 0
-    packed = _pack(bits)
-    expected = [sum(int(bit) << i for i, bit in enumerate(bits[j : j + 8].tolist())) for j in range(0, count, 8)]
-    assert packed.tolist() == expected
-    assert _unpack(packed, count + 20).tolist() == [int(bit) for bit in bits] + [0] * 20
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [32, 1024])
-def test_torch_operations_do_what_the_kernel_does(
-    dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors on CUDA go through them. Some groups hold a value that is not finite."""
-    codec = codecs.get("onebit", group_size=group).bare
-
-    def everything(n: int) -> list[Tensor]:
-        x, residual = awkward(n, group, dtype), gradient(n, 3)
-        plain, fed, recoded = (blank(codec, n, dtype, x.device) for _ in range(3))
-        codec.encode(x, plain)
-        codec.encode(x, fed, residual=residual)
-        decoded, total, lost = torch.empty_like(x), x.clone(), gradient(n, 4)
-        codec.decode(fed, decoded)
-        messages = torch.stack([plain, fed])
-        codec.decode_sum(messages, total, add=True)
-        codec.recode(messages, recoded, n, dtype=dtype, x=x, residual=lost)
-        return [plain, fed, recoded, residual, decoded, total, lost]
-
-    for n in (1, 31, 7 * group + 33, 5 * group):
-        monkeypatch.undo()
-        kernel = everything(n)
-        monkeypatch.setattr(onebit, "_base", lambda tensor: TorchCodec)
-        torch.testing.assert_close(everything(n), kernel, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.codecs.qsdp import _draws
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.weights import both_ways
 from fusionlayer.seeds import derive_seed
@@ -67,12 +67,31 @@ def test_equal_values_come_back() -> None:
         assert torch.equal(codecs.get(name).decompress(codecs.get(name).compress(x), 1100), x)
 
 
+def draws(seed: int, first: int, groups: int, size: int) -> Tensor:
+    """Return where in a step the grids of ``groups`` begin, read from origins: with values from -7 to 7 a step is 1."""
+    x = torch.linspace(-7, 7, size).repeat(groups)
+    codec = codecs.get("qsdp", bits=4, group_size=size).bare
+    payload = torch.zeros(codec.wire(len(x)).capacity, dtype=torch.uint8)
+    codec.encode(x, payload, seed=seed, offset=first)
+    _, origins, _ = codec.wire(len(x)).views(payload)
+    return origins
+
+
+def known_draw(seed: int, element: int) -> float:
+    """Return the first 24 bits of SplitMix64 at the place of an element, as a share of 1."""
+    state = ((element + 1) * 0x9E3779B97F4A7C15 + derive_seed(seed)) & (1 << 64) - 1
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
+    return ((state ^ (state >> 31)) >> 40) / 2**24
+
+
 def test_draws_are_of_seed_and_place() -> None:
-    draws = torch.cat([_draws(seed, 0, 1000, 1024) for seed in range(10)])
-    assert -0.5 <= draws.min() < -0.499 and 0.499 < draws.max() < 0.5
-    assert abs(float(draws.mean())) < 0.01 and abs(float(draws.var()) - 1 / 12) < 0.002
-    assert torch.equal(_draws(3, 5 * 1024, 7, 1024), _draws(3, 0, 12, 1024)[5:])
-    assert len(set(_draws(derive_seed(1), 0, 1000, 32).tolist())) > 990
+    found = torch.cat([draws(seed, 0, 1000, 64) for seed in range(10)])
+    assert 0 <= found.min() < 0.001 and 0.999 < found.max() < 1
+    assert abs(float(found.mean()) - 0.5) < 0.01 and abs(float(found.var()) - 1 / 12) < 0.002
+    assert torch.equal(draws(3, 5 * 64, 7, 64), draws(3, 0, 12, 64)[5:])
+    assert len(set(draws(derive_seed(1), 0, 1000, 32).tolist())) > 990
+    assert draws(7, 0, 3, 64).tolist() == [known_draw(7, 64 * group) for group in range(3)]
 
 
 def test_bits_for_each_element() -> None:

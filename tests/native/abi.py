@@ -80,6 +80,8 @@ class Case:
             return 4 * -(-self.numel // self.param[1]), -(-self.numel // 8)
         bits, group, _ = self.param
         groups = -(-self.numel // group)
+        if self.codec == native.QSDP:
+            return groups * 4, groups * 4, groups * group * bits // 8
         return groups * 4, groups * group * bits // 8
 
     @property
@@ -157,6 +159,10 @@ def chunked_case(
 
 def onebit_case(group: int = 1024, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
     return Case(native.ONEBIT, (0, group), dtype, numel, **rest)
+
+
+def qsdp_case(bits: int = 8, group: int = 1024, flags: int = 0, dtype: int = F32, numel: int = 0, **rest: int) -> Case:
+    return Case(native.QSDP, (bits, group, flags), dtype, numel, **rest)
 
 
 def zip_case(wire: int, choice: int = 0, fixed: int = 0, numel: int = 0, **rest: int) -> Case:

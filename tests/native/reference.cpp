@@ -11,6 +11,7 @@
 #include "fusionlayer_codec.h"
 #include "int_group.h"
 #include "onebit.h"
+#include "qsdp.h"
 #include "residual.h"
 #include "rng.h"
 
@@ -150,7 +151,8 @@ struct BlockCodec {
       if (kind == FL_SCALE_DUAL) std::memcpy(wire + 4, &scale.first, 4);
       for (int64_t i = 0; i < block; i += fl::kCodeRun) {
         uint32_t codes[fl::kCodeRun];
-        for (int j = 0; j < fl::kCodeRun; ++j) codes[j] = fl::block_code(format, v[i + j] * scale.before, scale.inverse);
+        for (int j = 0; j < fl::kCodeRun; ++j)
+          codes[j] = fl::block_code(format, v[i + j] * scale.before, scale.inverse);
         fl::pack_run(fl::format_bits(format), codes, plane(out, 1, m) + (g * block + i) / fl::kCodeRun * run_bytes);
       }
     }
@@ -285,9 +287,62 @@ struct OneBitCodec {
     std::vector<float> values(spec.numel);
     for (int64_t i = 0; i < spec.numel; ++i) {
       const float scale = reinterpret_cast<const float *>(plane(in, 0, m))[i / group];
-      const bool minus = plane(in, 1, m)[i / 8] >> i % 8 & 1;
-      values[i] = !fl::is_finite(scale) ? fl::bits_float(fl::kF32Nan) : minus ? -scale : scale;
+      values[i] = fl::onebit_value(scale, plane(in, 1, m)[i / 8] >> i % 8 & 1);
     }
+    return values;
+  }
+};
+
+struct QsdpCodec {
+  const fl_spec &spec;
+  fl::QsdpShape shape = fl::qsdp_shape(spec);
+  int64_t group = spec.param[1], groups = (spec.numel + group - 1) / group;
+
+  static float *floats(const fl_messages &messages, int p, int64_t m) {
+    return reinterpret_cast<float *>(plane(messages, p, m));
+  }
+
+  void encode(std::vector<float> values, const fl_messages &out, int64_t m) const {
+    values.resize(groups * group, values.empty() ? 0.0f : values.back());
+    const fl::RngKey key = fl::make_key(spec.seed);
+    for (int64_t g = 0; g < groups; ++g) {
+      const float *v = &values[g * group];
+      float low = v[0], high = v[0];
+      bool finite = true;
+      for (int64_t i = 0; i < group; ++i) {
+        low = v[i] < low ? v[i] : low;
+        high = v[i] > high ? v[i] : high;
+        finite = finite && fl::is_finite(v[i]);
+      }
+      const uint64_t first = uint64_t(spec.offset + (m * groups + g) * group);
+      const float share = shape.stochastic ? 0.5f : fl::qsdp_share(fl::qsdp_key(spec.seed), first);
+      const fl::QsdpGrid grid = fl::qsdp_grid(finite, low, high, shape.parts(), share);
+      floats(out, 0, m)[g] = grid.step;
+      floats(out, 1, m)[g] = grid.origin;
+      std::vector<int32_t> code(group);
+      for (int64_t i = 0; grid.step > 0.0f && i < group; ++i) {
+        const uint32_t random = fl::random_bits(fl::key_at(key, first + uint64_t(i)), uint32_t(first + uint64_t(i)));
+        code[i] = fl::qsdp_code(v[i], grid, shape.stochastic ? fl::rounding_noise(random) : 0.0f, shape.least(),
+                                shape.most());
+      }
+      uint8_t *bytes = plane(out, 2, m) + g * shape.group_bytes();
+      for (int i = 0; i < shape.group_bytes(); ++i)
+        bytes[i] = shape.bits == 8 ? uint8_t(code[i]) : fl::pack_nibbles(code[i], code[i + group / 2]);
+    }
+  }
+
+  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+    std::vector<float> values(groups * group);
+    for (int64_t g = 0; g < groups; ++g) {
+      const fl::QsdpGrid grid = fl::qsdp_sound({floats(in, 0, m)[g], floats(in, 1, m)[g]});
+      const uint8_t *bytes = plane(in, 2, m) + g * shape.group_bytes();
+      for (int64_t i = 0; i < group; ++i) {
+        const int32_t nibble =
+            i < group / 2 ? fl::low_nibble(bytes[i % (group / 2)]) : fl::high_nibble(bytes[i - group / 2]);
+        values[g * group + i] = fl::qsdp_value(shape.bits == 8 ? int8_t(bytes[i]) : nibble, grid);
+      }
+    }
+    values.resize(spec.numel);
     return values;
   }
 };
@@ -344,6 +399,8 @@ int with_codec(const fl_spec &spec, const Body &body) {
     body(DynamiqCodec{spec});
   else if (spec.codec == FL_ONEBIT)
     body(OneBitCodec{spec});
+  else if (spec.codec == FL_QSDP)
+    body(QsdpCodec{spec});
   else
     body(CastCodec{spec});
   return FL_OK;

@@ -28,6 +28,7 @@ from tests.native.abi import (
     dynamiq_case,
     int_case,
     onebit_case,
+    qsdp_case,
     results,
     tah_case,
     thc_case,
@@ -105,6 +106,7 @@ def cases() -> Iterator[Case]:
     yield from (dynamiq_case(flags) for flags in range(2))
     yield from (chunked_case(bits, 512, kept) for bits in (2, 3, 8, 32) for kept in (1, 9, 300))
     yield from (onebit_case(group) for group in (32, 1024))
+    yield from (qsdp_case(bits, group, flags) for bits, group, flags in ((4, 32, 0), (4, 256, 1), (8, 1024, 1)))
 
 
 def varied(given: Iterable[Case]) -> Iterator[Case]:

@@ -47,6 +47,7 @@ from tests.native.abi import (
     int_case,
     itemsize,
     onebit_case,
+    qsdp_case,
     results,
     values,
 )
@@ -178,6 +179,17 @@ def test_onebit_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype:
             case = onebit_case(group, dtype, numel, count=next(counts))
             check(cpu, reference, replace(case, misaligned=i % 2 == 1))
     check(cpu, reference, onebit_case(32, dtype, 999, count=2), garbage=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_qsdp_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int) -> None:
+    lengths, counts = itertools.cycle(LENGTHS), itertools.cycle((1, 2, 0, 3, 5))
+    for i, (group, bits, flags) in enumerate(itertools.product((32, 64, 128, 256, 512, 1024), (4, 8), (0, 1))):
+        for numel in (next(lengths), next(lengths), 2 * group + 5):
+            case = qsdp_case(bits, group, flags, dtype, numel, count=next(counts), offset=(i << 36) + 7 * group)
+            check(cpu, reference, replace(case, misaligned=i % 2 == 1))
+    for bits, group in ((4, 32), (4, 64), (8, 32)):
+        check(cpu, reference, qsdp_case(bits, group, 0, dtype, 999, count=2), garbage=True)
 
 
 DYNAMIQ_LENGTHS = (*LENGTHS, 511, 512, 2000, 64 * 256, 64 * 256 + 1, 70 * 256 + 77)
@@ -490,6 +502,7 @@ def test_nothing_beyond_the_input_is_read(isa: ctypes.CDLL) -> None:
                 block_case("e4m3", 64, native.SCALE_DUAL, native.BLOCK_HADAMARD, dtype, numel),
                 chunked_case(3, 64, 9, 0.5, dtype, numel),
                 onebit_case(64, dtype, numel),
+                qsdp_case(4, 32, 0, dtype, numel),
             ):
                 spec, out = case.spec, Planes(case, 1)
                 x = end - numel * itemsize(dtype)
@@ -528,6 +541,10 @@ WRONG_SPECS = {
     "unknown flag": (block_case("e4m3", 32, 0, 2, F32, 64), UNSUPPORTED),
     "rotated small floats": (block_case("e2m1", 32, 0, 1, F32, 64), UNSUPPORTED),
     "rotated with E8M0": (block_case("e4m3", 32, native.SCALE_E8M0, 1, F32, 64), UNSUPPORTED),
+    "bits of qsdp": (qsdp_case(2, 64, 0, F32, 64), BAD_ARGUMENT),
+    "a group of qsdp that is too large": (qsdp_case(8, 2048, 0, F32, 64), BAD_ARGUMENT),
+    "offset inside a group of qsdp": (qsdp_case(8, 128, 0, F32, 64, offset=64), BAD_ARGUMENT),
+    "flag of qsdp": (qsdp_case(8, 128, 2, F32, 64), UNSUPPORTED),
     "integers with E8M0": (block_case("int8", 32, native.SCALE_E8M0, 0, F32, 64), UNSUPPORTED),
 }
 

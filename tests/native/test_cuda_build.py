@@ -152,6 +152,7 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     shared = {name for name, (_, text) in compiled.items() if "bytes smem" in text}
     codecs = ("int", "block", "thc", "tahquant", "chunked")
     through = {f"{codec}_{verb}" for codec in codecs for verb in ("encode", "decode")}
+    through |= {"qsdp", "onebit"}
     assert shared == {"dynamiq", "magnitudes", "sparse_decode", "zip_encode", *through}, "for histograms, sums, blocks"
 
 

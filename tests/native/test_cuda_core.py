@@ -33,6 +33,7 @@ from tests.native.abi import (
     dynamiq_case,
     int_case,
     onebit_case,
+    qsdp_case,
     results,
     tah_case,
     thc_case,
@@ -182,6 +183,25 @@ def test_chunked_topk_writes_the_bytes_of_the_cpu_core(check: Check, bits: int) 
     check(chunked_case(bits, 64, 5, numel=20_000, count=3))
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_onebit_writes_the_bytes_of_the_cpu_core(check: Check, group: int) -> None:
+    lengths = (*LENGTHS[group.bit_length() % 2 :: 2], group - 1, group + 1, 2 * group + 5)
+    for case in varied(onebit_case(group, numel=numel) for numel in lengths):
+        check(case)
+    check(onebit_case(group, numel=4999, count=2), garbage=True)
+
+
+@pytest.mark.parametrize("flags", [0, native.QSDP_STOCHASTIC])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 256, 1024])
+def test_qsdp_writes_the_bytes_of_the_cpu_core(check: Check, group: int, bits: int, flags: int) -> None:
+    lengths = (*LENGTHS[group.bit_length() % 2 :: 2], group - 1, group + 1, 2 * group + 5)
+    start = qsdp_case(bits, group, flags, offset=group * (1 << 31))
+    for case in varied(replace(start, numel=numel) for numel in lengths):
+        check(case)
+    check(replace(start, numel=2999, count=2), garbage=True)
+
+
 @pytest.mark.parametrize("choice", [native.ZIP_AUTO, native.ZIP_WINDOW, native.ZIP_TABLE])
 @pytest.mark.parametrize("wire", [F32, BF16, F16])
 def test_zip_writes_the_bytes_of_the_cpu_core(check: Check, wire: int, choice: int) -> None:
@@ -285,6 +305,8 @@ SOME = {
     "thc": thc_case(native.THC_STOCHASTIC),
     "tahquant": tah_case(4, 128, 64, 5),
     "chunked": chunked_case(3, 256, 9),
+    "onebit": onebit_case(256),
+    "qsdp": qsdp_case(4, 256),
 }
 
 
@@ -351,6 +373,7 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("more than the chunk has", chunked_case(2, 64, 65, numel=64)),
     ("a factor that is not finite", chunked_case(2, 64, 3, float("inf"), numel=64)),
     ("a group of onebit that is too large", onebit_case(8192, numel=64)),
+    ("a group of qsdp that is too large", qsdp_case(8, 2048, numel=64)),
     ("coarse tokens of 6 bits", tah_case(6, 128, 64, 1, numel=128)),
 )
 

@@ -77,6 +77,16 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
     assert (found.kind, found.ranks) == ("conflict", (0, 1)) and "barrier" in found.text
 
 
+def test_of_ranks_that_wait_for_each_other_the_one_in_another_group_is_odd() -> None:
+    states = ranks(8, 7, 8)
+    group = Channel((0, 1, 2), 4, 3, "barrier")
+    for rank, state in states.items():
+        mine = group if rank == 1 else replace(group, entered=3)
+        states[rank] = replace(state, waits=True, channels={**state.channels, "group 1": mine})
+    (found,) = judge(states, {}, 3)
+    assert (found.kind, found.ranks) == ("conflict", (1,)) and "calls: rank 1" in found.text
+
+
 def test_a_receive_blames_the_rank_that_it_waits_for() -> None:
     states = ranks(7, 7, 7)
     states[0] = replace(states[0], waits=True, peer=2, doing="is in recv")

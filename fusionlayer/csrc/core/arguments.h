@@ -5,6 +5,7 @@
 #include "chunked.h"
 #include "delta.h"
 #include "dynamiq.h"
+#include "qsdp.h"
 #include "rans.h"
 #include "sparse.h"
 #include "tahquant.h"
@@ -23,10 +24,11 @@ inline int plane_count(const fl_spec &spec) {
   if (spec.codec == FL_TAHQUANT) return 5;
   if (spec.codec == FL_DYNAMIQ) return kDynamiqPlanes;
   if (spec.codec == FL_CHUNKED) return kChunkedPlanes;
+  if (spec.codec == FL_QSDP) return kQsdpPlanes;
   return spec.codec == FL_SPARSE ? kSparsePlanes : spec.codec == FL_CAST ? 1 : 2;
 }
 
-// Groups of FL_INT and FL_ONEBIT, blocks of FL_BLOCK.
+// Groups of FL_INT, FL_ONEBIT and FL_QSDP, blocks of FL_BLOCK.
 inline int64_t group_count(const fl_spec &spec) {
   const int64_t group = spec.param[1];
   return (spec.numel + group - 1) / group;
@@ -64,7 +66,8 @@ inline int64_t plane_bytes(const fl_spec &spec, int p) {
   }
   const int64_t groups = group_count(spec), elements = groups * spec.param[1];
   if (spec.codec == FL_ONEBIT) return p == 0 ? groups * 4 : (spec.numel + 7) / 8;
-  if (spec.codec == FL_INT) return p == 0 ? groups * 4 : elements * spec.param[0] / 8;
+  if (spec.codec == FL_QSDP && p == 1) return groups * 4;
+  if (spec.codec == FL_INT || spec.codec == FL_QSDP) return p == 0 ? groups * 4 : elements * spec.param[0] / 8;
   if (p == 1) return elements * format_bits(spec.param[0]) / 8;
   const uint32_t kind = scale_kind(spec.param);
   return kind == FL_SCALE_MESSAGE ? (spec.numel ? 4 : 0) : groups * scale_bytes(kind);
@@ -146,9 +149,17 @@ inline int check_onebit(const uint32_t *param) {
   return power_of_two_within(param[1], 32, 4096) ? FL_OK : FL_BAD_ARGUMENT;
 }
 
+inline int check_qsdp(const fl_spec &spec) {
+  const uint32_t *param = spec.param;
+  if ((param[0] != 4 && param[0] != 8) || param[3]) return FL_BAD_ARGUMENT;
+  if (!power_of_two_within(param[1], 32, kQsdpMaxGroup)) return FL_BAD_ARGUMENT;
+  if (spec.offset < 0 || spec.offset % param[1]) return FL_BAD_ARGUMENT;
+  return param[2] & ~uint32_t(FL_QSDP_STOCHASTIC) ? FL_UNSUPPORTED : FL_OK;
+}
+
 inline int check_spec(const fl_spec *spec) {
   if (!spec) return FL_BAD_ARGUMENT;
-  if (spec->codec == FL_DELTA || spec->codec > FL_ONEBIT) return FL_UNSUPPORTED;
+  if (spec->codec == FL_DELTA || spec->codec > FL_QSDP) return FL_UNSUPPORTED;
   if (!known_dtype(spec->dtype) || spec->numel < 0 || spec->numel > kMaxElements) return FL_BAD_ARGUMENT;
   if (spec->codec == FL_SPARSE) return check_sparse(*spec);
   if (spec->codec == FL_BLOCK) return check_block(spec->param);
@@ -159,6 +170,7 @@ inline int check_spec(const fl_spec *spec) {
   if (spec->codec == FL_DYNAMIQ) return check_dynamiq(*spec);
   if (spec->codec == FL_CHUNKED) return check_chunked(spec->param);
   if (spec->codec == FL_ONEBIT) return check_onebit(spec->param);
+  if (spec->codec == FL_QSDP) return check_qsdp(*spec);
   const uint32_t *param = spec->param;
   if (spec->codec == FL_CAST)
     return known_dtype(param[0]) && !param[1] && !param[2] && !param[3] ? FL_OK : FL_BAD_ARGUMENT;

@@ -2,9 +2,10 @@
 // docs/wire_format.md has the planes.
 //
 // The bits of an element, ordered as its values are, make an integer; the message has differences of these integers, in
-// blocks. A block tells which elements changed, by the gaps between them, and the differences of these. A gap has low
-// bits of a width that suits its block, and the rest of it in unary (Golomb-Rice). So has a difference, but its unary
-// part is written in layers: which elements reach 1, which of these reach 2, ... Each layer is told by gaps again.
+// blocks. A block tells which elements changed, as a list of places, and the differences of these. A list has the gaps
+// between places, in low bits of a width that suits it and the rest in unary (Golomb-Rice). A difference has low bits,
+// too; what is above them is told bit by bit, in layers, each with a list of the elements that reach it. So whatever is
+// told of an element stands beside the same of its neighbours, and vectors can write and read it.
 #pragma once
 
 #include "fusionlayer_codec.h"
@@ -13,8 +14,8 @@
 namespace fl {
 
 constexpr int kDeltaBlock = 16384;                       // elements
-constexpr int kDeltaLayers = 7;                          // of a difference, at most; what they leave has one width
-constexpr int kDeltaFront = 4;                           // bytes before a block's sizes of layers
+constexpr int kDeltaLowBits = 5;                         // of the field that tells how many low bits differences have
+constexpr int kDeltaSamples = 256;                       // differences that tell how many they should have, at most
 constexpr uint32_t kDeltaWhole = 0xffff;                 // in the index: a block of elements as they are
 constexpr int64_t kDeltaMaxElements = int64_t(1) << 30;  // a message has less
 enum { kDeltaRaw = 0, kDeltaCoded = 1 };
@@ -45,9 +46,6 @@ struct DeltaShape {
 
 inline DeltaShape delta_shape(const fl_spec &spec) { return {spec.numel, spec.dtype == FL_F32 ? 4 : 2}; }
 
-// Where more elements of a block change, all are told, without places. Less than n.
-inline int delta_most_places(int n) { return n - 1 - n / 4; }
-
 // The best number of low bits for `count` numbers of a geometric distribution that add up to `total` (Kiely, JPL IPN
 // progress report 42-159): 0.4812 * (mean + 1/2) < 2^bits.
 FL_HD int delta_low_bits(int64_t total, int64_t count) {
@@ -56,11 +54,17 @@ FL_HD int delta_low_bits(int64_t total, int64_t count) {
   return bits;
 }
 
-// Bits of `count` of n elements told by gaps, at most; a byte is begun.
-FL_HD int64_t delta_list_bits(int n, int count) {
-  const int low = delta_low_bits(n - count, count);
-  return 16 + int64_t(count) * (low + 1) + ((n - count) >> low);
+// The bits of a field for numbers up to `most`.
+FL_HD int delta_width(uint32_t most) {
+#if defined(__CUDA_ARCH__)
+  return 32 - __clz(int(most));
+#else
+  return most ? 32 - __builtin_clz(most) : 0;
+#endif
 }
+
+// Bits of a difference with as many low bits: a one for each layer that it reaches, a zero, and what layers tell of it.
+FL_HD int delta_cost(uint32_t value, int low_bits) { return low_bits + 2 * delta_width((value >> low_bits) + 1) - 1; }
 
 // The bits of an element as an integer that is ordered as the values are; the same function takes it back.
 template <class T, class Signed>

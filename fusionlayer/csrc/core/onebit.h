@@ -21,4 +21,10 @@ FL_HD float onebit_scale(double sum, int count) {
   return is_finite(mean) ? mean : bits_float(kF32Nan);
 }
 
+// What a sign becomes.
+FL_HD float onebit_value(float scale, bool minus) {
+  if (!is_finite(scale)) return bits_float(kF32Nan);
+  return minus ? -scale : scale;
+}
+
 }  // namespace fl

@@ -13,6 +13,7 @@ namespace fl {
 namespace {
 
 constexpr int kBlockBytes = kDeltaBlock * 4;
+constexpr int kListBytes = kDeltaBlock;  // more than a list and what else is written before the bytes are counted
 alignas(64) const uint8_t kZeros[kBlockBytes] = {};
 
 // The elements of a message, or of its base: zeros where there is none.
@@ -41,7 +42,7 @@ struct Message {
 };
 
 void encode_message(const DeltaShape &shape, const Elements &x, const Elements &base, const Message &out) {
-  uint8_t coded[kBlockBytes + kDeltaSlack];
+  uint8_t coded[kBlockBytes + kListBytes + kDeltaSlack];
   DeltaHead head{kDeltaCoded, 0, 0, 0};
   for (int64_t block = 0; block < shape.blocks(); ++block) {
     const int n = shape.in_block(block);
@@ -128,26 +129,33 @@ class Decoder {
   DeltaHead head_;
 };
 
-int decode_message(const DeltaShape &shape, const Decoder &decoder, const Elements &base) {
-  std::atomic<uint32_t> digest{0};
-  std::atomic<bool> coherent{decoder.fits()};
-  if (!coherent) return FL_BAD_MESSAGE;
+// Where the elements take the base's place, all of the base is looked at before any of it changes; else each block is
+// looked at when it is used, so that memory is read once.
+int decode_message(const DeltaShape &shape, const Decoder &decoder, const Elements &base, bool in_place) {
+  if (!decoder.fits()) return FL_BAD_MESSAGE;
+  std::atomic<uint32_t> before{0}, after{0};
+  std::atomic<bool> coherent{true};
   const auto look = [&](int64_t begin, int64_t end) {
     uint32_t mine = 0;
     for (; begin < end; ++begin) mine += base.digest(begin);
-    digest += mine;
+    before += mine;
   };
-  parallel_for(shape.blocks(), 2, RangeTask(look));
-  if (digest != decoder.head().base) return FL_OTHER_BASE;
-  digest = 0;
+  if (in_place) {
+    parallel_for(shape.blocks(), 2, RangeTask(look));
+    if (before != decoder.head().base) return FL_OTHER_BASE;
+  }
   const auto task = [&](int64_t block, int64_t end) {
-    uint32_t mine = 0;
-    for (int64_t begin = decoder.begin_of(block); block < end; begin += decoder.bytes_of(block), ++block)
+    uint32_t of_base = 0, mine = 0;
+    for (int64_t begin = decoder.begin_of(block); block < end; begin += decoder.bytes_of(block), ++block) {
+      if (!in_place) of_base += base.digest(block);
       if (!decoder.run(block, begin, mine)) coherent = false;
-    digest += mine;
+    }
+    before += of_base;
+    after += mine;
   };
   parallel_for(shape.blocks(), 2, RangeTask(task));
-  return coherent && digest == decoder.head().result ? FL_OK : FL_BAD_MESSAGE;
+  if (before != decoder.head().base) return FL_OTHER_BASE;
+  return coherent && after == decoder.head().result ? FL_OK : FL_BAD_MESSAGE;
 }
 
 }  // namespace
@@ -167,7 +175,8 @@ int delta_decode(const fl_spec &spec, const fl_messages &in, const void *base, v
   const DeltaShape shape = delta_shape(spec);
   for (int64_t m = 0; m < in.count; ++m) {
     const Elements before(base, shape, m);
-    if (const int bad = decode_message(shape, Decoder(shape, Message(in, m), before, out, m), before)) return bad;
+    const Decoder decoder(shape, Message(in, m), before, out, m);
+    if (const int bad = decode_message(shape, decoder, before, out == base)) return bad;
   }
   return FL_OK;
 }

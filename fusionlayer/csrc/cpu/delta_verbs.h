@@ -5,7 +5,7 @@
 
 namespace fl {
 
-constexpr int kDeltaSlack = 8;  // bytes behind a block that its decoder may read
+constexpr int kDeltaSlack = 128;  // bytes behind a block that its decoder may read
 
 int delta_encode(const fl_spec &spec, const void *x, const void *base, const fl_messages &out);
 int delta_decode(const fl_spec &spec, const fl_messages &in, const void *base, void *out);

@@ -1,5 +1,5 @@
 // The kernels of one instruction set that work on blocks of FL_DELTA. Compiled once for each, like kernels.cpp.
-#include "delta_codec.h"
+#include "delta_decode.h"
 #include "delta_kernels.h"
 
 namespace fl::FL_ISA {

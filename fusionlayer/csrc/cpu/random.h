@@ -6,7 +6,7 @@
 
 namespace fl::FL_ISA {
 
-// random_bits of core/rng.h before its last step, from low * kSpread + key.a.
+// random_bits of core/rng.h before its last step, which leaves the upper half as it is, from low * kSpread + key.a.
 FL_INLINE vu almost_random_bits(RngKey key, vu h) {
   h ^= h >> 16;
   h *= 0x7feb352du;

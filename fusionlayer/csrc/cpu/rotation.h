@@ -6,13 +6,14 @@
 namespace fl::FL_ISA {
 
 // If N runs fit into half of the registers, they are transformed there. Otherwise they are transformed in memory: first as
-// many runs together as fit into 8 registers, then column by column.
+// many runs together as fit, then columns of a vector of each of some runs, as many at a time as fit.
+constexpr int kHeld = kLanes == 16 ? 16 : 8;  // half of the registers
 template <int N>
-constexpr bool kFits = N * kVectors <= (kLanes == 16 ? 16 : 8);
+constexpr bool kFits = N * kVectors <= kHeld;
 template <int N>
-constexpr int kTogether = kFits<N> ? N : kLanes / 4;
+constexpr int kTogether = kFits<N> ? N : kHeld / kVectors;
 
-// Stages 32, 64, .. of a transform: those between runs.
+// Stages of a transform that are between N runs.
 template <int N>
 FL_INLINE void hadamard_between(vf (&v)[N]) {
   for (int h = 1; h < N; h *= 2)
@@ -24,27 +25,39 @@ FL_INLINE void hadamard_between(vf (&v)[N]) {
       }
 }
 
+// The stages between N runs in memory that are `kDone` or more runs apart; each vector then goes through `finish`.
+template <int N, int kDone, class Finish>
+FL_INLINE void hadamard_columns(float *out, const Finish &finish) {
+  constexpr int kRuns = N / kDone < kHeld ? N / kDone : kHeld;
+  for (int k = 0; k < N; k += kRuns * kDone)
+    for (int i = 0; i < kDone * kBlock; i += kLanes) {
+      float *at = out + k * kBlock + i;
+      vf column[kRuns];
+      for (int r = 0; r < kRuns; ++r) column[r] = load(at + r * kDone * kBlock);
+      hadamard_between(column);
+      for (int r = 0; r < kRuns; ++r)
+        store(at + r * kDone * kBlock, kRuns * kDone == N ? finish(column[r]) : column[r]);
+    }
+  if constexpr (kRuns * kDone < N) hadamard_columns<N, kRuns * kDone>(out, finish);
+}
+
 // out = the transform of N runs, load(k) being run k; each vector of it goes through `finish`.
 template <int N, class Load, class Finish>
 FL_INLINE void hadamard_runs(float *out, const Load &load_run, const Finish &finish) {
-  Block b[kTogether<N>];
-  for (int k = 0; k < N; k += kTogether<N>) {
-    for (int i = 0; i < kTogether<N>; ++i) b[i] = load_run(k + i);
+  constexpr int kFirst = kTogether<N>;
+  for (int k = 0; k < N; k += kFirst) {
+    Block b[kFirst];
+    for (int i = 0; i < kFirst; ++i) b[i] = load_run(k + i);
     hadamard(b);
-    if constexpr (!kFits<N>)
-      for (int i = 0; i < kTogether<N>; ++i) store_block(out + (k + i) * kBlock, b[i]);
-  }
-  for (int j = 0; j < kVectors; ++j) {
-    vf column[N];
-    for (int k = 0; k < N; ++k) {
-      if constexpr (kFits<N>)
-        column[k] = b[k].v[j];
-      else
-        column[k] = load(out + k * kBlock + j * kLanes);
+    for (int j = 0; j < kVectors; ++j) {
+      vf column[kFirst];
+      for (int i = 0; i < kFirst; ++i) column[i] = b[i].v[j];
+      hadamard_between(column);
+      for (int i = 0; i < kFirst; ++i)
+        store(out + (k + i) * kBlock + j * kLanes, kFits<N> ? finish(column[i]) : column[i]);
     }
-    hadamard_between(column);
-    for (int k = 0; k < N; ++k) store(out + k * kBlock + j * kLanes, finish(column[k]));
   }
+  if constexpr (!kFits<N>) hadamard_columns<N, kFirst>(out, finish);
 }
 
 // Calls body with the number of runs of 32 in a block of FL_BLOCK.

@@ -145,18 +145,29 @@ class Ahead {
   int bytes_ = 0, runs_ = 0;
 };
 
-// v limited to -bound..bound; NaN becomes bound.
-FL_INLINE vf clamp(vf v, float bound) {
-  const vf high = broadcast(bound), low = broadcast(-bound);
+// The smaller and the larger one; b where a is NaN.
+FL_INLINE vf min(vf a, vf b) {
 #if defined(FL_AVX512)
-  return _mm512_max_ps(_mm512_min_ps(v, high), low);
+  return _mm512_min_ps(a, b);
 #elif defined(FL_AVX2)
-  return _mm256_max_ps(_mm256_min_ps(v, high), low);
+  return _mm256_min_ps(a, b);
 #else
-  const vf limited = v < high ? v : high;
-  return limited > low ? limited : low;
+  return a < b ? a : b;
 #endif
 }
+
+FL_INLINE vf max(vf a, vf b) {
+#if defined(FL_AVX512)
+  return _mm512_max_ps(a, b);
+#elif defined(FL_AVX2)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// v limited to -bound..bound; NaN becomes bound.
+FL_INLINE vf clamp(vf v, float bound) { return max(min(v, broadcast(bound)), broadcast(-bound)); }
 
 // The same of numbers.
 FL_INLINE vf clamp_number(vf v, float bound) {
@@ -265,6 +276,30 @@ FL_INLINE vf add_pairs(vf a, vf b, Lanes<I...>) {
   return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
 #else
   return __builtin_shuffle(a, b, vi{(2 * I)...}) + __builtin_shuffle(a, b, vi{(2 * I + 1)...});
+#endif
+}
+
+#if defined(FL_AVX512) || defined(FL_AVX2)
+#define FL_QUOTIENT 1
+// a / b rounded to nearest, `inverse` being 1 / b rounded to nearest, for b of at most eight significant bits and results
+// that are not subnormal: quotients by such numbers lie far enough from the middle of two floats for one correction.
+FL_INLINE vf quotient(vf a, vf b, vf inverse) {
+  const vf near = a * inverse;
+#if defined(FL_AVX512)
+  return _mm512_fmadd_ps(_mm512_fnmadd_ps(near, b, a), inverse, near);
+#else
+  return _mm256_fmadd_ps(_mm256_fnmadd_ps(near, b, a), inverse, near);
+#endif
+}
+#endif
+
+// The largest integer that is not above v, which is small.
+FL_INLINE vi floor_of(vf v) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const vi cut = __builtin_convertvector(v, vi);
+  return cut + (__builtin_convertvector(cut, vf) > v);
 #endif
 }
 

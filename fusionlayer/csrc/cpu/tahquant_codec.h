@@ -105,18 +105,39 @@ class TahCodec {
     uint8_t *codes_ = nullptr;
   };
 
-  static FL_INLINE vi ordered(vf v) { return (vi)v ^ ((vi)v >> 31 & 0x7fffffff); }
-  static FL_INLINE float from_ordered(int32_t v) { return bits_float(uint32_t(v ^ (v >> 31 & 0x7fffffff))); }
+  // Integers in the order of floats, and back. That of -v is ~ that of v.
+  static FL_INLINE vi ordered(vi v) { return v ^ (v >> 31 & 0x7fffffff); }
+
+  // From the ordered highest value, and ~ the ordered lowest one.
+  static FL_INLINE int32_t largest_magnitude(int32_t high, int32_t low) {
+    const auto magnitude = [](int32_t v) FL_LAMBDA { return (v ^ (v >> 31 & 0x7fffffff)) & 0x7fffffff; };
+    const int32_t a = magnitude(high), b = magnitude(low);
+    return a > b ? a : b;
+  }
+
+  // tah_scale of kLanes tiles.
+  static FL_INLINE void scale_tiles(const int32_t *high, const int32_t *low, const int32_t *most, int32_t *offsets,
+                                    int32_t *steps) {
+    const auto at = [](const int32_t *p) FL_LAMBDA { return (vi)load(reinterpret_cast<const float *>(p)); };
+    const vf top = (vf)ordered(at(high)), bottom = (vf)ordered(~at(low)), least = broadcast(0x1p-100f);
+    const vi finite = max(magnitude_bits(top), magnitude_bits(bottom)) < int32_t(kF32Inf);
+    const vi usual = (vi)(top >= least) | (vi)(-bottom >= least);
+    const vi bits = (vi)(bottom + 0.0f) & usual;
+    const vi offset = (vi)((vu)(bits - (bits >> 31 & -0xffff)) >> 16);
+    const vf range = (vf)((vi)top & usual) - (vf)(offset << 16);
+    const vi step = (vi)((vu)((vi)(range / __builtin_convertvector(at(most), vf)) + 0xffff) >> 16);
+    const vi fits = finite & ((offset & 0x7fff) < int32_t(kF32Inf >> 16)) & (step < int32_t(kF32Inf >> 16));
+    store(offsets, fits ? offset : broadcast(int32_t(kBf16Nan)));
+    store(steps, fits ? step : broadcast(int32_t(kBf16Nan)));
+  }
 
   FL_NOINLINE void quantize(float *values, int tiles, Message out) const {
-    alignas(64) int32_t amax[kMaxTiles + kLanes], high[kMaxTiles + kLanes], low[kMaxTiles + kLanes];
-    vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
-    largest(values, tiles, top);
-    reduce(top, tiles, amax);
+    alignas(64) int32_t high[kMaxTiles + kLanes], low[kMaxTiles + kLanes];
+    extremes(values, tiles, high, low);
     bool rotated = false;
     for (int g = 0; g < tiles; ++g) {
       float *v = values + g * shape_.tile;
-      const int pivot = find_pivot(v, amax[g]);
+      const int pivot = find_pivot(v, largest_magnitude(high[g], low[g]));
       out.pivots[out.first + g] = uint8_t(pivot);
       if (pivot != kNoPivot) {
         swap(v, pivot);
@@ -124,34 +145,15 @@ class TahCodec {
         rotated = true;
       }
     }
-    if (rotated) {  // such values may be infinite
-      largest(values, tiles, top);
-      reduce(top, tiles, amax);
-    }
-    for (int g = 0; g < tiles; ++g) {
-      const float *v = values + g * shape_.tile;
-      top[g] = ordered(load(v)), bottom[g] = ordered(-load(v));
-      for (int i = kLanes; i < shape_.tile; i += kLanes) {
-        top[g] = max(top[g], ordered(load(v + i)));
-        bottom[g] = max(bottom[g], ordered(-load(v + i)));
-      }
-    }
-    reduce(top, tiles, high);
-    reduce(bottom, tiles, low);
+    if (rotated) extremes(values, tiles, high, low);
     Walk walk(*this, out);
-    alignas(64) int32_t most[kMaxTiles];
-    alignas(64) uint32_t offsets[kMaxTiles], steps[kMaxTiles];
+    alignas(64) int32_t most[kMaxTiles + kLanes] = {}, offsets[kMaxTiles + kLanes], steps[kMaxTiles + kLanes];
     uint8_t *codes[kMaxTiles];
     for (int g = 0; g < tiles; ++g, walk.next()) {
       most[g] = (1 << walk.bits()) - 1;
       codes[g] = walk.codes();
     }
-    for (int g = 0; g < tiles; ++g) {  // the compiler makes vectors of it
-      const TahScale scale =
-          tah_scale(amax[g] < int32_t(kF32Inf), -from_ordered(low[g]), from_ordered(high[g]), float(most[g]));
-      offsets[g] = scale.offset;
-      steps[g] = scale.step;
-    }
+    for (int g = 0; g < tiles; g += kLanes) scale_tiles(high + g, low + g, most + g, offsets + g, steps + g);
     for (int g = 0; g < tiles; ++g) {
       const TahScale scale = {uint16_t(offsets[g]), uint16_t(steps[g])};
       out.offsets[out.first + g] = scale.offset;
@@ -172,13 +174,20 @@ class TahCodec {
     }
   }
 
-  // For each tile a vector that holds the largest magnitude in some lane.
-  FL_INLINE void largest(const float *values, int tiles, vi *top) const {
-    for (int g = 0; g < tiles; ++g) {
-      top[g] = vi{};
-      for (int i = 0; i < shape_.tile; i += kLanes)
-        top[g] = max(top[g], magnitude_bits(load(values + g * shape_.tile + i)));
+  // The ordered highest value of each tile, and ~ the ordered lowest one.
+  FL_INLINE void extremes(const float *values, int tiles, int32_t *high, int32_t *low) const {
+    vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
+    for (int g = 0; g < tiles; ++g, values += shape_.tile) {
+      vi most = ordered((vi)load(values)), least = most;
+      for (int i = kLanes; i < shape_.tile; i += kLanes) {
+        const vi v = ordered((vi)load(values + i));
+        most = max(most, v);
+        least = min(least, v);
+      }
+      top[g] = most, bottom[g] = ~least;
     }
+    reduce(top, tiles, high);
+    reduce(bottom, tiles, low);
   }
 
   static FL_INLINE void reduce(vi *top, int tiles, int32_t *found) {
@@ -189,9 +198,12 @@ class TahCodec {
   // The element that is at least twice as large as all others; kNoPivot if there is none.
   FL_INLINE int find_pivot(const float *v, int32_t amax) const {
     int count = 0, found = 0;
-    for (int i = 0; i < shape_.tile; i += kLanes) {
-      const vf magnitude = (vf)magnitude_bits(load(v + i));
-      const uint32_t mask = greater_mask((vi)(magnitude + magnitude), broadcast(amax));
+    for (int i = 0; i < shape_.tile; i += kBlock) {
+      uint32_t mask = 0;
+      for (int j = 0; j < kVectors; ++j) {
+        const vf magnitude = (vf)magnitude_bits(load(v + i + j * kLanes));
+        mask |= greater_mask((vi)(magnitude + magnitude), broadcast(amax)) << j * kLanes;
+      }
       count += __builtin_popcount(mask);
       found = mask ? i + __builtin_ctz(mask) : found;
     }
@@ -212,16 +224,33 @@ class TahCodec {
       return;
     }
     const float offset = bf16_to_f32(scale.offset), step = bf16_to_f32(scale.step);
+#if defined(FL_QUOTIENT)
+    if (step >= 0x1p-60f) {  // nothing is subnormal, but for what becomes code 0
+      const vf by = broadcast(step), inverse = broadcast(1.0f / step);
+      return store_quotients(values, offset, most, codes, run_bytes,
+                             [&](vf v) FL_LAMBDA { return quotient(v, by, inverse); });
+    }
+#endif
+    store_quotients(values, offset, most, codes, run_bytes, [&](vf v) FL_LAMBDA { return v / step; });
+  }
+
+  template <class Divide>
+  FL_INLINE void store_quotients(const float *values, float offset, int32_t most, uint8_t *codes, int run_bytes,
+                                 const Divide &divide) const {
     for (int i = 0; i < shape_.tile; i += kBlock, codes += run_bytes) {
       alignas(16) uint8_t bytes[kBlock];
-      for (int h = 0; h < 2; ++h) {
-        vi q[kQuad];
+      vi q[2][kQuad];
+      for (int h = 0; h < 2; ++h)
         for (int j = 0; j < kQuad; ++j) {
-          const vf v = (load(values + i + 16 * h + j * kLanes) - offset) / step;
-          q[j] = min(max((vi)(v + 12582912.0f) - 0x4b400000, vi{}), broadcast(most));  // tah_code
+          const vf v = divide(load(values + i + 16 * h + j * kLanes) - offset);
+          q[h][j] = min(max((vi)(v + 12582912.0f) - 0x4b400000, vi{}), broadcast(most));  // tah_code
         }
-        store_low_bytes(bytes + 16 * h, q);
+      if (most == 15) {
+        for (int j = 0; j < kQuad; ++j) q[0][j] |= q[1][j] << 4;
+        store_low_bytes(codes, q[0]);
+        continue;
       }
+      for (int h = 0; h < 2; ++h) store_low_bytes(bytes + 16 * h, q[h]);
       pack_run(most, load_bytes16(bytes), load_bytes16(bytes + 16), codes);
     }
   }
@@ -247,7 +276,6 @@ class TahCodec {
       return;
     }
     store(codes, (first & 15) | (second & 15) << 4);
-    if (most == 15) return;
     const uint64_t high = pairs(first >> 4, second >> 4);
     __builtin_memcpy(codes + 16, &high, 8);
   }

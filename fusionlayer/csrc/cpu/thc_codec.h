@@ -29,7 +29,14 @@ class ThcCodec {
     for (int t = 0; t < 32; ++t) {
       const int below = thc_code_below(shape_.uniform, t);
       const int low = thc_integer(shape_.uniform, below), high = thc_integer(shape_.uniform, below + 1);
+#if defined(FL_AVX512)
+      below_[t] = below;
+      low_[t] = int32_t(float_bits(float(2 * low - shape_.top())));
+      width_[t] = int32_t(float_bits(float(2 * (high - low))));
+      inverse_[t] = int32_t(float_bits(1.0f / float(2 * (high - low))));
+#else
       intervals_[t] = below | 2 * (high - low) << 8 | (2 * low - shape_.top() + 64) << 16;
+#endif
     }
     for (int code = 0; code < kThcLevels; ++code)
       levels_[code] = uint8_t(2 * thc_integer(shape_.uniform, code) - shape_.top());
@@ -74,7 +81,7 @@ class ThcCodec {
     const RngKey key = key_at(signs_, uint64_t(first));
     const vu spread = (iota() + uint32_t(first)) * kSpread + key.a;
     for (int j = 0; j < kVectors; ++j)
-      b.v[j] = (vf)((vu)b.v[j] ^ (random_bits(key, spread + j * kLanes * kSpread) & 0x80000000u));
+      b.v[j] = (vf)((vu)b.v[j] ^ (almost_random_bits(key, spread + j * kLanes * kSpread) & 0x80000000u));
     return b;
   }
 
@@ -96,15 +103,20 @@ class ThcCodec {
   FL_INLINE vi code(vf v, RngKey key, vu spread) const {
     const int top = shape_.top();
     v = clamp(v, float(top));
-    const vi cut = __builtin_convertvector(v, vi);
-    const vi floor = cut + (__builtin_convertvector(cut, vf) > v);
-    const vi interval = look_up(intervals_, (floor + top) >> 1);
+    const vi place = (floor_of(v) + top) >> 1;
+#if defined(FL_AVX512)
+    const vi below = look_up(below_, place);
+    const vf width = (vf)look_up(width_, place), inverse = (vf)look_up(inverse_, place);
+    const vf up = quotient(v - (vf)look_up(low_, place), width, inverse) - 0.5f;
+#else
+    const vi interval = look_up(intervals_, place), below = interval & 255;
     const vf low = __builtin_convertvector((interval >> 16) - 64, vf);
     const vf width = __builtin_convertvector(interval >> 8 & 255, vf);
     const vf up = (v - low) / width - 0.5f;
+#endif
     vf noise{};
     if (stochastic_) noise = (vf)((random_bits(key, spread) >> 9) | 0x3f800000u) - 1.5f;
-    return (interval & 255) - (noise < up);
+    return below - (noise < up);
   }
 
   FL_NOINLINE void reconstruct(Message in, int n, float *tile) const {
@@ -143,7 +155,12 @@ class ThcCodec {
   bool stochastic_;
   RngKey key_, signs_;
   uint64_t offset_;
-  alignas(64) int32_t intervals_[32];  // of each whole number of steps: code below | width << 8 | its value + 64 << 16
+  // Of each whole number of steps the code below, its value, the way to the next value, and 1 / that.
+#if defined(FL_AVX512)
+  alignas(64) int32_t below_[32], low_[32], width_[32], inverse_[32];  // but for the first bits of f32
+#else
+  alignas(64) int32_t intervals_[32];  // code | way << 8 | value + 64 << 16
+#endif
   alignas(16) uint8_t levels_[kThcLevels];
 };
 

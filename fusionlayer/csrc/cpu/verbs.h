@@ -239,7 +239,7 @@ struct CommonUnit {
 template <class Codec, class Sum>
 void recode_from(const Codec &codec, int source_unit, const Sum &sum, const Job &job, int64_t begin, int64_t end) {
   const CommonUnit common{source_unit > codec.unit() ? source_unit : codec.unit()};
-  for_each_tile(common, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(common, kTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t unit = tile.element / codec.unit();
     Values<Codec> values(codec, tile.size);
     const Ahead ahead = sum(job, tile.element, tile.size, values.data());

@@ -7,6 +7,7 @@
 #include "dynamiq_codec.h"
 #include "int_sums.h"
 #include "onebit_codec.h"
+#include "qsdp_codec.h"
 #include "tahquant_codec.h"
 #include "thc_codec.h"
 #include "verbs.h"
@@ -51,6 +52,7 @@ FL_INLINE void with_codec(const Job &job, const Body &body) {
   if (job.spec->codec == FL_CHUNKED) return body(ChunkedCodec(job));
   if (job.spec->codec == FL_TAHQUANT) return body(TahCodec(job));
   if (job.spec->codec == FL_ONEBIT) return body(OneBitCodec(job));
+  if (job.spec->codec == FL_QSDP) return job.spec->param[0] == 8 ? body(QsdpCodec<8>(job)) : body(QsdpCodec<4>(job));
   if constexpr (kThc)
     if (job.spec->codec == FL_THC) return body(ThcCodec(job));
   with_int_codec(job, body);

@@ -40,7 +40,8 @@ constexpr Verbs kVerbs[] = {
     {nullptr, nullptr, nullptr, nullptr},
     {chunked_encode, chunked_decode, chunked_decode_sum, chunked_recode},
     {nullptr, nullptr, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr},
+    {onebit_encode, onebit_decode, onebit_decode_sum, onebit_recode},
+    {qsdp_encode, qsdp_decode, qsdp_decode_sum, qsdp_recode},
 };
 
 }  // namespace

@@ -98,6 +98,20 @@ cudaError_t chunked_decode_sum(const fl_spec &spec, const fl_messages &in, void 
 cudaError_t chunked_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                            const fl_messages &out, cudaStream_t stream);
 
+cudaError_t onebit_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+                          cudaStream_t stream);
+cudaError_t onebit_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
+cudaError_t onebit_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
+cudaError_t onebit_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
+                          const fl_messages &out, cudaStream_t stream);
+
+cudaError_t qsdp_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+                        cudaStream_t stream);
+cudaError_t qsdp_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
+cudaError_t qsdp_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
+cudaError_t qsdp_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
+                        const fl_messages &out, cudaStream_t stream);
+
 // Bytes of workspace of the verbs that need one.
 int64_t stats_workspace(int64_t numel);
 int64_t kth_workspace();

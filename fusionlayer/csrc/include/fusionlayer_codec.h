@@ -88,10 +88,15 @@ enum fl_codec {
    * many bytes as the elements have, or the index where that is more. numel < 2^30. Bytes of plane 1 behind the last block
    * are not written. docs/wire_format.md has the rest */
   FL_DELTA = 10,
-  /* CPU alone. plane 0: one f32 scale per group, the mean of its magnitudes; plane 1: a bit for each element, its sign,
-   * from the lowest bit of a byte on, as many bytes as hold them. param[1] = group size, a power of two in 32..4096 */
-  FL_ONEBIT = 11
+  /* plane 0: one f32 scale per group, the mean of its magnitudes; plane 1: a bit for each element, its sign, from the
+   * lowest bit of a byte on, as many bytes as hold them. param[1] = group size, a power of two in 32..4096 */
+  FL_ONEBIT = 11,
+  /* planes 0 and 1: f32 steps and origins of groups; plane 2: integer codes. param[0] = bits, 4 or 8; param[1] = group
+   * size, a power of two in 32..1024; param[2] = flags, FL_QSDP_*. Offsets are multiples of the group size */
+  FL_QSDP = 12
 };
+
+enum { FL_QSDP_STOCHASTIC = 1 /* values go up or down at random; else the grid is shifted at random */ };
 
 enum {
   FL_INT_HADAMARD = 1,
@@ -318,8 +323,8 @@ FL_API uint32_t fl_crc32c(uint32_t crc, const void *data, int64_t n);
 FL_API int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out);
 
 /* out[m * numel .. (m + 1) * numel) = base with in[m] applied, to the bit; `out` may be `base`. FL_OTHER_BASE where the
- * digest of base is not the message's. FL_BAD_MESSAGE where the message contradicts itself or makes of base what has
- * another digest than the sender's elements; `out` then holds anything. */
+ * digest of base is not the message's; base is as it was. FL_BAD_MESSAGE where the message contradicts itself or makes of
+ * base what has another digest than the sender's elements. With any error an `out` apart from base holds anything. */
 FL_API int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out);
 
 /* Choose the instruction set: "avx512", "avx2", "baseline" or "auto"; FL_UNSUPPORTED where the CPU or the build lacks it. */
