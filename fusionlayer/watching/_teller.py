@@ -117,7 +117,7 @@ class Teller:
         for finding in findings:
             if finding.key in self._since:
                 continue
-            if finding.kind == "conflict" and store is not None:
+            if finding.calls and store is not None:
                 self._ask(finding.calls, now, store)
                 if self._lacks_lines(now):
                     continue

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from fusionlayer import native
 from fusionlayer.errors import ConfigError
-from fusionlayer.transport import _introduction
+from fusionlayer.transport import Transport, _faster, _introduction
 from fusionlayer.transport._link import DamagedMessage, LinkError, LinkMessage
 from fusionlayer.transport._socket_options import SocketOptions
 from fusionlayer.transport._sockets import WINDOW_BYTES, SocketLink
+from tests.ranks import over_threads
 
 from .relays import links, together
 
@@ -61,9 +63,15 @@ def test_connections_share_a_message_and_may_be_cut_in_its_middle(caplog: pytest
     caplog.set_level(logging.WARNING)
     with links(connections=4) as (made, (relay,)):
         swap(made, 8 * MIB, 1)
-        assert all(sent > MIB // 2 for sent in made[0].sent()[1]), made[0].sent()
+        assert min(made[0].sent()[1]) > 0, made[0].sent()
         relay.open = False
-        relay.alter = lambda place, _, passed, data: None if place in (1, 2) and passed > 9 * MIB // 4 else data
+        gone: Counter[int] = Counter()
+
+        def cut(place: int, from_caller: bool, passed: int, data: bytes) -> bytes | None:
+            gone[place] += len(data)
+            return None if place in (1, 2) and gone[place] > 50_000 else data
+
+        relay.alter = cut
         for key in (2, 4):
             swap(made, 8 * MIB, key)
         assert all(made[rank].states()[1 - rank].count(1) == 2 for rank in (0, 1))
@@ -89,7 +97,6 @@ def test_what_was_sent_before_a_cut_is_sent_again_between_calls() -> None:
         data = noise(3000, 5)
         send(made[0], data, 5, 1)
         data.zero_()
-        (used,) = (index for index, sent in enumerate(made[0].sent()[1]) if sent > 2000)
         lost: list[int] = []
 
         def lose_once(place: int, from_caller: bool, passed: int, data: bytes) -> bytes | None:
@@ -102,7 +109,7 @@ def test_what_was_sent_before_a_cut_is_sent_again_between_calls() -> None:
         relay.alter = lose_once
         hold.set()
         assert torch.equal(receive(made[1], 3000, 5, 0), noise(3000, 5))
-        assert lost and made[0].sent()[1][1 - used] > 2000
+        assert lost and sum(made[0].sent()[1]) == 100 + 2 * 3000
 
 
 def test_messages_that_are_equal_but_for_their_bytes_come_in_the_order_of_sending() -> None:
@@ -247,7 +254,7 @@ NONSENSE = {
     "a length of nothing": {"length": 0, "nbytes": 0},
     "a length beyond all memory": {"length": 1 << 60, "nbytes": 4096},
     "chunks of no bytes": {"chunk": 0},
-    "chunks of a gigabyte": {"chunk": 1 << 30, "length": 1 << 30, "nbytes": 1 << 30},
+    "chunks that nobody makes": {"chunk": 2 << 20, "length": 2 << 20, "nbytes": 2 << 20},
     "a chunk beyond its message": {"index": 1},
     "more than the chunk has": {"nbytes": 8192},
     "a predecessor before all": {"back": 9},
@@ -312,3 +319,26 @@ def test_interfaces_and_numbers_that_there_are_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"interfaces=\['eth77'\]: 'eth77' is no interface .*expected some of: .*lo"):
         SocketOptions(2, ("eth77",))
     assert SocketOptions(2, ("lo",)).interfaces == ("lo",)
+
+
+class Timed:
+    """A link whose exchanges take a given time; sums go over a transport of threads."""
+
+    def __init__(self, transport: Transport, seconds: float) -> None:
+        self._transport, self.seconds = transport, seconds
+
+    def all_reduce(self, x: Tensor, key: int) -> None:
+        self._transport.all_reduce(x)
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 3.0), (3.0, 0.0), (0.0, 0.1)])
+def test_what_is_faster_for_one_rank_alone_is_not_taken_by_it(
+    seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_faster, "_time", lambda link, *_: link.seconds)
+
+    def body(transport: Transport) -> bool:
+        links = Timed(transport, seconds[transport.rank]), Timed(transport, 1.0)
+        return _faster.is_faster(*links, transport.rank, transport.size)  # type: ignore[arg-type]
+
+    assert over_threads(2, body) == [sum(seconds) < 2.0 / 1.1] * 2

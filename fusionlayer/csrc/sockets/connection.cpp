@@ -137,10 +137,12 @@ Step Connection::start_payload(Peer &peer) {
   const Incoming::Place place = peer.incoming.place(frame_, &target_);
   is_kept_ = place == Incoming::Place::wanted || place == Incoming::Place::stored;
   if (place == Incoming::Place::nonsense) return Step::nonsense;
-  // The sender has taken this chunk from another connection, where it may be stuck half way.
-  for (int index = 0; is_kept_ && index < peer.count; ++index)
-    if (&peer.connections[index] != this) peer.connections[index].turn_away(frame_.serial, frame_.index);
-  if (place == Incoming::Place::stored) {
+  // The sender may have taken this chunk from another connection, where it is stuck half way. Both go on, in memory of
+  // their own, because each may be the one that arrives, and what arrives is acknowledged.
+  bool is_shared = false;
+  for (int index = 0; index < peer.count; ++index)
+    is_shared = is_shared || (&peer.connections[index] != this && peer.connections[index].is_at(frame_));
+  if (place == Incoming::Place::stored || (is_kept_ && is_shared)) {
     own_ = Bytes(new uint8_t[left_]);
     target_ = own_.get();
   }
@@ -157,14 +159,18 @@ Step Connection::end_payload(Peer &peer) {
     peer.damaged_bytes = frame_.length;
     return Step::damaged;
   }
-  if (peer.incoming.arrive(frame_, std::move(own_)))
-    for (int index = 0; index < peer.count; ++index)
-      if (&peer.connections[index] != this) peer.connections[index].turn_away(frame_.serial);
+  // From here on nobody else writes to where it belongs: the caller may get that memory back at any time.
+  for (int index = 0; index < peer.count; ++index)
+    if (peer.connections[index].is_at(frame_)) peer.connections[index].turn_away();
+  peer.incoming.arrive(frame_, std::move(own_));
   return Step::some;
 }
 
-void Connection::turn_away(uint64_t serial, int64_t index) {
-  if (!left_ || !is_kept_ || frame_.serial != serial || (index >= 0 && frame_.index != uint32_t(index))) return;
+bool Connection::is_at(const Frame &frame) const {
+  return left_ && is_kept_ && frame_.serial == frame.serial && frame_.index == frame.index;
+}
+
+void Connection::turn_away() {
   is_kept_ = false;
   target_ = nullptr;
   own_.reset();

@@ -47,8 +47,10 @@ class Connection {
   // What has come since the peer was told last.
   uint32_t untold() const { return received_ - told_; }
   uint64_t untold_bytes() const { return untold_bytes_; }
-  // Reads the rest of a chunk of this message (of this chunk alone, if given) without keeping it.
-  void turn_away(uint64_t serial, int64_t index = -1);
+  // Whether it is in the middle of the same chunk.
+  bool is_at(const Frame &frame) const;
+  // Reads the rest of the chunk without keeping it.
+  void turn_away();
   // Whether the kernel has sent what was not acknowledged twice and more, in vain: the network is in trouble, not the
   // peer's program.
   bool is_in_trouble() const;

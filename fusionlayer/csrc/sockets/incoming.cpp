@@ -39,22 +39,20 @@ Incoming::Place Incoming::place(const Frame &frame, uint8_t **target) {
   return held_ + frame.nbytes > window_ + kMostChunk ? Place::nonsense : Place::stored;
 }
 
-bool Incoming::arrive(const Frame &frame, Bytes own) {
+void Incoming::arrive(const Frame &frame, Bytes own) {
   const auto found = open_.find(frame.serial);
-  if (found == open_.end()) return false;
+  if (found == open_.end()) return;
   InMessage &message = found->second;
   if (!message.into) {
-    if (!own || message.stored.count(frame.index)) return false;
+    if (!own || message.stored.count(frame.index)) return;
     held_ += frame.nbytes;
     message.stored.emplace(frame.index, std::move(own));
-    return false;
+    return;
   }
-  if (message.have[frame.index]) return false;
+  if (message.have[frame.index]) return;
   if (own) std::memcpy(message.into + frame.offset(), own.get(), frame.nbytes);
   put(message, frame.index, frame.nbytes);
-  if (message.missing) return false;
-  finish(frame.serial);
-  return true;
+  if (message.missing == 0) finish(frame.serial);
 }
 
 void Incoming::put(InMessage &message, uint32_t index, uint64_t nbytes) {

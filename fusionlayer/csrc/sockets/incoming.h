@@ -37,8 +37,8 @@ class Incoming {
   void want(void *data, uint64_t length, uint64_t key);
   // For `wanted`, `target` is where the payload has to be written.
   Place place(const Frame &frame, uint8_t **target);
-  // The payload is there: in its place, or in `own`, which is then used up. Returns whether the message is complete.
-  bool arrive(const Frame &frame, Bytes own);
+  // The payload is there: in its place, or in `own`, which is then used up.
+  void arrive(const Frame &frame, Bytes own);
   // Whether the message is complete, so that its memory is the caller's again.
   bool is_done(uint64_t serial) const { return serial < first_ || done_.count(serial) > 0; }
 
