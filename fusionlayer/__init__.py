@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import backend, codecs, collectives, libraries, transport
-from .context import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from .context import init, is_initialized, local_rank, local_size, membership, rank, shutdown, size
 from .errors import (
     ConfigError,
     FusionLayerError,
@@ -92,6 +92,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "megatron",
+    "membership",
     "metrics",
     "moe",
     "pipeline",

@@ -146,6 +146,8 @@ class Config:
 _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_CONFIG": "file with settings",
     "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
+    "FUSIONLAYER_JOIN": "of a process that joins an elastic job: host:port of a member, or the file with the roster",
+    "FUSIONLAYER_ROSTER": "of an elastic job: file in which newcomers find its members",
     "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
     "FUSIONLAYER_CUDA": "when building: auto (default: for the GPUs that are here), 1 (fail without nvcc), 0",
     "FUSIONLAYER_NVCC": "when building: the nvcc to use",

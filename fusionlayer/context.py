@@ -13,12 +13,24 @@ import torch
 import torch.distributed as dist
 
 from . import config, forks, launch, libraries, watching
+from .elastic import Members
 from .errors import ConfigError, UsageError, require
 from .transport import Transport, local
 from .transport._socket_options import chosen
 from .transport.c10d import C10dTransport, make_default_group
 
-__all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "settings", "shutdown", "size", "transport"]
+__all__ = [
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "membership",
+    "rank",
+    "settings",
+    "shutdown",
+    "size",
+    "transport",
+]
 
 
 _logger = logging.getLogger("fusionlayer")
@@ -33,6 +45,7 @@ class _Job:
     settings: config.Config
     owns_process_group: bool
     transports: dict[tuple[dist.ProcessGroup | None, int | None], Transport]
+    members: Members | None = None
 
 
 _job: _Job | None = None
@@ -45,7 +58,13 @@ _named: set[str] = set()
 _lock = threading.RLock()
 
 
-def init(timeout: float | None = None, *, transport: str | None = None, settings: config.Config | None = None) -> None:
+def init(
+    timeout: float | None = None,
+    *,
+    transport: str | None = None,
+    settings: config.Config | None = None,
+    elastic: bool = False,
+) -> None:
     """Join the job in which torchrun, mpirun, horovodrun, srun or Ray Train has started this process. Call it first.
 
     If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
@@ -58,6 +77,8 @@ def init(timeout: float | None = None, *, transport: str | None = None, settings
         timeout: seconds that a collective waits for its peers; overrides the configuration.
         transport: what moves bytes, "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
         settings: used instead of the settings from file and environment.
+        elastic: ranks may be lost, and others may join, while the job goes on (docs/elastic.md). No process group of
+            torch is made then. A process that joins later has FUSIONLAYER_JOIN in its environment.
 
     Raises:
         ConfigError: environment or configuration is invalid.
@@ -79,6 +100,11 @@ def init(timeout: float | None = None, *, transport: str | None = None, settings
         by_torch = settings.transport in _BY_TORCH
         begun = by_torch and dist.is_available() and dist.is_initialized()
         place = _place_in_group() if begun else launch.find_place()
+        if elastic or os.environ.get("FUSIONLAYER_JOIN"):
+            _job = _join_members(settings, place, begun, elastic)
+            _name_unknown_variables(_job.place)
+            forks.at_exit(shutdown)
+            return
         owns = False
         shared: dict[tuple[dist.ProcessGroup | None, int | None], Transport] = {}
         if not by_torch:
@@ -96,6 +122,41 @@ def init(timeout: float | None = None, *, transport: str | None = None, settings
         forks.at_exit(shutdown)
         if settings.watch and dist.is_available() and dist.is_initialized():
             watching.begin(dist.distributed_c10d._get_default_store(), place.rank, place.size, settings)
+
+
+def _join_members(settings: config.Config, place: launch.Place, begun: bool, elastic: bool) -> _Job:
+    """Return an elastic job: of the processes that a launcher has started, or one that this process joins later."""
+    address, roster = os.environ.get("FUSIONLAYER_JOIN"), os.environ.get("FUSIONLAYER_ROSTER") or None
+    if not elastic:
+        raise ConfigError(
+            f"FUSIONLAYER_JOIN={address} and no elastic=True: call fusionlayer.init(elastic=True), or unset it"
+        )
+    if begun:
+        raise ConfigError(
+            "elastic=True in a process that has a process group of torch, whose ranks cannot change; leave "
+            "init_process_group() out"
+        )
+    if settings.transport != "c10d":
+        raise ConfigError(
+            f"elastic=True with transport {settings.transport!r}, not tried with ranks that change; expected c10d"
+        )
+    if address:
+        members = Members.newcomer(address, settings, roster)
+    else:
+        store = None
+        if place.size > 1:
+            store = launch.make_store(place, settings.timeout)
+            place = launch.settle(place, store)
+        members = Members.begin(place, store, settings, launch.is_on_one_host(place), roster)
+    job = _Job(members.place, settings, False, {}, members)
+
+    def adopt() -> None:
+        job.place = members.place
+        job.transports = {(None, settings.ranks_per_node): members.transport}
+
+    adopt()
+    members.when_changed(adopt)
+    return job
 
 
 def _place_in_group(environ: Mapping[str, str] = os.environ) -> launch.Place:
@@ -170,6 +231,8 @@ def shutdown() -> None:
         forks.not_at_exit(shutdown)
         for opened in job.transports.values():
             opened.finish()
+        if job.members is not None:
+            job.members.leave()
         if job.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -240,6 +303,29 @@ def local_size() -> int:
     return here.size if here else _current().place.local_size
 
 
+def membership() -> Members:
+    """Return the members of the elastic job that ``init(elastic=True)`` has begun or joined.
+
+    Raises:
+        UsageError: the job is not elastic.
+    """
+    members = None if local.current() else _current().members
+    if members is None:
+        raise UsageError("this job is not elastic; call fusionlayer.init(elastic=True) first")
+    return members
+
+
+def is_elastic() -> bool:
+    """Return whether ranks of the job may be lost and others may join."""
+    return local.current() is None and _job is not None and _job.members is not None
+
+
+def refuse_elastic(what: str, instead: str) -> None:
+    """Raise ``ConfigError`` if the job is elastic: ``what`` cannot lose a rank, and ``instead`` says what can."""
+    if is_elastic():
+        raise ConfigError(f"{what} in a job that fusionlayer.init(elastic=True) has begun: {instead}")
+
+
 def launcher() -> str:
     """Return the launcher of the job: "torchrun", "mpirun", ..., or "single" if there is none."""
     return "single" if local.current() else _current().place.launcher
@@ -270,6 +356,8 @@ def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node
     each = settings.ranks_per_node if ranks_per_node is None else ranks_per_node
     with _lock:
         if (group, each) not in job.transports:
+            if job.members is not None:
+                raise UsageError("an elastic job has one group, of all members; leave group and ranks_per_node out")
             if group is None and not dist.is_initialized():
                 job.transports[group, each] = local.alone()
             else:

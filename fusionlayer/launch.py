@@ -20,7 +20,7 @@ from .errors import ConfigError, TransportError
 from .meeting import Board
 from .processes import Identity, node_name
 
-__all__ = ["VARIABLES", "Place", "find_place", "make_store", "settle"]
+__all__ = ["VARIABLES", "Place", "find_place", "is_on_one_host", "make_store", "settle"]
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,11 @@ def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: boo
             cause = outages.explain(error)  # of course nobody listens there now
         ranks = [place.rank if cause.here else 0]
         raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from error
+
+
+def is_on_one_host(place: Place, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the job's processes meet where no other host can come."""
+    return _is_loopback(environ.get("MASTER_ADDR", "127.0.0.1" if place.size == place.local_size else ""))
 
 
 def _is_loopback(host: str) -> bool:

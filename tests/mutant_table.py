@@ -260,7 +260,22 @@ MUTANTS: list[Mutant] = [
         ("folder.py", "nbytes + file.nbytes < best", "nbytes + file.nbytes > best", "the longest way over files"),
     ),
     *_of(
+        "elastic/",
+        ("forming.py", "done = min(", "done = max(", "a step counts that some have no results of"),
+        ("forming.py", "2 * len(reports) <= len(base", "2 * len(reports) < len(base", "two halves both go on"),
+        ("forming.py", "told.between and ", "", "a process joins in the middle of a step"),
+        (
+            "forming.py",
+            "if told.generation.number > base.number:",
+            "if False:",
+            "a leader that is behind waits for all",
+        ),
+        ("members.py", "self.step, wants]", "self.step, False]", "nobody who asks to join is let in"),
+    ),
+    *_of(
         "scheduler/",
+        ("memory.py", "= spare.copy_(state.residual)", "= state.residual", "a step's feedback cannot be taken back"),
+        ("layout.py", "if self._undoable:", "if not self._undoable:", "nothing is remembered before a step"),
         ("traffic.py", "again(cause).with_traceback(None)", "cause", "a failed job keeps the frames of its program"),
         ("lane.py", "lane.put(lambda _: agreement.wait())", "pass", "other lanes send before the ranks agree"),
         ("memory.py", "if old is not None:", "if old is None:", "feedback in 8 bits is lost when a plan changes"),
@@ -358,6 +373,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "integrations/",
+        ("elastic_optimizer.py", "members.done > members.step", "False", "a step that others have made is made twice"),
+        (
+            "elastic_optimizer.py",
+            "if counts else (before, step)",
+            "if counts else (after, step)",
+            "feedback counts twice",
+        ),
         ("megatron.py", "return  # a step of another", "pass  # a step of another", "experts' weights are sent twice"),
         ("megatron.py", "own.clone()) for bucket", "own) for bucket", "weights that change by nothing"),
         (
@@ -565,6 +587,9 @@ LIKELY = {
     "integrations/deepspeed/weights.py": "integrations/test_deepspeed.py",
     "integrations/deepspeed/one_bit.py": "integrations/test_deepspeed.py",
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
+    "elastic/forming.py": "elastic/test_forming.py",
+    "elastic/members.py": "elastic/test_processes.py",
+    "integrations/elastic_optimizer.py": "elastic/test_processes.py",
     "publishing/folder.py": "publishing/test_folder.py",
     "publishing/follower.py": "publishing/test_tcp.py",
     "publishing/frames.py": "publishing/test_tcp.py",

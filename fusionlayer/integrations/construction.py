@@ -72,6 +72,7 @@ def make_engine(
     timeline: Timeline,
     overlap_forward: bool,
     hold_results: bool = False,
+    undoable: bool = False,
     idle: Collection[str] = (),
 ) -> Engine:
     """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
@@ -96,6 +97,7 @@ def make_engine(
         lanes=settings.lanes or LANES,
         overlap_forward=overlap_forward,
         hold_results=hold_results,
+        undoable=undoable,
         clock=clock_of(device),
     )
 

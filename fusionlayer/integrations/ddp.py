@@ -108,6 +108,7 @@ def register(
             f"by one codec: wrap the optimizer in DistributedOptimizer for {refused[0]}"
         )
     refuse_unknown(register, codec, codec_options)
+    context.refuse_elastic("ddp.register", "DDP's own state is of one number of ranks; use DistributedOptimizer")
     every = check_interval(check_replicas)
     settings = context.settings()
     if codec is None and settings.policy is not None:

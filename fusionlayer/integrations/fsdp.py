@@ -184,6 +184,7 @@ def compress(
         TransportError: from forward and backward, a peer was lost, stopped or late.
     """
     _check_nodes(nodes)
+    context.refuse_elastic("fsdp.compress", "with a rank its shards would be lost; use DistributedOptimizer")
     if not isinstance(broadcast, bool):
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
     if baseline not in ("exact", "native"):

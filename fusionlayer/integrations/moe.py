@@ -91,6 +91,9 @@ class Dispatcher:
         refuse_unknown(Dispatcher, codec, codec_options)
         self._forward = CodecOrAuto.of(codec, codec_options)
         self._backward = self._forward if gradient_codec is None else CodecOrAuto.of(gradient_codec, {})
+        context.refuse_elastic(
+            "expert parallelism", "with a rank its experts would be lost; use DistributedOptimizer alone"
+        )
         self._transport = context.transport(resolve(group, "expert parallelism", "ep"))
         self.rank, self.size = self._transport.rank, self._transport.size
         self.bytes_sent = 0

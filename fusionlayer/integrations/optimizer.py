@@ -30,6 +30,8 @@ from ..timeline import Timeline
 from . import overlap
 from .construction import GradientOptions, make_engine, make_planning
 from .distributed import Distributed
+from .elastic_local import ElasticallyLocal
+from .elastic_optimizer import ElasticallyStepping, check_elastic
 from .enrolment import Roster
 from .local import Local, check_sync, state_tensors
 from .local_optimizer import LocallyStepping
@@ -192,6 +194,18 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         overlap.check(optimizer, names, overlap_forward)
     if sync is None and isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
         raise ConfigError("LBFGS depends on the loss of each rank, so weights would diverge; use another optimizer")
+    elastic = context.is_elastic()
+    if elastic:
+        check_elastic(
+            optimizer,
+            group=group,
+            sync=sync,
+            overlap_forward=overlap_forward,
+            plan=plan or context.settings().plan,
+            policy=policy or context.settings().policy,
+            codec=codec or context.settings().codec,
+            autotune=context.settings().autotune if autotune is None else autotune,
+        )
     options = GradientOptions(
         codec=codec,
         codec_options=codec_options,
@@ -244,7 +258,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             scaling=scaling,
             timeline=timeline,
             overlap_forward=overlap_forward is not None,
-            hold_results=not averages_now(),
+            hold_results=elastic or not averages_now(),
+            undoable=elastic,
             idle=idle(names),
         )
         if transport.size == 1:
@@ -289,13 +304,16 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
     engine, timeline = connect(names)
     base = type(optimizer)
-    front = Distributed if sync is None else LocallyStepping
+    fronts = (ElasticallyStepping, ElasticallyLocal) if elastic else (Distributed, LocallyStepping)
+    front = fronts[sync is not None]
     # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(base.__name__, (front, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, Distributed)
     optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
     optimizer._fl_replicas = replicas
+    if isinstance(optimizer, ElasticallyStepping):
+        optimizer._fl_facts = (options, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
     if sync is not None:
         assert isinstance(optimizer, LocallyStepping)
         optimizer._fl_local = LocalSteps(sync, clock_of(roster.device))

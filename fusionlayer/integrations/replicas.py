@@ -79,6 +79,12 @@ class Replicas:
         self.named = {name: x for name, x in self.named.items() if _has_memory(x)}
         self.buffers = {name: x for name, x in self.buffers.items() if _has_memory(x)}
 
+    @property
+    def lines(self) -> list[str]:
+        """What has to be the same on all ranks, in words: options, names, shapes and types."""
+        lines = [f"broadcast={self.broadcast}", f"check_replicas={self.every}", *self.facts]
+        return lines + [_describe(name, x) for name, x in {**self.named, **self.buffers}.items()]
+
     def unite(self, transport: Transport, *, rejoining: bool = False) -> None:
         """Compare names, shapes and options with the other ranks, then give all of them rank 0's values.
 
@@ -92,9 +98,7 @@ class Replicas:
             PlanMismatch: ranks have other parameters or options; it names the first that differs.
             TransportError: a peer was lost, stopped or late.
         """
-        tensors = {**self.named, **self.buffers}
-        lines = [f"broadcast={self.broadcast}", f"check_replicas={self.every}", *self.facts]
-        lines += [_describe(name, x) for name, x in tensors.items()]
+        tensors, lines = {**self.named, **self.buffers}, self.lines
         value = _digest_of(tensors.values()) if self.broadcast and not rejoining else 0
         mine = struct.pack("<16s?7xQ", digest(*lines)[:16], rejoining, value)
         records = [struct.unpack("<16s?7xQ", record) for record in _gathered(mine, transport)]

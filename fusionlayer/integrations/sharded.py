@@ -82,6 +82,7 @@ class ShardedOptimizer(Optimizer):
         if name in _WHOLE_TENSORS:
             raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
         weights, gradients = both_ways(weights, gradients, default=None)
+        context.refuse_elastic("ShardedOptimizer", "with a rank its shards would be lost; use DistributedOptimizer")
         self._fl_transport = context.transport(group)
         self._fl_weights = Weights.of(weights)
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare

@@ -94,6 +94,8 @@ class AheadBuffer(Buffer):
     def put(self, name: str, gradient: Tensor, step: int) -> None:
         """Encode a gradient of any memory layout; with ``in_place`` its result replaces it later."""
         place = self._places[name]
+        if self.remember is not None:
+            self.remember((name,))
         self.join()  # on a GPU the last ``run`` may still read the payload, on a stream of its own
         with self._timeline.span("ENCODE", tensor=name, step=step, bucket=self._index):
             flat = gradient.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Buffer(ABC):
         in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
 
     Attributes:
+        remember: called with names of tensors before encoding changes what is kept of them; None: nobody asks.
         nbytes: of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and ``run`` has not summed them yet.
     """
@@ -63,6 +64,7 @@ class Buffer(ABC):
         self._device = device
         self._timeline = timeline
         self._in_place = in_place
+        self.remember: Callable[[Iterable[str]], None] | None = None
         self.full = False
         self._gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
@@ -232,6 +234,8 @@ class FlatBuffer(Buffer):
 
     def _sum(self, flat: Tensor, transport: Transport, seed: int) -> None:
         residual, packed = self._residual, self._packed
+        if self.remember is not None:
+            self.remember(self.bucket.names)
         if packed is not None:
             # In the lane's memory: the lane encodes one bucket after the other.
             scratch = transport.scratch("residual", 4 * packed.numel, self._device)

@@ -65,6 +65,8 @@ class Engine:
         overlap_forward: hold results, which the caller takes one by one while the next forward runs. After some steps
             buckets leave in the order in which forward needs them: of the complete ones, the one that backward
             completed last.
+        undoable: keep what error feedback was before the present step, for ``Memory.state_before``, until
+            ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
         plan_controller: watches the steps and may give the engine another plan between two of them.
         clock: times the steps; None: that of the ``device``.
         name: of the threads.
@@ -73,7 +75,7 @@ class Engine:
         rank, size: this rank, and the number of ranks.
         memory: as given.
         switch, enrol, leave_out: change plan or tensors between two steps; see ``Course``.
-        put, take, take_all, awaits, drain, close, give_up: deal with what is under way; see ``Traffic``.
+        put, take, take_all, awaits, drain, close, give_up, abandon: deal with what is under way; see ``Traffic``.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Engine:
         lanes: int = 1,
         hold_results: bool = False,
         overlap_forward: bool = False,
+        undoable: bool = False,
         plan_controller: PlanController | None = None,
         clock: Clock | None = None,
         name: str = "fusionlayer",
@@ -138,6 +141,7 @@ class Engine:
             rank=self.rank,
             size=self.size,
             at_once=transport.only_queues(device),
+            undoable=undoable,
         )
         self._traffic = traffic = Traffic(
             transport,
@@ -154,6 +158,7 @@ class Engine:
         self.switch, self.enrol, self.leave_out = course.switch, course.enrol, course.leave_out
         self.put, self.take, self.take_all, self.awaits = traffic.put, traffic.take, traffic.take_all, traffic.awaits
         self.drain, self.close, self.give_up = traffic.drain, traffic.close, traffic.give_up
+        self.abandon = traffic.abandon
         # Guards what ``submit`` and ``submit_bucket`` change: what has arrived and been put, what the sender has sent,
         # and what a step begins with: plan and buffers of the course. Hooks call them, and hooks may run on several
         # threads of backward at once. The end of a step takes no lock, because no hook runs then. Lanes never take it,

@@ -71,6 +71,10 @@ class Lane:
             with suppress(RuntimeError):  # the device has failed, and has told so before
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
+    def join(self) -> None:
+        """Wait until nothing runs on the lane any more; call ``close`` before."""
+        self._worker.join()
+
     def _run(self, work: Callable[[Transport], None]) -> None:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             work(self.transport)

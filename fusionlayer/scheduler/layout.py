@@ -37,6 +37,7 @@ class BufferMaker:
         rank: this rank.
         size: number of ranks.
         at_once: jobs run on the thread of the hooks, so a wait for the device holds up backward.
+        undoable: ``Memory.state_before`` tells what error feedback was before the present step.
 
     Attributes:
         in_place: of the buffers that are made from now on.
@@ -53,7 +54,9 @@ class BufferMaker:
         rank: int,
         size: int,
         at_once: bool,
+        undoable: bool = False,
     ) -> None:
+        self._undoable = undoable
         self._memory = memory
         self._device = device
         self._scaling = scaling
@@ -90,10 +93,18 @@ class BufferMaker:
         if not bucket.ahead:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None
-            return FlatBuffer(*common, all_reduce=collectives.get(bucket.algorithm), residual=residual)
+            flat = FlatBuffer(*common, all_reduce=collectives.get(bucket.algorithm), residual=residual)
+            return self._remembering(flat)
         states = {slot.name: memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots}
         gather = collectives.get_gather(bucket.algorithm)
-        return AheadBuffer(*common, index=index, gather=gather, states=states, rank=self._rank, size=self._size)
+        return self._remembering(
+            AheadBuffer(*common, index=index, gather=gather, states=states, rank=self._rank, size=self._size)
+        )
+
+    def _remembering(self, buffer: Buffer) -> Buffer:
+        if self._undoable:
+            buffer.remember = self._memory.remember
+        return buffer
 
 
 class Layout:

@@ -42,6 +42,10 @@ class Memory:
         if bits not in FEEDBACK_BITS:
             raise ConfigError(f"feedback_bits={bits!r}; expected 32 or 8")
         self.bits = bits
+        # What tensors had before the present step, of those that ``remember`` was called for. Residuals keep their
+        # memory from step to step.
+        self._before: dict[str, dict[str, Any]] = {}
+        self._spare: dict[str, Tensor] = {}
         self._states: dict[str, TensorState] = {}
         memories.add(self)
         # With 8 bits: the residuals, in place of those of the states; views of what a bucket keeps, if there is one.
@@ -160,6 +164,39 @@ class Memory:
                 if (numbers := self._numbers(name))
             },
         }
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Keep what these tensors have now, for ``state_before``, until ``forget``.
+
+        Each tensor is encoded by one thread at a time, which calls it before it does so.
+        """
+        for name in names:
+            state, packed = self._states.get(name, TensorState()), self._packed.get(name)
+            before: dict[str, Any] = {"numbers": self._numbers(name)}
+            if state.tensors:
+                before["tensors"] = {key: kept.clone() for key, kept in state.tensors.items()}
+            if packed is not None:
+                before["packed"] = vars(packed.to(None))
+            elif state.residual is not None:
+                spare = self._spare.get(name)
+                if spare is None or spare.numel() != state.residual.numel():
+                    spare = self._spare[name] = torch.empty_like(state.residual)
+                before["residuals"] = spare.copy_(state.residual)
+            self._before[name] = before
+
+    def forget(self) -> None:
+        """End a step whose results count: ``state_before`` would return what there is now."""
+        self._before.clear()
+
+    def state_before(self) -> dict[str, dict[str, Any]]:
+        """Return what ``state_dict`` would have returned before the present step; no thread may encode any more."""
+        state = self.state_dict()
+        for name, before in self._before.items():
+            for key, kept in state.items():
+                kept.pop(name, None)
+                if key in before and (key != "numbers" or before[key]):
+                    kept[name] = before[key].clone() if key == "residuals" else before[key]
+        return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, of a memory of 32 or 8 bits.

@@ -190,6 +190,12 @@ class Traffic:
             lane.close()
         self._timeline.close()
 
+    def abandon(self) -> None:
+        """Give up, and wait until no lane works any more: then nothing changes gradients, results or error feedback."""
+        self.give_up()
+        for lane in self._lanes:
+            lane.join()
+
     def counts(self) -> Mapping[str, float]:
         """Return the steps that have ended, and the bytes of their gradients: as a ring sends them, and as sent."""
         return {

@@ -107,6 +107,9 @@ class Jobs:
         """Take no more jobs. A second call does nothing."""
         self._closed = True
 
+    def join(self) -> None:
+        """Wait until no job runs any more; call ``close`` before."""
+
     def run(self, job: Job) -> None:
         """Run a job on the calling thread, out of turn; it fails if an earlier job has failed. No other job may run."""
         job.run(self.error)

@@ -6,14 +6,16 @@ import hashlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from ..errors import UsageError, require
+from ..processes import Identity
 from ._faster import is_faster
 from ._gloo import GlooLink
 from ._link import Link, LinkError
@@ -94,6 +96,7 @@ class C10dTransport(LinkedTransport):
         sockets: SocketOptions | None = None,
         nccl: bool = False,
         place: tuple[dist.Store, int] | None = None,
+        known: Mapping[int, Identity] = MappingProxyType({}),
     ) -> C10dTransport:
         """Return a transport over ranks of the default group. Any thread may make it at any time.
 
@@ -111,6 +114,8 @@ class C10dTransport(LinkedTransport):
             nccl: whether CUDA tensors travel by NCCL.
             place: the store by which the ranks find each other, and this process's rank; None: those of the default
                 group.
+            known: processes of other ranks of the transport, as far as they are known: if one ends before it comes,
+                that is seen at once.
 
         Raises:
             TransportError: not all ranks came in time.
@@ -124,6 +129,7 @@ class C10dTransport(LinkedTransport):
             store_rank=_store_rank(ranks),
             nccl=nccl,
             gloo=True,
+            known=known,
             sockets=sockets,
         )
         made = cls.__new__(cls)

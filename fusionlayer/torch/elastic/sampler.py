@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.utils.data
 
-from ..basics import rank, size
+from ... import context
+from .. import basics
 
 __all__ = ["ElasticSampler"]
 
@@ -62,7 +63,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Deal what is left of the epoch out to the ranks that there are now."""
-        self.num_replicas, self.rank = size(), rank()
+        by_name = basics.is_initialized()
+        self.num_replicas = basics.size() if by_name else context.size()
+        self.rank = basics.rank() if by_name else context.rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)

@@ -1,0 +1,86 @@
+"""What a job's workers have written, as a row of the table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.report import table
+
+__all__ = ["row_of", "scaled", "stalls_of"]
+
+Lines = Mapping[int, Sequence[Mapping[str, Any]]]
+
+
+def row_of(name: str, lines: Lines, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the row of a job.
+
+    Args:
+        name: of the job.
+        lines: what each worker has written, by its process.
+        events: when workers were killed and others were started.
+    """
+    steps = [line for written in lines.values() for line in written if "step" in line]
+    ends = [line for written in lines.values() for line in written if "end" in line]
+    first = {}
+    for line in steps:
+        first[line["step"]] = min(line["at"], first.get(line["step"], line["at"]))
+    begun = events[0]["begun"] if events else first[min(first)]
+    counted = sorted(step for step, at in first.items() if at >= begun)
+    seconds = first[counted[-1]] - first[counted[0]]
+    stalls = stalls_of(lines)
+    row: dict[str, Any] = {
+        "job": name,
+        "steps": counted[-1] - counted[0],
+        "steps/s": round((counted[-1] - counted[0]) / seconds, 2),
+        "changes": len(stalls["kill"]) + len(stalls["join"]),
+    }
+    for kind, found in stalls.items():
+        row[f"stall of a {kind}, s"] = f"{statistics.median(found):.2f}, at most {max(found):.2f}" if found else "-"
+    digests: dict[int, set[int]] = {}
+    for line in steps:
+        if "digest" in line:
+            digests.setdefault(line["generation"], set()).add(line["digest"])
+    digests[-1] = {line["digest"] for line in ends}
+    row["changes with other bits"] = sum(len(found) > 1 for found in digests.values())
+    row["validation loss"] = round(statistics.mean(line["validation"] for line in ends), 4)
+    row["events"] = {"stalls": stalls, "events": list(events), "workers": len(lines), "ended": len(ends)}
+    return row
+
+
+def stalls_of(lines: Lines) -> dict[str, list[float]]:
+    """Return, of each change, the seconds that its slowest worker stood still: where one was lost, and where one came.
+
+    A worker's first step, in which it only takes the state over, does not count.
+    """
+    found: dict[str, dict[int, float]] = {"kill": {}, "join": {}}
+    for written in lines.values():
+        steps = [line for line in written if "step" in line]
+        usual = statistics.median(line["seconds"] for line in steps) if steps else 0.0
+        for before, line in zip(steps, steps[1:], strict=False):
+            if line["generation"] != before["generation"]:
+                kind = "kill" if line["size"] <= before["size"] and line["size"] < _largest(lines) else "join"
+                stall = line["seconds"] - usual
+                found[kind][line["generation"]] = max(stall, found[kind].get(line["generation"], 0.0))
+    return {kind: list(of.values()) for kind, of in found.items()}
+
+
+def _largest(lines: Lines) -> int:
+    return max((line["size"] for written in lines.values() for line in written if "size" in line), default=0)
+
+
+def scaled(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the share of undisturbed steps per second: measured, and by stalls with a kill a minute."""
+    rough, calm, other, plain = rows
+    stalls = rough["events"]["stalls"]
+    lost = sum(statistics.mean(found) for found in stalls.values() if found)
+    line = {
+        "steps/s, share of undisturbed": f"{rough['steps/s'] / calm['steps/s']:.1%}",
+        "undisturbed, share of not elastic": f"{calm['steps/s'] / plain['steps/s']:.1%}",
+        "stalls of one loss and one arrival, s": f"{lost:.2f}",
+        "share with one of each a minute": f"{1 - lost / 60:.1%}",
+        "loss above undisturbed": f"{rough['validation loss'] - calm['validation loss']:+.4f}",
+        "loss of another seed above it": f"{other['validation loss'] - calm['validation loss']:+.4f}",
+    }
+    return table("In short", [line])

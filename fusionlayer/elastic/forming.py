@@ -1,0 +1,261 @@
+"""How those who are left, and those who have come, agree on the next generation.
+
+The member with the lowest rank that still lives leads. The others report to its desk how far they are. When all who
+live have done so, the leader writes the next generation there. If the leader is lost meanwhile, they go to the next.
+
+So that two halves of a job whose network is cut do not both go on, a generation is formed only by more than half of
+the last one's members, or where each of the others is known to have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from torch.distributed import Store
+
+from ..errors import TransportError
+from ..processes import Identity
+from .desk import is_refused, reach
+from .generation import Address, Generation, Member, Report, decode_member, encode_member
+
+__all__ = ["Final", "Former", "ask_to_join"]
+
+_logger = logging.getLogger("fusionlayer")
+
+_POLL = 0.004
+# Seconds between two looks at whether a process still lives: on this host, and by a connection to another.
+_LOOK, _PROBE = 0.05, 0.5
+# Seconds that a member has to report which others blame for the change and which nobody can see to have ended.
+_BLAMED = 5.0
+# Seconds that a request to a desk may take. One on another host takes a millisecond.
+PATIENCE = 2.0
+# Keys of a desk: the newest generation that its member knows; how many processes have come, and have said who they are.
+ROSTER, TICKETS, KNOCKS = "roster", "tickets", "knocks"
+
+
+class Former:
+    """Forms the next generation, as its leader or by another's lead.
+
+    Args:
+        me: this member.
+        desk: its own store.
+        timeout: seconds that others have to report.
+        open_next: opens the store of a generation that this member leads.
+    """
+
+    def __init__(self, me: Member, desk: Store, timeout: float, open_next: Callable[[], Address]) -> None:
+        self._me = me
+        self._desk = desk
+        self._timeout = timeout
+        self._open_next = open_next
+        self._own = Identity.own()
+        self._probed: dict[str, tuple[float, bool]] = {}
+        self._handled: set[int] = set()
+
+    def form(self, report: Report, blamed: Sequence[str] = ()) -> Generation:
+        """Return the generation that follows that of ``report``, which tells how far this member is.
+
+        Args:
+            report: of this member.
+            blamed: ids of the members because of which a call has failed.
+
+        Raises:
+            TransportError: this member is no part of it, or too few are left.
+        """
+        end = time.monotonic() + 2 * self._timeout
+        silent: set[str] = set()
+        while time.monotonic() < end:
+            base = report.generation
+            if base.rank_of(self._me.id) is None:
+                raise self._excluded(base)
+            self._desk.set(ROSTER, base.encode())
+            leader = next(
+                (each for each in base.members if each == self._me or not (each.id in silent or self._is_gone(each))),
+                self._me,
+            )
+            try:
+                found = self._lead(report, blamed) if leader == self._me else self._follow(leader, report, silent)
+            except _Lost:
+                silent.add(leader.id)
+                continue
+            if isinstance(found, Generation):
+                return found
+            report = replace(report, generation=found.generation)  # others know a newer one
+        raise Final(f"no generation after {report.generation.number} within {2 * self._timeout:g} s")
+
+    def has_visitors(self) -> bool:
+        """Return whether processes ask at this member's desk to join."""
+        return self._desk.add(KNOCKS, 0) > len(self._handled)
+
+    # ---- by another's lead ------------------------------------------------------------------------------------------
+
+    def _follow(self, leader: Member, report: Report, silent: Collection[str]) -> Generation | Report:
+        """Report to ``leader`` and return what it forms; or a report of a newer one that has ended already.
+
+        Raises:
+            _Lost: the leader is lost, or does not answer.
+        """
+        base, end = report.generation, time.monotonic() + 2 * self._timeout
+        try:
+            desk = reach(leader.desk, PATIENCE)
+            desk.set(f"report/{self._me.id}", report.encode())
+            look = time.monotonic() + _LOOK
+            while time.monotonic() < end:
+                newest = Generation.decode(desk.get(ROSTER))
+                if newest.number > base.number:
+                    if newest.rank_of(self._me.id) is None:
+                        raise self._excluded(newest)
+                    # One whose store is lost already is only what the next one follows.
+                    keeper = newest.members[0]
+                    has_ended = keeper.id in silent or self._is_gone(keeper)
+                    return replace(report, generation=newest) if has_ended else newest
+                time.sleep(_POLL)
+                if time.monotonic() > look:
+                    look = time.monotonic() + _LOOK
+                    if self._is_gone(leader):
+                        raise _Lost
+        except (TransportError, RuntimeError) as error:
+            if isinstance(error, Final):
+                raise
+            raise _Lost from error
+        raise _Lost
+
+    # ---- as the leader ----------------------------------------------------------------------------------------------
+
+    def _lead(self, report: Report, blamed: Sequence[str]) -> Generation | Report:
+        """Wait for the reports of all who live; return the next generation, or a report of one that knows a newer."""
+        base = report.generation
+        others = [each for each in base.members if each != self._me]
+        reports = {self._me.id: report}
+        started, look = time.monotonic(), 0.0
+        ended: set[str] = set()
+        while True:
+            for each in others:
+                if each.id not in reports and self._desk.check([f"report/{each.id}"]):
+                    told = Report.decode(self._desk.get(f"report/{each.id}"))
+                    if told.generation.number > base.number:
+                        return told
+                    if told.generation.number == base.number:
+                        reports[each.id] = told
+            missing = [each for each in others if each.id not in reports]
+            now = time.monotonic()
+            if missing and now > look:
+                look = now + _LOOK
+                ended |= {each.id for each in missing if self._is_gone(each)}
+            waited = now - started
+            given_up = [each for each in missing if waited > self._timeout or each.id in blamed and waited > _BLAMED]
+            if all(each.id in ended or each in given_up for each in missing):
+                break
+            time.sleep(_POLL)
+        unknown = [each for each in missing if each.id not in ended]
+        if unknown and 2 * len(reports) <= len(base.members):
+            names = ", ".join(str(each.process) for each in unknown)
+            raise Final(
+                f"{len(reports)} of {len(base.members)} members are left, and nobody knows whether the others go on "
+                f"({names}); more than half have to be: start the job again from a checkpoint",
+                [rank for each in unknown if (rank := base.rank_of(each.id)) is not None],
+            )
+        formed = self._next(base, reports, others)
+        for each in others:
+            self._desk.delete_key(f"report/{each.id}")
+        self._desk.set(ROSTER, formed.encode())
+        return formed
+
+    def _next(self, base: Generation, reports: dict[str, Report], others: Sequence[Member]) -> Generation:
+        """Return the generation of those who have reported, with those who ask to join if all are between steps."""
+        stay = tuple(each for each in base.members if each.id in reports)
+        fresh = tuple(each.id for each in stay if each.id in base.fresh and reports[each.id].done < 0)
+        old = [told for member, told in reports.items() if member not in fresh]
+        if not old:
+            raise Final("nobody is left that has the job's state; start again from a checkpoint")
+        done = min(told.done for told in old)
+        come: tuple[Member, ...] = ()
+        if all(told.between and told.done == done for told in old):
+            come = tuple(each for each in self._visitors() if base.rank_of(each.id) is None)
+        lost = [f"rank {base.rank_of(each.id)} ({each.process})" for each in others if each.id not in reports]
+        _logger.warning(
+            "generation %d of the job: %d members%s%s; it goes on after step %d",
+            base.number + 1,
+            len(stay) + len(come),
+            f", without {', '.join(lost)}" if lost else "",
+            f", with {', '.join(str(each.process) for each in come)}" if come else "",
+            done,
+        )
+        fresh += tuple(each.id for each in come)
+        return Generation(base.number + 1, stay + come, fresh, done, self._open_next())
+
+    def _visitors(self) -> list[Member]:
+        """Return the processes that ask to join and still live."""
+        found: dict[str, Member] = {}  # one may have asked twice
+        for number in range(1, self._desk.add(TICKETS, 0) + 1):
+            key = f"knock/{number}"
+            if number not in self._handled and self._desk.check([key]):
+                self._handled.add(number)
+                member = decode_member(self._desk.get(key))
+                self._desk.delete_key(key)
+                if not self._is_gone(member):
+                    found[member.id] = member
+        return [*found.values()]
+
+    def _is_gone(self, member: Member) -> bool:
+        """Return whether the process of a member has ended, as far as can be seen from here."""
+        if member.process.trouble(self._own) == "gone":
+            return True
+        # It may run and have left the job, or be on another host.
+        at, gone = self._probed.get(member.id, (0.0, False))
+        if not gone and time.monotonic() > at:
+            gone = is_refused(member.desk)
+            self._probed[member.id] = (time.monotonic() + _PROBE, gone)
+        return gone
+
+    def _excluded(self, newest: Generation) -> TransportError:
+        return Final(
+            f"generation {newest.number} of the job goes on without this process, which was too late or not to be "
+            "reached; start it again, and it joins anew"
+        )
+
+
+def ask_to_join(me: Member, desks: Callable[[], Sequence[Address]], timeout: float) -> Generation:
+    """Return the generation that takes ``me`` in, when the members are between two steps.
+
+    Args:
+        me: the process that asks.
+        desks: returns where desks of members are, as far as this process knows; asked again if none of them answers.
+        timeout: seconds until the members have to do so.
+
+    Raises:
+        TransportError: they do not.
+    """
+    end = time.monotonic() + timeout
+    known: Sequence[Address] = ()
+    why = "no member is known"
+    while time.monotonic() < end:
+        for address in [*known, *desks()]:
+            try:
+                newest = Generation.decode(reach(address, PATIENCE).get(ROSTER))
+                known = [each.desk for each in newest.members]
+                desk = reach(known[0], PATIENCE)
+                desk.set(f"knock/{desk.add(TICKETS, 1)}", encode_member(me))
+                desk.add(KNOCKS, 1)
+                while time.monotonic() < end:
+                    newest = Generation.decode(desk.get(ROSTER))
+                    if newest.rank_of(me.id) is not None:
+                        return newest
+                    known = [each.desk for each in newest.members]
+                    time.sleep(_POLL)
+                why = "the members did not end a step"
+            except (TransportError, RuntimeError) as error:
+                why = str(error).splitlines()[0]
+        time.sleep(_PROBE)
+    raise Final(f"cannot join the job within {timeout:g} s: {why}; does it run, and was its address given?")
+
+
+class _Lost(Exception):
+    """The member that leads does not answer."""
+
+
+class Final(TransportError):
+    """This member cannot go on, and need not try again."""

@@ -1,0 +1,153 @@
+"""Members of an elastic job and its generations, as data that travels as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import TransportError
+from ..processes import Identity
+
+__all__ = ["Address", "Generation", "Member", "Report"]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a store is.
+
+    Attributes:
+        node: name of the host and its network.
+        names: names and addresses of the host, the likeliest first.
+        port: of the store.
+        token: what the store holds, so that no other program's is taken for it.
+    """
+
+    node: str
+    names: tuple[str, ...]
+    port: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that takes part, or asks to.
+
+    Attributes:
+        id: unique for the process.
+        desk: where its own store is.
+        identity: the process, as ``Identity.encode`` writes it.
+    """
+
+    id: str
+    desk: Address
+    identity: str
+
+    @property
+    def process(self) -> Identity:
+        """The process."""
+        return Identity.decode(self.identity.encode())
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The members between two changes. Their places in the list are their ranks; rank 0 leads the next change.
+
+    Attributes:
+        number: counts the changes; 0 at first.
+        members: in the order of ranks. Who stays keeps its place before those who came later.
+        fresh: ids of the members that have not got the job's state yet.
+        done: number of steps whose results count.
+        store: where rank 0 keeps the store of this generation.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    fresh: tuple[str, ...]
+    done: int
+    store: Address
+
+    def rank_of(self, member: str) -> int | None:
+        """Return the rank of the member with this id; None if it is none."""
+        return next((rank for rank, each in enumerate(self.members) if each.id == member), None)
+
+    def encode(self) -> str:
+        """Return the generation as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes | str) -> Generation:
+        """Return what ``encode`` has written.
+
+        Raises:
+            TransportError: it is something else.
+        """
+        try:
+            return cls._of(json.loads(text))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TransportError(f"what a member has written as its generation makes no sense: {error}") from None
+
+    @classmethod
+    def _of(cls, given: Mapping[str, Any]) -> Generation:
+        members = tuple(_member(each) for each in given["members"])
+        fresh = tuple(str(each) for each in given["fresh"])
+        return cls(int(given["number"]), members, fresh, int(given["done"]), _address(given["store"]))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a member tells the one that leads a change.
+
+    Attributes:
+        generation: the newest that it knows of.
+        done: number of steps whose results it has, all of them.
+        between: whether it is between two steps, and has made the update of the last one.
+    """
+
+    generation: Generation
+    done: int
+    between: bool
+
+    def encode(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps({"generation": self.generation.encode(), "done": self.done, "between": self.between})
+
+    @classmethod
+    def decode(cls, text: bytes | str) -> Report:
+        """Return what ``encode`` has written.
+
+        Raises:
+            TransportError: it is something else.
+        """
+        try:
+            given = json.loads(text)
+            return cls(Generation.decode(given["generation"]), int(given["done"]), bool(given["between"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TransportError(f"what a member reports makes no sense: {error}") from None
+
+
+def encode_member(member: Member) -> str:
+    """Return a member as JSON."""
+    return json.dumps(asdict(member))
+
+
+def decode_member(text: bytes | str) -> Member:
+    """Return what ``encode_member`` has written.
+
+    Raises:
+        TransportError: it is something else.
+    """
+    try:
+        return _member(json.loads(text))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TransportError(f"what a process has written about itself makes no sense: {error}") from None
+
+
+def _member(given: Mapping[str, Any]) -> Member:
+    return Member(str(given["id"]), _address(given["desk"]), str(given["identity"]))
+
+
+def _address(given: Mapping[str, Any]) -> Address:
+    names = tuple(str(name) for name in given["names"])
+    return Address(str(given["node"]), names, int(given["port"]), str(given["token"]))

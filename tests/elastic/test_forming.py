@@ -1,0 +1,141 @@
+"""Members agree on the next generation, whoever is lost meanwhile. They are threads, each with a desk of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fusionlayer.elastic.desk import open_store
+from fusionlayer.elastic.forming import PATIENCE, ROSTER, Final, Former, ask_to_join
+from fusionlayer.elastic.generation import Address, Generation, Member, Report
+from fusionlayer.errors import TransportError
+from fusionlayer.processes import Identity
+
+pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+
+
+class Desk:
+    """A member as a thread has it. ``close`` is how it is lost: its port is closed then."""
+
+    def __init__(self, number: int, timeout: float = 30.0) -> None:
+        self.store: Any
+        self.store, where = open_store(True, PATIENCE)
+        # No process that can be looked up: whether it lives, only its port tells.
+        self.me = Member(f"m{number}", where, Identity(0, "elsewhere", "", "").encode())
+        self.next: list[Any] = []
+        self.former = Former(self.me, self.store, timeout, self._open_next)
+
+    def _open_next(self) -> Address:
+        store, where = open_store(True, PATIENCE)
+        self.next.append(store)
+        return where
+
+    def close(self) -> None:
+        self.store = self.former = None  # type: ignore[assignment]
+
+
+def begun(count: int, timeout: float = 30.0) -> tuple[list[Desk], Generation]:
+    desks = [Desk(number, timeout) for number in range(count)]
+    first = Generation(0, tuple(desk.me for desk in desks), (), 0, desks[0].me.desk)
+    for desk in desks:
+        desk.store.set(ROSTER, first.encode())
+    return desks, first
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result(timeout=40) for each in [pool.submit(call) for call in calls]]
+
+
+def forming(desk: Desk, report: Report, blamed: tuple[str, ...] = ()) -> Callable[[], Generation]:
+    return lambda: desk.former.form(report, blamed)
+
+
+def ids(generation: Generation) -> list[str]:
+    return [each.id for each in generation.members]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_those_who_are_left_form_the_next_generation_in_their_order(lost: int) -> None:
+    desks, first = begun(4)
+    desks[lost].close()
+    left = [desk for desk in desks if desk.store is not None]
+    found = at_once(*(forming(desk, Report(first, 7, False)) for desk in left))
+    assert {each.encode() for each in found} == {found[0].encode()}
+    assert ids(found[0]) == [desk.me.id for desk in left] and found[0].number == 1 and found[0].done == 7
+
+
+def test_a_step_counts_only_if_all_who_are_left_have_its_results() -> None:
+    desks, first = begun(3)
+    for done, counts in (((8, 8, 8), 8), ((8, 7, 8), 7), ((7, 7, 7), 7)):
+        reports = [Report(first, each, False) for each in done]
+        found = at_once(*(forming(desk, report) for desk, report in zip(desks, reports, strict=True)))
+        assert [each.done for each in found] == [counts] * 3
+        first = found[0]
+
+
+def test_a_leader_that_is_lost_before_all_have_read_is_followed_by_the_next() -> None:
+    """Rank 1 has read the generation that rank 0 has formed; ranks 2 and 3 still know the one before."""
+    desks, first = begun(4)
+    formed = at_once(*(forming(desk, Report(first, 3, False)) for desk in desks))[0]
+    desks[0].close()
+    found = at_once(
+        forming(desks[2], Report(first, 3, False)),
+        forming(desks[1], Report(formed, 3, False)),
+        forming(desks[3], Report(first, 3, False)),
+    )
+    assert {each.number for each in found} == {2} and all(ids(each) == ["m1", "m2", "m3"] for each in found)
+
+
+def test_a_process_joins_when_all_are_between_two_steps_and_not_before() -> None:
+    desks, first = begun(2)
+    guest = Desk(9)
+    joining = threading.Thread(target=lambda: joined.append(ask_to_join(guest.me, lambda: [desks[1].me.desk], 30)))
+    joined: list[Generation] = []
+    joining.start()
+    while not desks[0].former.has_visitors():
+        pass
+    first = at_once(*(forming(desk, Report(first, 4, False)) for desk in desks))[0]
+    assert ids(first) == ["m0", "m1"] and desks[0].former.has_visitors()
+    found = at_once(*(forming(desk, Report(first, 5, True)) for desk in desks))
+    joining.join(30)
+    assert {each.encode() for each in [*found, *joined]} == {found[0].encode()} and joined
+    assert ids(found[0]) == ["m0", "m1", "m9"] and found[0].fresh == ("m9",) and found[0].done == 5
+    assert not desks[0].former.has_visitors()
+
+
+def test_no_more_than_half_do_not_go_on_if_nobody_knows_what_became_of_the_others() -> None:
+    desks, first = begun(2, timeout=0.5)  # the other is silent, and its port is open
+    with pytest.raises(TransportError, match="1 of 2 members are left, and nobody knows whether the others go on"):
+        desks[0].former.form(Report(first, 1, False))
+    desks[1].close()
+    desks[0].former._probed.clear()
+    assert ids(desks[0].former.form(Report(first, 1, False))) == ["m0"]
+
+
+def test_who_was_left_out_is_told_so() -> None:
+    desks, first = begun(3, timeout=1.0)
+    at_once(*(forming(desk, Report(first, 1, False)) for desk in desks[:2]))
+    with pytest.raises(Final, match="generation 1 of the job goes on without this process"):
+        desks[2].former.form(Report(first, 1, False))
+
+
+def test_nobody_goes_on_without_a_member_that_has_the_state() -> None:
+    desks, first = begun(2)
+    first = replace(first, fresh=("m1",))
+    desks[0].close()
+    with pytest.raises(Final, match="nobody is left that has the job's state"):
+        desks[1].former.form(Report(first, -1, True))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"generation": 3}', "\\x00", '{"number": 0, "members": 7}'])
+def test_what_makes_no_sense_is_told(text: str) -> None:
+    with pytest.raises(TransportError, match="makes no sense"):
+        Generation.decode(text)
+    with pytest.raises(TransportError, match="makes no sense"):
+        Report.decode(text)

@@ -1,0 +1,274 @@
+"""Ranks of an elastic job are killed and come: the others go on in the same processes, with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusionlayer as fl
+from fusionlayer.errors import TransportError
+from fusionlayer.transport import Transport
+from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
+from tests.synthetic import gradient
+from tests.tiers import exhaustive
+
+from .worker import begin, digest, train
+
+pytestmark = pytest.mark.medium
+
+WEIGHTS = {rank: 2.0**rank for rank in range(8)}
+
+
+def check(outcomes: list[Outcome], lost: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Check that ranks ``lost`` were killed and all others have ended alike; return what these have returned."""
+    told = [o.trace for o in outcomes if o.kind == "raised"]
+    assert not told, told[0]
+    assert [rank for rank, o in enumerate(outcomes) if o.kind == "died"] == sorted(lost), outcomes
+    ends = [o.value for rank, o in enumerate(outcomes) if rank not in lost]
+    assert len({end["digest"] for end in ends}) == 1 and len({end["finished"] for end in ends}) == 1
+    return ends
+
+
+def check_averages(ends: list[dict[str, Any]], weights: dict[int, float]) -> None:
+    """Each update is the average over those who took part, the same on all of them."""
+    for end in ends:
+        for seen in end["seen"][1:]:  # a newcomer's first step takes the state over
+            taking = [weights[pid] for pid in seen["pids"] if pid in weights]
+            if len(taking) == len(seen["pids"]):
+                assert seen["update"] == pytest.approx(sum(taking) / len(taking), abs=1e-2), seen
+
+
+def test_any_rank_may_be_lost_and_another_comes(tmp_path: Path) -> None:
+    """Rank 0, which keeps the store, and rank 2 are killed in the middle of a backward; a process joins for each."""
+    signals = {(0, "lost"): signal.SIGKILL, (2, "lost"): signal.SIGKILL}
+    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None, timeout=90)
+    ends = check(outcomes, (0, 2))
+    assert sorted(end["place"] for end in ends) == [(0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
+    assert all(end["dealt"] == (3, end["place"][0], 20) for end in ends)
+    # A process is known to those who have outlived it by nothing but its gradients.
+    weights = {end["pid"]: WEIGHTS[rank] for end, rank in zip(ends, (1, 3, 4), strict=True)}
+    check_averages(ends, weights)
+    assert ends[0]["steps"] == ends[0]["finished"], "no step was made twice, and none was left out"
+    assert {end["schedule"] for end in ends} == {ends[0]["schedule"]}
+
+
+@exhaustive(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
+def test_all_who_began_may_be_lost_one_by_one(tmp_path: Path) -> None:
+    signals = {(rank, "lost"): signal.SIGKILL for rank in (0, 2, 3, 4)}
+    outcomes = outcomes_of(train, 8, str(tmp_path), 4, 5, signals=signals, backend=None, timeout=120)
+    assert sum(o.kind == "died" for o in outcomes) >= 2
+    ends = [o.value for o in outcomes if o.kind == "returned"]
+    assert len(ends) >= 4 and len({end["digest"] for end in ends}) == 1
+    late = [o.error[1] for o in outcomes if o.kind == "raised"]
+    assert all("no member was found" in text or "cannot join" in text for text in late), late
+
+
+# ---- a step is taken back, and made once more -----------------------------------------------------------------------
+
+
+def disturbed(rank: int, world: int, folder: str, cases: list[tuple[str, dict[str, Any], int]]) -> list[dict[str, Any]]:
+    """Train with each codec undisturbed, then with faults by which nobody is lost; return both ends."""
+    begin(rank, folder, world)
+    return [
+        {fault: _trained(rank, codec, options, bits, fault) for fault in ("none", "faults")}
+        for codec, options, bits in cases
+    ]
+
+
+def _trained(rank: int, codec: str, options: dict[str, Any], bits: int, fault: str) -> Any:
+    members = fl.membership()
+    first = members.step
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer: Any = fl.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters()), model, codec=codec, error_feedback=True, feedback_bits=bits, **options
+    )
+    agree = members.agree
+
+    def fail(transport: Transport) -> None:
+        """End the exchanges of this rank, as if its links were lost."""
+        for lane in optimizer._fl_engine._traffic._lanes:
+            lane.transport.close()
+        raise TransportError("a fault of the test", [rank])
+
+    def failing(transport: Transport) -> None:
+        step = members.step - first
+        if step == 4 and rank == 1:
+            fail(transport)  # it has all results; the others have them too, and do not know that of it
+        agree(transport)
+        if step == 6 and rank == 2:
+            fail(transport)  # the others have made the step, and fail in the next one
+
+    generation = members.generation
+    if fault == "faults":
+        members.agree = failing  # type: ignore[method-assign]
+    for step in range(9):
+        x = gradient(320, 100 * rank + step, torch.float32).view(8, 40)
+        loss = model(x).square().mean()
+        if fault == "faults" and step == 2 and rank == 0:
+            hook = next(iter(model.parameters())).register_hook(lambda g: _close(optimizer))
+            loss.backward()
+            hook.remove()
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    members.agree = agree  # type: ignore[method-assign]
+    changes = members.generation - generation
+    memory = optimizer._fl_engine.memory.state_dict()
+    kept = {name: x.tolist() for key in ("residuals",) for name, x in memory[key].items()}
+    codes = {name: part["codes"].tolist() for name, part in memory["packed"].items()}
+    optimizer.close()
+    return digest(model), kept, codes, members.step - first, changes
+
+
+def _close(optimizer: Any) -> None:
+    for lane in optimizer._fl_engine._traffic._lanes:
+        lane.transport.close()
+
+
+def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Gradients, error feedback and the optimizer are as before it: all ends have the bits of undisturbed training."""
+    cases: list[tuple[str, dict[str, Any], int]] = [("int4", {}, 32), ("topk", {"density": 0.1}, 8)]
+    ends = run_ranks(disturbed, 3, str(tmp_path), cases, backend=None, timeout=90)
+    for case in range(len(cases)):
+        for rank in range(3):
+            calm, rough = ends[rank][case]["none"], ends[rank][case]["faults"]
+            assert calm[:4] == rough[:4] and rough[3] == 9, cases[case]
+            assert calm[0] == ends[0][case]["none"][0]
+            assert calm[4] == 0 and rough[4] >= 3, "each fault has begun a generation"
+
+
+# ---- local steps ----------------------------------------------------------------------------------------------------
+
+
+def train_locally(rank: int, world: int, folder: str, first: int) -> dict[str, Any]:
+    """Train with local steps; rank 0 is lost in its seventh step, a process joins, and all sync ten times then."""
+    lost, every = Path(folder, "lost"), 3
+    while rank >= first and not lost.exists():
+        time.sleep(0.01)
+    begin(rank, folder, first)
+    members = fl.membership()
+    torch.manual_seed(rank)
+    model = nn.Linear(40, 8)
+    sync = fl.Local(every=every, lr=0.7, momentum=0.9)
+    optimizer: Any = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, codec="int8", sync=sync)
+    generator, made, ended = torch.Generator().manual_seed(rank), 0, None
+    target = torch.randn(40, 8, generator=torch.Generator().manual_seed(99))
+    losses = []
+    while ended is None or members.step < ended:
+        if rank == 0 and made == 7:
+            checkpoint("lost")
+        x = torch.randn(16, 40, generator=generator)
+        loss = (model(x) - x @ target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        made += 1
+        if members.size < first and rank == 1:
+            lost.touch()
+        if members.generation >= 2 and members.size == first and ended is None:
+            ended = members.step + 10
+    optimizer.synchronize()
+    momenta = optimizer._fl_local.state_dict(optimizer._fl_roster.names)["momentum"]
+    return {
+        "digest": digest(model),
+        "finished": members.step,
+        "momentum": {name: x.tolist() for name, x in momenta.items()},
+        "losses": losses,
+    }
+
+
+def test_local_steps_go_on_between_those_who_are_left_and_who_come(tmp_path: Path) -> None:
+    outcomes = outcomes_of(
+        train_locally, 4, str(tmp_path), 3, signals={(0, "lost"): signal.SIGKILL}, backend=None, timeout=90
+    )
+    ends = check(outcomes, (0,))
+    assert all(end["momentum"] == ends[0]["momentum"] for end in ends) and ends[0]["momentum"]
+    assert ends[0]["losses"][-1] < ends[0]["losses"][0]
+
+
+# ---- who does not fit -----------------------------------------------------------------------------------------------
+
+
+def meet_another(rank: int, world: int, folder: str, codec: str) -> int:
+    """Train until a process that has another codec has come and gone; return how many generations that took."""
+    while rank == world - 1 and not Path(folder, "begun").exists():
+        time.sleep(0.01)
+    begin(rank, folder, world - 1)
+    model = nn.Linear(40, 8)
+    codec = codec if rank == world - 1 else "int8"
+    optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, codec=codec)
+    members = fl.membership()
+    ended: int | None = None
+    while ended is None or members.step < ended:
+        model(torch.ones(2, 40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        Path(folder, "begun").touch()
+        if members.generation >= 2 and members.size == world - 1 and ended is None:
+            ended = members.step + 2
+    return members.generation
+
+
+def test_who_comes_with_other_options_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    outcomes = outcomes_of(meet_another, 3, str(tmp_path), "int4", backend=None, timeout=60)
+    assert [o.kind for o in outcomes] == ["returned", "returned", "raised"], outcomes
+    assert outcomes[2].error[0] == "ConfigError" and "other parameters, options or settings" in outcomes[2].error[1]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, world: int, folder: str) -> list[str]:
+    found = []
+
+    def told(call: Any) -> None:
+        try:
+            call()
+        except (fl.ConfigError, fl.UsageError) as error:
+            found.append(str(error))
+
+    os.environ["FUSIONLAYER_JOIN"] = "nowhere"
+    told(fl.init)
+    told(lambda: fl.init(elastic=True))
+    del os.environ["FUSIONLAYER_JOIN"]
+    begin(rank, folder, world)
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    told(lambda: fl.DistributedOptimizer(sgd, model, sync=fl.Local.streaming()))
+    told(lambda: fl.DistributedOptimizer(sgd, model, overlap_forward=model))
+    told(lambda: fl.DistributedOptimizer(sgd, model, codec="auto"))
+    told(lambda: fl.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+    optimizer = fl.DistributedOptimizer(sgd, model)
+    told(lambda: fl.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)))
+    told(lambda: optimizer.step(lambda: 0.0))
+    told(lambda: optimizer.reconnect())
+    told(lambda: fl.membership().share(model=3))
+    return found
+
+
+def test_what_cannot_lose_a_rank_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (found,) = run_ranks(refused, 1, str(tmp_path), backend=None)
+    expected = [
+        "FUSIONLAYER_JOIN=nowhere and no elastic=True",
+        "FUSIONLAYER_JOIN=nowhere: no host:port; expected host:port of a member",
+        "sync=Local(every=30,",
+        "overlap_forward in an elastic job",
+        "codec='auto' in an elastic job",
+        "ShardedOptimizer in a job that fusionlayer.init(elastic=True) has begun",
+        "an elastic job has one DistributedOptimizer",
+        "step(closure) in an elastic job",
+        "reconnect() in an elastic job",
+        "share(model=...): got an int",
+    ]
+    assert len(found) == len(expected), found
+    assert all(text.startswith(start) for text, start in zip(found, expected, strict=True)), found
