@@ -151,6 +151,17 @@ def test_messages_are_those_of_the_book(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_all_of_whose_elements_reach_the_same_layers(dtype: torch.dtype) -> None:
+    base = gradient(BLOCK + 33, 9, dtype)
+    for steps in range(1, 20):
+        x = as_bits(base).add(steps).view(dtype)
+        payload = change(x, base)
+        assert same_bits(applied(payload, base), x), steps
+        if steps in (3, 11):
+            assert same_bits(by_the_book(payload, base), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit_is_kept(dtype: torch.dtype) -> None:
     """NaNs with their payloads, infinities, signed zeros: from each pattern to others near and far, and back."""
     base = bit_patterns(dtype)

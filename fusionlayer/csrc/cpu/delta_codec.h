@@ -150,7 +150,7 @@ FL_VBMI2 int climb_by_vectors(uint16_t *number, int count, DeltaLayer &layer) {
     kept += __builtin_popcount(mask);
   }
   const uint32_t none = 0;
-  __builtin_memcpy(above, &none, 4);
+  if ((count + 31) / 32 % 2) __builtin_memcpy(above, &none, 4);  // the other half of the last word
   return kept;
 }
 #endif
