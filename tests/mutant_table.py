@@ -124,13 +124,13 @@ MUTANTS: list[Mutant] = [
             "const bool turned = false;",
             "which are told, the fewer or the others",
         ),
+        ("delta_verbs.cpp", "before += mine;", "before = decoder.head().base;", "another base is never noticed"),
         (
-            "delta_verbs.cpp",
-            "if (in_place) {\n    parallel_for",
-            "if (false) {\n    parallel_for",
-            "a base changes before it is looked at",
+            "delta_codec.h",
+            "if ((count + 31) / 32 % 2) __builtin_memcpy(above",
+            "__builtin_memcpy(above",
+            "vectors clear what lies behind the mask of a whole block",
         ),
-        ("delta_codec.h", "uint64_t above[kDeltaWords + 1]", "uint64_t above[kDeltaWords]", "a mask of a whole block"),
         ("crc32c.cpp", "power_factor(8 * kFold - 32)", "power_factor(8 * kFold)", "checksums of vectors"),
     ),
     *_of(

@@ -98,8 +98,8 @@ class Trainer(ABC):
 class _FSDP(Trainer):
     def __init__(self, variant: Variant, model: GPT, dtype: torch.dtype, lr: float) -> None:
         self.model = model
-        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
         for part in (*model.blocks, model):
+            policy = MixedPrecisionPolicy(dtype, torch.float32, torch.float32 if part is model else None)
             reshard = False if variant.kept or part is model else None
             fully_shard(part, mp_policy=policy, reshard_after_forward=reshard)
         self._compression = None

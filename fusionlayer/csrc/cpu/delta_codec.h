@@ -125,10 +125,9 @@ int low_bits_for(const T *value, int count) {
 
 // Layers --------------------------------------------------------------------------------------------------------------
 
-// What numbers of a layer are: those above 1, as a mask, and the lowest bits, as another. Vectors clear half a word behind
-// the mask, which is all of a word behind that of a whole block.
+// What numbers of a layer are: those above 1, as a mask, and the lowest bits, as another.
 struct DeltaLayer {
-  uint64_t above[kDeltaWords + 1], lowest[kDeltaWords];
+  uint64_t above[kDeltaWords], lowest[kDeltaWords];
 };
 
 #if defined(FL_AVX512)
@@ -151,7 +150,7 @@ FL_VBMI2 int climb_by_vectors(uint16_t *number, int count, DeltaLayer &layer) {
     kept += __builtin_popcount(mask);
   }
   const uint32_t none = 0;
-  __builtin_memcpy(above, &none, 4);
+  if ((count + 31) / 32 % 2) __builtin_memcpy(above, &none, 4);  // the other half of the last word
   return kept;
 }
 #endif
