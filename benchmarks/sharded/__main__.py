@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.rounds} rounds"
     )
     name = f"sharded-{options.nodes}x{options.ranks}"
-    if (options.dtype, options.rate) != ("f32", "100mbit"):
+    if options.dtype != "f32":
         name += f"-{options.dtype}-{options.rate}"
     driver.finish(options, name, title, environment, found, shown, pictures={name: lambda: picture(found)})
     return 0

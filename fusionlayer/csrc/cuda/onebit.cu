@@ -125,9 +125,9 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const OneBitArguments 
       with_element(a.dtype, [&](auto element) { encode_group<decltype(element), kSum, kResidual>(a, m, g, words); });
 }
 
-// kOne: all messages become one sum; else each has its own place.
+// kOne: all messages become one sum; else each has its own place. Left alone ptxas takes 32 registers and spills one.
 template <bool kOne>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const OneBitArguments a) {
+__global__ void __launch_bounds__(kThreads, 10) decode_kernel(const OneBitArguments a) {
   const int64_t rows = kOne ? 1 : a.in.count;
   for (int64_t m = blockIdx.y; m < rows; m += gridDim.y)
     for (int64_t g = warp_index(); g < a.groups; g += warp_count())
