@@ -80,6 +80,9 @@ FL_DEVICE void store_word(uint8_t *signs, uint32_t word, int left) {
   }
 }
 
+// On a multiprocessor at once, which leaves each thread 80 registers. Left alone ptxas takes fewer and spills some.
+constexpr int kBlocks = 6;
+
 template <class E, bool kSum, bool kResidual>
 FL_DEVICE void encode_group(const OneBitArguments &a, int64_t m, int64_t g, uint32_t *words) {
   const int lane = lane_index();
@@ -117,7 +120,7 @@ FL_DEVICE void encode_group(const OneBitArguments &a, int64_t m, int64_t g, uint
 }
 
 template <bool kSum, bool kResidual>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const OneBitArguments a) {
+__global__ void __launch_bounds__(kThreads, kBlocks) encode_kernel(const OneBitArguments a) {
   __shared__ uint32_t space[kWarps][kMostTurns];
   uint32_t *words = space[threadIdx.x / kLanes];
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y)
@@ -125,9 +128,9 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const OneBitArguments 
       with_element(a.dtype, [&](auto element) { encode_group<decltype(element), kSum, kResidual>(a, m, g, words); });
 }
 
-// kOne: all messages become one sum; else each has its own place. Left alone ptxas takes 32 registers and spills one.
+// kOne: all messages become one sum; else each has its own place.
 template <bool kOne>
-__global__ void __launch_bounds__(kThreads, 10) decode_kernel(const OneBitArguments a) {
+__global__ void __launch_bounds__(kThreads, kBlocks) decode_kernel(const OneBitArguments a) {
   const int64_t rows = kOne ? 1 : a.in.count;
   for (int64_t m = blockIdx.y; m < rows; m += gridDim.y)
     for (int64_t g = warp_index(); g < a.groups; g += warp_count())
