@@ -25,9 +25,6 @@ PARTS = (
     "test_monitored_barrier_gloo",
     "test_DistributedDataParallel_requires_grad",
     "test_ddp_logging_data_cpu",
-    "test_ddp_static_graph",
-    "test_invalid_static_graph",
-    "test_ddp_join",
 )
 """Parts of the names of some tests of each kind; ``python -m benchmarks.torch_suite`` runs all."""
 DIFFER = {
@@ -47,6 +44,5 @@ def test_torchs_own_tests_end_as_on_gloo() -> None:
     errors = {name: found[name] for name in passed if found[name][0] != "passed"}
     assert errors.keys() == DIFFER, errors
     calls = sum((Counter(made) for _, _, made in found.values()), Counter[str]())
-    assert len(passed) > 30 and all(calls[op] for op in ("all_reduce", "all_gather", "all_to_all", "send", "recv")), (
-        calls
-    )
+    assert len(passed) >= 37 and all(any(part in name for name in passed) for part in PARTS), passed
+    assert all(calls[op] for op in ("all_reduce", "all_gather", "all_to_all", "send", "recv")), calls
