@@ -12,7 +12,7 @@ from typing import Any
 __all__ = [
     *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
     *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows"),
-    *("score", "scored", "speedup", "the", "zipped"),
+    *("score", "scored", "sharded", "speedup", "the", "zipped"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +111,12 @@ def zipped(call: str, size: int, rate: str = "100mbit") -> float:
     return statistics.median(native / own for native, own in zip(seconds.native, seconds.zipped, strict=True))
 
 
+def sharded(rate: str, variant: str) -> float:
+    """Return how many times as fast a step over FSDP2 in bf16 is as torch's own, the median over rounds."""
+    median: float = the(f"sharded-2x2-bf16-{rate}", variant=variant).speedup.median
+    return median
+
+
 def kernels(codec: str) -> tuple[float, ...]:
     """Return what a codec's kernels reach of a copy on a GPU: f32 encoded and decoded, bf16 encoded and decoded."""
     places = [(dtype, verb) for dtype in ("float32", "bfloat16") for verb in ("encode", "decode")]
@@ -157,7 +163,7 @@ NAMES: dict[str, Any] = {
     **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "CODECS": CODECS},
     **{
         each.__name__: each
-        for each in (end, errors, kernels, mean, minutes, more, rows, score, scored, speedup, the, zipped)
+        for each in (end, errors, kernels, mean, minutes, more, rows, score, scored, sharded, speedup, the, zipped)
     },
     **{each.__name__: each for each in (float, max, min)},
     "fmean": statistics.fmean,
