@@ -354,7 +354,7 @@ def kernels() -> str:
         "[the wire format](wire_format.md) what the bytes are, and\n"
         "[results](../benchmarks/results/README.md#on-a-gpu) how fast the kernels are on a GPU.",
         "`fusionlayer/csrc/include/fusionlayer_codec.h` declares all of it. Python calls it by ctypes.\n"
-        "`rans` and `delta` have kernels on the CPU alone. Tensors on CUDA are copied there and back.",
+        "`rans` has kernels on the CPU alone. Tensors on CUDA are copied there and back.",
         "## What every function promises",
         [f"- {promise}" for promise in promises],
         "## The functions",

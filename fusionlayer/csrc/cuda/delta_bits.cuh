@@ -50,7 +50,7 @@ class DeltaSink {
       const int from = 32 * w - begin;
       uint32_t word = from < 0 ? bits(0) << -from : bits(from);
       word &= low_ones(end - 32 * w);
-      if (from < 0) word |= words_[w] & low_ones(-from);
+      if (from < 0) word |= words_[w];  // which is 0 behind its last section
       words_[w] = word;
     }
     meet();

@@ -98,14 +98,17 @@ template <class T>
 FL_DEVICE void write_block(const DecodeArguments &a, int64_t block, DeltaOrigin origin, const DeltaSource &in,
                            const DeltaTable &table, const uint32_t *mask, const T *value) {
   using Signed = std::make_signed_t<T>;
-  constexpr int kEach = kPerChunk<T>;
+  constexpr int kEach = kPerChunk<T>, kStep = kEach * kLanes;
   const int n = a.shape.in_block(block);
   const uint8_t *bytes = reinterpret_cast<const uint8_t *>(mask);
   DeltaChecksum of_base, of_result;
-  for (int begin = 0; begin < n; begin += kEach * kLanes) {
+  Chunk next_chunk = {};
+  for (int begin = -kStep; begin < n; begin += kStep) {
     const int element = begin + lane_index() * kEach, left = n - element;
     const int64_t at = block * kDeltaBlock + element;
-    Chunk chunk = load_base<T>(a, at, left);
+    Chunk chunk = next_chunk;  // loaded a step ahead
+    next_chunk = load_base<T>(a, at + kStep, left - kStep);
+    if (begin < 0) continue;
     if (!a.in_place()) of_base.take(table, chunk);
     if (origin == kFromMessage) {
 #pragma unroll

@@ -22,29 +22,33 @@ FL_DEVICE Chunk load_base(const T *base, int64_t element, int count) {
 template <class T>
 FL_DEVICE int find_changes(const EncodeArguments &a, int64_t block, const DeltaTable &table, uint32_t *mask, T *value) {
   using Signed = std::make_signed_t<T>;
-  constexpr int kEach = kPerChunk<T>;
+  constexpr int kEach = kPerChunk<T>, kStep = kEach * kLanes;
   const T *x = static_cast<const T *>(a.x), *base = static_cast<const T *>(a.base);
   const int n = a.shape.in_block(block), lane = lane_index();
   uint8_t *bytes = reinterpret_cast<uint8_t *>(mask);
   DeltaChecksum of_x, of_base;
+  Chunk next_after = {}, next_before = {};
   int count = 0;
-  for (int begin = 0; begin < n; begin += kEach * kLanes) {
-    const int element = begin + lane * kEach;
-    const int64_t at = block * kDeltaBlock + element;
-    const Chunk after = load_elements(x + at, n - element), before = load_base(base, at, n - element);
+  for (int begin = -kStep; begin < n; begin += kStep) {
+    const int element = begin + lane * kEach, next = element + kStep;
+    const int64_t at = block * kDeltaBlock + next;
+    const Chunk after = next_after, before = next_before;  // loaded a step ahead
+    next_after = load_elements(x + at, n - next);
+    next_before = load_base(base, at, n - next);
+    if (begin < 0) continue;
     of_x.take(table, after);
     of_base.take(table, before);
     uint32_t changed = 0, all;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) changed |= uint32_t(element_of<T>(after, i) != element_of<T>(before, i)) << i;
-    const uint32_t lanes = ballot(changed != 0);
+    const bool any = ballot(changed != 0);
     if (kEach == 8) {
       bytes[element / 8] = uint8_t(changed);
     } else {
-      const uint32_t next = shuffle_xor(changed, 1);
-      if (lane % 2 == 0) bytes[element / 8] = uint8_t(changed | next << 4);
+      const uint32_t neighbours = shuffle_xor(changed, 1);
+      if (lane % 2 == 0) bytes[element / 8] = uint8_t(changed | neighbours << 4);
     }
-    if (!lanes) continue;
+    if (!any) continue;
     T *to = value + count + count_before(__popc(changed), lane, all);
     count += int(all);
 #pragma unroll
