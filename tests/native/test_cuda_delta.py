@@ -118,7 +118,7 @@ def test_messages_and_elements_are_those_of_the_cpu_core(kernels: ctypes.CDLL, d
     ids=str,
 )
 def test_blocks_beside_one_another(kernels: ctypes.CDLL, dtype: torch.dtype, share: float, reach: float) -> None:
-    """More blocks than one grid of the emulation has warps for, changed by different shares; their bytes have no gaps."""
+    """Some of them unchanged, or changed altogether; in one case more than the emulation has warps for."""
     blocks = 150 if (share, reach) == (0.15, 1.3) and dtype is torch.bfloat16 else 9
     base = gradient(blocks * BLOCK + 13, 4, dtype)
     x = moved(base, share, reach)
