@@ -122,6 +122,12 @@ FL_DEVICE Chunk load_elements(const T *x, int count) {
   return chunk;
 }
 
+// Likewise from a base, which may be none: zeros.
+template <class T>
+FL_DEVICE Chunk load_base(const void *base, int64_t element, int count) {
+  return base ? load_elements(static_cast<const T *>(base) + element, count) : Chunk{};
+}
+
 template <class T>
 FL_DEVICE void store_elements(T *x, int count, const Chunk &chunk) {
   if (count >= kPerChunk<T> && is_aligned(x, 16)) return store_chunk(x, chunk);

@@ -20,11 +20,6 @@ struct DecodeArguments {
 };
 
 template <class T>
-FL_DEVICE Chunk load_base(const DecodeArguments &a, int64_t element, int count) {
-  return a.base ? load_elements(static_cast<const T *>(a.base) + element, count) : Chunk{};
-}
-
-template <class T>
 __global__ void __launch_bounds__(kThreads) look_kernel(const DecodeArguments a) {
   __shared__ DeltaTable table;
   if (*a.status) return;
@@ -35,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const DecodeArguments a)
     const int n = a.shape.in_block(block);
     for (int begin = 0; begin < n; begin += kPerChunk<T> * kLanes) {
       const int element = begin + lane_index() * kPerChunk<T>;
-      of_base.take(table, load_base<T>(a, block * kDeltaBlock + element, n - element));
+      of_base.take(table, load_base<T>(a.base, block * kDeltaBlock + element, n - element));
     }
     const uint32_t digest = of_base.digest<T>(a.shape.block_bytes(block), block);
     if (lane_index() == 0) atomicAdd(&a.room.state()->base, digest);
@@ -107,7 +102,7 @@ FL_DEVICE void write_block(const DecodeArguments &a, int64_t block, DeltaOrigin 
     const int element = begin + lane_index() * kEach, left = n - element;
     const int64_t at = block * kDeltaBlock + element;
     Chunk chunk = next_chunk;  // loaded a step ahead
-    next_chunk = load_base<T>(a, at + kStep, left - kStep);
+    next_chunk = load_base<T>(a.base, at + kStep, left - kStep);
     if (begin < 0) continue;
     if (!a.in_place()) of_base.take(table, chunk);
     if (origin == kFromMessage) {

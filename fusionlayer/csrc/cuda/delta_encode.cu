@@ -13,17 +13,12 @@ struct EncodeArguments {
   DeltaRoom room;
 };
 
-template <class T>
-FL_DEVICE Chunk load_base(const T *base, int64_t element, int count) {
-  return base ? load_elements(base + element, count) : Chunk{};
-}
-
 // Leaves a mask of what a block has changed, and the differences, folded, less 1; returns how many. Adds the digests.
 template <class T>
 FL_DEVICE int find_changes(const EncodeArguments &a, int64_t block, const DeltaTable &table, uint32_t *mask, T *value) {
   using Signed = std::make_signed_t<T>;
   constexpr int kEach = kPerChunk<T>, kStep = kEach * kLanes;
-  const T *x = static_cast<const T *>(a.x), *base = static_cast<const T *>(a.base);
+  const T *x = static_cast<const T *>(a.x);
   const int n = a.shape.in_block(block), lane = lane_index();
   uint8_t *bytes = reinterpret_cast<uint8_t *>(mask);
   DeltaChecksum of_x, of_base;
@@ -34,7 +29,7 @@ FL_DEVICE int find_changes(const EncodeArguments &a, int64_t block, const DeltaT
     const int64_t at = block * kDeltaBlock + next;
     const Chunk after = next_after, before = next_before;  // loaded a step ahead
     next_after = load_elements(x + at, n - next);
-    next_before = load_base(base, at, n - next);
+    next_before = load_base<T>(a.base, at, n - next);
     if (begin < 0) continue;
     of_x.take(table, after);
     of_base.take(table, before);
