@@ -12,6 +12,7 @@
 namespace fl {
 
 constexpr int64_t kDeltaWarps = 2048;  // have memory for a block each; more blocks than that wait for one
+constexpr int kDeltaGroups = 4;        // of threads on a multiprocessor, at least: then no value leaves the registers
 constexpr int kDeltaStep = 16 * kLanes;
 constexpr int kDeltaWords = kDeltaBlock / 32;
 
@@ -24,15 +25,20 @@ constexpr int kPerChunk = 16 / int(sizeof(T));  // elements of a lane in a step
 // lane waits for another.
 struct DeltaTable {
   uint32_t entry[8][16][kLanes];
+  static_assert(sizeof(entry[0][0]) == 1 << 7, "as moved() knows");
 
   // By each warp for all: they write the same numbers.
   FL_DEVICE void fill();
 
   FL_DEVICE uint32_t moved(uint32_t v) const {
-    const int lane = lane_index();
+    const uint8_t *own = reinterpret_cast<const uint8_t *>(&entry[0][0][lane_index()]);
     uint32_t result = 0;
 #pragma unroll
-    for (int digit = 0; digit < 8; ++digit) result ^= entry[digit][v >> 4 * digit & 15][lane];
+    for (int digit = 0; digit < 8; ++digit) {
+      // Where the entry is, in two instructions.
+      const uint32_t bits = v & 15u << 4 * digit, place = digit < 2 ? bits << (7 - 4 * digit) : bits >> (4 * digit - 7);
+      result ^= *reinterpret_cast<const uint32_t *>(own + sizeof entry[0] * digit + place);
+    }
     return result;
   }
 };
@@ -76,23 +82,30 @@ struct DeltaChecksum {
 #pragma unroll
     for (int i = 0; i < 4; ++i) part[i] = table.moved(part[i]) ^ chunk.word[i];
   }
+};
 
-  // Its part of the digest; the last step was filled up by zeros, which are taken back.
+// What makes checksums of a block of so many bytes of what its lanes have: the last step was filled up by zeros, which are
+// taken back, and the register began with ones.
+struct DeltaEnds {
+  uint32_t last, begin;
+
   template <class T>
-  FL_DEVICE uint32_t digest(int bytes, int64_t block) const {
-    constexpr uint32_t kWord = crc_power(32), kAll = kDeltaBlock * sizeof(T);
-    constexpr uint32_t kBegin = crc_times(~0u, crc_power(8 * int64_t(kAll)));
-    uint32_t r = part[0];
+  static FL_DEVICE DeltaEnds of(int bytes) {
+    constexpr int kWhole = kDeltaBlock * int(sizeof(T));
+    constexpr uint32_t kLast = crc_power(32), kBegin = crc_times(~0u, crc_power(8 * kWhole));
+    if (bytes == kWhole) return {kLast, kBegin};
+    const int zeros = (kDeltaStep - bytes % kDeltaStep) % kDeltaStep;
+    return {crc_power(kCrcOrder + 32 - 8 * zeros), crc_times(~0u, crc_power(8 * bytes))};
+  }
+
+  // The block's part of the digest.
+  FL_DEVICE uint32_t digest(const DeltaChecksum &sum, int64_t block) const {
+    constexpr uint32_t kWord = crc_power(32);
+    uint32_t r = sum.part[0];
 #pragma unroll
-    for (int i = 1; i < 4; ++i) r = crc_times(r, kWord) ^ part[i];
+    for (int i = 1; i < 4; ++i) r = crc_times(r, kWord) ^ sum.part[i];
     r = joined<16>(joined<8>(joined<4>(joined<2>(joined<1>(r)))));
-    if (bytes == int(kAll)) {
-      r = crc_times(r, kWord) ^ kBegin;
-    } else {
-      const int zeros = (kDeltaStep - bytes % kDeltaStep) % kDeltaStep;
-      r = crc_times(r, crc_power(kCrcOrder + 32 - 8 * zeros)) ^ crc_times(~0u, crc_power(8 * bytes));
-    }
-    return delta_mixed(~r, block);
+    return delta_mixed(~(crc_times(r, last) ^ begin), block);
   }
 };
 

@@ -20,7 +20,7 @@ struct DecodeArguments {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) look_kernel(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, kDeltaGroups) look_kernel(const DecodeArguments a) {
   __shared__ DeltaTable table;
   if (*a.status) return;
   if (warp_index() < a.shape.blocks()) table.fill();
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const DecodeArguments a)
       const int element = begin + lane_index() * kPerChunk<T>;
       of_base.take(table, load_base<T>(a.base, block * kDeltaBlock + element, n - element));
     }
-    const uint32_t digest = of_base.digest<T>(a.shape.block_bytes(block), block);
+    const uint32_t digest = DeltaEnds::of<T>(a.shape.block_bytes(block)).digest(of_base, block);
     if (lane_index() == 0) atomicAdd(&a.room.state()->base, digest);
   }
 }
@@ -125,8 +125,8 @@ FL_DEVICE void write_block(const DecodeArguments &a, int64_t block, DeltaOrigin 
     of_result.take(table, chunk);
     store_elements(static_cast<T *>(a.out) + at, left, chunk);
   }
-  const int size = n * int(sizeof(T));
-  const uint32_t base = a.in_place() ? 0 : of_base.digest<T>(size, block), result = of_result.digest<T>(size, block);
+  const DeltaEnds ends = DeltaEnds::of<T>(a.shape.block_bytes(block));
+  const uint32_t base = a.in_place() ? 0 : ends.digest(of_base, block), result = ends.digest(of_result, block);
   if (lane_index() == 0) {
     atomicAdd(&a.room.state()->base, base);
     atomicAdd(&a.room.state()->result, result);
@@ -140,7 +140,7 @@ FL_DEVICE bool fits(const DeltaShape &shape, const DeltaHead &head, int64_t all)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) make_kernel(const DecodeArguments a) {
+__global__ void __launch_bounds__(kThreads, kDeltaGroups) make_kernel(const DecodeArguments a) {
   __shared__ DeltaTable table;
   __shared__ uint32_t words[kWarps][2][kDeltaWords + 2];
   uint32_t *mask = words[threadIdx.x / kLanes][0], *other = words[threadIdx.x / kLanes][1];

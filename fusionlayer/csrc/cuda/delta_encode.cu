@@ -51,8 +51,8 @@ FL_DEVICE int find_changes(const EncodeArguments &a, int64_t block, const DeltaT
       if (changed >> i & 1) *to++ = T(delta_folded<T, Signed>(element_of<T>(after, i), element_of<T>(before, i)) - 1);
   }
   meet();
-  const int size = n * int(sizeof(T));
-  const uint32_t result = of_x.digest<T>(size, block), told = of_base.digest<T>(size, block);
+  const DeltaEnds ends = DeltaEnds::of<T>(a.shape.block_bytes(block));
+  const uint32_t result = ends.digest(of_x, block), told = ends.digest(of_base, block);
   if (lane == 0) {
     a.room.of_result()[block] = result;
     a.room.of_base()[block] = told;
@@ -117,7 +117,7 @@ FL_DEVICE uint32_t write_block(const EncodeArguments &a, int64_t block, T *value
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) write_kernel(const EncodeArguments a) {
+__global__ void __launch_bounds__(kThreads, kDeltaGroups) write_kernel(const EncodeArguments a) {
   __shared__ DeltaTable table;
   __shared__ uint32_t words[kWarps][2][kDeltaWords + 2];
   uint32_t *mask = words[threadIdx.x / kLanes][0], *other = words[threadIdx.x / kLanes][1];
@@ -162,7 +162,7 @@ FL_DEVICE void write_head(const EncodeArguments &a, bool raw, int64_t rest) {
   if (lane_index() == 0) *a.out.head = {form, raw ? 0 : uint32_t(rest), uint32_t(base), uint32_t(result)};
 }
 
-__global__ void __launch_bounds__(kThreads) deliver_kernel(const EncodeArguments a) {
+__global__ void __launch_bounds__(kThreads, kDeltaGroups) deliver_kernel(const EncodeArguments a) {
 #pragma unroll 1
   for (int64_t block = warp_index(); block < a.shape.blocks(); block += warp_count()) {
     const uint8_t *x = static_cast<const uint8_t *>(a.x) + block * kDeltaBlock * a.shape.element_bytes;
