@@ -174,6 +174,7 @@ class DeltaSource {
 
   FL_DEVICE uint32_t field(const DeltaFields &fields, int i) const {
     uint32_t value = 0;
+#pragma unroll 1
     for (int shift = 0; shift < fields.width; shift += 8) {
       const int bits = fields.width - shift < 8 ? fields.width - shift : 8;
       value |= (word(fields.begin + shift * fields.count + i * bits) & low_ones(bits)) << shift;
@@ -186,6 +187,7 @@ class DeltaSource {
     if (4 * int64_t(w) + 4 <= rest_) return words_[w];
     const uint8_t *bytes = reinterpret_cast<const uint8_t *>(words_ + w);
     uint32_t word = 0;
+#pragma unroll 1
     for (int i = 0; 4 * int64_t(w) + i < rest_ && i < 4; ++i) word |= uint32_t(bytes[i]) << 8 * i;
     return word;
   }
@@ -221,6 +223,7 @@ FL_DEVICE bool read_list(DeltaSource &in, int n, int count, uint32_t *mask) {
       if (word) mask[first + lane] = word;
     } else {
       uint32_t own = 0;
+#pragma unroll 1
       for (int i = 0; i < __popc(word); ++i) own += in.field(lows, number + i);
       int before = sum + int(count_before(own, lane, all));
       sum += int(all);
