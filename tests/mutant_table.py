@@ -135,7 +135,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "csrc/cuda/",
-        ("delta.cuh", "kCrcOrder + 32 - 8 * zeros", "kCrcOrder + 32 - 4 * zeros", "digests of blocks that are not whole"),
+        ("delta.cuh", "kCrcOrder + 32 - 8 * zeros", "kCrcOrder + 32 - 4 * zeros", "digests of ragged blocks"),
         (
             "delta_decode.cu",
             "if (a.in_place() && state->base != head.base) return;",
