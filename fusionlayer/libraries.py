@@ -38,7 +38,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 MAX_PLANES = 5
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
 SEEDS = (1 << 64) - 1  # the bits of a seed
@@ -121,6 +121,8 @@ _VERBS = {
     "fl_magnitude_stats": (_POINTER, _I64, _U32, _POINTER, _POINTER, _POINTER),
     "fl_count_above": (_POINTER, _I64, _POINTER, _I32, _POINTER, _POINTER),
     "fl_kth_magnitude": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
+    "fl_delta_encode": (Spec, _POINTER, _POINTER, Messages, _POINTER, _POINTER),
+    "fl_delta_decode": (Spec, Messages, *[_POINTER] * 5),
     "fl_add_codes": (Spec, Messages, _POINTER, _POINTER),
     "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
     "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
@@ -186,9 +188,6 @@ def cpu() -> ctypes.CDLL:
     library.fl_isa.restype = ctypes.c_char_p
     library.fl_set_threads.argtypes = [ctypes.c_int]
     library.fl_dynamiq_widths.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    spec, messages = ctypes.POINTER(Spec), ctypes.POINTER(Messages)
-    library.fl_delta_encode.argtypes = [spec, _POINTER, _POINTER, messages]
-    library.fl_delta_decode.argtypes = [spec, messages, _POINTER, _POINTER]
     several, result = ctypes.POINTER(LinkMessage), ctypes.POINTER(LinkResult)
     library.fl_link_open.argtypes = [_I32, _I32, _I32, ctypes.c_char_p, _I64]
     library.fl_link_open.restype = _POINTER

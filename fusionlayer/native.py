@@ -99,6 +99,7 @@ _STATUS = {
 # One packer for each number of planes. Packing bytes takes a third of the time that setting a structure's fields does.
 _MESSAGES = [struct.Struct(f"@{planes}Q{(MAX_PLANES - planes) * 8}xqq") for planes in range(MAX_PLANES + 1)]
 _WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE, _WORKSPACE_THRESHOLD = range(4)
+_WORKSPACE_DELTA_16, _WORKSPACE_DELTA_32 = 4, 5
 _INFINITY = 0x7F800000  # the bits of Inf as f32
 
 
@@ -196,21 +197,29 @@ def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tenso
 
 
 def delta_encode(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor | None, bodies: Tensor) -> None:
-    """``fl_delta_encode``: encode pieces of ``x`` since ``base``, None: zeros, into ``bodies``; all on the CPU."""
-    status = cpu().fl_delta_encode(spec, x.data_ptr(), _pointer(base), _messages(bodies, offsets))
-    if status:
-        _raise("fl_delta_encode", status)
+    """``fl_delta_encode``: encode pieces of ``x`` since ``base``, None: zeros, into ``bodies``; all on one device."""
+    given = spec, x.data_ptr(), _pointer(base), _messages(bodies, offsets)
+    _call("fl_delta_encode", x, *given, _delta_workspace(spec, x).data_ptr())
 
 
 def delta_decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, base: Tensor | None, out: Tensor) -> None:
-    """``fl_delta_decode``: fill ``out``, which may be ``base``, from ``bodies``; all on the CPU.
+    """``fl_delta_decode``: fill ``out``, which may be ``base``, from ``bodies``; all on one device.
+
+    On CUDA the host waits, and learns whether the messages were sound.
 
     Raises:
         WireError: ``base`` is not that of the message, or the message is damaged.
     """
-    status = cpu().fl_delta_decode(spec, _messages(bodies, offsets), _pointer(base), _pointer(out))
-    if status:
-        _raise("fl_delta_decode", status)
+    status = torch.empty(1, dtype=torch.int32, device=out.device)
+    given = spec, _messages(bodies, offsets), _pointer(base), out.data_ptr()
+    _call("fl_delta_decode", out, *given, _delta_workspace(spec, out).data_ptr(), status.data_ptr())
+    if out.is_cuda and (found := int(status.item())):
+        _raise("fl_delta_decode", found)
+
+
+def _delta_workspace(spec: Spec, x: Tensor) -> Tensor:
+    verb = _WORKSPACE_DELTA_32 if x.element_size() == 4 else _WORKSPACE_DELTA_16
+    return _workspace(verb, x, spec.numel)
 
 
 def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor) -> None:
@@ -426,7 +435,7 @@ def dynamiq_widths(bits: Tensor, plane: Tensor) -> None:
         raise FusionLayerError("fl_dynamiq_widths: a width is neither 2, 4 nor 8")
 
 
-def _workspace(verb: int, acc: Tensor) -> Tensor:
+def _workspace(verb: int, acc: Tensor, numel: int | None = None) -> Tensor:
     library = cuda() if acc.is_cuda else cpu()
-    nbytes = library.fl_workspace_bytes(verb, acc.numel())
+    nbytes = library.fl_workspace_bytes(verb, acc.numel() if numel is None else numel)
     return torch.empty(max(16, nbytes), dtype=torch.uint8, device=acc.device)

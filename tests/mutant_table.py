@@ -134,6 +134,17 @@ MUTANTS: list[Mutant] = [
         ("crc32c.cpp", "power_factor(8 * kFold - 32)", "power_factor(8 * kFold)", "checksums of vectors"),
     ),
     *_of(
+        "csrc/cuda/",
+        ("delta.cuh", "kCrcOrder + 32 - 8 * zeros", "kCrcOrder + 32 - 4 * zeros", "digests of ragged blocks"),
+        (
+            "delta_decode.cu",
+            "if (a.in_place() && state->base != head.base) return;",
+            "",
+            "a base that is another one is written to",
+        ),
+        ("delta_bits.cuh", "int previous = lower ? before : last,", "int previous = before,", "gaps across words"),
+    ),
+    *_of(
         "csrc/sockets/",
         ("frame.h", " || chunk > kMostChunk", "", "chunks of any size are believed"),
         ("incoming.cpp", "if (message.after && !is_known(message.after)) break;", "", "equal messages change places"),
@@ -530,6 +541,9 @@ LIKELY = {
     "csrc/cpu/delta_lists.h": "codecs/test_delta.py",
     "csrc/cpu/delta_verbs.cpp": "codecs/test_delta.py",
     "csrc/cpu/crc32c.cpp": "native/test_cpu_core.py",
+    "csrc/cuda/delta.cuh": "native/test_cuda_delta.py",
+    "csrc/cuda/delta_decode.cu": "native/test_cuda_delta.py",
+    "csrc/cuda/delta_bits.cuh": "native/test_cuda_delta.py",
     "transport/_sum.py": "transport/test_local.py",
     "transport/_introduction.py": "transport/test_star.py transport/test_sockets.py",
     "transport/_reconnecting.py": "transport/test_sockets.py",

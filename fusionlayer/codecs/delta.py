@@ -14,7 +14,7 @@ from ..timeline import here
 from ..wire import WireFormat, aligned
 from ._capabilities import ChangeCodec
 from ._encoding import Encoding
-from ._exponents import ExponentCodec, bring_back, rounded
+from ._exponents import ExponentCodec, rounded
 
 __all__ = ["Delta"]
 
@@ -31,8 +31,8 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
     and never gives other values. All bits are kept, those of a NaN too.
 
     Each 16,384 elements are coded by themselves. An unchanged block takes 2 bytes. Else gaps tell which elements
-    changed, and small numbers by how many steps of their type. The kernels run on the CPU; tensors on CUDA are copied
-    there and back.
+    changed, and small numbers by how many steps of their type. Where a message is decoded on CUDA, the host waits for
+    the digests.
     """
 
     _digests: ClassVar[bool] = True
@@ -53,11 +53,8 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
         self._check_tensors(out, payloads)
         with here.doing("fusionlayer: decode"):
             for rows, _, _, form in self._runs(out.numel(), payloads, out.numel(), out.dtype):
-                near = out.cpu()
-                before = near if base.data_ptr() == out.data_ptr() else base.cpu()
                 spec = self._known(form, form.dtype)
-                native.delta_decode(spec, form.offsets, self._verified(rows, form).cpu(), before, near)
-                bring_back((near, out))
+                native.delta_decode(spec, form.offsets, self._verified(rows, form), base, out)
 
     def _check_base(self, x: Tensor, base: Tensor) -> None:
         if (base.shape, base.dtype, base.device) != (x.shape, x.dtype, x.device) or not base.is_contiguous():
@@ -67,10 +64,7 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
             )
 
     def _write(self, x: Tensor, base: Tensor | None, bodies: Tensor, form: WireFormat) -> None:
-        near = bodies.cpu()
-        before = None if base is None else base.cpu()
-        native.delta_encode(self._known(form, form.dtype), form.offsets, x.cpu(), before, near)
-        bring_back((near, bodies))
+        native.delta_encode(self._known(form, form.dtype), form.offsets, x, base, bodies)
 
     # ---- verbs without a base ---------------------------------------------------------------------------------------
 
@@ -85,20 +79,16 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
         self._write(rounded(x, form.dtype, how.residual), None, bodies, form)
 
     def _decode_rows(self, bodies: Tensor, out: Tensor, form: WireFormat) -> None:
-        near, spec = out.cpu(), _copying(form, out.dtype)
-        native.decode(spec, [0], self._elements(bodies, form), near)
-        bring_back((near, out))
+        native.decode(_copying(form, out.dtype), [0], self._elements(bodies, form), out)
 
     def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
-        near, spec = out.cpu(), _copying(form, out.dtype)
-        native.decode_sum(spec, [0], self._elements(bodies, form), near, add=add)
-        bring_back((near, out))
+        native.decode_sum(_copying(form, out.dtype), [0], self._elements(bodies, form), out, add=add)
 
     def _elements(self, bodies: Tensor, form: WireFormat) -> Tensor:
         """Return the elements of messages without a base, a row (uint8) for each, as messages of ``raw``."""
         nbytes = form.numel * form.dtype.itemsize
-        rows = torch.empty(bodies.size(0), aligned(nbytes, _ALIGN), dtype=torch.uint8)
-        for body, row in zip(bodies.cpu(), rows, strict=True):
+        rows = torch.empty(bodies.size(0), aligned(nbytes, _ALIGN), dtype=torch.uint8, device=bodies.device)
+        for body, row in zip(bodies, rows, strict=True):
             native.delta_decode(self._known(form, form.dtype), form.offsets, body, None, row[:nbytes].view(form.dtype))
         return rows
 

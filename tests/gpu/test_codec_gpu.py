@@ -12,7 +12,10 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.codecs import Codec
+from fusionlayer.codecs.delta import Delta
 from fusionlayer.codecs.thc import THC
+from fusionlayer.errors import WireError
+from tests.codecs.test_delta import moved
 from tests.gpu.place import GPU, needs_device
 from tests.synthetic import awkward, bit_patterns, gradient
 from tests.tiers import tiered
@@ -207,6 +210,31 @@ def test_sums_of_codes(count: int, levels: str) -> None:
         made.append((total, out))
     (total, out), (total_gpu, out_gpu) = made
     assert same(total, total_gpu) and same(out, out_gpu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", tiered([0, 1, 33, 4097, 70_001, LARGE], lambda numel: numel != LARGE))
+def test_changes_since_a_base(numel: int, dtype: torch.dtype) -> None:
+    """Of one element in fifty, of one in two, and of all; bytes, results, and errors in place of wrong values."""
+    codec = Delta(header=False)
+    base = gradient(numel, 3, dtype)
+    for share, reach in ((0.02, 1), (0.5, 3), (1, 5000)):
+        x, made = moved(base, share, reach), []
+        for device in (torch.device("cpu"), GPU):
+            payload = torch.zeros(codec.wire(numel, dtype).capacity, dtype=torch.uint8, device=device)
+            codec.encode_change(x.to(device), base.to(device), payload)
+            out, in_place = torch.zeros_like(base, device=device), base.to(device, copy=True)
+            codec.apply_change(payload, base.to(device), out)
+            codec.apply_change(payload, in_place, in_place)
+            assert same(x, out) and same(x, in_place)
+            made.append(payload)
+        assert same(*made)
+        if numel:
+            other = base.to(GPU, copy=True)
+            other[numel // 2] = 7.0
+            with pytest.raises(WireError, match="another base"):
+                codec.apply_change(made[1], other, other)
+    check(codec, min(numel, 70_001), dtype)
 
 
 @needs_device

@@ -84,8 +84,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
       for (int64_t i = 0; mutated && i < elements; ++i)
         if (next(state) % one_in == 0) x.get()[i] ^= uint8_t(next(state) & (seed >> 4 | 1));
       const Room back = room(elements);
-      if (fl_delta_encode(&spec, x.get(), base.get(), &message) != FL_OK) std::abort();
-      if (fl_delta_decode(&spec, &message, base.get(), back.get()) != FL_OK) std::abort();
+      if (fl_delta_encode(&spec, x.get(), base.get(), &message, nullptr, nullptr) != FL_OK) std::abort();
+      if (fl_delta_decode(&spec, &message, base.get(), back.get(), nullptr, nullptr, nullptr) != FL_OK) std::abort();
       if (elements && std::memcmp(x.get(), back.get(), size_t(elements)) != 0) std::abort();
       if (bytes[0]) std::memcpy(of_base, planes[0].get() + 8, sizeof of_base);
     } else if (mutated) {
@@ -113,7 +113,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     if (delta) {  // with the digest of the base, so that the message is looked at
       if (bytes[0]) std::memcpy(planes[0].get() + 8, of_base, sizeof of_base);
-      const int status = fl_delta_decode(&spec, &message, base.get(), base.get());
+      const int status = fl_delta_decode(&spec, &message, base.get(), base.get(), nullptr, nullptr, nullptr);
       if (status != FL_OK && status != FL_BAD_MESSAGE) std::abort();
       continue;
     }

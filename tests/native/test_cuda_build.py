@@ -152,8 +152,10 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     shared = {name for name, (_, text) in compiled.items() if "bytes smem" in text}
     codecs = ("int", "block", "thc", "tahquant", "chunked")
     through = {f"{codec}_{verb}" for codec in codecs for verb in ("encode", "decode")}
-    through |= {"qsdp", "onebit"}
-    assert shared == {"dynamiq", "magnitudes", "sparse_decode", "zip_encode", *through}, "for histograms, sums, blocks"
+    through |= {"qsdp", "onebit", "delta_encode", "delta_decode"}
+    assert shared == {"dynamiq", "magnitudes", "sparse_decode", "zip_encode", *through}, (
+        "for histograms, sums, blocks, tables"
+    )
 
 
 @exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")

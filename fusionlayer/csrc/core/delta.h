@@ -31,17 +31,29 @@ struct DeltaShape {
   int64_t numel;
   int element_bytes;
 
-  int64_t blocks() const { return (numel + kDeltaBlock - 1) / kDeltaBlock; }
-  int in_block(int64_t block) const {
+  FL_HD int64_t blocks() const { return (numel + kDeltaBlock - 1) / kDeltaBlock; }
+  FL_HD int in_block(int64_t block) const {
     const int64_t left = numel - block * kDeltaBlock;
     return left < kDeltaBlock ? int(left) : kDeltaBlock;
   }
-  int64_t index_bytes() const { return 2 * blocks(); }
-  int64_t raw_bytes() const { return numel * element_bytes; }
-  int64_t data_bytes() const { return index_bytes() > raw_bytes() ? index_bytes() : raw_bytes(); }
+  FL_HD int64_t index_bytes() const { return 2 * blocks(); }
+  FL_HD int64_t raw_bytes() const { return numel * element_bytes; }
+  FL_HD int64_t data_bytes() const { return index_bytes() > raw_bytes() ? index_bytes() : raw_bytes(); }
+
+  // Bytes of a block's elements, and of what an entry of the index stands for.
+  FL_HD int block_bytes(int64_t block) const { return in_block(block) * element_bytes; }
+  FL_HD int told_bytes(int64_t block, uint32_t entry) const {
+    return entry == kDeltaWhole ? block_bytes(block) : int(entry);
+  }
+
+  // As many bits make a block no shorter than its elements, or longer than an entry can tell.
+  FL_HD int too_many_bits(int n) const {
+    const int whole = n * element_bytes;
+    return 8 * (whole < int(kDeltaWhole) ? whole : int(kDeltaWhole));
+  }
 
   // As many bytes of blocks make a message no shorter than its elements.
-  int64_t too_many() const { return index_bytes() < raw_bytes() ? raw_bytes() - index_bytes() : 0; }
+  FL_HD int64_t too_many() const { return index_bytes() < raw_bytes() ? raw_bytes() - index_bytes() : 0; }
 };
 
 inline DeltaShape delta_shape(const fl_spec &spec) { return {spec.numel, spec.dtype == FL_F32 ? 4 : 2}; }
@@ -63,8 +75,26 @@ FL_HD int delta_width(uint32_t most) {
 #endif
 }
 
+// The most bits of a list's gaps in unary.
+FL_HD int delta_most_unary(int n, int count, int low_bits) { return count + ((n - count) >> low_bits); }
+
 // Bits of a difference with as many low bits: a one for each layer that it reaches, a zero, and what layers tell of it.
 FL_HD int delta_cost(uint32_t value, int low_bits) { return low_bits + 2 * delta_width((value >> low_bits) + 1) - 1; }
+
+// The most low bits of differences of elements of so many bytes.
+FL_HD int delta_most_low_bits(int element_bytes) { return 8 * element_bytes - 1; }
+
+// The number of low bits from 1 on behind which costs, a function of it, no longer fall.
+template <class Cost>
+FL_HD int delta_best_low_bits(int most, const Cost &cost) {
+  int best = 1;
+  for (int64_t least = cost(best); best < most; ++best) {
+    const int64_t next = cost(best + 1);
+    if (next >= least) break;
+    least = next;
+  }
+  return best;
+}
 
 // The bits of an element as an integer that is ordered as the values are; the same function takes it back.
 template <class T, class Signed>

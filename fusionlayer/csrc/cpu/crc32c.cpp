@@ -3,6 +3,8 @@
 #include <array>
 #include <cstring>
 
+#include "crc.h"
+
 #if defined(__x86_64__)
 #pragma GCC diagnostic push  // gcc 12 warns of its own _mm512_undefined_epi32
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -14,18 +16,14 @@
 namespace fl {
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82f63b78;  // bit-reversed
-
 using Table = std::array<uint32_t, 256>;
-
-constexpr uint32_t shift_bit(uint32_t crc) { return crc & 1 ? (crc >> 1) ^ kPolynomial : crc >> 1; }
 
 // tables[k][b]: the register after byte b and k zero bytes.
 constexpr std::array<Table, 8> make_byte_tables() {
   std::array<Table, 8> tables{};
   for (uint32_t b = 0; b < 256; ++b) {
     uint32_t crc = b;
-    for (int i = 0; i < 8; ++i) crc = shift_bit(crc);
+    for (int i = 0; i < 8; ++i) crc = crc_shifted(crc);
     tables[0][b] = crc;
   }
   for (int k = 1; k < 8; ++k)
@@ -69,7 +67,7 @@ constexpr std::array<Table, 4> make_shift_tables() {
   std::array<uint32_t, 32> bits{};
   for (int i = 0; i < 32; ++i) bits[i] = uint32_t(1) << i;
   // Squaring the map "one zero bit" log2(8 * kStream) times.
-  for (int i = 0; i < 32; ++i) bits[i] = shift_bit(bits[i]);
+  for (int i = 0; i < 32; ++i) bits[i] = crc_shifted(bits[i]);
   for (size_t zeros = 1; zeros < 8 * kStream; zeros *= 2) {
     std::array<uint32_t, 32> squared{};
     for (int i = 0; i < 32; ++i)
@@ -116,7 +114,7 @@ constexpr size_t kFold = kFolded * 64;
 // x to this power, bits reversed, as a factor of a half.
 constexpr int64_t power_factor(int power) {
   uint32_t crc = 1u << 31;
-  for (int i = 0; i < power; ++i) crc = shift_bit(crc);
+  for (int i = 0; i < power; ++i) crc = crc_shifted(crc);
   return int64_t(uint64_t(crc) << 1);
 }
 

@@ -14,9 +14,6 @@ struct SignedOf<uint32_t> {
   using type = int32_t;
 };
 
-template <class T>
-constexpr int kMostLowBits = 8 * sizeof(T) - 1;
-
 // What a block has changed: a mask, and the elements that it names, after and before.
 template <class T>
 struct DeltaChanges {
@@ -114,13 +111,7 @@ int low_bits_for(const T *value, int count) {
     for (int i = 0; i < samples; ++i) bits += delta_cost(value[i * stride], low_bits);
     return bits;
   };
-  int best = 1;
-  for (int least = cost(best); best < kMostLowBits<T>; ++best) {
-    const int next = cost(best + 1);
-    if (next >= least) break;
-    least = next;
-  }
-  return best;
+  return delta_best_low_bits(delta_most_low_bits(sizeof(T)), cost);
 }
 
 // Layers --------------------------------------------------------------------------------------------------------------
@@ -194,7 +185,7 @@ int encode_delta(const T *x, const T *base, int n, uint8_t *out) {
   for (int i = 0; i < count; ++i) value[i] = T(delta_folded<T, Signed>(value[i], changes.base[i]) - 1);
   __builtin_memset(value + count, 0, kPad * sizeof(T));
   const int low_bits = low_bits_for(value, count);
-  const int64_t whole = int64_t(n) * int(sizeof(T)), limit = 8 * (whole < kDeltaWhole ? whole : kDeltaWhole);
+  const int64_t limit = DeltaShape{n, int(sizeof(T))}.too_many_bits(n);
   BitWriter to(out);
   to.put(uint64_t(count), delta_width(uint32_t(n)));
   to.put(uint64_t(low_bits), kDeltaLowBits);

@@ -136,7 +136,8 @@ bool decode_delta(const uint8_t *in, int bytes, const T *base, T *out, int n) {
   uint64_t mask[kDeltaWords];
   T value[kDeltaBlock + kPad];
   if (!from.take(delta_width(uint32_t(n)), count) || !from.take(kDeltaLowBits, low_bits)) return false;
-  if (count < 1 || count > uint32_t(n) || low_bits < 1 || low_bits > kMostLowBits<T>) return false;
+  if (count < 1 || count > uint32_t(n) || low_bits < 1 || low_bits > uint32_t(delta_most_low_bits(sizeof(T))))
+    return false;
   if (!read_list(from, n, int(count), mask)) return false;
   if (!read_values(from, int(count), int(low_bits), value) || !from.done()) return false;
   change(mask, value, base, out, n);

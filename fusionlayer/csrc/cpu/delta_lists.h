@@ -92,7 +92,7 @@ inline void write_list(BitWriter &out, const uint64_t *mask, int n, int count) {
   for (int i = 1; i < count; ++i) gap[i] = uint16_t(place[i] - place[i - 1] - 1);
   __builtin_memset(gap + count, 0, kPad * sizeof *gap);
   out.put_fields(gap, count, 0, bits);
-  Marks marks(count + ((n - count) >> bits));
+  Marks marks(delta_most_unary(n, count, bits));
   for (int i = 0; i < count; ++i) gap[i] = uint16_t((gap[i] >> bits) + 1);
   const int length = marks.walk(gap, count);
   uint64_t unary[kDeltaWords];
@@ -110,7 +110,7 @@ inline bool read_list(BitReader &in, int n, int count, uint64_t *mask) {
   if (turned) count = n - count;
   const int bits = delta_low_bits(n - count, count);
   uint64_t unary[kDeltaWords + 1];
-  const int most = bits ? count + ((n - count) >> bits) : n;
+  const int most = bits ? delta_most_unary(n, count, bits) : n;
   if (bits == 0) {
     if (!in.take_ones(count, most, unary)) return false;
     int at = 0, left = count;

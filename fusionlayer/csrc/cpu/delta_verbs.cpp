@@ -23,7 +23,7 @@ class Elements {
       : at_(x ? static_cast<const uint8_t *>(x) + message * shape.raw_bytes() : nullptr), shape_(shape) {}
 
   const uint8_t *block(int64_t block) const { return at_ ? at_ + block * kDeltaBlock * shape_.element_bytes : kZeros; }
-  int bytes(int64_t block) const { return shape_.in_block(block) * shape_.element_bytes; }
+  int bytes(int64_t block) const { return shape_.block_bytes(block); }
   uint32_t digest(int64_t block) const { return delta_mixed(fl_crc32c(0, this->block(block), bytes(block)), block); }
 
  private:
@@ -49,13 +49,9 @@ void encode_message(const DeltaShape &shape, const Elements &x, const Elements &
     head.base += base.digest(block);
     head.result += x.digest(block);
     if (head.form == kDeltaRaw) continue;
-    const uint8_t *from = coded;
     const int found = kernels().delta_encode(shape.element_bytes, x.block(block), base.block(block), n, coded);
-    int bytes = found;
-    if (found == int(kDeltaWhole)) {
-      from = x.block(block);
-      bytes = n * shape.element_bytes;
-    }
+    const uint8_t *from = found == int(kDeltaWhole) ? x.block(block) : coded;
+    const int bytes = shape.told_bytes(block, uint32_t(found));
     if (head.rest + int64_t(bytes) >= shape.too_many()) {
       head.form = kDeltaRaw;
       continue;
@@ -95,9 +91,7 @@ class Decoder {
     for (int64_t b = 0; b < block; ++b) begin += bytes_of(b);
     return begin;
   }
-  int64_t bytes_of(int64_t block) const {
-    return in_.entry(block) == kDeltaWhole ? base_.bytes(block) : int64_t(in_.entry(block));
-  }
+  int64_t bytes_of(int64_t block) const { return shape_.told_bytes(block, in_.entry(block)); }
 
   // Writes a block that begins there, and adds to the digest what it became; false where it is not coherent.
   bool run(int64_t block, int64_t begin, uint32_t &digest) const {

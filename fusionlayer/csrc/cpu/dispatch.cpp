@@ -251,12 +251,13 @@ int fl_dynamiq_widths(const uint8_t *bits, int64_t groups, void *plane) {
   return fl::write_widths(bits, groups, static_cast<fl::WidthRun *>(plane));
 }
 
-int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out) {
+int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out, void *, void *) {
   if (const int bad = fl::check_delta(spec, x, base, out)) return bad;
   return fl::delta_encode(*spec, x, base, *out);
 }
 
-int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out) {
+int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out, void *, int32_t *,
+                    void *) {
   if (const int bad = fl::check_delta(spec, out, base, in)) return bad;
   return fl::delta_decode(*spec, *in, base, out);
 }

@@ -159,6 +159,7 @@ int64_t fl_workspace_bytes(int verb, int64_t numel) {
   if (verb == FL_WORKSPACE_KTH) return fl::kth_workspace(numel);
   if (verb == FL_WORKSPACE_THRESHOLD)
     return std::max(fl_workspace_bytes(FL_WORKSPACE_STATS, numel), fl::kth_workspace(numel));
+  if (verb == FL_WORKSPACE_DELTA_16 || verb == FL_WORKSPACE_DELTA_32) return 0;
   if (verb != FL_WORKSPACE_ENCODE) return -1;
   const fl::SparseShape shape{numel, 0, 0, 0};
   return 2 * fl::mark_bytes(shape) + shape.superblocks() * int64_t(sizeof(fl::Selection::Counts));

@@ -118,11 +118,29 @@ int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int
   return finish(fl::tah_token_keys(*spec, x, residual, count, keys, as_stream(stream)));
 }
 
+int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out, void *workspace,
+                    void *stream) {
+  if (const int bad = fl::check_delta(spec, x, base, out)) return bad;
+  if (const int bad = fl::check_array(workspace, spec->numel, fl::kPlaneAlignment)) return bad;
+  if (spec->numel == 0) return FL_OK;
+  return finish(fl::delta_encode(*spec, x, base, *out, static_cast<uint8_t *>(workspace), as_stream(stream)));
+}
+
+int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out, void *workspace,
+                    int32_t *status, void *stream) {
+  if (const int bad = fl::check_delta(spec, out, base, in)) return bad;
+  if (const int bad = fl::check_array(workspace, spec->numel, fl::kPlaneAlignment)) return bad;
+  if (const int bad = fl::check_array(status, 1, 4)) return bad;
+  return finish(fl::delta_decode(*spec, *in, base, out, static_cast<uint8_t *>(workspace), status, as_stream(stream)));
+}
+
 int64_t fl_workspace_bytes(int verb, int64_t numel) {
   if (numel < 0 || numel > fl::kMaxElements) return -1;
   if (verb == FL_WORKSPACE_STATS) return fl::stats_workspace(numel);
   if (verb == FL_WORKSPACE_KTH) return fl::kth_workspace();
   if (verb == FL_WORKSPACE_THRESHOLD) return fl::threshold_workspace(numel);
+  if (verb == FL_WORKSPACE_DELTA_16 || verb == FL_WORKSPACE_DELTA_32)
+    return fl::delta_workspace(numel, verb == FL_WORKSPACE_DELTA_32 ? 4 : 2);
   return verb == FL_WORKSPACE_ENCODE ? fl::encode_workspace(numel) : -1;
 }
 

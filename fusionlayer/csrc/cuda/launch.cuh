@@ -112,11 +112,18 @@ cudaError_t qsdp_decode_sum(const fl_spec &spec, const fl_messages &in, void *ou
 cudaError_t qsdp_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                         const fl_messages &out, cudaStream_t stream);
 
+// One message after the other: two launches each to encode, two or three to decode.
+cudaError_t delta_encode(const fl_spec &spec, const void *x, const void *base, const fl_messages &out,
+                         uint8_t *workspace, cudaStream_t stream);
+cudaError_t delta_decode(const fl_spec &spec, const fl_messages &in, const void *base, void *out, uint8_t *workspace,
+                         int32_t *status, cudaStream_t stream);
+
 // Bytes of workspace of the verbs that need one.
 int64_t stats_workspace(int64_t numel);
 int64_t kth_workspace();
 int64_t threshold_workspace(int64_t numel);
 int64_t encode_workspace(int64_t numel);
+int64_t delta_workspace(int64_t numel, int element_bytes);
 
 cudaError_t sparse_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
 

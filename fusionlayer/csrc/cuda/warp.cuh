@@ -85,4 +85,17 @@ FL_DEVICE int64_t sum_before(int64_t v, int lane) {
   return sum;
 }
 
+// The sum over lower lanes; `all` becomes that over all lanes.
+FL_DEVICE uint32_t count_before(uint32_t v, int lane, uint32_t &all) {
+  uint32_t sum = 0;
+  all = v;
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2) {
+    const uint32_t other = shuffle_xor(all, mask);
+    sum += lane & mask ? other : 0;
+    all += other;
+  }
+  return sum;
+}
+
 }  // namespace fl

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 7
+#define FL_ABI_VERSION 8
 #define FL_MAX_PLANES 5
 
 enum fl_status {
@@ -30,7 +30,7 @@ enum fl_status {
   FL_UNSUPPORTED = 2,  /* this library does not know the codec or the option */
   FL_DEVICE_ERROR = 3, /* CUDA reported an error: fl_last_error() has its text */
   FL_BAD_MESSAGE =
-      4, /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS, FL_DELTA; on the CPU alone) */
+      4, /* a message contradicts itself (FL_SPARSE: nothing was written; FL_ZIP, FL_RANS; on the CPU alone; FL_DELTA) */
   FL_OTHER_BASE = 5 /* FL_DELTA: a message was made with another base; nothing was written for it */
 };
 
@@ -191,10 +191,17 @@ FL_API int fl_token_keys(const fl_spec *spec, const void *x, const float *residu
  * `fl_workspace_bytes` bytes of the device's memory, aligned to 16, which hold nothing before or after the call. Results
  * marked "device" lie in the device's memory. */
 
-enum fl_workspace { FL_WORKSPACE_STATS = 0, FL_WORKSPACE_KTH = 1, FL_WORKSPACE_ENCODE = 2, FL_WORKSPACE_THRESHOLD = 3 };
+enum fl_workspace {
+  FL_WORKSPACE_STATS = 0,
+  FL_WORKSPACE_KTH = 1,
+  FL_WORKSPACE_ENCODE = 2,
+  FL_WORKSPACE_THRESHOLD = 3,
+  FL_WORKSPACE_DELTA_16 = 4, /* of elements of 16 bits; both verbs, for any number of messages */
+  FL_WORKSPACE_DELTA_32 = 5  /* of elements of 32 bits */
+};
 
-/* Bytes of workspace that a verb of this library needs for numel elements, about a quarter of them at most; -1 where an
- * argument makes no sense. */
+/* Bytes of workspace that a verb of this library needs for numel elements, about a quarter of them at most, and for
+ * FL_DELTA on CUDA three times as many as they have; -1 where an argument makes no sense. */
 FL_API int64_t fl_workspace_bytes(int verb, int64_t numel);
 
 /* acc += scale * x, both operations rounded; x of `dtype`. */
@@ -307,6 +314,20 @@ FL_API int fl_dynamiq_stats(uint32_t dtype, const void *x, const float *residual
 /* Plane 0 for `groups` super-groups from a byte for each: 2, 4 or 8 bits. CPU library only. */
 FL_API int fl_dynamiq_widths(const uint8_t *bits, int64_t groups, void *plane);
 
+/* Differences, FL_DELTA ---------------------------------------------------------------------------------------------- */
+
+/* out[m] = what turns the bits of base into those of x, for elements m * numel .., both of spec->dtype. Without a base it
+ * is zeros. The workspace is CUDA's alone. */
+FL_API int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out,
+                           void *workspace, void *stream);
+
+/* out[m * numel .. (m + 1) * numel) = base with in[m] applied, to the bit; `out` may be `base`. FL_OTHER_BASE where the
+ * digest of base is not the message's; base is as it was. FL_BAD_MESSAGE where the message contradicts itself or makes of
+ * base what has another digest than the sender's elements. With any error an `out` apart from base holds anything, and
+ * later messages are not looked at. These two statuses the CPU returns; CUDA leaves in `status` what would be returned. */
+FL_API int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out, void *workspace,
+                           int32_t *status /* device; CUDA alone */, void *stream);
+
 /* What this library is: "key=value" lines (abi, kind, compiler, isas or archs). Static storage. */
 FL_API const char *fl_build_info(void);
 
@@ -317,15 +338,6 @@ FL_API const char *fl_last_error(void);
 
 /* crc32c (Castagnoli) of n bytes, continuing from crc (0 to start). */
 FL_API uint32_t fl_crc32c(uint32_t crc, const void *data, int64_t n);
-
-/* out[m] = what turns the bits of base into those of x, for elements m * numel .., both of spec->dtype. Without a base it
- * is zeros. */
-FL_API int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out);
-
-/* out[m * numel .. (m + 1) * numel) = base with in[m] applied, to the bit; `out` may be `base`. FL_OTHER_BASE where the
- * digest of base is not the message's; base is as it was. FL_BAD_MESSAGE where the message contradicts itself or makes of
- * base what has another digest than the sender's elements. With any error an `out` apart from base holds anything. */
-FL_API int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out);
 
 /* Choose the instruction set: "avx512", "avx2", "baseline" or "auto"; FL_UNSUPPORTED where the CPU or the build lacks it. */
 FL_API int fl_select_isa(const char *name);

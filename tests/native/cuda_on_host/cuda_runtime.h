@@ -19,6 +19,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __shared__ static
+#define __constant__
 
 struct uint2 {
   alignas(8) unsigned x;
@@ -193,6 +194,12 @@ template <class T>
 inline T atomicAdd(T *p, T value) {
   const T old = *p;
   *p += value;
+  return old;
+}
+
+inline uint32_t atomicOr(uint32_t *p, uint32_t value) {
+  const uint32_t old = *p;
+  *p |= value;
   return old;
 }
 
