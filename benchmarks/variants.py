@@ -19,6 +19,7 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.planning.codec_rules import AUTO, FIDELITIES
 from fusionlayer.registry import nearest
 from fusionlayer.transport import C10dTransport
+from fusionlayer.transport._socket_options import SocketOptions
 
 __all__ = ["LOCAL", "OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
 
@@ -29,7 +30,7 @@ OVERLAP = SEPARATOR + "overlap"
 LOCAL = "local="
 """Begins the word for local steps: ``local=diloco:every=60`` is ``fusionlayer.Local.diloco(every=60)``."""
 
-_KEYS = ("algorithm", "feedback_bits", "freeze_step", "warmup_codec")
+_KEYS = ("algorithm", "connections", "feedback_bits", "freeze_step", "warmup_codec")
 _WORDS = ("autotune", "behind", "nodes", "overlap", "unchecked")
 
 
@@ -51,6 +52,8 @@ class Variant:
         behind: the codec gets whole buckets, and sparse ones are summed by ``one_shot``: what the others compare with
             sparsification ahead of fusion. The word "behind".
         algorithm: how its messages travel, a word algorithm=NAME; None: the default.
+        connections: it travels by so many TCP connections of our own to each rank, in place of gloo's, a word
+            connections=16; None: the default.
         feedback_bits: bits of the error feedback between steps, a word feedback_bits=8; None: the default.
         freeze_step: AdamW gives way to ``fl.OneBitAdam``, which sends momentum after so many steps, a word
             freeze_step=100; None: it does not.
@@ -69,6 +72,7 @@ class Variant:
     planner: str | None = None
     behind: bool = False
     algorithm: str | None = None
+    connections: int | None = None
     feedback_bits: int | None = None
     freeze_step: int | None = None
     warmup_codec: str | None = None
@@ -135,6 +139,7 @@ class Variant:
         parts += [f"{key}={value}" for key, value in self.options.items()]
         parts += [f"the planner {self.planner}"] if self.planner else []
         parts += [f"the algorithm {self.algorithm}"] if self.algorithm else []
+        parts += [f"{self.connections} connections of its own"] if self.connections else []
         parts += [f"error feedback in {self.feedback_bits} bits"] if self.feedback_bits else []
         parts += [f"momentum after {self.freeze_step} steps"] if self.freeze_step else []
         parts += [f"{self.warmup_codec} before"] if self.warmup_codec else []
@@ -170,7 +175,10 @@ class Variant:
             kept = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
             warm_up = {"freeze_step": self.freeze_step, "warmup_codec": self.warmup_codec or "raw"}
             optimizer = fl.OneBitAdam(group["params"], **kept, **warm_up)
-        unchecked = C10dTransport(checksum=False) if self.unchecked else None
+        own = None
+        if self.unchecked or self.connections:
+            sockets = SocketOptions(self.connections) if self.connections else None
+            own = C10dTransport(checksum=False if self.unchecked else None, sockets=sockets)
         return fl.DistributedOptimizer(
             optimizer,
             model.named_parameters(),
@@ -183,7 +191,7 @@ class Variant:
             ahead=False if self.behind else None,
             feedback_bits=self.feedback_bits,
             overlap_forward=model if self.overlap else None,
-            group=_mesh()["hosts"].get_group() if self.nodes else unchecked,
+            group=_mesh()["hosts"].get_group() if self.nodes else own,
             check_replicas=False if self.unchecked else None,
             **({} if self.sync is None else {"sync": self.sync}),
         )

@@ -35,6 +35,7 @@ def test_a_variant_is_told_in_words() -> None:
     assert about("int4+local=averaging:every=2+nodes") == (
         "fusionlayer with the codec int4, DDP within hosts, local steps, a sync every 2"
     )
+    assert about("int4+connections=16") == "fusionlayer with the codec int4, 16 connections of its own"
     assert about("int8+unchecked") == "fusionlayer with the codec int8, nothing checked"
     assert Variant.parse("dynamiq+algorithm=ring").make_codec().options["bits"] == 5
     assert about("ddp").startswith("DistributedDataParallel")
