@@ -153,6 +153,7 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
     def adopt() -> None:
         job.place = members.place
         job.transports = {(None, settings.ranks_per_node): members.transport}
+        watching.follow(members.store, *((members.rank, members.size) if members.has_joined else (0, 1)), settings)
 
     adopt()
     members.when_changed(adopt)
@@ -229,6 +230,7 @@ def shutdown() -> None:
             callback()
         job, _job = _job, None
         forks.not_at_exit(shutdown)
+        watching.leave()
         for opened in job.transports.values():
             opened.finish()
         if job.members is not None:
@@ -258,6 +260,7 @@ def _begin_child() -> None:
     if _job is not None:
         _is_parents, job, _job = True, _job, None
         forks.keep(job)
+        watching.leave()
 
 
 os.register_at_fork(after_in_child=_begin_child)

@@ -65,6 +65,8 @@ MUTANTS: list[Mutant] = [
         ("_report.py", "0o600", "0o644", "others read the file of a job"),
         ("_links.py", "busy > _SHARE * passed and", "", "an idle link is slow"),
         ("_states.py", "if state.rank == rank and all(", "if all(", "a state of another rank counts"),
+        ("_judge.py", "waiting[rank] == most", "True", "both ends of a slow link are blamed"),
+        ("_recorder.py", "self._next_names = 0.0", "pass", "calls of a job's first seconds are not told"),
     ),
     *_of(
         "",

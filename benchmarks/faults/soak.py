@@ -24,7 +24,7 @@ from .isolation import leave
 from .job import Job, Phase
 from .worker import EVERY, SOAK
 
-__all__ = ["growth", "main"]
+__all__ = ["growth", "kept_by", "main"]
 
 WARM_UP = 0.2
 """Share of the measurements that are left out at the beginning."""
@@ -73,12 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measured(run: Run) -> dict[str, float]:
     found: dict[str, float] = {}
-    folders = {rank: Path(f"/proc/{pid}") for rank, pid in run.pids.items()}
-    status = {rank: dict(_fields(folder / "status")) for rank, folder in folders.items()}
-    for rank, folder in sorted(folders.items()):
-        found[f"memory of rank {rank}, MB"] = int(status[rank]["VmRSS"].split()[0]) / 1024
-        found[f"descriptors of rank {rank}"] = len(list((folder / "fd").iterdir()))
-        found[f"threads of rank {rank}"] = int(status[rank]["Threads"])
+    for rank, pid in sorted(run.pids.items()):
+        found |= kept_by(pid, f"rank {rank}")
     found["temporary files"] = len(list(run.folder.rglob("*")))
     found["files in /dev/shm"] = sum("fusionlayer" in path.name for path in Path("/dev/shm").iterdir())
     assert run.store is not None
@@ -86,14 +82,28 @@ def _measured(run: Run) -> dict[str, float]:
     return found
 
 
+def kept_by(pid: int, name: str) -> dict[str, float]:
+    """Return the memory, descriptors and threads of a process, which is told by this name."""
+    folder = Path(f"/proc/{pid}")
+    status = dict(_fields(folder / "status"))
+    return {
+        f"memory of {name}, MB": int(status["VmRSS"].split()[0]) / 1024,
+        f"descriptors of {name}": len(list((folder / "fd").iterdir())),
+        f"threads of {name}": int(status["Threads"]),
+    }
+
+
 def _fields(path: Path) -> list[tuple[str, str]]:
     return [(name, rest.strip()) for name, _, rest in (line.partition(":") for line in path.read_text().splitlines())]
 
 
-def growth(quantity: str, samples: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the row of a quantity: its first and last value after warm-up, and its growth in 1000 jobs."""
+def growth(quantity: str, samples: Sequence[dict[str, Any]], of: str = "jobs") -> dict[str, str]:
+    """Return the row of a quantity: its first and last value after warm-up, and its growth in 1000 jobs.
+
+    ``of``: what is counted in place of jobs, a key of all samples.
+    """
     kept = samples[int(WARM_UP * len(samples)) :]
-    jobs = np.array([sample["jobs"] for sample in kept], dtype=float)
+    jobs = np.array([sample[of] for sample in kept], dtype=float)
     values = np.array([sample[quantity] for sample in kept], dtype=float)
     slopes = [_slope(jobs, values)]
     # Neighbours resemble each other, so blocks of them are drawn for the interval, not single measurements.
@@ -107,7 +117,7 @@ def growth(quantity: str, samples: Sequence[dict[str, Any]]) -> dict[str, str]:
         "quantity": quantity,
         "first": f"{values[0]:.4g}",
         "last": f"{values[-1]:.4g}",
-        "growth in 1000 jobs": f"{1000 * slopes[0]:+.3g} [{1000 * low:+.3g}..{1000 * high:+.3g}]",
+        f"growth in 1000 {of}": f"{1000 * slopes[0]:+.3g} [{1000 * low:+.3g}..{1000 * high:+.3g}]",
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.report import table
@@ -45,8 +47,25 @@ def row_of(name: str, lines: Lines, events: Sequence[Mapping[str, Any]]) -> dict
     digests[-1] = {line["digest"] for line in ends}
     row["changes with other bits"] = sum(len(found) > 1 for found in digests.values())
     row["validation loss"] = round(statistics.mean(line["validation"] for line in ends), 4)
-    row["events"] = {"stalls": stalls, "events": list(events), "workers": len(lines), "ended": len(ends)}
+    row["events"] = {
+        "stalls": stalls,
+        "events": list(events),
+        "workers": len(lines),
+        "ended": len(ends),
+        "members at the end": sorted({line["size"] for line in steps if line["step"] == counted[-1]}),
+        "kills without a change": _unanswered(steps, events),
+    }
     return row
+
+
+def _unanswered(steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many kills no generation followed before the next one. It may have taken in a newcomer as well."""
+    kills = [event["begun"] + event["at"] for event in events if event["what"] == "kill"]
+    found = 0
+    for kill, following in pairwise([*kills, math.inf]):
+        before = max((line["generation"] for line in steps if line["at"] < kill), default=0)
+        found += not any(line["generation"] > before for line in steps if kill <= line["at"] < following)
+    return found
 
 
 def stalls_of(lines: Lines) -> dict[str, list[float]]:

@@ -116,7 +116,8 @@ def play_in_lab(fault: str, backend: str) -> Row:
 
 def _row(text: str, fault: str, backend: str, seen: float | None) -> Row:
     """Return what the logs of all ranks say; ``seen``: when the culprit was named, None: as the line itself says."""
-    moments = [json.loads(line)["at"] for line in text.splitlines() if line.startswith('{"fault"')]
+    # Ranks that share a pipe may write between another's text and the end of its line.
+    moments = [json.loads(each)["at"] for each in re.findall(r'{"fault"[^}]*}', text)]
     lines = list(dict.fromkeys(_lines(text)))
     good = [line for line in lines if _culprits(line) in _ALSO.get(fault, ((WHO,),))]
     if seen is None and good and moments:
@@ -127,7 +128,7 @@ def _row(text: str, fault: str, backend: str, seen: float | None) -> Row:
         seen = time.mktime((*day[:3], *map(int, hours.groups()), *day[6:]))
     took = max(0.0, seen - min(moments)) if seen and moments else None
     place = any("program.py:" in line for line in good) or fault in _PLACELESS
-    costs = [json.loads(line)["cost"] for line in text.splitlines() if line.startswith('{"cost"')]
+    costs = [json.loads(each)["cost"] for each in re.findall(r'{"cost"[^}]*}', text)]
     others = tuple(line for line in lines if line not in good)
     cost = max(costs) if len(costs) == RANKS else None
     return Row(fault or "healthy", backend, took, place, (good or [""])[-1], others, cost)

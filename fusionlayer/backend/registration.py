@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import _fusionlayer_autoload
 
-from .. import config, watching
+from .. import config, context, watching
 from ..errors import UsageError, kind_of
 from . import arguments
 from .policy import CallPolicy
@@ -70,6 +70,11 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
     """Make a group; torch calls it with its own options, such as the store, and with the program's ``pg_options``."""
     from .group import CompressingGroup
 
+    context.refuse_elastic(
+        'a process group "fusionlayer"',
+        "torch's groups have the same ranks for ever; leave init_process_group() out and wrap the optimizer in "
+        "fusionlayer.DistributedOptimizer, or begin the job without elastic=True",
+    )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     native = arguments.native_options(given)
     policy = _policy_of(None if native is not None else given)

@@ -171,6 +171,11 @@ class Members:
         return Place(self.rank, self.size, here.index(self.rank), len(here), "members")
 
     @property
+    def store(self) -> Store | None:
+        """By which the present members have met; None for one that is alone or has yet to join."""
+        return self._store
+
+    @property
     def fresh(self) -> tuple[int, ...]:
         """Ranks of the members that need the job's state."""
         return tuple(rank for each in self._now.fresh if (rank := self._now.rank_of(each)) is not None)
@@ -294,7 +299,7 @@ class Members:
                 known={other: member.process for other, member in enumerate(formed.members) if other != rank},
             )
         else:
-            self.transport = local.alone()
+            self._store, self.transport = None, local.alone()
         for call in self._call:
             call()
         self._deal()

@@ -89,7 +89,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     global _process
     from .process_sets import add_process_set
 
-    context.refuse_elastic("init()", "hvd.elastic restarts workers instead; use fusionlayer's own functions")
+    context.refuse_elastic(
+        "init()", "hvd.elastic restarts workers instead; use fusionlayer's own functions, or leave elastic=True out"
+    )
     settings = environment.read()
     context.init(settings=settings.job)
     transport = context.transport()

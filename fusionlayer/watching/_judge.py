@@ -222,7 +222,11 @@ def _late(states: Mapping[int, State], size: int) -> list[Finding]:
 
 
 def _slow(states: Mapping[int, State]) -> list[Finding]:
-    """Return the links that have become slow; a rank that all of them have in common is to blame for them."""
+    """Return the links that have become slow, and who is to blame for them.
+
+    That is a rank which all of them have in common. Where there is one link, it is the end at which other connections
+    wait too: acknowledgements leave by the interface that is slow. Else both ends are.
+    """
     owner = {end: rank for rank, state in states.items() for end in state.ends}
     pairs = {
         (rank, owner[link.there]): link
@@ -233,7 +237,16 @@ def _slow(states: Mapping[int, State]) -> list[Finding]:
     if not pairs:
         return []
     common = set.intersection(*(set(pair) for pair in pairs))
-    ranks = tuple(sorted(common if len(pairs) > 1 and common else {rank for pair in pairs for rank in pair}))
+    ends = common or {rank for pair in pairs for rank in pair}
+    waiting = Counter(
+        end
+        for rank, state in states.items()
+        for there in state.held_up
+        if there in owner and {rank, owner[there]} not in map(set, pairs)
+        for end in (rank, owner[there])
+    )
+    most = max(waiting[rank] for rank in ends)
+    ranks = tuple(sorted(rank for rank in ends if waiting[rank] == most))
     told = "; ".join(
         f"from rank {a} to rank {b} {link.rate / 1e6:.3g} MB/s, before {link.before / 1e6:.3g} MB/s"
         for (a, b), link in list(pairs.items())[:4]

@@ -12,8 +12,8 @@ from ._states import Link
 
 __all__ = ["Counters", "Links", "counters"]
 
-# struct tcp_info of linux/tcp.h: its first 104 bytes, and the places of the 64-bit numbers behind them.
-_AGAIN, _ACKED, _BUSY, _WINDOW = 100, 120, 168, 176
+# struct tcp_info of linux/tcp.h: the places of 32-bit numbers in its first 104 bytes, and of 64-bit ones behind.
+_TRIP, _AGAIN, _ACKED, _BUSY, _WINDOW = 68, 100, 120, 168, 176
 _SIZE = 256
 _SMALL, _LARGE = struct.Struct("=I"), struct.Struct("=Q")
 # A link is slow if it carries so many times less than it did, while it has data to send for this share of the time.
@@ -25,14 +25,17 @@ _LEARNING = 0.1
 _LOOKS = 3
 # Bytes between two looks below which a rate means nothing.
 _FEW = 1 << 16
+# Seconds below which a round trip is no longer than usual, however short the others were.
+_SHORT = 2e-3
 
 
 class Counters(NamedTuple):
-    """Of a connection: bytes acknowledged, segments sent again, and seconds in which it had data to send."""
+    """Of a connection: bytes acknowledged, segments sent again, seconds with data to send, and of a round trip."""
 
     acknowledged: int
     again: int
     busy: float
+    trip: float = 0.0
 
 
 def counters() -> dict[tuple[str, str], Counters]:
@@ -57,7 +60,8 @@ def _read(info: bytes) -> Counters:
         return Counters(0, 0, 0.0)
     # While the other end takes nothing the link is not to blame.
     busy = _LARGE.unpack_from(info, _BUSY)[0] - _LARGE.unpack_from(info, _WINDOW)[0]
-    return Counters(_LARGE.unpack_from(info, _ACKED)[0], _SMALL.unpack_from(info, _AGAIN)[0], busy / 1e6)
+    again, trip = _SMALL.unpack_from(info, _AGAIN)[0], _SMALL.unpack_from(info, _TRIP)[0]
+    return Counters(_LARGE.unpack_from(info, _ACKED)[0], again, busy / 1e6, trip / 1e6)
 
 
 class Links:
@@ -66,19 +70,23 @@ class Links:
     Attributes:
         ends: addresses and ports of this process's ends, by which others know whose they are.
         again: segments that were sent again so far, over all connections that are open.
+        held_up: other ends of connections on which data go, and whose round trips take longer than usual: what they
+            carry, or its acknowledgements, waits at an interface.
     """
 
     def __init__(self) -> None:
         self.ends: tuple[str, ...] = ()
         self.again = 0
+        self.held_up: tuple[str, ...] = ()
         self._before: dict[tuple[str, str], Counters] = {}
         self._at = 0.0
         self._usual: dict[tuple[str, str], float] = {}
+        self._trips: dict[tuple[str, str], float] = {}
         self._slow: dict[tuple[str, str], int] = {}
 
     def look(self, now: float, counts: dict[tuple[str, str], Counters]) -> tuple[Link, ...]:
         """Take the ``counters`` of this moment; return the links that are slow."""
-        passed, slow = now - self._at, []
+        passed, slow, held_up = now - self._at, [], []
         self.ends = tuple(sorted({here for here, _ in counts}))[:64]
         self.again = sum(each.again for each in counts.values())
         for ends, each in counts.items():
@@ -88,6 +96,11 @@ class Links:
             sent, busy = each.acknowledged - before.acknowledged, each.busy - before.busy
             if sent < _FEW or busy <= 0:
                 continue
+            trip = self._trips.setdefault(ends, each.trip)
+            if each.trip > max(_SHORT, _TIMES * trip):
+                held_up.append(ends[1])
+            else:
+                self._trips[ends] += _LEARNING * (each.trip - trip)
             rate, usual = sent / busy, self._usual.get(ends, 0.0)
             was = self._slow.get(ends, 0)
             # What was slow three times is so until it is as fast again, more or less.
@@ -97,5 +110,5 @@ class Links:
                 self._usual[ends] = rate if not usual else usual + _LEARNING * (rate - usual)
             if self._slow[ends] >= _LOOKS:
                 slow.append(Link(*ends, rate, usual))
-        self._before, self._at = counts, now
+        self._before, self._at, self.held_up = counts, now, tuple(held_up)
         return tuple(slow)

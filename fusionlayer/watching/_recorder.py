@@ -43,8 +43,13 @@ class Recorder:
         self._next_names, self._patience = 0.0, 1.0
         self._kept: dict[str, tuple[Noted, ...]] = {}
 
-    def progress(self) -> dict[str, Channel]:
-        """Return how far each channel is; it does not look at single calls."""
+    def progress(self, *, anew: bool = False) -> dict[str, Channel]:
+        """Return how far each channel is; it does not look at single calls.
+
+        ``anew``: look for names of groups now, though there was none a moment ago.
+        """
+        if anew:
+            self._next_names = 0.0
         world = dist.distributed_c10d._world
         names, ranks = dict(world.pg_names), dict(world.pg_group_ranks)  # others make and destroy groups meanwhile
         groups = {str(name): tuple(sorted(ranks[group])) for group, name in names.items() if group in ranks}

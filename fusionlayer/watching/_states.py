@@ -90,6 +90,7 @@ class State:
         channels: by name.
         ends: addresses and ports of its process.
         links: connections that have become slow.
+        held_up: other ends of connections whose round trips have become long.
         counts: the metrics of this process.
     """
 
@@ -106,6 +107,7 @@ class State:
     channels: Mapping[str, Channel] = field(default_factory=dict)
     ends: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
+    held_up: tuple[str, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
 
     @property

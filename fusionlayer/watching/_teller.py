@@ -65,6 +65,12 @@ class Teller:
         self._asked_at: float | None = None
         self._file_lost = False
 
+    def move(self, rank: int, size: int) -> None:
+        """Go on as another rank, or of another number of ranks: nothing is known of them yet."""
+        self._rank, self._size = rank, size
+        self._states, self._heard, self._since = {}, {}, {}
+        self.findings, self._asked_at = (), None
+
     def hear(self, state: State, now: float) -> None:
         """Take what a rank has written last."""
         known = self._states.get(state.rank)
@@ -85,6 +91,11 @@ class Teller:
         """Whether the processes of all lower ranks are known to be gone or stopped."""
         lower = [self._states.get(rank) for rank in range(self._rank)]
         return all(state is not None and state.process.trouble(self._process) for state in lower)
+
+    @property
+    def knows_lower(self) -> bool:
+        """Whether all lower ranks have written who they are, as one has to know that is to tell in their place."""
+        return all(rank in self._states for rank in range(self._rank))
 
     @property
     def sees_trouble(self) -> bool:

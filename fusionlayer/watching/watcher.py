@@ -24,7 +24,7 @@ from ._recorder import Recorder
 from ._states import Channel, State, encode
 from ._teller import Teller
 
-__all__ = ["Watcher", "begin", "counted", "watch"]
+__all__ = ["Watcher", "begin", "counted", "follow", "leave", "watch"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -43,7 +43,8 @@ class Watcher:
     """Watches one process of a job. Make it by ``watch``.
 
     Args:
-        store: by which the ranks have met; the watcher uses a client of its own, and keeps the store.
+        store: by which the ranks have met; the watcher uses a client of its own, and keeps the store. None: this
+            process is alone in an elastic job, until ``move``.
         rank: this rank.
         size: number of ranks.
         patience: seconds that a rank may wait in a call before it is asked why, at least.
@@ -51,20 +52,17 @@ class Watcher:
 
     Raises:
         ConfigError: there is no place for the file.
-
-    Attributes:
-        store: as given.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, patience: float, path: Path | None) -> None:
+    def __init__(self, store: dist.Store | None, rank: int, size: int, patience: float, path: Path | None) -> None:
         process = Identity.own()
         if path is None:
             _report.forget_old()
-        self._rank, self._size = rank, size
+        # Where the job has moved to, which the thread takes over in its next tick.
+        self._place = self._here = (store, rank, size)
         self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
         self._watched = threading.get_ident()
         self._generation = forks.generation()
-        self.store = store
         self._store: dist.Store | None = None
         self._recorder = Recorder()
         self._links = Links()
@@ -83,6 +81,16 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="fusionlayer watch", daemon=True)
         self._thread.start()
         forks.at_exit(self.close)
+
+    @property
+    def store(self) -> dist.Store | None:
+        """The store by which the ranks have met."""
+        return self._place[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        return self._place[1:]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -104,9 +112,13 @@ class Watcher:
         return {
             "retransmits": float(self._links.again),
             "stalls": float(self._teller.told),
-            "ranks": float(self._size),
+            "ranks": float(self.place[1]),
             "ranks_to_blame": float(len({rank for finding in self.findings for rank in finding.ranks})),
         }
+
+    def move(self, store: dist.Store | None, rank: int, size: int) -> None:
+        """Go on as another rank, or of another number of ranks, which have met in another store. Any thread."""
+        self._place = store, rank, size
 
     def close(self) -> None:
         """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
@@ -159,20 +171,31 @@ class Watcher:
             if self._error and self._teller.is_first:
                 self._teller.conclude(has_failed=True)
 
-    def _client(self) -> dist.Store:
-        if self._store is None:
-            self._store = dist.PrefixStore(_PREFIX, monitor.own_store(self.store))
+    def _client(self) -> dist.Store | None:
+        """Return a client of the store; None for a rank that is alone. Ranks that have met anew know nothing before."""
+        if self._place is not self._here:
+            self._here, self._store = self._place, None
+            _, rank, size = self._here
+            self._teller.move(rank, size)
+            self._state = State(rank, self._state.process, 0)
+            self._written = self._looked = self._detailed = self._read = -1e9
+            self._answered = b""
+        if self._store is None and self._here[0] is not None:
+            self._store = dist.PrefixStore(_PREFIX, monitor.own_store(self._here[0]))
         return self._store
 
     def _tick(self, now: float) -> None:
         store, teller = self._client(), self._teller
+        if store is None:
+            return
+        _, rank, size = self._here
         if now - self._looked >= _LOOK:
             self._looked = now
             self._look(now, store)
         is_first = teller.is_first
-        if now - self._read >= (_LOOK if is_first else _BEAT):
+        if now - self._read >= (_LOOK if is_first or not teller.knows_lower else _BEAT):
             self._read = now
-            teller.read(store, range(self._size if is_first else self._rank), now)
+            teller.read(store, range(size if is_first else rank), now)
             teller.hear(self._state, now)
         elif not teller.sees_trouble:
             return
@@ -192,6 +215,7 @@ class Watcher:
         wanted = asked != self._answered or (waits and not waited)
         if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
             begun = time.thread_time()
+            channels = self._recorder.progress(anew=True) if wanted else channels
             channels = self._recorder.detailed(channels, stacks=wanted, asked=asked.decode(errors="replace"))
             if not wanted:  # lines take longer, and a second for the first time
                 self._cost = time.thread_time() - begun
@@ -209,6 +233,7 @@ class Watcher:
             channels=channels,
             ends=self._links.ends,
             links=slow,
+            held_up=self._links.held_up,
         )
         changed = bool(slow) != bool(known) or wanted or waits != waited or self._pace.is_still != was_still
         if changed or now - self._written >= (_STILL if self._pace.is_still else _BEAT):
@@ -216,23 +241,33 @@ class Watcher:
 
     def _write(self, store: dist.Store, state: State) -> None:
         self._state, self._written = replace(state, serial=state.serial + 1), time.monotonic()
-        store.set(f"at/{self._rank}", encode(self._state))
+        store.set(f"at/{self._state.rank}", encode(self._state))
 
     def _end(self) -> None:
         """Write the last state. The first rank then tells what has become of the job."""
         store, teller, deadline = self._client(), self._teller, time.monotonic() + _LINGER
+        if store is None:
+            teller.conclude(has_failed=bool(self._error))
+            return
+        _, rank, size = self._here
         state = replace(self._state, life="failed" if self._error else "ended", error=self._error)
+        if not self._error:
+            state = replace(state, waits=False)  # it may have waited when it looked last, and does so no more
         if self._error:
-            calls = self._recorder.detailed(self._recorder.progress(), stacks=True)
+            calls = self._recorder.detailed(self._recorder.progress(anew=True), stacks=True)
             state = replace(state, where=self._error_at or state.where, channels=calls)
         self._write(store, state)
-        while self._error and time.monotonic() < deadline and not teller.is_first and not store.check(["seen"]):
+        while self._error and time.monotonic() < deadline and not store.check(["seen"]):
+            # Lower ranks may be gone without a word: then this one is the first.
+            teller.read(store, range(rank), time.monotonic())
+            if teller.is_first:
+                break
             time.sleep(_TICK)
         if not teller.is_first:
             return
         while True:
             now = time.monotonic()
-            teller.read(store, range(self._size), now)
+            teller.read(store, range(size), now)
             teller.hear(self._state, now)
             if not self._error or teller.all_have_ended or now > deadline:
                 break
@@ -250,6 +285,8 @@ def _with_calls(channel: Channel, before: Channel | None) -> Channel:
 
 
 _watcher: Watcher | None = None
+# Where the members of an elastic job have met last, and who this process is there; None: the job is not elastic.
+_members: tuple[dist.Store | None, int, int] | None = None
 
 
 def begin(
@@ -264,6 +301,13 @@ def begin(
         return None
     if _watcher is not None and not _watcher.is_closed and _watcher.store is not store:
         _watcher.close()  # of a process group that was destroyed
+    return _open(store, rank, size, settings, patience)
+
+
+def _open(
+    store: dist.Store | None, rank: int, size: int, settings: config.Config, patience: float = 5.0
+) -> Watcher | None:
+    global _watcher
     if _watcher is None or _watcher.is_closed:
         try:
             _watcher = Watcher(store, rank, size, patience, Path(settings.status) if settings.status else None)
@@ -271,6 +315,30 @@ def begin(
             _logger.warning("this job is not watched: %s", error)
             return None
     return _watcher
+
+
+def follow(store: dist.Store | None, rank: int, size: int, settings: config.Config) -> None:
+    """Watch the members of an elastic job as they are now, if this process is watched or its settings ask for it.
+
+    Args:
+        store: by which they have met; None: this process is alone.
+        rank, size: of this process, and of the members.
+        settings: of the job.
+    """
+    global _members
+    _members = store, rank, size
+    if _watcher is not None and not _watcher.is_closed:
+        _watcher.move(store, rank, size)
+    elif settings.watch:
+        _open(store, rank, size, settings)
+
+
+def leave() -> None:
+    """End what ``follow`` has begun: this process leaves the elastic job while the others can be reached."""
+    global _members
+    if _members is not None and _watcher is not None:
+        _watcher.close()
+    _members = None
 
 
 def _is_file(store: dist.Store) -> bool:
@@ -290,7 +358,7 @@ def watch(patience: float = 5.0) -> Watcher | None:
     While a rank is late, stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
     program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder
     notes calls in any case, and a thread of this process reads it. The thread that calls this is the one whose place is
-    told.
+    told. In an elastic job it goes on with those who are left and who come.
 
     Args:
         patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual, three
@@ -303,11 +371,14 @@ def watch(patience: float = 5.0) -> Watcher | None:
         UsageError: torch.distributed is not initialized.
         ConfigError: a setting cannot be used.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if _members is None and not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             "fusionlayer.watch needs torch.distributed; call init_process_group() or fusionlayer.init() first"
         )
     if not 0 < patience < float("inf"):
         raise UsageError(f"patience={patience!r}; expected seconds above 0")
+    if _members is not None:
+        settings = config.load()
+        return None if settings.watch is False else _open(*_members, settings, patience)
     store = dist.distributed_c10d._get_default_store()
     return begin(store, dist.get_rank(), dist.get_world_size(), config.load(), patience)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fusionlayer as fl
+import fusionlayer.torch as hvd
+from fusionlayer import metrics
 from fusionlayer.errors import TransportError
 from fusionlayer.transport import Transport
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
@@ -196,6 +201,56 @@ def test_local_steps_go_on_between_those_who_are_left_and_who_come(tmp_path: Pat
     assert ends[0]["losses"][-1] < ends[0]["losses"][0]
 
 
+# ---- a job that is watched ------------------------------------------------------------------------------------------
+
+
+LATE = re.compile(r"rank 1 is late: it is at \S*test_processes\.py:\d+; rank 0 waits")
+
+
+def watched(rank: int, world: int, folder: str) -> tuple[list[str], tuple[int, int], float]:
+    """Train until rank 0 is lost; then the last rank is late until that is told. Return what the watcher knows then."""
+    os.environ["FUSIONLAYER_STATUS"] = f"{folder}/status.json"
+    begin(rank, folder, world)
+    watcher = fl.watch(patience=1.5)
+    assert watcher is not None and watcher.place == (rank, world)
+    members, told, end = fl.membership(), Path(folder, "told"), Path(folder, "end")
+
+    def look() -> None:
+        while not told.exists():
+            if watcher.place == (0, world - 1) and any(map(LATE.match, watcher.lines)):
+                told.touch()
+            time.sleep(0.05)
+
+    threading.Thread(target=look, daemon=True).start()
+    model = nn.Linear(40, 8)
+    optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, codec="int8")
+    while not end.exists() or members.step < int(end.read_text()):
+        model(torch.ones(2, 40)).square().mean().backward()
+        if rank == 0 and members.step == 5:
+            checkpoint("lost")
+        if members.size < world and fl.rank() == 1 and not end.exists():
+            while not told.exists():
+                time.sleep(0.05)
+            end.with_name("draft").write_text(str(members.step + 3))
+            end.with_name("draft").rename(end)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = watcher.lines, watcher.place, metrics.read()["ranks"]
+    fl.shutdown()
+    assert watcher.is_closed
+    return found
+
+
+def test_who_watches_an_elastic_job_goes_on_with_those_who_are_left(tmp_path: Path) -> None:
+    signals = {(0, "lost"): signal.SIGKILL}
+    outcomes = outcomes_of(watched, 3, str(tmp_path), signals=signals, backend=None, timeout=90)
+    assert [o.kind for o in outcomes] == ["died", "returned", "returned"], outcomes
+    for place, outcome in enumerate(outcomes[1:]):
+        assert outcome.value[1:] == ((place, 2), 2.0)
+    assert any(map(LATE.match, outcomes[1].value[0]))
+    assert not (tmp_path / "status.json").exists(), "the job has ended well"
+
+
 # ---- who does not fit -----------------------------------------------------------------------------------------------
 
 
@@ -253,6 +308,10 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     told(lambda: optimizer.step(lambda: 0.0))
     told(lambda: optimizer.reconnect())
     told(lambda: fl.membership().share(model=3))
+    store = dist.HashStore()
+    told(lambda: dist.init_process_group("fusionlayer", store=store, rank=0, world_size=1))
+    told(hvd.init)
+    told(lambda: hvd.elastic.run(print)(None))
     return found
 
 
@@ -269,6 +328,9 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(tmp_path: Path) -> N
         "step(closure) in an elastic job",
         "reconnect() in an elastic job",
         "share(model=...): got an int",
+        'a process group "fusionlayer" in a job that fusionlayer.init(elastic=True) has begun',
+        "init() in a job that fusionlayer.init(elastic=True) has begun: hvd.elastic restarts workers",
+        "hvd.elastic.run in a job that fusionlayer.init(elastic=True) has begun",
     ]
     assert len(found) == len(expected), found
     assert all(text.startswith(start) for text, start in zip(found, expected, strict=True)), found

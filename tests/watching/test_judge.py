@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from fusionlayer.processes import Identity
 from fusionlayer.watching._judge import judge
+from fusionlayer.watching._links import Counters, Links
 from fusionlayer.watching._pace import Pace
-from fusionlayer.watching._states import Channel, Noted, State, decode, encode
+from fusionlayer.watching._recorder import Recorder
+from fusionlayer.watching._states import Channel, Link, Noted, State, decode, encode
 
 pytestmark = pytest.mark.short
 
@@ -85,6 +89,60 @@ def test_of_ranks_that_wait_for_each_other_the_one_in_another_group_is_odd() -> 
         states[rank] = replace(state, waits=True, channels={**state.channels, "group 1": mine})
     (found,) = judge(states, {}, 3)
     assert (found.kind, found.ranks) == ("conflict", (1,)) and "calls: rank 1" in found.text
+
+
+def linked(slow: dict[int, int], held_up: dict[int, tuple[int, ...]]) -> dict[int, State]:
+    """Return ranks that wait in one call, of which some have a slow link to another, or connections that wait."""
+    states = ranks(8, 8, 8)
+    return {
+        rank: replace(
+            state,
+            ends=(f"10.0.0.{rank}:1",),
+            links=tuple(Link("here", f"10.0.0.{to}:1", 1e6, 1e7) for of, to in slow.items() if of == rank),
+            held_up=tuple(f"10.0.0.{to}:1" for to in held_up.get(rank, ())),
+        )
+        for rank, state in states.items()
+    }
+
+
+def test_of_a_slow_link_the_end_is_blamed_whose_other_connections_wait_too() -> None:
+    cases = [
+        ({1: 0}, {}, (0, 1)),
+        ({1: 0}, {1: (0,), 2: (1,)}, (1,)),  # acknowledgements of what rank 2 sends wait where rank 1's data wait
+        ({1: 0}, {1: (0,), 0: (2,)}, (0,)),
+        ({1: 0, 2: 1}, {}, (1,)),
+        ({1: 0}, {0: (1,)}, (0, 1)),
+    ]
+    for slow, held_up, blamed in cases:
+        (found,) = judge(linked(slow, held_up), {}, 3)
+        assert (found.kind, found.ranks) == ("slow", blamed), (slow, held_up)
+
+
+def test_connections_whose_round_trips_become_long_are_told_while_data_go() -> None:
+    links = Links()
+    ends = ("10.0.0.1:1", "10.0.0.2:1")
+    trips = [0.001, 0.001, 0.0012, 0.05, 0.05, 0.001]
+    told = []
+    for number, trip in enumerate(trips):
+        links.look(float(number), {ends: Counters((number + 1) << 20, 0, 0.1 * number, trip)})
+        told.append(links.held_up)
+    assert told == [(), (), (), (ends[1],), (ends[1],), ()]
+    links.look(9.0, {ends: Counters(6 << 20, 0, 0.6, 0.05)})
+    assert links.held_up == (), "nothing was sent"
+
+
+def test_groups_whose_names_come_late_are_looked_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that fails within its first seconds is told with its calls, though names are looked for ever less."""
+    recorder, world = Recorder(), dist.distributed_c10d._world
+    group, entry = object(), {"process_group": ("", ""), "pg_id": 0, "is_p2p": True}
+    status = {"0": {"last_enqueued_collective": 3, "last_completed_collective": 2}}
+    recorder._dumps = [lambda *given: pickle.dumps({"pg_status": status, "entries": [entry] if given[0] else []})]
+    monkeypatch.setitem(world.pg_names, group, "0")  # type: ignore[arg-type]
+    monkeypatch.setitem(world.pg_group_ranks, group, {0: 0, 1: 1})  # type: ignore[arg-type]
+    assert "group 0" not in recorder.progress()
+    entry["process_group"] = ("0", "default_pg")
+    assert "group 0" not in recorder.progress()
+    assert recorder.progress(anew=True)["group 0"] == Channel((0, 1), 3, 2)
 
 
 def test_a_receive_blames_the_rank_that_it_waits_for() -> None:

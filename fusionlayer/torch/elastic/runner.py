@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
-from ... import launch
+from ... import context, launch
 from ...errors import TransportError
 from .. import mpi_ops as ops
 from ..basics import HorovodInternalError, init, rank, shutdown
@@ -29,6 +29,11 @@ _log = logging.getLogger(__name__)
 
 _RESTART = 75
 """Exit status of a worker that asks its agent for a restart (EX_TEMPFAIL of sysexits.h)."""
+
+_MEMBERS = (
+    "it begins jobs anew, and the members go on by themselves; train in a plain loop with "
+    "fusionlayer.DistributedOptimizer, or leave elastic=True out"
+)
 
 _PATIENCE = 10.0
 """Seconds that a worker waits for its own agent's notice when another agent's workers have got theirs."""
@@ -56,6 +61,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        context.refuse_elastic("hvd.elastic.run", _MEMBERS)
         storage = Storage.of_agent(rank())
         state.keeper = storage
         notice = Notice(state)
