@@ -3,10 +3,12 @@
     python -m benchmarks.unequal [--rates 100mbit,100mbit,100mbit,50mbit] [--codecs int8,raw] [--out FOLDER]
 
 Each host has a worker. The workers measure the rates of their links, and find the shares from that. Then all operations
-take turns. "seconds" is the median of the times until the last worker had its result. "the rates allow" is the least
-time that any shares need: a rank with share w sends and receives 1 + (n - 2) w messages of the whole tensor, and 1514
-bytes of a frame carry 1448. "over that" is how much longer the median is; behind it stand the shortest and the longest
-round. Every result is compared over the ranks, to the last bit; and by shares it must be that of equal shares.
+take turns: steps of an engine that sums buckets of equal size by two_shot, two of which are under way at once, and
+gloo's all_reduce of all at once. "seconds" is the median of the times until the last worker had its result. "the rates
+allow" is the least time that any shares need: a rank with share w sends and receives 1 + (n - 2) w messages of the whole
+tensor, and 1514 bytes of a frame carry 1448. "over that" is how much longer the median is; behind it stand the shortest
+and the longest round. Every result is compared over the ranks, to the last bit; and by shares it must be that of equal
+shares.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
 from benchmarks.lab import Network, launch, why_not
 from fusionlayer import context
+from fusionlayer.codecs import Codec
+from fusionlayer.plan import TensorInfo
 from fusionlayer.planning.rates import least_time, measure_rates, shares_of
+from fusionlayer.scheduler import LANES, Engine, planners
+from fusionlayer.transport import Transport
 
 __all__ = ["main", "table"]
 
@@ -52,9 +58,13 @@ def main() -> int:
     )
     parser.add_argument("--rtt", help="of a round trip, such as 2ms (default: that of this machine)")
     parser.add_argument(
-        "--codecs", type=comma_separated(one_of(fl.codecs.names())), default=("int8", "raw"), help="default int8,raw"
+        "--codecs",
+        type=comma_separated(one_of(fl.codecs.names())),
+        default=("int8", "int4", "raw"),
+        help="default int8,int4,raw",
     )
-    parser.add_argument("--megabytes", type=count(), default=16, help="of f32 in a sum (default 16)")
+    parser.add_argument("--megabytes", type=count(), default=16, help="of f32 in a step (default 16)")
+    parser.add_argument("--buckets", type=count(), default=4, help="of a step (default 4)")
     parser.add_argument("--rounds", type=count(), default=7, help="default 7")
     parser.add_argument("--transport", choices=("c10d", "sockets"), default="c10d", help="default c10d")
     driver.add_options(parser, timed=True, smoke=True)
@@ -74,7 +84,7 @@ def main() -> int:
         print(f"no such network here: {reason}", file=sys.stderr)
         return 1
     environment = driver.begin(options, network.hosts)
-    job = {name: getattr(options, name) for name in ("codecs", "rounds", "transport")}
+    job = {name: getattr(options, name) for name in ("codecs", "rounds", "transport", "buckets")}
     job["numel"] = options.megabytes << 18
     command = [sys.executable, "-m", "benchmarks.unequal", "--worker", json.dumps(job)]
     with launch(command, network, timeout=600, stdout=subprocess.PIPE) as process:
@@ -87,11 +97,11 @@ def main() -> int:
     rows = table(found["rows"], rates)
     measured = ", ".join(f"{rate / 1e6:.1f}" for rate in found["measured"])
     title = (
-        f"Sums of {options.megabytes} MB of f32 between hosts with links of {', '.join(options.rates)}; measured "
-        f"{measured} Mbit/s, shares {found['shares']}"
+        f"Sums of {options.megabytes} MB of f32 between hosts with links of {', '.join(options.rates)}, transport "
+        f"{options.transport}; measured {measured} Mbit/s, shares {found['shares']}"
     )
     results = [{**shown, **row} for row, shown in zip(found["rows"], rows, strict=True)]
-    driver.finish(options, "unequal", title, environment, results, rows)
+    driver.finish(options, f"unequal-{options.transport}", title, environment, results, rows)
     return 0
 
 
@@ -123,12 +133,14 @@ def _work(job: Mapping[str, Any]) -> None:
     shares = shares_of(measured) or (1,) * transport.size
     source = torch.randn(job["numel"], generator=torch.Generator().manual_seed(fl.rank()))
     calls: list[tuple[dict[str, Any], Callable[[Tensor], object]]] = []
+    engines: list[Engine] = []
     for name in job["codecs"]:
         codec = fl.codecs.get(name).bare
         for operation, given in ((EQUAL, ()), (BY_SHARES, shares)):
-            reduce = fl.collectives.by_shares("two_shot", given)
+            engine = _engine(codec, transport, job["numel"], job["buckets"], given)
+            engines.append(engine)
             row = {"operation": operation, "codec": name, "message": codec.wire(source.numel()).capacity}
-            calls.append((row, partial(reduce, codec=codec, transport=transport)))
+            calls.append((row, partial(_step, engine)))
     calls.append(({"operation": GLOO, "codec": "", "message": source.nbytes}, dist.all_reduce))
     of_equal: dict[str, bytes] = {}
     for row, call in calls:  # the first call of each opens windows, and is compared
@@ -146,7 +158,31 @@ def _work(job: Mapping[str, Any]) -> None:
         rows = [row for row, _ in calls]
         print(json.dumps({"measured": measured, "shares": shares, "rows": rows}), flush=True)
     dist.barrier()
+    for engine in engines:
+        engine.close()
     fl.shutdown()
+
+
+def _engine(codec: Codec, transport: Transport, numel: int, buckets: int, shares: tuple[int, ...]) -> Engine:
+    """Return an engine for so many tensors of ``numel`` elements together, each a bucket of its own."""
+    lengths = [numel // buckets + (number < numel % buckets) for number in range(buckets)]
+    return Engine(
+        [TensorInfo(str(number), length, "float32", 4) for number, length in enumerate(lengths)],
+        transport.duplicate(),
+        codec=codec,
+        algorithm="two_shot",
+        planner=planners.get("wfbp"),
+        device=torch.device("cpu"),
+        error_feedback=False,
+        lanes=LANES,
+        shares=shares,
+    )
+
+
+def _step(engine: Engine, tensor: Tensor) -> None:
+    for number, part in enumerate(tensor.tensor_split(len(engine.due))):
+        engine.submit(str(number), part)
+    engine.synchronize()
 
 
 def _turn(call: Callable[[Tensor], object], source: Tensor) -> tuple[float, Tensor]:

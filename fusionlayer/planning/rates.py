@@ -21,7 +21,7 @@ _logger = logging.getLogger("fusionlayer")
 _UNIT = 1000
 """The sum of all shares, before they are rounded."""
 
-_ALIKE = 0.9
+_ALIKE = 0.85
 """Measured rates that differ by less count as equal: chance explains that much, and equal shares cost nothing."""
 
 _FIRST_BYTES, _MOST_BYTES = 64 << 10, 8 << 20

@@ -38,7 +38,7 @@ def test_sums_over_unequal_links_have_equal_bits(monkeypatch: pytest.MonkeyPatch
     arguments = ["--smoke", "--rates", "64mbit,64mbit,16mbit", "--codecs", "int8", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["unequal", *arguments])
     assert unequal.main() == 0
-    (path,) = tmp_path.glob("unequal_*.json")
+    (path,) = tmp_path.glob("unequal-c10d_*.json")
     rows = json.loads(path.read_text())["rows"]
     assert [row["operation"] for row in rows] == [unequal.EQUAL, unequal.BY_SHARES, unequal.GLOO]
     assert all(row["bits equal"] and len(row["seconds"]) == 2 for row in rows)
