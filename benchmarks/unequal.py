@@ -5,10 +5,10 @@
 Each host has a worker. The workers measure the rates of their links, and find the shares from that. Then all operations
 take turns: steps of an engine that sums buckets of equal size by two_shot, two of which are under way at once, and
 gloo's all_reduce of all at once. "seconds" is the median of the times until the last worker had its result. "the rates
-allow" is the least time that any shares need: a rank with share w sends and receives 1 + (n - 2) w messages of the whole
-tensor, and 1514 bytes of a frame carry 1448. "over that" is how much longer the median is; behind it stand the shortest
-and the longest round. Every result is compared over the ranks, to the last bit; and by shares it must be that of equal
-shares.
+allow" is the least time that any shares need: a rank with share w sends and receives 1 + (n - 2) w messages of the
+whole tensor, and 1514 bytes of a frame carry 1448. "over that" is how much longer the median is; behind it stand the
+shortest and the longest round. Every result is compared over the ranks, to the last bit; and by shares it must be that
+of equal shares.
 """
 
 from __future__ import annotations
