@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab import Network
+
 __all__ = [
     *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
-    *("end", "errors", "kernels", "load", "mean", "minutes", "more", "result", "rows"),
-    *("score", "scored", "speedup", "the", "zipped"),
+    *("end", "errors", "kernels", "link_gain", "link_share", "load", "mean", "minutes", "more", "result", "rows"),
+    *("score", "scored", "sharded", "speedup", "the", "zipped"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +113,27 @@ def zipped(call: str, size: int, rate: str = "100mbit") -> float:
     return statistics.median(native / own for native, own in zip(seconds.native, seconds.zipped, strict=True))
 
 
+def sharded(rate: str, variant: str) -> float:
+    """Return how many times as fast a step over FSDP2 in bf16 is as torch's own, the median over rounds."""
+    median: float = the(f"sharded-2x2-bf16-{rate}", variant=variant).speedup.median
+    return median
+
+
+def link_share(operation: str, codec: str = "", size: int = 1 << 26, theme: str = "links", **link: object) -> float:
+    """Return the share of the link that an operation of the benchmark of collectives uses, headers included."""
+    row = the(theme, operation=operation, codec=codec, size=size, **link)
+    rate = Network(2, row.rate).bits_per_second
+    assert rate
+    return statistics.median(8 * sent / rate / each for sent, each in zip(row.sent, row.seconds, strict=True))
+
+
+def link_gain(operation: str, codec: str = "", size: int = 1 << 26, theme: str = "links", **link: object) -> float:
+    """Return how many times as fast an operation is as gloo's all-reduce of as many elements in f32."""
+    seconds = the(theme, operation=operation, codec=codec, size=size, **link).seconds
+    gloo = the(theme, operation="gloo all_reduce", size=size, **link).seconds
+    return statistics.median(theirs / own for theirs, own in zip(gloo, seconds, strict=False))
+
+
 def kernels(codec: str) -> tuple[float, ...]:
     """Return what a codec's kernels reach of a copy on a GPU: f32 encoded and decoded, bf16 encoded and decoded."""
     places = [(dtype, verb) for dtype in ("float32", "bfloat16") for verb in ("encode", "decode")]
@@ -157,7 +180,10 @@ NAMES: dict[str, Any] = {
     **{"ADAMW": CONVERGENCE, "SGD": SGD, "SCOREBOARD": SCOREBOARD, "CODECS": CODECS},
     **{
         each.__name__: each
-        for each in (end, errors, kernels, mean, minutes, more, rows, score, scored, speedup, the, zipped)
+        for each in (
+            *(end, errors, kernels, link_gain, link_share, mean, minutes, more, rows, score, scored, sharded),
+            *(speedup, the, zipped),
+        )
     },
     **{each.__name__: each for each in (float, max, min)},
     "fmean": statistics.fmean,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from matplotlib.figure import Figure
 
-from benchmarks import ablation, hops, missing, plots, sharded_losses
+from benchmarks import ablation, hops, interfaces, missing, plots, sharded_losses
+from benchmarks.collective.cell import Cell, Row
+from benchmarks.collective.picture import draw_shares
 from benchmarks.faults import summary as faults
+from benchmarks.lab import Flap, Network
 from benchmarks.pages.found import CONVERGENCE, RESULTS, SCOREBOARD, TRAINING, end, result, rows, speedup, the
 from benchmarks.pages.tables import HEADLINE
 from benchmarks.scoreboard.picture import picture as scoreboard
@@ -60,10 +64,27 @@ def _time_to_loss() -> Figure:
     return figure
 
 
+def _links() -> Figure:
+    names = {field.name for field in fields(Row)}
+    found = [row for row in rows("links") if row.operation != "gloo all_reduce again"]
+    first = found[0]
+    link = {key: first[key] for key in ("rate", "hosts", "delay", "loss", "congestion")}
+    cell = Cell(**link, workers=first.world // first.hosts, sizes=(), rounds=0, codecs=(), collectives=())
+    return draw_shares([(cell, [Row(**{name: row[name] for name in names}) for row in found])])
+
+
+def _interfaces() -> Figure:
+    rates = [word.rstrip(":") for word in result("interfaces").title.split() if "mbit" in word]
+    flap = Flap(1, "eth1", 12.0, 24.0)
+    return interfaces.draw(rows("interfaces")[0].samples, Network(2, interfaces=tuple(rates)), flap)
+
+
 TITLES = {
     "ablation-gpt-2x1": "Planners that fuse wait less than wfbp, which sends every tensor by itself",
     "faults": "What is attacked tells so, and rightly, or trains on",
     "hops": "Each hop of a ring adds an error, two_shot adds none (grey: other methods)",
+    "interfaces": "Both interfaces are used, one carries on alone, and the other is used again",
+    "links": "One connection fills a tenth of a long link that loses packets, sixteen fill it",
     "missing": "Top-k behind fusion sends nothing of many tensors, with feedback of fewer",
     "sharded-2x2": "Sharded training: sdp4bit sends least and makes the most steps",
     "sharded-losses": "Four bits both ways end near f32, weights themselves in 4 bits do not",
@@ -91,6 +112,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "ablation-gpt-2x1": lambda: _titled("ablation-gpt-2x1", ablation.picture(rows("ablation-gpt-2x1"), "gpt, dgc")),
     "faults": lambda: _titled("faults", faults.picture(rows("faults"))),
     "hops": lambda: _titled("hops", hops.picture(rows("hops"))),
+    "interfaces": lambda: _titled("interfaces", _interfaces()),
+    "links": lambda: _titled("links", _links()),
     "missing": lambda: _titled("missing", missing.picture(rows("missing"), 0.01)),
     "sharded-2x2": lambda: _titled("sharded-2x2", sharded.picture(rows("sharded-2x2"))),
     "sharded-losses": lambda: _titled(

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import interfaces
 from benchmarks.lab import Flap, Network
 from tests.examples.places import needs_namespaces
+from tests.tiers import exhaustive
 
 NETWORK = Network(2, interfaces=("8mbit", "16mbit"))
 
@@ -53,3 +54,20 @@ def test_results_stay_equal_while_an_interface_is_down(
     assert rows[0]["calls"] > 0
     assert (tmp_path / "plots" / "interfaces.svg").exists()
     assert "node1: eth1 is down" in capfd.readouterr().err
+
+
+@exhaustive(guarded_by="tests/benchmarks/test_interfaces.py::test_results_stay_equal_while_an_interface_is_down")
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
+def test_a_call_that_is_under_way_when_an_interface_goes_down_ends_before_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the kernel has sent nothing by it since: then it counts no retransmission, only probes."""
+    long = ["--phase", "8", "--megabytes", "8", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["interfaces", *long])
+    assert interfaces.main() == 0
+    (path,) = tmp_path.glob("interfaces_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["bits equal"] for row in rows)
+    assert rows[1]["calls"] > 0

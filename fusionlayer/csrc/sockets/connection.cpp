@@ -253,10 +253,19 @@ void Connection::drop() {
   head_left_ = body_left_ = 0;
 }
 
+// The first packet of a route that is gone, as of an interface that is down, never counts as sent: the kernel probes.
 bool Connection::is_in_trouble() const {
   tcp_info info{};
   socklen_t size = sizeof info;
-  return getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_retransmits >= kFruitless;
+  return getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+         std::max(info.tcpi_retransmits, info.tcpi_probes) >= kFruitless;
+}
+
+Pace Connection::pace() const {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  return {double(info.tcpi_delivery_rate), double(info.tcpi_unacked) * info.tcpi_snd_mss + info.tcpi_notsent_bytes};
 }
 
 bool Peer::is_reachable() const {

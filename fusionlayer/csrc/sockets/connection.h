@@ -14,6 +14,12 @@ enum class Step { none, some, lost, damaged, nonsense };
 
 struct Peer;
 
+// How fast a connection is, as the kernel has measured it: bytes a second, 0 if it does not know, and bytes that have
+// been written and not acknowledged.
+struct Pace {
+  double rate = 0, backlog = 0;
+};
+
 // One TCP connection to a peer, with the frame that is being read and the one that is being written.
 class Connection {
  public:
@@ -54,6 +60,7 @@ class Connection {
   // Whether the kernel has sent what was not acknowledged twice and more, in vain: the network is in trouble, not the
   // peer's program.
   bool is_in_trouble() const;
+  Pace pace() const;
 
   bool readable = false, writable = false, stalled = false, bid_farewell = false;
   int64_t heard_at = 0;  // when a look found last that something had come

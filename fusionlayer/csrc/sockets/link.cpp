@@ -18,6 +18,9 @@ constexpr uint64_t kTrickle = 16 << 10;
 constexpr int kTrickles = 4;  // so little in so many rounds, one after the other
 constexpr long kNap = kMillisecond / 2;
 constexpr int kEvents = 64;
+// How much later than all else a chunk may come.
+constexpr double kPatience = 1.25;
+constexpr double kNever = 1e30;
 // The key of the event that wakes a thread.
 constexpr uint64_t kWake = UINT64_MAX;
 
@@ -203,17 +206,42 @@ bool Link::send(int peer) {
 Connection *Link::free_connection(Peer &peer) {
   Connection *best = nullptr;
   bool best_is_stalled = false, any_works = false;
+  uint64_t under_way = 0;
   for (int index = 0; index < count_; ++index) {
     Connection &each = peer.connections[index];
     if (!each.is_open()) continue;
     any_works = any_works || !each.stalled;
+    under_way += each.stalled ? 0 : each.flight_bytes();
     if (!each.writable || each.is_writing()) continue;
     if (best && best_is_stalled <= each.stalled && best->flight_bytes() <= each.flight_bytes()) continue;
     if (best && best_is_stalled < each.stalled) continue;
     best = &each;
     best_is_stalled = each.stalled;
   }
-  return best && best_is_stalled && any_works ? nullptr : best;
+  if (!best || (best_is_stalled && any_works)) return nullptr;
+  const bool is_last_part = peer.outgoing.untaken() && peer.outgoing.untaken() <= under_way;
+  return is_last_part && !best_is_stalled ? earliest(peer) : best;
+}
+
+// The connection that can take the next chunk and brings it first. None, if it is worth waiting for one that cannot take
+// it yet: of the last chunks, a slow connection takes only those that it brings before all else is through.
+Connection *Link::earliest(Peer &peer) {
+  Connection *best = nullptr;
+  const double chunk = double(peer.outgoing.next_nbytes());
+  double rate = 0, left = double(peer.outgoing.untaken()), soonest = kNever, best_time = kNever;
+  for (int index = 0; index < count_; ++index) {
+    Connection &each = peer.connections[index];
+    if (!each.is_open() || each.stalled) continue;
+    const Pace pace = each.pace();
+    const double time = pace.rate > 0 ? (pace.backlog + chunk) / pace.rate : 0;
+    rate += pace.rate;
+    left += pace.backlog;
+    soonest = std::min(soonest, time);
+    if (!each.writable || each.is_writing() || time >= best_time) continue;
+    best = &each;
+    best_time = time;
+  }
+  return best_time <= kPatience * std::max(soonest, rate > 0 ? left / rate : 0) ? best : nullptr;
 }
 
 void Link::write(int peer, Connection &to) {

@@ -39,6 +39,7 @@ class Link {
   void progress();
   bool send(int peer);
   Connection *free_connection(Peer &peer);
+  Connection *earliest(Peer &peer);
   void write(int peer, Connection &connection);
   void lose(int peer, Connection &connection);
   void fail(int status, int peer);

@@ -44,6 +44,7 @@ void Outgoing::post(const void *data, uint64_t length, uint64_t key) {
   message->data = static_cast<const uint8_t *>(data);
   message->states.resize(message->chunks);
   unwritten_ += message->chunks;
+  untaken_ += length;
   open_.push_back(message);
   waiting_.push_back(std::move(message));
 }
@@ -59,6 +60,7 @@ Piece Outgoing::pull() {
   const uint32_t index = message->next, nbytes = message->nbytes(index);
   if (sent_ > delivered_ && sent_ + nbytes > delivered_ + window_) return {};
   sent_ += nbytes;
+  untaken_ -= nbytes;
   if (++message->next == message->chunks) waiting_.pop_front();
   return {message, index};
 }

@@ -58,6 +58,9 @@ class Outgoing {
   void note_delivered(uint64_t bytes) { delivered_ = bytes > delivered_ ? bytes : delivered_; }
   // Let a piece travel again that may have been lost.
   void repeat(const Piece &piece);
+  // Bytes that no connection has taken yet, and those of the next chunk.
+  uint64_t untaken() const { return untaken_; }
+  uint64_t next_nbytes() const { return waiting_.empty() ? 0 : waiting_.front()->nbytes(waiting_.front()->next); }
   // Whether all that was posted has been taken by connections.
   bool is_written() const { return unwritten_ == 0; }
   bool is_acknowledged() const { return open_.empty(); }
@@ -67,7 +70,7 @@ class Outgoing {
 
  private:
   uint32_t connections_ = 1;
-  uint64_t window_ = 0, serial_ = 0, sent_ = 0, delivered_ = 0, unwritten_ = 0;
+  uint64_t window_ = 0, serial_ = 0, sent_ = 0, delivered_ = 0, unwritten_ = 0, untaken_ = 0;
   std::deque<std::shared_ptr<OutMessage>> open_;     // those that are not acknowledged whole
   std::deque<std::shared_ptr<OutMessage>> waiting_;  // those with chunks that no connection has taken
   std::deque<Piece> again_;
