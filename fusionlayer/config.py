@@ -92,6 +92,11 @@ class Config:
     congestion: str | None = _setting(
         "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
     )
+    rates: tuple[str, ...] = _setting(
+        "rates of the ranks' links, in rank order, such as `[1gbit, 1gbit, 500mbit]`, or `[measured]`: in `two_shot` "
+        "each rank sums a share that its link can carry; none: equal shares",
+        (),
+    )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
     stall_warning: float = _setting(
         "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0

@@ -140,6 +140,10 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
         raise ConfigError(
             f"elastic=True with transport {settings.transport!r}, not tried with ranks that change; expected c10d"
         )
+    if settings.rates:
+        raise ConfigError(
+            f"elastic=True with rates={list(settings.rates)}, which are those of certain ranks; leave rates out"
+        )
     if address:
         members = Members.newcomer(address, settings, roster)
     else:

@@ -69,6 +69,7 @@ class Bucket:
         ahead: True encodes each gradient by itself as it arrives, ahead of fusion; False encodes the flat buffer.
         every: steps of a period; the bucket leaves in one step of each period, so with 1 in every step.
         phase: number of that step within the period, from 0 on.
+        shares: of the sum, how much each rank computes: a whole number for each rank, in any unit. Empty: equally much.
     """
 
     slots: tuple[Slot, ...]
@@ -80,6 +81,7 @@ class Bucket:
     ahead: bool = False
     every: int = 1
     phase: int = 0
+    shares: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,6 +159,11 @@ class FusionPlan:
                     f"plan: bucket {index} has every={bucket.every} and phase={bucket.phase}; expected every of at "
                     "least 1, and a phase from 0 to every - 1"
                 )
+            if bucket.shares and (len(bucket.shares) != world_size or min(bucket.shares) < 0 or not any(bucket.shares)):
+                raise ConfigError(
+                    f"plan: bucket {index} has shares={list(bucket.shares)}; expected {world_size} whole numbers, one "
+                    "for each rank, of which none is below 0 and not all are 0"
+                )
 
     @property
     def skips(self) -> bool:
@@ -188,6 +195,14 @@ class FusionPlan:
         phases = [(number + 1) * every // fragments - 1 for number, run in enumerate(runs) for _ in run]
         buckets = [replace(b, every=every, phase=phase) for b, phase in zip(self.buckets, phases, strict=True)]
         return replace(self, buckets=tuple(buckets))
+
+    def shared(self, shares: tuple[int, ...], algorithm: str) -> FusionPlan:
+        """Return this plan with ``shares`` in the buckets of the collective ``algorithm`` that have none."""
+        buckets = (
+            replace(bucket, shares=shares) if bucket.algorithm == algorithm and not bucket.shares else bucket
+            for bucket in self.buckets
+        )
+        return replace(self, buckets=tuple(buckets)) if shares else self
 
     def without(self, names: Collection[str]) -> FusionPlan:
         """Return this plan without the named tensors: the slots behind them move up, and empty buckets go."""
@@ -231,8 +246,13 @@ class FusionPlan:
             for bucket in self.buckets
         ]
         for bucket in buckets:
-            if bucket["every"] == 1:  # so that the plans of versions without these keys keep their digests
+            # Keys that say nothing are left out, so that the plans of versions without them keep their digests.
+            if bucket["every"] == 1:
                 del bucket["every"], bucket["phase"]
+            if bucket["shares"]:
+                bucket["shares"] = list(bucket["shares"])
+            else:
+                del bucket["shares"]
         return {"version": PLAN_VERSION, "world_size": self.world_size, "buckets": buckets}
 
 

@@ -61,6 +61,7 @@ WRONG = {
     "transport": "[mpi]",
     "connections": "many",
     "interfaces": "eth0",
+    "rates": "100mbit",
     "congestion": "[bbr]",
     "timeout": "soon",
     "stall_warning": "true",

@@ -81,6 +81,9 @@ def test_a_plan_without_tensors_is_the_one_that_is_built_without_them(names: set
         (with_first(slots=(Slot("a", 100, -1), Slot("b", 300, 128))), "slot 'a' of bucket 0 overlaps"),
         (with_first(numel=427), "bucket 0 has 427 elements, its slots need 428"),
         (with_first(every=4, phase=4), "bucket 0 has every=4 and phase=4; expected every of at least 1, and a phase f"),
+        (with_first(shares=(1, 1, 1)), r"bucket 0 has shares=.1, 1, 1.; expected 4 whole numbers, one for each rank"),
+        (with_first(shares=(1, 1, 1, -1)), "bucket 0 has shares=.*none is below 0"),
+        (with_first(shares=(0, 0, 0, 0)), "bucket 0 has shares=.*not all are 0"),
         (with_first(every=0), "bucket 0 has every=0 and phase=0; expected every of at least 1"),
     ],
 )
@@ -114,6 +117,8 @@ def test_every_difference_changes_the_digest() -> None:
         with_first(ahead=True),
         with_first(every=2),
         with_first(every=2, phase=1),
+        with_first(shares=(1, 1, 1, 0)),
+        with_first(shares=(1, 1, 0, 1)),
         with_first(slots=(FIRST.slots[1], FIRST.slots[0])),
         with_first(slots=(replace(FIRST.slots[0], name="A"), FIRST.slots[1])),
         with_first(slots=(replace(FIRST.slots[0], numel=99), FIRST.slots[1])),
@@ -165,11 +170,22 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, change: object, messa
         FusionPlan.from_yaml(path)
 
 
+def test_shares_go_where_they_count_and_nowhere_else(tmp_path: Path) -> None:
+    by_rates, own = (3, 2, 1, 0), (1, 0, 0, 0)
+    plan = replace(PLAN, buckets=(replace(FIRST, shares=own), SECOND, replace(SECOND, algorithm="ring")))
+    shared = plan.shared(by_rates, "two_shot")
+    assert [bucket.shares for bucket in shared.buckets] == [own, by_rates, ()]
+    assert plan.shared((), "two_shot") == plan
+    shared.to_yaml(tmp_path / "plan.yaml")
+    assert FusionPlan.from_yaml(tmp_path / "plan.yaml") == shared == FusionPlan.from_bytes(shared.to_bytes())
+
+
 def test_a_plan_that_skips_no_step_has_the_digest_and_the_file_that_it_always_had(tmp_path: Path) -> None:
     assert PLAN.digest().hex() == "7ea3b27001a2d202d36c0ff4da530652aa9c8adc3cc6cf79ef3adf8eb35dade7"
     path = tmp_path / "plan.yaml"
     PLAN.to_yaml(path)
-    assert "every" not in path.read_text() and FusionPlan.from_yaml(path) == PLAN
+    assert not any(key in path.read_text() for key in ("every", "shares"))
+    assert FusionPlan.from_yaml(path) == PLAN
     local = PLAN.staggered(6, 2)
     local.to_yaml(path)
     assert FusionPlan.from_yaml(path) == local == FusionPlan.from_bytes(local.to_bytes()) != PLAN

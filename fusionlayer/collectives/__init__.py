@@ -13,14 +13,17 @@ from ._base import (
     is_gather,
     registry,
 )
+from ._unequal import TAKES_SHARES, by_shares
 from .reduction import UNSCALED, Scaling, choose, reduce_flat, reduce_scatter_flat, scale_, usual
 
 __all__ = [
+    "TAKES_SHARES",
     "UNSCALED",
     "AllReduce",
     "Gather",
     "MessageSpan",
     "Scaling",
+    "by_shares",
     "check_pair",
     "choose",
     "collective",

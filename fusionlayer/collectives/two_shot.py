@@ -12,7 +12,7 @@ from ..transport import Transport
 from ._base import collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
-__all__ = ["two_shot"]
+__all__ = ["summing", "two_shot"]
 
 
 @collective("two_shot")
@@ -46,9 +46,7 @@ def two_shot(
         codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, size = transport.rank, transport.size
     out = x if out is None else out
-    sums, run_length = codec, 1
-    if residual is None and not codec.header and isinstance(codec, TransformCodec):
-        sums, run_length = codec.untransformed, codec.transform_run
+    sums, run_length = summing(codec, residual)
 
     def run(index: int, part: slice) -> Piece:
         numel = part.stop - part.start
@@ -81,3 +79,10 @@ def two_shot(
 
     parts = cut(x.numel(), piece, size * codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
+
+
+def summing(codec: Codec, residual: Tensor | None) -> tuple[Codec, int]:
+    """Return the codec that makes sums of the messages of ``codec``, and what the length of a sum is a multiple of."""
+    if residual is None and not codec.header and isinstance(codec, TransformCodec):
+        return codec.untransformed, codec.transform_run
+    return codec, 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,6 +21,7 @@ from ..plan import FusionPlan, TensorInfo
 from ..planning.autotune import Autotune, Autotuner
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
+from ..planning.rates import shares_by
 from ..scheduler import LANES, Engine, Memory, PlanController, Scaling, planners
 from ..scheduler.fusing import fuse
 from ..scheduler.planners import Planner
@@ -28,6 +30,8 @@ from ..transport import Transport
 from .local import Local, state_tensors
 
 __all__ = ["GradientOptions", "Planning", "autotuning", "make_engine", "make_planning"]
+
+_logger = logging.getLogger("fusionlayer")
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,14 @@ def make_engine(
         if getattr(options, name) not in (None, True, False):
             raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
+    own = transport.duplicate()
+    with blame(settings, "rates"):
+        shares = shares_by(settings.rates, own)
+    if shares:
+        _say_where_shares_count(planning, own)
     return Engine(
         [*tensors, *chain.from_iterable(state_tensors(options.sync, tensors).values())],
-        transport.duplicate(),
+        own,
         **vars(planning),
         device=device,
         memory=Memory(settings.feedback_bits if options.feedback_bits is None else options.feedback_bits),
@@ -98,8 +107,26 @@ def make_engine(
         overlap_forward=overlap_forward,
         hold_results=hold_results,
         undoable=undoable,
+        shares=shares,
         clock=clock_of(device),
     )
+
+
+def _say_where_shares_count(planning: Planning, transport: Transport) -> None:
+    """Warn on rank 0 if no gradient travels by the collective that takes shares."""
+    if planning.plan is not None:
+        used = {bucket.algorithm for bucket in planning.plan.buckets}
+    else:
+        each = [planning.codec] if isinstance(planning.codec, Codec) else planning.codec.values()
+        used = {collectives.choose(c, transport.size, planning.algorithm, ahead=planning.ahead) for c in each}
+    if collectives.TAKES_SHARES not in used and planning.plan_controller is None and transport.rank == 0:
+        _logger.warning(
+            "the links have unequal rates, but shares count for %s alone and gradients travel by %s; choose "
+            "algorithm=%r, or a lossy codec, for it",
+            collectives.TAKES_SHARES,
+            ", ".join(sorted(used)) or "nothing",
+            collectives.TAKES_SHARES,
+        )
 
 
 def make_planning(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..codecs import Codec
+from ..collectives import TAKES_SHARES
 from ..errors import PlanMismatch
 from ..plan import FusionPlan, TensorInfo
 from ..timeline import Timeline
@@ -36,6 +37,7 @@ class Agreement:
         plan_controller: changes plans while training runs; None: nothing does.
         timeline: shows when ranks compare.
         hold_results: gradients stay as they are, and results wait to be taken.
+        shares: of a plan's buckets that can have shares and have none of their own; empty: equal ones.
         why: why the tensors have changed, for errors; forgotten when the ranks have agreed on that.
     """
 
@@ -48,6 +50,7 @@ class Agreement:
     plan_controller: PlanController | None
     timeline: Timeline
     hold_results: bool = False
+    shares: tuple[int, ...] = ()
     why: str = ""
 
     def compare(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
@@ -59,6 +62,7 @@ class Agreement:
         names = sorted(self.tensors)
         facts: list[object] = [[self.tensors[name] for name in names], *self.options]
         facts += [f"step {step}", f"plan_controller {self.plan_controller}", f"hold {self.hold_results}"]
+        facts.append(f"shares {self.shares}")
         if plan is not None:
             facts.append(plan)
         else:
@@ -71,6 +75,10 @@ class Agreement:
                 differences = tensors_that_differ(self.tensors.values(), transport)
                 raise PlanMismatch(f"{error}{differences}", error.ranks) from None
         self.why = ""
+
+    def shared(self, plan: FusionPlan) -> FusionPlan:
+        """Return ``plan`` with the shares of the ranks."""
+        return plan.shared(self.shares, TAKES_SHARES)
 
     def make_plan(self, step: int, arrived: Iterable[str], transport: Transport) -> FusionPlan:
         """Compare, take rank 0's order of arrival, plan with it, and compare the plans.
@@ -87,6 +95,7 @@ class Agreement:
         transport.broadcast(order, 0)
         tensors = [self.tensors[names[i]] for i in order.tolist()]
         plan = fuse(tensors, self.planner, self.codec, transport.size, algorithm=self.algorithm, ahead=self.ahead)
+        plan = self.shared(plan)
         plan.check(self.tensors.values(), transport.size)
         transport.agree("the fusion plan that was made", plan)
         return plan

@@ -198,7 +198,7 @@ class Course:
     def begin_step(self) -> None:
         """Adopt the next plan, if there is one, and the codecs' settings for this step."""
         if self.next is not None:
-            self.plan, self.next = self.next, None
+            self.plan, self.next = self.agreement.shared(self.next), None
             self._compare(self.plan)
             self._adopt(self.plan)
         elif self.layout.codecs_change and self.layout.is_stale(self._cadence.step):
@@ -220,6 +220,7 @@ class Course:
     def lay_out(self, index: int, bucket: Bucket) -> None:
         """Put ``bucket`` into the plan at ``index``, unless it is there already, and drop all buckets after it."""
         known = () if self.plan is None else self.plan.buckets
+        (bucket,) = self.agreement.shared(FusionPlan((bucket,), self._traffic.size)).buckets
         if index < len(known) and known[index] == bucket:
             return
         self.plan = FusionPlan((*known[:index], bucket), self._traffic.size)

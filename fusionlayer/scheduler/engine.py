@@ -67,6 +67,8 @@ class Engine:
             completed last.
         undoable: keep what error feedback was before the present step, for ``Memory.state_before``, until
             ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
+        shares: how much of a sum each rank computes, in buckets that can have shares and whose plan gives none: a whole
+            number for each rank. Empty: equally much.
         plan_controller: watches the steps and may give the engine another plan between two of them.
         clock: times the steps; None: that of the ``device``.
         name: of the threads.
@@ -97,6 +99,7 @@ class Engine:
         hold_results: bool = False,
         overlap_forward: bool = False,
         undoable: bool = False,
+        shares: tuple[int, ...] = (),
         plan_controller: PlanController | None = None,
         clock: Clock | None = None,
         name: str = "fusionlayer",
@@ -127,6 +130,7 @@ class Engine:
             plan_controller,
             timeline,
             hold_results,
+            shares,
         )
         self._cadence = cadence = Cadence(holds, overlap_forward)
         if plan is not None:

@@ -62,6 +62,8 @@ def check_pairs(plan: FusionPlan) -> None:
         try:
             codec = codecs.get(bucket.codec, **bucket.options)
             collectives.choose(codec, plan.world_size, bucket.algorithm, ahead=bucket.ahead)
+            if bucket.shares:
+                collectives.by_shares(bucket.algorithm, bucket.shares)
         except ConfigError as error:
             raise ConfigError(f"plan: bucket {index}: {error}") from None
 

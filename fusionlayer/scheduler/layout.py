@@ -93,7 +93,9 @@ class BufferMaker:
         if not bucket.ahead:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None
-            flat = FlatBuffer(*common, all_reduce=collectives.get(bucket.algorithm), residual=residual)
+            flat = FlatBuffer(
+                *common, all_reduce=collectives.by_shares(bucket.algorithm, bucket.shares), residual=residual
+            )
             return self._remembering(flat)
         states = {slot.name: memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots}
         gather = collectives.get_gather(bucket.algorithm)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from fusionlayer import codecs
+from fusionlayer.collectives._unequal import two_shot_by_shares
+from fusionlayer.transport._socket_options import SocketOptions
 from fusionlayer.transport.c10d import C10dTransport
 from tests.codecs.variants import defaults, is_kind
 from tests.harness import run_ranks
 from tests.tiers import tiered
 
-from .conformance import conform, pairs
+from .conformance import conform, given, pairs
 
 pytestmark = pytest.mark.medium
 
@@ -38,3 +42,21 @@ def hold_pairs(rank: int, world: int, kinds_alone: bool) -> int:
 def test_every_collective_with_every_codec(world: int, kinds_alone: bool) -> None:
     held = run_ranks(hold_pairs, world, kinds_alone, timeout=110)
     assert held == held[:1] * world and held[0] > 30
+
+
+def sum_over_links(rank: int, world: int) -> list[Tensor]:
+    results = []
+    for sockets in (None, SocketOptions(2)):
+        transport = C10dTransport(None, timeout=20, stall_warning=10, sockets=sockets)
+        for shares in ((1, 2, 0), (0, 1, 0)):
+            x = given(rank, 0, 5000, torch.float32).clone()
+            two_shot_by_shares(x, codecs.get("int8").bare, transport, shares=shares)
+            results.append(x)
+        transport.finish()
+    return results
+
+
+@pytest.mark.timeout(90)
+def test_empty_messages_over_gloo_and_over_connections_of_our_own() -> None:
+    every = [x for results in run_ranks(sum_over_links, 3, timeout=80) for x in results]
+    assert all(torch.equal(x, every[0]) for x in every)

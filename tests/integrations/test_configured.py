@@ -16,7 +16,7 @@ from fusionlayer.errors import ConfigError
 pytestmark = pytest.mark.short
 
 
-def plan_of(**arguments: Any) -> fl.FusionPlan:
+def plan_of(ranks: int = 2, **arguments: Any) -> fl.FusionPlan:
     """Return the plan of a step of an optimizer that a script makes with these arguments."""
 
     def train(rank: int) -> fl.FusionPlan:
@@ -31,8 +31,8 @@ def plan_of(**arguments: Any) -> fl.FusionPlan:
         optimizer.close()
         return plan
 
-    first, second = fl.transport.local.run(train, 2)
-    assert first == second
+    first, *others = fl.transport.local.run(train, ranks)
+    assert others == [first] * (ranks - 1)
     return first
 
 
@@ -58,9 +58,26 @@ def test_an_argument_wins_over_a_variable_and_a_variable_over_the_default(
     fl.transport.local.run(lambda rank: fl.all_reduce(ones.clone()), 2)
 
 
+def test_shares_follow_the_rates_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FUSIONLAYER_RATES", "100mbit,50mbit,100mbit,100mbit")
+    shares = [bucket.shares for bucket in plan_of(4, codec="int8", planner="wfbp").buckets]
+    assert shares == [(333, 0, 333, 333)] * 4
+    assert not caplog.records
+    assert [bucket.shares for bucket in plan_of(4, codec="raw", planner="single").buckets] == [()]
+    assert "shares count for two_shot alone and gradients travel by dense" in caplog.text
+    plan = plan_of(4, codec="raw", algorithm="two_shot", planner="single")
+    assert [bucket.shares for bucket in plan.buckets] == [(333, 0, 333, 333)]
+    monkeypatch.setenv("FUSIONLAYER_RATES", "measured")
+    assert plan_of(3, codec="int8", planner="single").buckets[0].shares == (), "one host has equal shares"
+
+
 @pytest.mark.parametrize(
     "variable, value, message",
     [
+        ("RATES", "100mbit", "rates=['100mbit'] for 2 ranks; expected the rate of each rank's link, such as 100mbit"),
+        ("RATES", "1gbit,fast", "rate 'fast'; expected a number above 0 with bit, kbit, mbit or gbit"),
         ("CODEC", "int44", "unknown codec 'int44'; did you mean 'int4'?"),
         ("CODEC_OPTIONS", "{bits: 4}", "codec 'raw' cannot take the options {'bits': 4}"),
         ("PLANNER", "best", "unknown planner 'best'"),

@@ -116,6 +116,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "scaling": {"scaling": Scaling(after=0.5)},
     "error feedback": {"error_feedback": False},
     "a plan of its own": {"plan": PLAN},
+    "shares": {"shares": (1, 1, 0)},
 }
 TOLD = {
     "a shape": "tensors that differ: 'w0' of several sizes",
@@ -127,6 +128,9 @@ PLAN_DIFFERENCES = {
     "no plan": {"plan": None},
     "order of buckets": {"plan": replace(PLAN, buckets=PLAN.buckets[::-1])},
     "codec in the plan": {"plan": replace(PLAN, buckets=(replace(PLAN.buckets[0], codec="bf16"), PLAN.buckets[1]))},
+    "shares in the plan": {
+        "plan": replace(PLAN, buckets=(replace(PLAN.buckets[0], shares=(1, 1, 0)), PLAN.buckets[1]))
+    },
     "options in the plan": {
         "plan": replace(PLAN, buckets=(replace(PLAN.buckets[0], options={"bits": 4}), PLAN.buckets[1]))
     },

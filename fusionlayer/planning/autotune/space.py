@@ -62,7 +62,8 @@ class Space:
         planned = 0
         for bucket in plan.buckets:
             key = json.dumps(
-                [bucket.dtype, bucket.codec, dict(bucket.options), bucket.algorithm, bucket.ahead], sort_keys=True
+                [bucket.dtype, bucket.codec, dict(bucket.options), bucket.algorithm, bucket.ahead, bucket.shares],
+                sort_keys=True,
             )
             members = [by_name[name] for name in bucket.names]
             for tensor in members:
@@ -103,10 +104,11 @@ class Space:
         return replace(self._planned, buckets=tuple(buckets))
 
     def _fuse(self, like: Bucket, runs: Sequence[Sequence[TensorInfo]]) -> tuple[Bucket, ...]:
-        """Return a bucket for each run, with codec and collective of the bucket ``like``."""
+        """Return a bucket for each run, with codec, collective and shares of the bucket ``like``."""
         align = slot_alignment(codecs.get(like.codec, **like.options), like.ahead)
         size = self._planned.world_size
-        return FusionPlan.build(runs, size, like.codec, like.options, like.algorithm, align, like.ahead).buckets
+        plan = FusionPlan.build(runs, size, like.codec, like.options, like.algorithm, align, like.ahead)
+        return plan.shared(like.shares, like.algorithm).buckets
 
 
 def cut(tensors: Sequence[TensorInfo], shape: str, buckets: int) -> list[list[TensorInfo]]:

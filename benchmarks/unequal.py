@@ -1,0 +1,200 @@
+"""What a sum costs between hosts whose links have unequal rates: by equal shares, and by shares that follow the rates.
+
+    python -m benchmarks.unequal [--rates 100mbit,100mbit,100mbit,50mbit] [--codecs int8,raw] [--out FOLDER]
+
+Each host has a worker. The workers measure the rates of their links, and find the shares from that. Then all operations
+take turns: steps of an engine that sums buckets of equal size by two_shot, two of which are under way at once, and
+gloo's all_reduce of all at once. "seconds" is the median of the times until the last worker had its result. "the rates
+allow" is the least time that any shares need: a rank with share w sends and receives 1 + (n - 2) w messages of the
+whole tensor, and 1514 bytes of a frame carry 1448. "over that" is how much longer the median is; behind it stand the
+shortest and the longest round. Every result is compared over the ranks, to the last bit; and by shares it must be that
+of equal shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusionlayer as fl
+from benchmarks import driver
+from benchmarks.arguments import comma_separated, count, one_of
+from benchmarks.lab import Network, launch, why_not
+from fusionlayer import context
+from fusionlayer.codecs import Codec
+from fusionlayer.plan import TensorInfo
+from fusionlayer.planning.rates import least_time, measure_rates, shares_of
+from fusionlayer.scheduler import LANES, Engine, planners
+from fusionlayer.transport import Transport
+
+__all__ = ["main", "table"]
+
+GLOO, EQUAL, BY_SHARES = "gloo all_reduce", "equal shares", "shares by rates"
+FRAME = 1514 / 1448
+"""Bytes of a full frame on the wire for each byte that TCP carries in it."""
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = driver.make_parser("unequal", __doc__)
+    parser.add_argument(
+        "--rates",
+        type=comma_separated(str),
+        default=("100mbit", "100mbit", "100mbit", "50mbit"),
+        help="of each host's link (default 100mbit,100mbit,100mbit,50mbit)",
+    )
+    parser.add_argument("--rtt", help="of a round trip, such as 2ms (default: that of this machine)")
+    parser.add_argument(
+        "--codecs",
+        type=comma_separated(one_of(fl.codecs.names())),
+        default=("int8", "int4", "raw"),
+        help="default int8,int4,raw",
+    )
+    parser.add_argument("--megabytes", type=count(), default=16, help="of f32 in a step (default 16)")
+    parser.add_argument("--buckets", type=count(), default=4, help="of a step (default 4)")
+    parser.add_argument("--rounds", type=count(), default=7, help="default 7")
+    parser.add_argument("--transport", choices=("c10d", "sockets"), default="c10d", help="default c10d")
+    driver.add_options(parser, timed=True, smoke=True)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        _work(json.loads(options.worker))
+        return 0
+    if options.smoke:
+        options.megabytes, options.rounds = 1, 2
+    try:
+        delay = None if options.rtt is None else f"{float(options.rtt.removesuffix('ms')) / 2:g}ms"
+        network = Network(len(options.rates), rates=options.rates, delay=delay)
+    except ValueError as error:
+        parser.error(str(error))
+    if reason := why_not(network):
+        print(f"no such network here: {reason}", file=sys.stderr)
+        return 1
+    environment = driver.begin(options, network.hosts)
+    job = {name: getattr(options, name) for name in ("codecs", "rounds", "transport", "buckets")}
+    job["numel"] = options.megabytes << 18
+    command = [sys.executable, "-m", "benchmarks.unequal", "--worker", json.dumps(job)]
+    with launch(command, network, timeout=600, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        told = process.stdout.read()
+        if process.wait():
+            return 1
+    found = json.loads(told.splitlines()[-1])
+    rates = [network.rate_of(host) or 0.0 for host in range(network.hosts)]
+    rows = table(found["rows"], rates)
+    measured = ", ".join(f"{rate / 1e6:.1f}" for rate in found["measured"])
+    title = (
+        f"Sums of {options.megabytes} MB of f32 between hosts with links of {', '.join(options.rates)}, transport "
+        f"{options.transport}; measured {measured} Mbit/s, shares {found['shares']}"
+    )
+    results = [{**shown, **row} for row, shown in zip(found["rows"], rows, strict=True)]
+    driver.finish(options, f"unequal-{options.transport}", title, environment, results, rows)
+    return 0
+
+
+def table(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Return a line for each row, with what links of ``rates``, in bits per second, allow."""
+    lines = []
+    for row in rows:
+        allowed = 8 * FRAME * row["message"] * least_time(rates)
+        seconds = statistics.median(row["seconds"])
+        lines.append(
+            {
+                "operation": row["operation"],
+                "codec": row["codec"],
+                "seconds": round(seconds, 3),
+                "the rates allow": round(allowed, 3),
+                "over that": f"{seconds / allowed - 1:.1%}",
+                "rounds": f"{min(row['seconds']) / allowed - 1:.1%} to {max(row['seconds']) / allowed - 1:.1%}",
+                "bits equal": row["equal"],
+            }
+        )
+    return lines
+
+
+def _work(job: Mapping[str, Any]) -> None:
+    """Measure as one of the workers; rank 0 prints what was found as JSON."""
+    fl.init(transport=job["transport"])
+    transport = context.transport()
+    measured = measure_rates(transport)
+    shares = shares_of(measured) or (1,) * transport.size
+    source = torch.randn(job["numel"], generator=torch.Generator().manual_seed(fl.rank()))
+    calls: list[tuple[dict[str, Any], Callable[[Tensor], object]]] = []
+    engines: list[Engine] = []
+    for name in job["codecs"]:
+        codec = fl.codecs.get(name).bare
+        for operation, given in ((EQUAL, ()), (BY_SHARES, shares)):
+            engine = _engine(codec, transport, job["numel"], job["buckets"], given)
+            engines.append(engine)
+            row = {"operation": operation, "codec": name, "message": codec.wire(source.numel()).capacity}
+            calls.append((row, partial(_step, engine)))
+    calls.append(({"operation": GLOO, "codec": "", "message": source.nbytes}, dist.all_reduce))
+    of_equal: dict[str, bytes] = {}
+    for row, call in calls:  # the first call of each opens windows, and is compared
+        _, result = _turn(call, source)
+        digest = hashlib.sha256(result.numpy().tobytes()).digest()
+        told = torch.empty(fl.size(), len(digest), dtype=torch.uint8)
+        transport.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), told)
+        row["equal"] = bool((told == told[0]).all()) and of_equal.setdefault(row["codec"], digest) == digest
+        row["seconds"] = []
+    for number in range(job["rounds"]):
+        for row, call in random.Random(number).sample(calls, len(calls)):
+            seconds, _ = _turn(call, source)
+            row["seconds"].append(seconds)
+    if fl.rank() == 0:
+        rows = [row for row, _ in calls]
+        print(json.dumps({"measured": measured, "shares": shares, "rows": rows}), flush=True)
+    dist.barrier()
+    for engine in engines:
+        engine.close()
+    fl.shutdown()
+
+
+def _engine(codec: Codec, transport: Transport, numel: int, buckets: int, shares: tuple[int, ...]) -> Engine:
+    """Return an engine for so many tensors of ``numel`` elements together, each a bucket of its own."""
+    lengths = [numel // buckets + (number < numel % buckets) for number in range(buckets)]
+    return Engine(
+        [TensorInfo(str(number), length, "float32", 4) for number, length in enumerate(lengths)],
+        transport.duplicate(),
+        codec=codec,
+        algorithm="two_shot",
+        planner=planners.get("wfbp"),
+        device=torch.device("cpu"),
+        error_feedback=False,
+        lanes=LANES,
+        shares=shares,
+    )
+
+
+def _step(engine: Engine, tensor: Tensor) -> None:
+    for number, part in enumerate(tensor.tensor_split(len(engine.due))):
+        engine.submit(str(number), part)
+    engine.synchronize()
+
+
+def _turn(call: Callable[[Tensor], object], source: Tensor) -> tuple[float, Tensor]:
+    """Return the seconds until the last worker had its result, and the result."""
+    tensor = source.clone()
+    dist.barrier()
+    start = time.perf_counter()
+    call(tensor)
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item(), tensor
+
+
+if __name__ == "__main__":
+    driver.leave(main)
