@@ -63,6 +63,7 @@ class Worker:
         self.children: list[int] = []
         self.change_last = False
         self.flip_bucket: tuple[int, int] | None = None
+        self.front: object = None  # of a quick job, which ends without taking it apart
         self._controller = controller
         self._lock = threading.Lock()  # of the connection: a deed may be done on a thread of the transport's
         self._is_child = False
@@ -149,6 +150,9 @@ def train(worker: Worker) -> str:
     try:
         worker.at("start")
         front = make_front(worker)
+        if worker.job.quick:
+            # Taken apart, DDP's reducer joins gloo's thread with the interpreter's lock, for which that thread may wait.
+            worker.front = front
         worker.at("wrapped")
         for step in range(worker.job.steps):
             front.step(step)

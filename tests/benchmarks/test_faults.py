@@ -158,7 +158,7 @@ def test_what_is_bad_on_purpose_is_judged_so() -> None:
     good = kill("optimizer:int8", 3, 1, Phase("backward", 1), "at")
     rows = command.play([*(round_ for _, round_ in known), good], 2)
     for (kind, round_), row in zip(known, rows, strict=False):
-        assert kind in row["verdict"], (round_.what, row)
+        assert kind in row["verdict"], (round_.what, row["why"], row["ranks"])
     assert rows[-1]["verdict"] == ["ok"] and rows[-1]["ending"] == "error", rows[-1]
     assert all(row["ranks"] for row in rows[:-1]) and not rows[-1]["ranks"], "what ranks told, where all is well"
 
