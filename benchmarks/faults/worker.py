@@ -151,7 +151,7 @@ def train(worker: Worker) -> str:
         worker.at("start")
         front = make_front(worker)
         if worker.job.quick:
-            # Taken apart, DDP's reducer joins gloo's thread with the interpreter's lock, for which that thread may wait.
+            # Taken apart, DDP's reducer joins gloo's thread and holds the interpreter's lock, for which it may wait.
             worker.front = front
         worker.at("wrapped")
         for step in range(worker.job.steps):

@@ -117,7 +117,7 @@ class _Sum:
     ) -> None:
         self._x, self._codec, self._transport, self._residual = x, codec, transport, residual
         self._shares, self._seed = shares, seed
-        self._sums, self._run = summing(codec, residual)
+        self._sums, self._run = (codec, 1) if residual is not None else summing(codec)
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     def round(self, piece: slice) -> _Round:

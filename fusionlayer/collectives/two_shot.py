@@ -46,7 +46,7 @@ def two_shot(
         codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, size = transport.rank, transport.size
     out = x if out is None else out
-    sums, run_length = summing(codec, residual)
+    sums, run_length = (codec, 1) if residual is not None else summing(codec)
 
     def run(index: int, part: slice) -> Piece:
         numel = part.stop - part.start
@@ -81,8 +81,8 @@ def two_shot(
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
 
 
-def summing(codec: Codec, residual: Tensor | None) -> tuple[Codec, int]:
-    """Return the codec that makes sums of the messages of ``codec``, and what the length of a sum is a multiple of."""
-    if residual is None and not codec.header and isinstance(codec, TransformCodec):
+def summing(codec: Codec) -> tuple[Codec, int]:
+    """Return the codec that sums messages of ``codec`` without error feedback, and what lengths are multiples of."""
+    if not codec.header and isinstance(codec, TransformCodec):
         return codec.untransformed, codec.transform_run
     return codec, 1

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,17 +117,23 @@ def test_a_rank_that_is_lost_while_ranks_connect_is_named(phase: str, lost: int,
             assert outcome.exit_code in (1, -signal.SIGKILL), outcome
 
 
-def connect_in_vain(rank: int, world: int, port: int) -> None:
+def connect_in_vain(rank: int, world: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda *args, **options: time.sleep(60))
-        context.init(1.0)
+        try:
+            context.init(1.0)
+        finally:  # the other is not to see that this one is gone
+            (folder / str(rank)).touch()
+            end = time.monotonic() + 10
+            while len([*folder.iterdir()]) < world and time.monotonic() < end:
+                time.sleep(0.01)
 
 
-def test_ranks_that_meet_and_cannot_connect_are_told_what_to_do() -> None:
+def test_ranks_that_meet_and_cannot_connect_are_told_what_to_do(tmp_path: Path) -> None:
     """As with a firewall that passes the port of the store alone: no rank is seen to do anything wrong."""
-    for outcome in outcomes_of(connect_in_vain, 2, free_port(), backend=None, timeout=17):
+    for outcome in outcomes_of(connect_in_vain, 2, free_port(), tmp_path, backend=None, timeout=17):
         assert outcome.error[0] == "TransportError", outcome
         assert "no connections within 1 s; if ranks are on several hosts, set GLOO_SOCKET_IFNAME" in outcome.error[1]
         assert "let firewalls pass all TCP ports between them" in outcome.error[1]
