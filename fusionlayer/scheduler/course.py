@@ -220,7 +220,8 @@ class Course:
     def lay_out(self, index: int, bucket: Bucket) -> None:
         """Put ``bucket`` into the plan at ``index``, unless it is there already, and drop all buckets after it."""
         known = () if self.plan is None else self.plan.buckets
-        (bucket,) = self.agreement.shared(FusionPlan((bucket,), self._traffic.size)).buckets
+        if self.agreement.shares:  # asked for each bucket of each step
+            (bucket,) = self.agreement.shared(FusionPlan((bucket,), self._traffic.size)).buckets
         if index < len(known) and known[index] == bucket:
             return
         self.plan = FusionPlan((*known[:index], bucket), self._traffic.size)

@@ -70,4 +70,4 @@ def test_a_call_that_is_under_way_when_an_interface_goes_down_ends_before_it_is_
     (path,) = tmp_path.glob("interfaces_*.json")
     rows = json.loads(path.read_text())["rows"]
     assert all(row["bits equal"] for row in rows)
-    assert rows[1]["calls"] > 0
+    assert rows[1]["calls"] > 1  # two have begun while it was down, so one has ended meanwhile
