@@ -97,6 +97,11 @@ class Config:
         "each rank sums a share that its link can carry; none: equal shares",
         (),
     )
+    grace: float | None = _setting(
+        "seconds that a sum of gradients waits for late ranks once more than half are there: what they bring later "
+        "travels with the next sum; null: a sum waits for all ranks",
+        None,
+    )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
     stall_warning: float = _setting(
         "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0
@@ -130,9 +135,11 @@ class Config:
         records.check(self)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
-        for name in ("timeout", "stall_warning"):
-            if not getattr(self, name) > 0:
+        for name in ("timeout", "stall_warning", "grace"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds above 0")
+        if self.grace is not None and not self.grace < self.timeout:
+            raise ConfigError(f"grace={self.grace:g} with timeout={self.timeout:g}; expected a shorter grace")
         if self.check_replicas < 0:
             raise ConfigError(f"check_replicas={self.check_replicas}; expected a number of steps, or 0 for never")
         if self.feedback_bits not in (32, 8):

@@ -56,14 +56,19 @@ def fuse(
     return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
 
 
-def check_pairs(plan: FusionPlan) -> None:
-    """Raise ``ConfigError`` if a bucket's codec and collective do not exist or do not go together."""
+def check_pairs(plan: FusionPlan, leaves_out: bool = False) -> None:
+    """Raise ``ConfigError`` if a bucket's codec and collective do not exist or do not go together.
+
+    With ``leaves_out`` they must be such that ranks which are late can be left out.
+    """
     for index, bucket in enumerate(plan.buckets):
         try:
             codec = codecs.get(bucket.codec, **bucket.options)
             collectives.choose(codec, plan.world_size, bucket.algorithm, ahead=bucket.ahead)
             if bucket.shares:
                 collectives.by_shares(bucket.algorithm, bucket.shares)
+            if leaves_out:
+                collectives.check_grace(bucket.algorithm, codec)
         except ConfigError as error:
             raise ConfigError(f"plan: bucket {index}: {error}") from None
 

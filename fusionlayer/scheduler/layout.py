@@ -10,7 +10,7 @@ import torch
 
 from .. import codecs, collectives
 from ..codecs import Codec, PartsCodec
-from ..collectives import Scaling
+from ..collectives import AllReduce, Scaling
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..timeline import Timeline
 from .ahead import AheadBuffer
@@ -38,6 +38,7 @@ class BufferMaker:
         size: number of ranks.
         at_once: jobs run on the thread of the hooks, so a wait for the device holds up backward.
         undoable: ``Memory.state_before`` tells what error feedback was before the present step.
+        grace: seconds for which a sum waits for ranks that are late; None: it waits for all.
 
     Attributes:
         in_place: of the buffers that are made from now on.
@@ -55,8 +56,10 @@ class BufferMaker:
         size: int,
         at_once: bool,
         undoable: bool = False,
+        grace: float | None = None,
     ) -> None:
         self._undoable = undoable
+        self._grace = grace
         self._memory = memory
         self._device = device
         self._scaling = scaling
@@ -85,7 +88,7 @@ class BufferMaker:
         """
         memory, device = self._memory, self._device
         feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
-        feedback = feedback and not codec.lossless
+        feedback = feedback and not codec.lossless or self._grace is not None
         if not bucket.ahead and isinstance(codec, PartsCodec):
             codec = codec.for_parts(memory.parts(bucket, [_shape(tensors[name]) for name in bucket.names]))
         scaling = self._scaling
@@ -93,15 +96,18 @@ class BufferMaker:
         if not bucket.ahead:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None
-            flat = FlatBuffer(
-                *common, all_reduce=collectives.by_shares(bucket.algorithm, bucket.shares), residual=residual
-            )
-            return self._remembering(flat)
+            return self._remembering(FlatBuffer(*common, all_reduce=self._all_reduce(bucket), residual=residual))
         states = {slot.name: memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots}
         gather = collectives.get_gather(bucket.algorithm)
         return self._remembering(
             AheadBuffer(*common, index=index, gather=gather, states=states, rank=self._rank, size=self._size)
         )
+
+    def _all_reduce(self, bucket: Bucket) -> AllReduce:
+        """Return the collective of a bucket of flat tensors."""
+        if self._grace is None:
+            return collectives.by_shares(bucket.algorithm, bucket.shares)
+        return collectives.Graceful(bucket.shares, self._grace, self._size)
 
     def _remembering(self, buffer: Buffer) -> Buffer:
         if self._undoable:

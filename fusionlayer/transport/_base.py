@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
@@ -110,8 +110,37 @@ class Transport(ABC):
         """
         return False
 
+    def can_leave_out(self, device: torch.device) -> bool:
+        """Return whether there are ``attend`` and ``post`` for tensors on ``device``."""
+        return False
+
+    def attend(self, grace: float, must: Collection[int] = ()) -> tuple[int, ...]:
+        """Return the ranks that are there for what comes next, in ascending order: the same on all ranks.
+
+        All ranks call it. It returns once more than half of them have called it, and the rest have too or ``grace``
+        seconds are over. A rank that comes later is told at once that it is not among them. What follows, until the
+        next ``attend``, is then between those who are: in calls that all ranks make, they send nothing to the others,
+        and receive nothing from them. What the others need they get by ``post``, and receive it when they come.
+
+        Args:
+            grace: seconds to wait for the rest.
+            must: ranks without which it does not return.
+        """
+        raise NotImplementedError
+
+    def post(self, x: Tensor, to: int, tag: int = 0) -> None:
+        """Send a copy of ``x`` to rank ``to``, which may be late: wait for nobody. Pairs with one ``recv``."""
+        raise NotImplementedError
+
+    @property
+    def has_posted(self) -> bool:
+        """Whether ``post`` was called: then ``drain`` before an orderly ``close``, or messages may be cut off."""
+        return False
+
     def drain(self) -> None:  # noqa: B027 - most calls end with their work
         """Wait until devices have done the work of all calls that have returned; at most for ``timeout`` seconds.
+
+        What was posted has been received then.
 
         What was received is whole then. After an orderly ``close`` it does nothing.
 

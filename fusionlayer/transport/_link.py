@@ -60,10 +60,12 @@ class Link(ABC):
     Attributes:
         device: the device on which tensors must be.
         only_queues: whether calls only queue their work on the device's current stream, and wait for no other rank.
+        can_post: whether there is ``post``.
     """
 
     device: torch.device
     only_queues = False
+    can_post = False
 
     @abstractmethod
     def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
@@ -77,6 +79,15 @@ class Link(ABC):
     def broadcast(self, x: Tensor, root: int, key: int) -> None:
         """Replace ``x`` (n,) uint8 by the ``x`` of rank ``root``. ``key`` is as in ``LinkMessage``."""
 
+    def post(self, message: LinkMessage) -> None:
+        """Send a copy of a message (uint8, not empty) and do not wait until its peer receives it; ``drain`` does."""
+        raise NotImplementedError
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called; only of links that ``can_post``. Any thread may ask."""
+        raise NotImplementedError
+
     @abstractmethod
     def close(self) -> None:
         """Make calls in flight fail, here and at the peers. Never waits for the peers.
@@ -86,7 +97,10 @@ class Link(ABC):
         """
 
     def drain(self) -> None:  # noqa: B027 - most calls end with their work
-        """Wait until the device has done the work of all calls that have returned, at most for the time-out."""
+        """Wait until the device has done the work of all calls that have returned, at most for the time-out.
+
+        Peers have received then what was posted to them.
+        """
 
     def is_overdue(self) -> bool:
         """Return whether a call has returned but its work did not end within the time-out. Any thread may ask."""

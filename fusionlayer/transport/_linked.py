@@ -6,10 +6,11 @@ import hashlib
 import json
 import logging
 import os
+import time
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
@@ -30,6 +31,7 @@ from ._capture import refuse_capture
 from ._checks import checked_peers
 from ._link import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink
 from ._rendezvous import Connecting, Rendezvous
+from ._roll import MOST_RANKS, RollCall
 from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
 from .heartbeat import Watch
@@ -80,7 +82,8 @@ class LinkedTransport(Transport):
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | UsageError | None = None
         self._is_closed = False
-        self._queues = False
+        self._queues = self._has_posted = False
+        self._roll: RollCall | None = None
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
         self._dropped: weakref.finalize[..., LinkedTransport] | None = None
@@ -170,6 +173,34 @@ class LinkedTransport(Transport):
             link.exchange([], [LinkMessage(source, near, call.key())] if near.numel() else [])
             bring_back([near], [flat])
 
+    def can_leave_out(self, device: torch.device) -> bool:
+        return device.type == "cpu" and 2 < self.size <= MOST_RANKS and self._links["cpu"].can_post
+
+    def attend(self, grace: float, must: Collection[int] = ()) -> tuple[int, ...]:
+        link = self._links["cpu"]
+        with _InCall(self, Call("roll call", purpose=self.purpose), counted=True):
+            try:
+                if self._roll is None:
+                    store: dist.Store = self._rendezvous.store.clone()  # type: ignore[attr-defined]
+                    store = dist.PrefixStore(f"{self._rendezvous.name}/roll", store)
+                    self._roll = RollCall(store, self.rank, self.size, lambda: link.is_closed)
+                return self._roll.call(grace, must, time.monotonic() + self.timeout)
+            except RuntimeError as error:
+                keeper = self._rendezvous.store_rank
+                raise LinkError(self.rank if keeper is None else keeper, str(error)) from None
+
+    def post(self, x: Tensor, to: int, tag: int = 0) -> None:
+        call = Call.send(x, self.rank, to, tag, self.size)
+        with _InCall(self, call, counted=False):
+            self._has_posted = True
+            if x.numel():
+                self._links["cpu"].post(LinkMessage(to, x.view(-1).view(torch.uint8), call.key()))
+            self.bytes_sent += x.nbytes
+
+    @property
+    def has_posted(self) -> bool:
+        return self._has_posted
+
     def duplicate(self: Self) -> Self:
         self._check_open()
         self._duplicates += 1
@@ -208,7 +239,7 @@ class LinkedTransport(Transport):
         if self._is_closed:
             return
         self._check_open()
-        if self._watch is None or not self._queues:
+        if self._watch is None or not (self._queues or self._has_posted):
             return
         self._watch.enter_again()
         try:
@@ -216,7 +247,8 @@ class LinkedTransport(Transport):
                 link.drain()
         except LinkError as error:
             self._check_open()
-            raise self._fail(error, "the work that it has queued on the device") from error
+            what = "the work that it has queued on the device" if self._queues else "what it has posted to late ranks"
+            raise self._fail(error, what) from error
         self._watch.leave()
 
     def finish(self) -> None:

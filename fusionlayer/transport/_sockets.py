@@ -23,6 +23,7 @@ from ._link import DamagedMessage, LinkError, LinkMessage
 from ._reconnecting import Keeper
 from ._rendezvous import Connecting
 from ._socket_options import SocketOptions, places
+from ._waiting import wait_until
 
 __all__ = ["SocketLink"]
 
@@ -111,6 +112,23 @@ class SocketLink(ExchangeLink):
             raise
         if status != _DONE:
             raise self._error(status, result.peer, result.nbytes)
+
+    can_post = True
+
+    def post(self, message: LinkMessage) -> None:
+        result = self._result
+        status = self._library.fl_link_post(self._handle, _records([message]), 1, result)
+        if status != _DONE:
+            raise self._error(status, result.peer, result.nbytes)
+
+    def drain(self) -> None:
+        # Only here does a link keep messages that their peers have no room for yet; what they have room for, they have.
+        if not wait_until(lambda: self._is_closed or not self.tend(), self._deadline()):
+            raise self._error(_LATE, -1, 0)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def _error(self, status: int, peer: int, nbytes: int) -> LinkError:
         if status == _DAMAGED:

@@ -17,6 +17,7 @@ struct OutMessage {
   uint32_t next = 0;     // the first chunk that no connection has taken yet
   uint32_t written = 0;  // chunks that some connection has taken whole
   uint32_t acknowledged = 0;
+  bool is_own = false;          // has copies of all its chunks from the start: no call waits for it
   std::vector<uint8_t> states;  // of each chunk, bits kWritten and kAcknowledged
   std::vector<Bytes> copies;    // of chunks that may have to travel again
 
@@ -49,7 +50,8 @@ class Outgoing {
     window_ = window;
   }
 
-  void post(const void *data, uint64_t length, uint64_t key);
+  // With `own` it is copied, and does not count among what calls wait for.
+  void post(const void *data, uint64_t length, uint64_t key, bool own = false);
   // The next chunk that may travel, or one without a message.
   Piece pull();
   // The piece has left, perhaps for good: to the kernel of this host.
@@ -61,7 +63,7 @@ class Outgoing {
   // Bytes that no connection has taken yet, and those of the next chunk.
   uint64_t untaken() const { return untaken_; }
   uint64_t next_nbytes() const { return waiting_.empty() ? 0 : waiting_.front()->nbytes(waiting_.front()->next); }
-  // Whether all that was posted has been taken by connections.
+  // Whether all that calls wait for has been taken by connections.
   bool is_written() const { return unwritten_ == 0; }
   bool is_acknowledged() const { return open_.empty(); }
   uint64_t unacknowledged() const { return open_.size(); }

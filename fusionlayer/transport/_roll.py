@@ -1,0 +1,145 @@
+"""A roll call: the ranks of a transport find out, through the store by which they met, who is there for a sum."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+import torch.distributed as dist
+
+from ._link import LinkError
+
+__all__ = ["MOST_RANKS", "RollCall"]
+
+MOST_RANKS = 62
+"""Ranks of a roll call at most: each has a bit of one number of the store, and one more bit closes the call."""
+
+_CLOSED = 1 << MOST_RANKS
+# Seconds between two looks at the store: at first, and at most. In between an eighth of what was waited so far, so that
+# a long wait costs few looks and a short one ends soon.
+_SHORTEST, _LONGEST = 0.0003, 0.05
+# Calls whose keys are deleted at a time.
+_DELETED = 2
+
+
+class RollCall:
+    """Decides who is in the next calls of a transport. One thread at a time uses it, in the same order on all ranks.
+
+    Each rank adds its bit to a number in the store, which answers with the sum. So exactly one rank sees that its bit
+    completes the majority. This rank waits for the others, at most for the grace, and then adds the bit that closes the
+    call: who comes after that is out. One atomic number thus elects who decides and says what was decided. A rank that
+    was out last time, and has not even come to that call by now, is far behind and is not waited for.
+
+    Args:
+        store: a client of the store that nobody else uses at the same time, with a prefix of this transport's own.
+        rank: this rank.
+        size: number of ranks, 3 to ``MOST_RANKS``: of two there is no majority without both.
+        is_over: returns whether waiting has become useless.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, is_over: Callable[[], bool]) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._everyone = (1 << size) - 1
+        self._is_over = is_over
+        self._number = 0
+        self._last = self._everyone
+        # Numbers of calls that all ranks may still read, and the number of those from the left that nobody reads more.
+        self._kept: deque[int] = deque()
+
+    def call(self, grace: float, must: Collection[int], deadline: float) -> tuple[int, ...]:
+        """Return the ranks that are in, in ascending order: the same on all ranks, whenever they come.
+
+        Args:
+            grace: seconds to wait for the rest once the majority is there.
+            must: ranks that are waited for without end.
+            deadline: time of the monotonic clock at which waiting ends in any case.
+
+        Raises:
+            LinkError: nobody decides in time, or waiting has become useless; it names a rank that has not come.
+            RuntimeError: the store does not answer.
+        """
+        number, everyone = self._number, self._everyone
+        self._number += 1
+        here = self._store.add(f"{number}/here", 1 << self._rank)
+        is_open = here < _CLOSED
+        if is_open and here == everyone:
+            present = everyone
+            self._tell(number, present)
+        elif is_open and here.bit_count() == self._size // 2 + 1:
+            present = self._decide(number, grace, sum(1 << rank for rank in must), deadline)
+        else:
+            present = self._learn(number, deadline)
+        self._kept.append(number)
+        if self._rank == 0 and present == everyone:
+            self._forget()
+        self._last = present
+        return tuple(rank for rank in range(self._size) if present >> rank & 1)
+
+    def _decide(self, number: int, grace: float, must: int, deadline: float) -> int:
+        wanted, late = self._everyone, self._everyone & ~self._last
+        if late:
+            wanted &= ~late | self._store.add(f"{number - 1}/here", 0)
+        wanted |= must
+        soon = min(time.monotonic() + grace, deadline)
+        here = self._come(number, wanted, soon)
+        if must & ~here:
+            here = self._come(number, must, deadline)
+            if must & ~here:
+                raise LinkError(self._first(must & ~here), "it did not come in time")
+        if here != self._everyone:
+            here = self._store.add(f"{number}/here", _CLOSED) - _CLOSED
+        self._tell(number, here)
+        return here
+
+    def _come(self, number: int, wanted: int, until: float) -> int:
+        """Return who has come once all who are ``wanted`` have, or when the time ``until`` is reached."""
+        here = 0
+
+        def all_here() -> bool:
+            nonlocal here
+            here = self._store.add(f"{number}/here", 0)
+            return not wanted & ~here
+
+        self._look(all_here, until, lambda: self._first(wanted & ~here))
+        return here
+
+    def _learn(self, number: int, deadline: float) -> int:
+        """Return what another rank has decided."""
+        key = f"{number}/in"
+        if not self._look(lambda: self._store.check([key]), deadline, lambda: self._absent(number)):
+            raise LinkError(self._absent(number), "it did not come in time")
+        return int(self._store.get(key))
+
+    def _look(self, done: Callable[[], bool], until: float, missing: Callable[[], int]) -> bool:
+        """Look until ``done()`` is true or the time has come; return whether it became true."""
+        start = time.monotonic()
+        while not done():
+            now = time.monotonic()
+            if self._is_over():
+                raise LinkError(missing(), "the connections are closed")
+            if now >= until:
+                return False
+            time.sleep(min(max((now - start) / 8, _SHORTEST), _LONGEST, until - now))
+        return True
+
+    def _absent(self, number: int) -> int:
+        return self._first(self._everyone & ~self._store.add(f"{number}/here", 0))
+
+    def _first(self, ranks: int) -> int:
+        """Return the first of the ranks whose bits are set, or this one if none is."""
+        return (ranks & -ranks).bit_length() - 1 if ranks else self._rank
+
+    def _tell(self, number: int, present: int) -> None:
+        self._store.set(f"{number}/in", str(present))
+
+    def _forget(self) -> None:
+        """Delete keys of calls that all ranks have left behind, as each of them is in the last one."""
+        for _ in range(_DELETED):
+            if len(self._kept) < 2:
+                return
+            number = self._kept.popleft()
+            for key in (f"{number}/here", f"{number}/in"):
+                self._store.delete_key(key)
