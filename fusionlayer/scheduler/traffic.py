@@ -197,11 +197,15 @@ class Traffic:
             lane.join()
 
     def counts(self) -> Mapping[str, float]:
-        """Return the steps that have ended, and the bytes of their gradients: as a ring sends them, and as sent."""
+        """Return the steps that have ended, the bytes of their gradients, as a ring sends them and as sent, and sums.
+
+        Those sums are meant that were made without this rank, which was late.
+        """
         return {
             "steps": self.steps,
             "bytes_raw": 2 * (self.size - 1) / self.size * self.sender.nbytes,
             "bytes_sent": sum(lane.transport.bytes_sent for lane in self._lanes),
+            "sums_missed": sum(lane.transport.missed for lane in self._lanes),
         }
 
     def check(self, what: str | None = None) -> None:

@@ -40,6 +40,7 @@ class Transport(ABC):
         timeout: seconds that a call may wait for its peers.
         bytes_sent: payload bytes that this rank has sent. A dense all-reduce counts as a ring, 2 (size - 1) / size of
             its bytes; a broadcast counts as (size - 1) times its bytes at the root.
+        missed: how often ``attend`` has told this rank that it came too late.
         sequence: number of collective calls so far. ``send`` and ``recv`` involve two ranks only and do not count.
         purpose: what the next collective calls are for. A user that makes different calls of equal sizes sets it before
             them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
@@ -51,6 +52,7 @@ class Transport(ABC):
     size: int
     timeout: float
     bytes_sent: int = 0
+    missed: int = 0
     sequence: int = 0
     purpose: str = ""
     why: str = ""

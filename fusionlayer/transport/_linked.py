@@ -184,10 +184,12 @@ class LinkedTransport(Transport):
                     store: dist.Store = self._rendezvous.store.clone()  # type: ignore[attr-defined]
                     store = dist.PrefixStore(f"{self._rendezvous.name}/roll", store)
                     self._roll = RollCall(store, self.rank, self.size, lambda: link.is_closed)
-                return self._roll.call(grace, must, time.monotonic() + self.timeout)
+                present = self._roll.call(grace, must, time.monotonic() + self.timeout)
             except RuntimeError as error:
                 keeper = self._rendezvous.store_rank
                 raise LinkError(self.rank if keeper is None else keeper, str(error)) from None
+            self.missed += self.rank not in present
+            return present
 
     def post(self, x: Tensor, to: int, tag: int = 0) -> None:
         call = Call.send(x, self.rank, to, tag, self.size)
