@@ -1,0 +1,200 @@
+"""What a step costs while ranks stall at random, with and without a grace for late ranks, and where the loss ends.
+
+    python -m benchmarks.stragglers [--rate 25mbit] [--stall 200] [--chance 0.05] [--grace 20] [--out FOLDER]
+
+Each of four hosts trains the same GPT with int4 by two_shot. In each step each rank stalls with some chance before its
+backward: it sleeps. The same ranks stall in the same steps of each run. A step ends when more than half of the ranks
+have made it, and lasts since the one before; "p99" is the 99th percentile. "whole run" is the time until the last rank
+has made the last step. "loss" is the mean over all ranks of the last 20 steps' training losses. "missed" are the sums
+of buckets that went on without a late rank, of all sums and ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+
+import fusionlayer as fl
+from benchmarks import driver
+from benchmarks.arguments import count
+from benchmarks.lab import Network, launch, why_not
+from benchmarks.training.workloads import make_workload
+from fusionlayer import metrics
+from fusionlayer.cli import drawing
+from fusionlayer.planning.cost_model import parse_rate
+
+__all__ = ["main", "picture", "steps_of", "table"]
+
+HOSTS = 4
+FIRST = 10
+"""Steps that do not count: the first ones learn the plan and open windows. Nobody stalls in them."""
+LAST = 20
+"""Steps whose losses are averaged."""
+CALM, ALL_WAIT, GRACE = "no stalls", "stalls, all wait", "stalls, with grace"
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = driver.make_parser("stragglers", __doc__)
+    parser.add_argument("--rate", default="25mbit", help="of each host's link (default 25mbit)")
+    parser.add_argument("--stall", type=count(), default=200, help="milliseconds of a stall (default 200)")
+    parser.add_argument("--chance", type=float, default=0.05, help="of each rank to stall in a step (default 0.05)")
+    parser.add_argument("--grace", type=count(), default=20, help="milliseconds (default 20)")
+    parser.add_argument("--steps", type=count(), default=200, help="default 200")
+    parser.add_argument("--transport", choices=("c10d", "sockets"), default="c10d", help="default c10d")
+    driver.add_options(parser, timed=True, smoke=True)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        _work(json.loads(options.worker))
+        return 0
+    if options.smoke:
+        options.steps, options.stall = 8, 50
+    try:
+        parse_rate(options.rate)
+        network = Network(HOSTS, rate=options.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    if reason := why_not(network):
+        print(f"no such network here: {reason}", file=sys.stderr)
+        return 1
+    environment = driver.begin(options, network.hosts)
+    job = {"steps": options.steps, "chance": options.chance, "transport": options.transport}
+    rows: list[dict[str, Any]] = []
+    for run, stall, grace in ((CALM, 0, None), (ALL_WAIT, options.stall, None), (GRACE, options.stall, options.grace)):
+        told = _run(network, {**job, "stall": stall / 1000, "grace": grace and grace / 1000})
+        if told is None:
+            return 1
+        rows.append({"run": run, **told})
+    title = (
+        f"Steps of a GPT on {HOSTS} hosts with links of {options.rate}, int4, transport {options.transport}; each rank "
+        f"stalls for {options.stall} ms in {options.chance:.0%} of its steps, grace {options.grace} ms"
+    )
+    shown = table(rows)
+    results = [{**line, **row} for row, line in zip(rows, shown, strict=True)]
+    name = f"stragglers-{options.transport}"
+    pictures = {"stragglers.png": lambda: picture(results)} if options.transport == "c10d" else {}
+    driver.finish(options, name, title, environment, results, shown, pictures=pictures)
+    return 0
+
+
+def _run(network: Network, job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the workers of one run have found; None if one has failed."""
+    command = [sys.executable, "-m", "benchmarks.stragglers", "--worker", json.dumps(job)]
+    with launch(command, network, timeout=300, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        told = process.stdout.read()
+        if process.wait():
+            return None
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
+    return found
+
+
+def steps_of(ends: Sequence[Sequence[float]]) -> list[float]:
+    """Return the seconds of each step but the first, from the times at which each rank has ended each.
+
+    A step ends when more than half of the ranks have ended it.
+    """
+    majority = len(ends) // 2
+    moments = [sorted(times)[majority] for times in zip(*ends, strict=True)]
+    return [end - start for start, end in zip(moments, moments[1:], strict=False)]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each run; losses are compared with those of the first."""
+    lines = []
+    for row in rows:
+        steps = steps_of(row["ends"])
+        median, late = np.median(steps), np.percentile(steps, 99)
+        whole = max(times[-1] for times in row["ends"]) - min(times[0] for times in row["ends"])
+        lines.append(
+            {
+                "run": row["run"],
+                "median": f"{1e3 * median:.0f} ms",
+                "p99": f"{1e3 * late:.0f} ms",
+                "p99 / median": f"{late / median:.2f}",
+                "whole run": f"{whole:.1f} s",
+                "stalls": sum(row["stalls"]),
+                "missed": f"{sum(row['missed']) / sum(row['sums']):.2%}",
+                "loss": f"{row['loss']:.4f}",
+                "beside the first": f"{row['loss'] / rows[0]['loss'] - 1:+.2%}",
+                "bits equal": row["equal"],
+            }
+        )
+    return lines
+
+
+def picture(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return the steps of each run, in ascending order, as lines."""
+    figure = drawing.figure(7.0, 3.0)
+    axes = figure.subplots()
+    for row, colour in zip(rows, (drawing.GREY, drawing.PALETTE[1], drawing.PALETTE[0]), strict=True):
+        steps = np.sort(steps_of(row["ends"]))
+        axes.plot(100 * (np.arange(len(steps)) + 0.5) / len(steps), 1e3 * steps, color=colour, label=row["run"])
+    axes.set(xlabel="percent of the steps that are shorter", ylabel="milliseconds", xlim=(0, 100), ylim=(0, None))
+    axes.legend(frameon=False, loc="upper left")
+    median, late = rows[-1]["median"], rows[-1]["p99"]
+    title = f"With a grace, stalls no longer hold up the others: median {median}, 99th percentile {late}"
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+def _work(job: Mapping[str, Any]) -> None:
+    """Train as one of the workers; rank 0 prints what was found as JSON."""
+    if job["grace"] is not None:
+        os.environ["FUSIONLAYER_GRACE"] = str(job["grace"])
+    torch.set_num_threads(1)
+    fl.init(transport=job["transport"])
+    workload = make_workload("gpt-small", 1, fl.rank())
+    workload.batch_size = 1  # compute little: workers share cores, and would be late of themselves
+    model = workload.model()
+    optimizer = fl.DistributedOptimizer(workload.optimizer(model), model, codec="int4", algorithm="two_shot")
+    chosen = random.Random(fl.rank())
+    ends, losses, stalls = [], [], 0
+    for step in range(FIRST + job["steps"]):
+        inputs, targets = workload.batch(step)
+        loss = model(inputs, targets)
+        if chosen.random() < job["chance"] and step >= FIRST and job["stall"]:
+            stalls += 1
+            time.sleep(job["stall"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        ends.append(time.monotonic())
+    parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    plan = optimizer.fusion_plan
+    mine = {
+        "ends": ends[FIRST - 1 :],
+        "loss": float(np.mean(losses[-LAST:])),
+        "stalls": stalls,
+        "digest": hashlib.sha256(parameters).hexdigest(),
+        "missed": metrics.read().get("sums_missed", 0.0),
+        "sums": len(ends) * (0 if plan is None else len(plan.buckets)),
+    }
+    every: list[Any] = [None] * fl.size()
+    dist.all_gather_object(every, mine)
+    if fl.rank() == 0:
+        found: dict[str, Any] = {name: [each[name] for each in every] for name in ("ends", "stalls", "missed", "sums")}
+        found["equal"] = len({each["digest"] for each in every}) == 1
+        found["loss"] = float(np.mean([each["loss"] for each in every]))
+        print(json.dumps(found), flush=True)
+    optimizer.close()
+    fl.shutdown()
+
+
+if __name__ == "__main__":
+    driver.leave(main)

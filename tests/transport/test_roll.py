@@ -1,0 +1,95 @@
+"""Roll calls: exactly one rank decides, all learn the same, and who is far behind is not waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fusionlayer.transport._link import LinkError
+from fusionlayer.transport._roll import RollCall
+
+pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+
+SIZE, LONG, SHORT = 4, 30.0, 0.001
+
+
+class Calls:
+    """The roll calls of ranks that are threads, over one store."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.store = dist.HashStore()
+        self.is_over = False
+        self.ranks = [RollCall(self.store, rank, size, lambda: self.is_over) for rank in range(size)]
+
+    def of(self, ranks: Sequence[int], grace: float, must: Sequence[int] = (), patience: float = LONG) -> list[Any]:
+        """Let these ranks call at once; return what each was told."""
+
+        def call(rank: int) -> tuple[int, ...]:
+            return self.ranks[rank].call(grace, must, time.monotonic() + patience)
+
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(call, ranks))
+
+
+def test_all_who_come_within_the_grace_are_in() -> None:
+    calls = Calls()
+    for _ in range(50):
+        assert calls.of(range(SIZE), LONG) == [(0, 1, 2, 3)] * SIZE
+    # Of the numbers that all have left behind, nothing stays in the store.
+    assert calls.store.num_keys() <= 6
+
+
+@pytest.mark.parametrize("late", range(SIZE))
+def test_who_comes_later_is_out_and_is_told_so(late: int) -> None:
+    """Rank 0 too: whoever completes the majority decides."""
+    calls = Calls()
+    others = [rank for rank in range(SIZE) if rank != late]
+    assert calls.of(others, SHORT) == [tuple(others)] * 3
+    assert calls.of([late], SHORT) == [tuple(others)]
+    assert calls.of(range(SIZE), LONG) == [(0, 1, 2, 3)] * SIZE
+
+
+def test_half_of_the_ranks_decide_nothing() -> None:
+    calls = Calls()
+    with pytest.raises(LinkError, match="it did not come in time") as raised:
+        calls.of([0, 3], SHORT, patience=0.05)
+    assert raised.value.peer == 1
+
+
+def test_who_has_not_come_to_the_last_call_is_not_waited_for() -> None:
+    """The grace is long: with a wait for rank 2 the second call would end by the test's deadline alone."""
+    calls = Calls()
+    others = [0, 1, 3]
+    assert calls.of(others, SHORT) == [(0, 1, 3)] * 3
+    assert calls.of(others, 1e6) == [(0, 1, 3)] * 3
+    assert calls.of([2], SHORT) == calls.of([2], SHORT) == [(0, 1, 3)]
+    assert calls.of(range(SIZE), LONG) == [(0, 1, 2, 3)] * SIZE
+
+
+def test_who_must_be_in_is_waited_for_beyond_the_grace() -> None:
+    calls = Calls()
+    others = [0, 1, 3]
+    assert calls.of(others, SHORT) == [(0, 1, 3)] * 3
+    told: list[Any] = []
+    waiting = threading.Thread(target=lambda: told.extend(calls.of(others, SHORT, must=[2])), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert calls.of([2], SHORT) == [(0, 1, 3)]
+    assert calls.of([2], SHORT, must=[2]) == [(0, 1, 2, 3)]
+    waiting.join(LONG)
+    assert told == [(0, 1, 2, 3)] * 3
+
+
+def test_waiting_ends_when_the_connections_are_closed() -> None:
+    calls = Calls()
+    calls.is_over = True
+    with pytest.raises(LinkError, match="closed") as raised:
+        calls.of([1], LONG)
+    assert raised.value.peer == 0
