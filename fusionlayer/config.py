@@ -98,8 +98,8 @@ class Config:
         (),
     )
     grace: float | None = _setting(
-        "seconds that a sum of gradients waits for late ranks once more than half are there: what they bring later "
-        "travels with the next sum; null: a sum waits for all ranks",
+        "seconds that a sum of gradients waits for late ranks once half of them are there: what comes later travels "
+        "with the next sum; null: a sum waits for all ranks",
         None,
     )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)

@@ -42,14 +42,14 @@ def check_grace(name: str, codec: Codec) -> None:
 class Graceful:
     """The sum of one bucket over the ranks that are there; all ranks get its bits. An ``AllReduce`` with a memory.
 
-    Before each sum the ranks find out who is there (``Transport.attend``). If all are, it is the sum without a grace.
-    Else the others alone make a ``two_shot``, and post its second half, the encoded sums, to those who are late. A late
-    rank adds what it would have summed to its residual, to be sent with the next sum that it is in, and decodes the
-    same messages as the others. So nothing is lost, and the factor of an average stays one over all ranks.
+    Before each sum ``attend`` finds out who is there. If all are, it is the sum without a grace. Else the others alone
+    make a ``two_shot``, and post its second half, the encoded sums, to those who are late. A late rank adds what it
+    would have summed to its residual, to be sent with the next sum that it is in, and decodes the same messages as the
+    others. So nothing is lost, and the factor of an average stays one over all ranks.
 
     Args:
         shares: as for ``two_shot_by_shares``; they count while all ranks are there.
-        grace: seconds for which the majority waits for the rest.
+        grace: seconds for which half of the ranks wait for the rest.
         size: number of ranks.
     """
 
@@ -57,15 +57,20 @@ class Graceful:
         self._whole: AllReduce = by_shares(LEAVES_OUT, shares)
         self._grace = grace
         self._missed = [0] * size
+        self._present: tuple[int, ...] = ()
+
+    def attend(self, transport: Transport) -> None:
+        """Find out who is there for the next sum. It may run on another thread, over another transport, than that."""
+        must = [rank for rank, missed in enumerate(self._missed) if missed >= MOST_MISSED]
+        self._present = present = transport.attend(self._grace, must)
+        self._missed = [0 if rank in present else missed + 1 for rank, missed in enumerate(self._missed)]
 
     def __call__(
         self, x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None
     ) -> None:
-        """Sum as ``AllReduce`` says. ``residual`` is given, for lossless codecs too."""
+        """Sum as ``AllReduce`` says, after ``attend``. ``residual`` is given, for lossless codecs too."""
         assert residual is not None
-        must = [rank for rank, missed in enumerate(self._missed) if missed >= MOST_MISSED]
-        present = transport.attend(self._grace, must)
-        self._missed = [0 if rank in present else missed + 1 for rank, missed in enumerate(self._missed)]
+        present = self._present
         if transport.rank not in present:
             _miss(x, codec, transport, present, residual)
             return

@@ -70,7 +70,7 @@ class Engine:
             ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
         shares: how much of a sum each rank computes, in buckets that can have shares and whose plan gives none: a whole
             number for each rank. Empty: equally much.
-        grace: seconds for which a bucket's sum waits for ranks that are late, once more than half of them are there;
+        grace: seconds for which a bucket's sum waits for ranks that are late, once half of them are there;
             a late rank's gradients then wait in its error feedback, which all codecs have. All buckets travel by
             ``two_shot``. None: a sum waits for all ranks.
         plan_controller: watches the steps and may give the engine another plan between two of them.
@@ -170,6 +170,7 @@ class Engine:
             lanes=lanes,
             name=name,
             learns_order=overlap_forward,
+            leaves_out=grace is not None,
             release=cadence.arrived.clear,
         )
         self._course = course = Course(agreement, cadence, maker, traffic, plan, clock, timeline)

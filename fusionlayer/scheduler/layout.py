@@ -10,7 +10,7 @@ import torch
 
 from .. import codecs, collectives
 from ..codecs import Codec, PartsCodec
-from ..collectives import AllReduce, Scaling
+from ..collectives import Scaling
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..timeline import Timeline
 from .ahead import AheadBuffer
@@ -96,18 +96,18 @@ class BufferMaker:
         if not bucket.ahead:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None
-            return self._remembering(FlatBuffer(*common, all_reduce=self._all_reduce(bucket), residual=residual))
+            if self._grace is None:
+                all_reduce = collectives.by_shares(bucket.algorithm, bucket.shares)
+                return self._remembering(FlatBuffer(*common, all_reduce=all_reduce, residual=residual))
+            graceful = collectives.Graceful(bucket.shares, self._grace, self._size)
+            buffer = FlatBuffer(*common, all_reduce=graceful, residual=residual)
+            buffer.attend = graceful.attend
+            return buffer
         states = {slot.name: memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots}
         gather = collectives.get_gather(bucket.algorithm)
         return self._remembering(
             AheadBuffer(*common, index=index, gather=gather, states=states, rank=self._rank, size=self._size)
         )
-
-    def _all_reduce(self, bucket: Bucket) -> AllReduce:
-        """Return the collective of a bucket of flat tensors."""
-        if self._grace is None:
-            return collectives.by_shares(bucket.algorithm, bucket.shares)
-        return collectives.Graceful(bucket.shares, self._grace, self._size)
 
     def _remembering(self, buffer: Buffer) -> Buffer:
         if self._undoable:

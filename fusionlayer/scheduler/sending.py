@@ -29,6 +29,7 @@ class Sender:
         clock: of the gradients' device.
         timeline: record of the buckets' way.
         learns_order: time the buckets of some steps, for an order in which the next forward needs them.
+        rolls: finds out who is there for each bucket, while buckets before it travel; None: all ranks are waited for.
 
     Attributes:
         jobs: of the buckets that were sent in the present step, by number.
@@ -38,8 +39,11 @@ class Sender:
         cause: the first error of any bucket, or None; written by the lanes.
     """
 
-    def __init__(self, lanes: Sequence[Lane], clock: Clock, timeline: Timeline, learns_order: bool) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], clock: Clock, timeline: Timeline, learns_order: bool, rolls: Lane | None = None
+    ) -> None:
         self._lanes = lanes
+        self._rolls = rolls
         self._clock = clock
         self._timeline = timeline
         self._learns_order = learns_order
@@ -68,7 +72,10 @@ class Sender:
         # all ranks must send a bucket on the same one.
         lane = self._lanes[len(self.jobs) % len(self._lanes)]
         ready = self._timeline.now() if self._timeline.enabled else None
-        work = partial(self._run, index, buffer, step, seed, ready, done)
+        roll = None
+        if buffer.attend is not None and self._rolls is not None:
+            roll = self._rolls.put(buffer.attend)
+        work = partial(self._run, index, buffer, step, seed, ready, done, roll)
         self.nbytes += buffer.nbytes
         self.jobs[index] = lane.put(work, abandoned=done)
 
@@ -80,6 +87,7 @@ class Sender:
         seed: int,
         ready: Stamp | None,
         done: Callable[[], None] | None,
+        roll: Job | None,
         transport: Transport,
     ) -> None:
         """Sum a bucket; called on a lane."""
@@ -91,6 +99,8 @@ class Sender:
             timeline.record("QUEUE", ready, timeline.now(), row=f"bucket {index}", step=step, bucket=index)
         start = self._clock.stamp() if timed else None
         try:
+            if roll is not None:
+                roll.wait()
             with timeline.bucket_span(transport, step=step, bucket=index):
                 buffer.run(transport, seed)
         except BaseException:

@@ -36,6 +36,7 @@ class Traffic:
         lanes: how many there are, equally many on all ranks; over NCCL one, whatever is asked for.
         name: of the threads.
         learns_order: time the buckets of some steps, for an order in which the next forward needs them.
+        leaves_out: sums do not wait for ranks that are late: a lane of its own finds out who is there.
         release: called when a failure has ended all; it lets go of the gradients.
 
     Attributes:
@@ -56,6 +57,7 @@ class Traffic:
         lanes: int,
         name: str,
         learns_order: bool,
+        leaves_out: bool,
         release: Callable[[], object],
     ) -> None:
         self.rank = transport.rank
@@ -73,7 +75,9 @@ class Traffic:
             timeline.note_clock(*offset, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
-        self.sender = Sender(self._lanes, clock, timeline, learns_order)
+        rolls = Lane(transport.duplicate(), device, f"{name} roll calls") if leaves_out else None
+        self.sender = Sender(tuple(self._lanes), clock, timeline, learns_order, rolls)
+        self._all = self._lanes if rolls is None else [*self._lanes, rolls]
         self.results = Results(clock, timeline)
         self.steps = 0
         counts.register(self)
@@ -159,7 +163,7 @@ class Traffic:
         """
         self.check("what steps have queued is waited for")
         try:
-            for lane in self._lanes:
+            for lane in self._all:
                 lane.drain()
         except BaseException as error:
             self.fail(error)
@@ -186,14 +190,14 @@ class Traffic:
     def give_up(self) -> None:
         """Close the transports at once: what is under way fails here and on the other ranks."""
         counts.retire(self)
-        for lane in self._lanes:
+        for lane in self._all:
             lane.close()
         self._timeline.close()
 
     def abandon(self) -> None:
         """Give up, and wait until no lane works any more: then nothing changes gradients, results or error feedback."""
         self.give_up()
-        for lane in self._lanes:
+        for lane in self._all:
             lane.join()
 
     def counts(self) -> Mapping[str, float]:
@@ -204,8 +208,8 @@ class Traffic:
         return {
             "steps": self.steps,
             "bytes_raw": 2 * (self.size - 1) / self.size * self.sender.nbytes,
-            "bytes_sent": sum(lane.transport.bytes_sent for lane in self._lanes),
-            "sums_missed": sum(lane.transport.missed for lane in self._lanes),
+            "bytes_sent": sum(lane.transport.bytes_sent for lane in self._all),
+            "sums_missed": sum(lane.transport.missed for lane in self._all),
         }
 
     def check(self, what: str | None = None) -> None:

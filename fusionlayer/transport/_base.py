@@ -119,10 +119,10 @@ class Transport(ABC):
     def attend(self, grace: float, must: Collection[int] = ()) -> tuple[int, ...]:
         """Return the ranks that are there for what comes next, in ascending order: the same on all ranks.
 
-        All ranks call it. It returns once more than half of them have called it, and the rest have too or ``grace``
-        seconds are over. A rank that comes later is told at once that it is not among them. What follows, until the
-        next ``attend``, is then between those who are: in calls that all ranks make, they send nothing to the others,
-        and receive nothing from them. What the others need they get by ``post``, and receive it when they come.
+        All ranks call it. It returns once half of them have called it, and the rest have too or ``grace`` seconds are
+        over. A rank that comes later is told at once that it is not among them. What follows is then between those who
+        are: in calls that all ranks make, they send nothing to the others, and receive nothing from them. What the
+        others need they get by ``post``, and receive it when they come.
 
         Args:
             grace: seconds to wait for the rest.

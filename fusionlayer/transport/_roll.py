@@ -27,14 +27,17 @@ class RollCall:
     """Decides who is in the next calls of a transport. One thread at a time uses it, in the same order on all ranks.
 
     Each rank adds its bit to a number in the store, which answers with the sum. So exactly one rank sees that its bit
-    completes the majority. This rank waits for the others, at most for the grace, and then adds the bit that closes the
+    makes half of them. This rank waits for the others, at most for the grace, and then adds the bit that closes the
     call: who comes after that is out. One atomic number thus elects who decides and says what was decided. A rank that
     was out last time, and has not even come to that call by now, is far behind and is not waited for.
+
+    Half are enough, as nobody else can decide too. A third of the ranks would do the same, and stray further from what
+    all of them would have done.
 
     Args:
         store: a client of the store that nobody else uses at the same time, with a prefix of this transport's own.
         rank: this rank.
-        size: number of ranks, 3 to ``MOST_RANKS``: of two there is no majority without both.
+        size: number of ranks, at most ``MOST_RANKS``.
         is_over: returns whether waiting has become useless.
     """
 
@@ -53,7 +56,7 @@ class RollCall:
         """Return the ranks that are in, in ascending order: the same on all ranks, whenever they come.
 
         Args:
-            grace: seconds to wait for the rest once the majority is there.
+            grace: seconds to wait for the rest once half of them are there.
             must: ranks that are waited for without end.
             deadline: time of the monotonic clock at which waiting ends in any case.
 
@@ -68,7 +71,7 @@ class RollCall:
         if is_open and here == everyone:
             present = everyone
             self._tell(number, present)
-        elif is_open and here.bit_count() == self._size // 2 + 1:
+        elif is_open and here.bit_count() == -(-self._size // 2):
             present = self._decide(number, grace, sum(1 << rank for rank in must), deadline)
         else:
             present = self._learn(number, deadline)
