@@ -51,6 +51,9 @@ class Graceful:
         shares: as for ``two_shot_by_shares``; they count while all ranks are there.
         grace: seconds for which half of the ranks wait for the rest.
         size: number of ranks.
+
+    Attributes:
+        is_due: the sum could begin, if it was known who is there.
     """
 
     def __init__(self, shares: Sequence[int], grace: float, size: int) -> None:
@@ -58,11 +61,12 @@ class Graceful:
         self._grace = grace
         self._missed = [0] * size
         self._present: tuple[int, ...] = ()
+        self.is_due = False
 
     def attend(self, transport: Transport) -> None:
         """Find out who is there for the next sum. It may run on another thread, over another transport, than that."""
         must = [rank for rank, missed in enumerate(self._missed) if missed >= MOST_MISSED]
-        self._present = present = transport.attend(self._grace, must)
+        self._present = present = transport.attend(self._grace, must, lambda: self.is_due)
         self._missed = [0 if rank in present else missed + 1 for rank, missed in enumerate(self._missed)]
 
     def __call__(

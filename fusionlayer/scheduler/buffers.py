@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec, PackedResidual
-from ..collectives import AllReduce, Scaling, reduce_flat
+from ..collectives import AllReduce, Graceful, Scaling, reduce_flat
 from ..plan import Bucket
 from ..seeds import derive_seed
 from ..timeline import Timeline
@@ -42,7 +42,7 @@ class Buffer(ABC):
 
     Attributes:
         remember: called with names of tensors before encoding changes what is kept of them; None: nobody asks.
-        attend: finds out which ranks are there for the next ``run``, which waits for it; None: all are waited for.
+        graceful: sums without ranks that are late, once it has found out who is there; None: all are waited for.
         nbytes: of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and ``run`` has not summed them yet.
     """
@@ -66,7 +66,7 @@ class Buffer(ABC):
         self._timeline = timeline
         self._in_place = in_place
         self.remember: Callable[[Iterable[str]], None] | None = None
-        self.attend: Callable[[Transport], None] | None = None
+        self.graceful: Graceful | None = None
         self.full = False
         self._gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}

@@ -101,7 +101,7 @@ class BufferMaker:
                 return self._remembering(FlatBuffer(*common, all_reduce=all_reduce, residual=residual))
             graceful = collectives.Graceful(bucket.shares, self._grace, self._size)
             buffer = FlatBuffer(*common, all_reduce=graceful, residual=residual)
-            buffer.attend = graceful.attend
+            buffer.graceful = graceful
             return buffer
         states = {slot.name: memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots}
         gather = collectives.get_gather(bucket.algorithm)

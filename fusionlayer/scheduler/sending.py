@@ -73,8 +73,9 @@ class Sender:
         lane = self._lanes[len(self.jobs) % len(self._lanes)]
         ready = self._timeline.now() if self._timeline.enabled else None
         roll = None
-        if buffer.attend is not None and self._rolls is not None:
-            roll = self._rolls.put(buffer.attend)
+        if buffer.graceful is not None and self._rolls is not None:
+            buffer.graceful.is_due = False
+            roll = self._rolls.put(buffer.graceful.attend)
         work = partial(self._run, index, buffer, step, seed, ready, done, roll)
         self.nbytes += buffer.nbytes
         self.jobs[index] = lane.put(work, abandoned=done)
@@ -99,7 +100,8 @@ class Sender:
             timeline.record("QUEUE", ready, timeline.now(), row=f"bucket {index}", step=step, bucket=index)
         start = self._clock.stamp() if timed else None
         try:
-            if roll is not None:
+            if roll is not None and buffer.graceful is not None:
+                buffer.graceful.is_due = True
                 roll.wait()
             with timeline.bucket_span(transport, step=step, bucket=index):
                 buffer.run(transport, seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
@@ -116,7 +116,9 @@ class Transport(ABC):
         """Return whether there are ``attend`` and ``post`` for tensors on ``device``."""
         return False
 
-    def attend(self, grace: float, must: Collection[int] = ()) -> tuple[int, ...]:
+    def attend(
+        self, grace: float, must: Collection[int] = (), is_due: Callable[[], bool] = lambda: True
+    ) -> tuple[int, ...]:
         """Return the ranks that are there for what comes next, in ascending order: the same on all ranks.
 
         All ranks call it. It returns once half of them have called it, and the rest have too or ``grace`` seconds are
@@ -127,6 +129,7 @@ class Transport(ABC):
         Args:
             grace: seconds to wait for the rest.
             must: ranks without which it does not return.
+            is_due: returns whether what comes next could begin by now. Until then it waits for all.
         """
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
@@ -176,7 +176,9 @@ class LinkedTransport(Transport):
     def can_leave_out(self, device: torch.device) -> bool:
         return device.type == "cpu" and 2 < self.size <= MOST_RANKS and self._links["cpu"].can_post
 
-    def attend(self, grace: float, must: Collection[int] = ()) -> tuple[int, ...]:
+    def attend(
+        self, grace: float, must: Collection[int] = (), is_due: Callable[[], bool] = lambda: True
+    ) -> tuple[int, ...]:
         link = self._links["cpu"]
         with _InCall(self, Call("roll call", purpose=self.purpose), counted=True):
             try:
@@ -184,7 +186,7 @@ class LinkedTransport(Transport):
                     store: dist.Store = self._rendezvous.store.clone()  # type: ignore[attr-defined]
                     store = dist.PrefixStore(f"{self._rendezvous.name}/roll", store)
                     self._roll = RollCall(store, self.rank, self.size, lambda: link.is_closed)
-                present = self._roll.call(grace, must, time.monotonic() + self.timeout)
+                present = self._roll.call(grace, must, is_due, time.monotonic() + self.timeout)
             except RuntimeError as error:
                 keeper = self._rendezvous.store_rank
                 raise LinkError(self.rank if keeper is None else keeper, str(error)) from None

@@ -16,9 +16,9 @@ MOST_RANKS = 62
 """Ranks of a roll call at most: each has a bit of one number of the store, and one more bit closes the call."""
 
 _CLOSED = 1 << MOST_RANKS
-# Seconds between two looks at the store: at first, and at most. In between an eighth of what was waited so far, so that
-# a long wait costs few looks and a short one ends soon.
-_SHORTEST, _LONGEST = 0.0003, 0.05
+# Seconds between two looks at the store: at first, and at most. In between a quarter of what was waited so far: each
+# look is a round trip, beside the payload of other buckets.
+_SHORTEST, _LONGEST = 0.001, 0.02
 # Calls whose keys are deleted at a time.
 _DELETED = 2
 
@@ -52,12 +52,13 @@ class RollCall:
         # Numbers of calls that all ranks may still read, and the number of those from the left that nobody reads more.
         self._kept: deque[int] = deque()
 
-    def call(self, grace: float, must: Collection[int], deadline: float) -> tuple[int, ...]:
+    def call(self, grace: float, must: Collection[int], is_due: Callable[[], bool], deadline: float) -> tuple[int, ...]:
         """Return the ranks that are in, in ascending order: the same on all ranks, whenever they come.
 
         Args:
             grace: seconds to wait for the rest once half of them are there.
             must: ranks that are waited for without end.
+            is_due: returns whether the answer is needed by now. Until then the rest is waited for beyond the grace.
             deadline: time of the monotonic clock at which waiting ends in any case.
 
         Raises:
@@ -72,7 +73,7 @@ class RollCall:
             present = everyone
             self._tell(number, present)
         elif is_open and here.bit_count() == -(-self._size // 2):
-            present = self._decide(number, grace, sum(1 << rank for rank in must), deadline)
+            present = self._decide(number, grace, sum(1 << rank for rank in must), is_due, deadline)
         else:
             present = self._learn(number, deadline)
         self._kept.append(number)
@@ -81,32 +82,24 @@ class RollCall:
         self._last = present
         return tuple(rank for rank in range(self._size) if present >> rank & 1)
 
-    def _decide(self, number: int, grace: float, must: int, deadline: float) -> int:
+    def _decide(self, number: int, grace: float, must: int, is_due: Callable[[], bool], deadline: float) -> int:
         wanted, late = self._everyone, self._everyone & ~self._last
         if late:
             wanted &= ~late | self._store.add(f"{number - 1}/here", 0)
-        wanted |= must
-        soon = min(time.monotonic() + grace, deadline)
-        here = self._come(number, wanted, soon)
-        if must & ~here:
-            here = self._come(number, must, deadline)
+        soon, here = time.monotonic() + grace, 0
+
+        def is_enough() -> bool:
+            nonlocal here
+            here = self._store.add(f"{number}/here", 0)
             if must & ~here:
-                raise LinkError(self._first(must & ~here), "it did not come in time")
+                return False
+            return here == self._everyone or is_due() and (not wanted & ~here or time.monotonic() >= soon)
+
+        if not self._look(is_enough, deadline, lambda: self._first((must or self._everyone) & ~here)):
+            raise LinkError(self._first((must or self._everyone) & ~here), "it did not come in time")
         if here != self._everyone:
             here = self._store.add(f"{number}/here", _CLOSED) - _CLOSED
         self._tell(number, here)
-        return here
-
-    def _come(self, number: int, wanted: int, until: float) -> int:
-        """Return who has come once all who are ``wanted`` have, or when the time ``until`` is reached."""
-        here = 0
-
-        def all_here() -> bool:
-            nonlocal here
-            here = self._store.add(f"{number}/here", 0)
-            return not wanted & ~here
-
-        self._look(all_here, until, lambda: self._first(wanted & ~here))
         return here
 
     def _learn(self, number: int, deadline: float) -> int:
@@ -125,7 +118,7 @@ class RollCall:
                 raise LinkError(missing(), "the connections are closed")
             if now >= until:
                 return False
-            time.sleep(min(max((now - start) / 8, _SHORTEST), _LONGEST, until - now))
+            time.sleep(min(max((now - start) / 4, _SHORTEST), _LONGEST, until - now))
         return True
 
     def _absent(self, number: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -132,10 +132,12 @@ def held_until_all_wait(rank: int, world: int) -> list[bool]:
     store, presences = dist.distributed_c10d._get_default_store(), []
     attend = LinkedTransport.attend
 
-    def telling(self: LinkedTransport, grace: float, must: Collection[int] = ()) -> tuple[int, ...]:
+    def telling(
+        self: LinkedTransport, grace: float, must: Collection[int], is_due: Callable[[], bool]
+    ) -> tuple[int, ...]:
         if LATE in must:
             store.set("all wait", "")
-        present = attend(self, grace, must)
+        present = attend(self, grace, must, is_due)
         presences.append(LATE in present)
         return present
 

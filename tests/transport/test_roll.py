@@ -24,14 +24,14 @@ class Calls:
 
     def __init__(self, size: int = SIZE) -> None:
         self.store = dist.HashStore()
-        self.is_over = False
+        self.is_over, self.is_due = False, True
         self.ranks = [RollCall(self.store, rank, size, lambda: self.is_over) for rank in range(size)]
 
     def of(self, ranks: Sequence[int], grace: float, must: Sequence[int] = (), patience: float = LONG) -> list[Any]:
         """Let these ranks call at once; return what each was told."""
 
         def call(rank: int) -> tuple[int, ...]:
-            return self.ranks[rank].call(grace, must, time.monotonic() + patience)
+            return self.ranks[rank].call(grace, must, lambda: self.is_due, time.monotonic() + patience)
 
         with ThreadPoolExecutor(len(ranks)) as pool:
             return list(pool.map(call, ranks))
@@ -97,3 +97,16 @@ def test_waiting_ends_when_the_connections_are_closed() -> None:
     with pytest.raises(LinkError, match="closed") as raised:
         calls.of([1], LONG)
     assert raised.value.peer == 0
+
+
+def test_nobody_is_out_before_the_answer_is_needed() -> None:
+    calls = Calls()
+    calls.is_due = False
+    told: list[Any] = []
+    waiting = threading.Thread(target=lambda: told.extend(calls.of([0, 3], SHORT)), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert calls.of([1, 2], SHORT) == [(0, 1, 2, 3)] * 2
+    waiting.join(LONG)
+    assert told == [(0, 1, 2, 3)] * 2
