@@ -1,6 +1,6 @@
 """What a step costs while ranks stall at random, with and without a grace for late ranks, and where the loss ends.
 
-    python -m benchmarks.stragglers [--rate 25mbit] [--stall 200] [--chance 0.05] [--grace 50] [--out FOLDER]
+    python -m benchmarks.stragglers [--rate 25mbit] [--stall 200] [--chance 0.05] [--grace 25] [--out FOLDER]
 
 Each of four hosts trains the same GPT with int4 by two_shot. In each step each rank stalls with some chance before its
 backward: it sleeps. The same ranks stall in the same steps of each run. "median" and "p99", the 99th percentile, are of
@@ -40,9 +40,9 @@ from fusionlayer.scheduler import planners
 __all__ = ["main", "picture", "steps_of", "table"]
 
 HOSTS = 4
-FIRST = 10
+FIRST = 20
 """Steps that do not count: the first ones learn the plan and open windows. Nobody stalls in them."""
-BUCKET = 384 << 10
+BUCKET = 512 << 10
 """Bytes of a bucket's gradients. A rank that comes in the middle of a step still has its part in the later buckets."""
 LAST = 20
 """Steps whose losses are averaged."""
@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--rate", default="25mbit", help="of each host's link (default 25mbit)")
     parser.add_argument("--stall", type=count(), default=200, help="milliseconds of a stall (default 200)")
     parser.add_argument("--chance", type=float, default=0.05, help="of each rank to stall in a step (default 0.05)")
-    parser.add_argument("--grace", type=count(), default=50, help="milliseconds (default 50)")
+    parser.add_argument("--grace", type=count(), default=25, help="milliseconds (default 25)")
     parser.add_argument("--steps", type=count(), default=150, help="default 150")
     parser.add_argument("--transport", choices=("c10d", "sockets"), default="c10d", help="default c10d")
     driver.add_options(parser, timed=True, smoke=True)

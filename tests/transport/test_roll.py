@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from fusionlayer.transport._link import LinkError
-from fusionlayer.transport._roll import RollCall
+from fusionlayer.transport._roll import MOST_RANKS, RollCall
 
 pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
 
@@ -110,3 +110,18 @@ def test_nobody_is_out_before_the_answer_is_needed() -> None:
     assert calls.of([1, 2], SHORT) == [(0, 1, 2, 3)] * 2
     waiting.join(LONG)
     assert told == [(0, 1, 2, 3)] * 2
+
+
+def test_one_rank_alone_closes_a_call() -> None:
+    """Though the third one too comes before that, and waits."""
+    calls, early = Calls(), [0, 1, 3]
+    calls.is_due = False
+    told: list[Any] = []
+    waiting = threading.Thread(target=lambda: told.extend(calls.of(early, SHORT)), daemon=True)
+    waiting.start()
+    while calls.store.add("0/here", 0) != 0b1011:
+        time.sleep(0.001)
+    calls.is_due = True
+    waiting.join(LONG)
+    assert told == [(0, 1, 3)] * 3
+    assert calls.store.add("0/here", 0) == (1 << MOST_RANKS) + 0b1011
