@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from matplotlib.figure import Figure
 
-from benchmarks import ablation, hops, interfaces, missing, plots, sharded_losses
+from benchmarks import ablation, hops, interfaces, missing, plots, sharded_losses, stragglers
 from benchmarks.collective.cell import Cell, Row
 from benchmarks.collective.picture import draw_shares
 from benchmarks.faults import summary as faults
@@ -119,6 +119,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "sharded-losses": lambda: _titled(
         "sharded-losses", sharded_losses.curves(rows("sharded-losses"), result("sharded-losses").title)
     ),
+    "stragglers": lambda: stragglers.picture(rows("stragglers-2-percent")),
     "tensor-parallel-2x1": lambda: _titled("tensor-parallel-2x1", tensor_parallel.picture(rows("tensor-parallel-2x1"))),
     "zipped": lambda: _titled("zipped", zipped.ratios([row for row in rows("zipped") if "size" in row])),
     "zipped-late": lambda: _titled("zipped-late", zipped.designs([row for row in rows("zipped") if "split" in row])),

@@ -25,7 +25,7 @@ def test_replicas_are_equal_after_stalls(monkeypatch: pytest.MonkeyPatch, tmp_pa
     arguments = ["--smoke", "--rate", "200mbit", "--chance", "0.5", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["stragglers", *arguments])
     assert stragglers.main() == 0
-    (path,) = tmp_path.glob("stragglers-c10d_*.json")
+    (path,) = tmp_path.glob("stragglers-50-percent_*.json")
     rows = json.loads(path.read_text())["rows"]
     assert [row["run"] for row in rows] == [stragglers.CALM, stragglers.ALL_WAIT, stragglers.GRACE]
     assert all(row["equal"] for row in rows)
