@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import logging
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer.errors import ConfigError, TransportError, UsageError
-from fusionlayer.transport import C10dTransport, Transport, _linked
+from fusionlayer.transport import C10dTransport, Transport, _linked, _rendezvous
 from fusionlayer.transport._board import Board
 from fusionlayer.transport._monitor import STORE_PATIENCE
 from tests.harness import run_ranks
@@ -210,6 +211,27 @@ def drop_it(rank: int, world: int) -> None:
 
 def test_a_transport_that_nobody_holds_is_closed() -> None:
     run_ranks(drop_it, 2)
+
+
+def drop_while_others_connect(rank: int, world: int) -> None:
+    store, get = dist.distributed_c10d._get_default_store(), _rendezvous._EndingStore.get
+
+    def late(self: _rendezvous._EndingStore, key: str) -> bytes:
+        if key == "gloo/0/2":  # rank 0 has all its connections by now, and ranks 1 and 2 have none to each other
+            with contextlib.suppress(RuntimeError):
+                store.wait(["dropped"], datetime.timedelta(seconds=1))
+        return get(self, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(_rendezvous._EndingStore, "get", late)
+        assert C10dTransport(timeout=20).size == world
+        gc.collect()
+    store.set("dropped", "")
+
+
+def test_a_transport_can_be_dropped_as_soon_as_it_is_made() -> None:
+    run_ranks(drop_while_others_connect, 3)
 
 
 def file_size(rank: int, world: int) -> tuple[int, int]:
