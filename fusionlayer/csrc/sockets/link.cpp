@@ -106,8 +106,10 @@ int Link::post(const fl_link_message *outgoing, int sends, fl_link_result *resul
     const fl_link_message &each = outgoing[i];
     if (each.peer < 0 || each.peer >= size_ || each.peer == rank_ || each.nbytes <= 0) return FL_LINK_REFUSED;
     Peer &to = peers_[size_t(each.peer)];
-    if (!to.is_reachable() || to.has_left) fail(FL_LINK_LOST, each.peer);
-    else to.outgoing.post(each.data, uint64_t(each.nbytes), each.key, true);
+    if (!to.is_reachable() || to.has_left)
+      fail(FL_LINK_LOST, each.peer);
+    else
+      to.outgoing.post(each.data, uint64_t(each.nbytes), each.key, true);
   }
   if (!status_) progress();
   result->peer = culprit_;

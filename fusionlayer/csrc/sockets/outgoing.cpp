@@ -46,8 +46,10 @@ void Outgoing::post(const void *data, uint64_t length, uint64_t key, bool own) {
   message->states.resize(message->chunks);
   message->is_own = own;
   for (uint32_t index = 0; own && index < message->chunks; ++index) message->copy(index);
-  if (own) message->data = nullptr;
-  else unwritten_ += message->chunks;
+  if (own)
+    message->data = nullptr;
+  else
+    unwritten_ += message->chunks;
   untaken_ += length;
   open_.push_back(message);
   waiting_.push_back(std::move(message));
