@@ -63,6 +63,7 @@ WRONG = {
     "interfaces": "eth0",
     "rates": "100mbit",
     "congestion": "[bbr]",
+    "grace": "soon",
     "timeout": "soon",
     "stall_warning": "true",
     "watch": "maybe",

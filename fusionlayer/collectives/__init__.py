@@ -13,7 +13,6 @@ from ._base import (
     is_gather,
     registry,
 )
-from ._late import Graceful, check_grace
 from ._unequal import TAKES_SHARES, by_shares
 from .reduction import UNSCALED, Scaling, choose, reduce_flat, reduce_scatter_flat, scale_, usual
 
@@ -22,11 +21,9 @@ __all__ = [
     "UNSCALED",
     "AllReduce",
     "Gather",
-    "Graceful",
     "MessageSpan",
     "Scaling",
     "by_shares",
-    "check_grace",
     "check_pair",
     "choose",
     "collective",

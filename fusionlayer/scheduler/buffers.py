@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec, PackedResidual
-from ..collectives import AllReduce, Graceful, Scaling, reduce_flat
+from ..collectives import AllReduce, Scaling, reduce_flat
+from ..collectives._late import Graceful
 from ..plan import Bucket
 from ..seeds import derive_seed
 from ..timeline import Timeline

@@ -14,6 +14,7 @@ from .. import collectives
 from ..clock import Clock, clock_of
 from ..codecs import Codec
 from ..collectives import UNSCALED, Scaling
+from ..collectives._late import check_grace
 from ..errors import ConfigError, UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..timeline import Timeline
@@ -117,7 +118,7 @@ class Engine:
         for each in [codec] if isinstance(codec, Codec) else codec.values():
             name = collectives.choose(each, transport.size, algorithm, ahead=ahead)
             if grace is not None and plan is None:
-                collectives.check_grace(name, each)
+                check_grace(name, each)
         clock = clock_of(device) if clock is None else clock
         timeline = timeline or Timeline(None, transport.rank)
         self.rank = transport.rank

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .. import codecs, collectives
 from ..codecs import Codec
+from ..collectives._late import check_grace
 from ..errors import ConfigError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from .planners import Planner, StepCosts
@@ -68,7 +69,7 @@ def check_pairs(plan: FusionPlan, leaves_out: bool = False) -> None:
             if bucket.shares:
                 collectives.by_shares(bucket.algorithm, bucket.shares)
             if leaves_out:
-                collectives.check_grace(bucket.algorithm, codec)
+                check_grace(bucket.algorithm, codec)
         except ConfigError as error:
             raise ConfigError(f"plan: bucket {index}: {error}") from None
 

@@ -11,6 +11,7 @@ import torch
 from .. import codecs, collectives
 from ..codecs import Codec, PartsCodec
 from ..collectives import Scaling
+from ..collectives._late import Graceful
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..timeline import Timeline
 from .ahead import AheadBuffer
@@ -99,7 +100,7 @@ class BufferMaker:
             if self._grace is None:
                 all_reduce = collectives.by_shares(bucket.algorithm, bucket.shares)
                 return self._remembering(FlatBuffer(*common, all_reduce=all_reduce, residual=residual))
-            graceful = collectives.Graceful(bucket.shares, self._grace, self._size)
+            graceful = Graceful(bucket.shares, self._grace, self._size)
             buffer = FlatBuffer(*common, all_reduce=graceful, residual=residual)
             buffer.graceful = graceful
             return buffer
