@@ -116,9 +116,9 @@ class Engine:
                 f"3 to {MOST_RANKS}, with gradients on the CPU, over gloo or connections of our own: leave grace out"
             )
         for each in [codec] if isinstance(codec, Codec) else codec.values():
-            name = collectives.choose(each, transport.size, algorithm, ahead=ahead)
+            chosen = collectives.choose(each, transport.size, algorithm, ahead=ahead)
             if grace is not None and plan is None:
-                check_grace(name, each)
+                check_grace(chosen, each)
         clock = clock_of(device) if clock is None else clock
         timeline = timeline or Timeline(None, transport.rank)
         self.rank = transport.rank
